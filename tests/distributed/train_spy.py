@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from lowtide.train.trainers import Measured
 def spy(kinds: Sequence[str]) -> None:
     """Begin to spy: ``head``, ``result``, ``dtypes`` or ``memory``; ``zero``: let DeepSpeed use gloo alone."""
     for kind in kinds:
-        {"head": _forbid_head, "result": _spy_result, "dtypes": _spy_dtypes, "memory": _spy_memory, "zero": _gloo_alone}[kind]()
+        {
+            "head": _forbid_head,
+            "result": _spy_result,
+            "dtypes": _spy_dtypes,
+            "memory": _spy_memory,
+            "zero": _gloo_alone,
+        }[kind]()
 
 
 def _print(kind: str, **values: Any) -> None:
@@ -78,12 +85,13 @@ def _spy_dtypes() -> None:
 
 def _spy_memory() -> None:
     """Print how far this rank's memory grew by the model."""
-    for name in ("pretrained_model", "random_model"):
 
-        def spied(*args: Any, read: Callable[..., Any] = getattr(prepare, name), **kwargs: Any) -> Any:
-            began = resident_bytes()
-            model = read(*args, **kwargs)
-            _print("memory", read=mib(peak_resident_bytes() - began))
-            return model
+    def spied(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = resident_bytes()
+        model = read(*args, **kwargs)
+        held = sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in model.parameters())
+        _print("memory", read=mib(peak_resident_bytes() - began), held=mib(held))
+        return model
 
-        setattr(prepare, name, spied)
+    prepare.pretrained_model = partial(spied, prepare.pretrained_model)
+    prepare.random_model = partial(spied, prepare.random_model)

@@ -23,7 +23,7 @@ from lowtide.train.config import TrainConfig
 from lowtide.train.files import find_data
 from lowtide.train.parallel import launched_ranks
 from lowtide.train.prepare import share_data
-from lowtide.train.quiet import hide_deepspeed, quiet_transformers
+from lowtide.train.quiet import quiet_transformers
 from lowtide.train.report import show_comparison
 from lowtide.train.result import FLOAT32, Comparison, TrainResult, measured_tolerance
 from lowtide.train.run import run
@@ -116,8 +116,6 @@ def train_in_child(
     settings: Mapping[str, Any], tokens: str | None, turn: tuple[str, str, str, int] | None, label: str
 ) -> dict[str, Any]:
     """Train without saving and return the result as JSON: the child's side."""
-    if not os.environ.get("ACCELERATE_USE_DEEPSPEED"):
-        hide_deepspeed()
     quiet_transformers()
     callbacks = () if turn is None else (Turns(Path(turn[0]), turn[1], turn[2], turn[3]),)
     file = None if tokens is None else Path(tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 
 
@@ -12,6 +11,8 @@ def quiet_transformers() -> None:
     """Keep log lines and bars of transformers, TRL, datasets and peft off the terminal."""
     # peft warns at each checkpoint of adapters on the output layer
     warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
+    # which lowtide computes without logits
+    warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(trl|transformers|peft|accelerate)\.")
     # DeepSpeed calls the collectives by their old names
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -41,11 +42,3 @@ def stay_offline(*, pushes: bool) -> None:
     if not pushes:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ.setdefault(name, "1")
-
-
-def hide_deepspeed() -> None:
-    """Let no library import DeepSpeed in this process.
-
-    accelerate and transformers do so wherever it is installed, which takes seconds and 200 MiB, and logs warnings.
-    """
-    sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
