@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,6 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.train.checkpoints import log_history
 from train.conftest import tiny_arguments
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -36,13 +36,13 @@ def run(ranks: int, *arguments: object) -> str:
 
 
 def curve(folder: Path) -> list[float]:
-    logs = log_history(folder / "checkpoint-6")
+    logs = json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
     return [entry[name] for entry in logs for name in ("loss", "grad_norm", "eval_loss") if name in entry]
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*tiny_arguments(tmp_path_factory.mktemp("tiny")), "--keep", "5"]
+    return [*tiny_arguments(tmp_path_factory.mktemp("tiny")), "--save_total_limit", "5"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def alone(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Cal
     @cache
     def of(sequences: int, dtype: str) -> list[float]:
         output = tmp_path_factory.mktemp("alone") / "run"
-        run(1, *arguments, "--dtype", dtype, "--batch-size", sequences, "--output", output)
+        run(1, *arguments, "--dtype", dtype, "--per_device_train_batch_size", sequences, "--output", output)
         return curve(output)
 
     return of
@@ -76,5 +76,5 @@ def test_is_one_gpu_and_goes_on_on_it(
     assert got == pytest.approx(alone(2 * ranks, dtype), rel=NEAR[dtype])
     if (ranks, engine, dtype) == CASES[0]:
         shutil.rmtree(output / "checkpoint-6")
-        run(1, "train", "--resume", "--output", output)
+        run(1, "train", "--resume_from_checkpoint", "true", "--output", output)
         assert curve(output) == pytest.approx(got, rel=NEAR[dtype])
