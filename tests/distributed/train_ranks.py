@@ -57,7 +57,13 @@ class Ranks:
 
     def __init__(self, python: str = sys.executable) -> None:
         env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "TRITON_INTERPRET": "1"}
+        self._cache = tempfile.TemporaryDirectory()  # of datasets, in place of the user's
+        env |= {
+            "HF_DATASETS_CACHE": self._cache.name,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "DS_ACCELERATOR": "cpu",
+            "TRITON_INTERPRET": "1",
+        }
         self._process = subprocess.Popen(
             [python, str(Path(__file__))], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,12 +85,13 @@ def _spy_dtypes() -> None:
 
 def _spy_memory() -> None:
     """Print how far this rank's memory grew by the model."""
-    for name in ("pretrained_model", "random_model"):
 
-        def spied(*args: Any, read: Callable[..., Any] = getattr(prepare, name), **kwargs: Any) -> Any:
-            began = resident_bytes()
-            model = read(*args, **kwargs)
-            _print("memory", read=mib(peak_resident_bytes() - began))
-            return model
+    def spied(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = resident_bytes()
+        model = read(*args, **kwargs)
+        held = sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in model.parameters())
+        _print("memory", read=mib(peak_resident_bytes() - began), held=mib(held))
+        return model
 
-        setattr(prepare, name, spied)
+    prepare.pretrained_model = partial(spied, prepare.pretrained_model)
+    prepare.random_model = partial(spied, prepare.random_model)

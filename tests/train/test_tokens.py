@@ -179,11 +179,11 @@ def test_held_out_text_is_at_most_a_tenth_and_never_trained_on(tokenizer: Any, t
 
 def test_one_document_of_most_of_the_bytes_is_trained_on(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    texts = ["tide " * 40_000, *["short " * 20] * 100]
+    texts = ["tide " * 4_000, *["short " * 20] * 100]
     for at in (0, 50, 100):
         rows = [json.dumps({"text": text}) + "\n" for text in (*texts[1 : at + 1], texts[0], *texts[at + 1 :])]
         (tmp_path / "a" / "a.jsonl").write_text("".join(rows))
-        for seed in range(4):
+        for seed in range(2):
             write(tmp_path / "tokens", tmp_path / "a", tokenizer, seed=seed)
             assert "tide" not in text_of(tokenizer, tmp_path / "tokens", "held_out")
             assert "tide" in text_of(tokenizer, tmp_path / "tokens", "train")

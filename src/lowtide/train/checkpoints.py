@@ -27,9 +27,9 @@ MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
 TOKENS = "tokens.bin"
 COMPLETE = "complete"  # in a checkpoint, written last
-_STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
+STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 _RUN_FILE_ASIDE = f"{RUN_FILE}.new"
-_LEFTOVERS = {RUN_FILE, _RUN_FILE_ASIDE, _STAGING, LOG_FILE, TOKENS, f"{TOKENS}.json", "runs"}
+_LEFTOVERS = {RUN_FILE, _RUN_FILE_ASIDE, STAGING, LOG_FILE, TOKENS, f"{TOKENS}.json", "runs"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ALMOST_FULL = 2**24  # bytes
 # how PyTorch's archives report that the disk is full or the folder gone
@@ -155,7 +155,7 @@ def write_run_file(output: Path, content: dict[str, Any]) -> None:
     aside = output / _RUN_FILE_ASIDE
     try:
         output.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(output / _STAGING, ignore_errors=True)
+        shutil.rmtree(output / STAGING, ignore_errors=True)
         for path in output.glob("checkpoint-*"):
             if not (path / COMPLETE).is_file():
                 shutil.rmtree(path, ignore_errors=True)
@@ -195,7 +195,7 @@ def write_folder(final: Path, write: Callable[[Path], object], *, publish: bool 
     Raises:
         SaveError: it could not be written.
     """
-    staged = final.parent / _STAGING / final.name
+    staged = final.parent / STAGING / final.name
     try:
         write(staged)
         if publish:
@@ -205,7 +205,7 @@ def write_folder(final: Path, write: Callable[[Path], object], *, publish: bool 
                 final.rename(old)
             staged.rename(final)
             _flush(final.parent)
-            shutil.rmtree(final.parent / _STAGING, ignore_errors=True)
+            shutil.rmtree(final.parent / STAGING, ignore_errors=True)
     except Exception as error:
         shutil.rmtree(staged, ignore_errors=True)
         if not is_not_written(error):

@@ -27,6 +27,9 @@ class FineTuner(Measured, SFTTrainer):  # type: ignore[misc]
     def __init__(self, *, stock: bool = False, **kwargs: Any) -> None:
         self._stock = stock
         super().__init__(**kwargs)
+        for module in self.model.modules():  # TRL changes the config alone, which many models have read by then
+            if hasattr(module, "router_aux_loss_coef"):
+                module.router_aux_loss_coef = self.router_aux_loss_coef
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -38,7 +41,7 @@ class FineTuner(Measured, SFTTrainer):  # type: ignore[misc]
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
         loss, outputs = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
-        if self.aux_loss_enabled and num_items_in_batch is not None:
+        if self.aux_loss_enabled and num_items_in_batch is not None and self.label_smoother is None:
             # the model adds its load-balancing loss once per batch, and Trainer scales it like a sum over tokens
             processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             batches = self.current_gradient_accumulation_steps if self.model.training else 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, did_you_mean, message
-from lowtide.train.config import TrainConfig
+from lowtide.train.config import TrainConfig, flag
 
 _DECLARED = {  # in which files, of which library
     False: (("transformers", "training_args.py"),),
@@ -70,68 +70,67 @@ _OLD_VALUES = {  # of options whose name is TRL's now, with another meaning
 
 
 def parse(
-    words: Sequence[str], config_file: Path | None, *, own: Mapping[str, Any], fine_tunes: bool
+    own: Mapping[str, Any], words: Sequence[str], config_file: Path | None, *, fine_tunes: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return lowtide's own settings, and the options of TRL and transformers, of a command line and a YAML file.
+    """Return lowtide's own settings and the options of TRL and transformers that a command and a YAML file give.
 
     Args:
-        words: what the command line has beside lowtide's own options: ``--name value ...``, ``--name=value`` or
-            ``--name``, with dashes or underscores.
+        own: settings of the command line by lowtide's own names.
+        words: what it has beside them: ``--name value ...``, ``--name=value`` or ``--name``, with dashes or
+            underscores.
         config_file: a YAML file of options by their names, which the command line overrides.
-        own: lowtide's own settings on the command line.
         fine_tunes: TRL's options are valid, too.
 
     Returns:
-        The settings of `TrainConfig`, and the other options by name: a text, a list of texts, or what the file has.
+        The settings by name, TRL's names of them resolved; and the options by name, whose values are a text, a list of
+        texts, or what the file has.
 
     Raises:
-        ArgumentValueError: an option that neither library has, with the nearest one; one with a value of another kind,
-            or given by both of its names; or a file that is no YAML mapping.
+        ArgumentValueError: an option that neither library has, with the nearest one, a setting given by two names, or a
+            file that is no YAML mapping.
     """
-    settings, options = _split(dict(_from_words(words)), known=own)
-    if config_file is not None:
-        of_file = _split(_from_file(config_file), known={})
-        settings, options = of_file[0] | settings, of_file[1] | options
-    for name, value in options.items():
+    in_file = _from_file(config_file) if config_file is not None else {}
+    in_words = dict(_from_words(words))
+    for name, value in (in_file | in_words).items():
         _check(name, value, fine_tunes=fine_tunes)
-    return settings | dict(own), options
+    own_in_file, file_options = _split({}, in_file)
+    own_in_words, word_options = _split(own, in_words)
+    return own_in_file | own_in_words | dict(own), file_options | word_options
 
 
 def _check(name: str, value: Any, *, fine_tunes: bool) -> None:
-    """Raise where neither library has an option of this name."""
-    known = names(fine_tunes=fine_tunes)
-    hint = _OLD_VALUES.get(name, {}).get(str(value))
-    if hint or (hint := _OLD.get(name)):
+    """Raise where there is no such option."""
+    own, known = set(TrainConfig.__dataclass_fields__) - {"options"}, names(fine_tunes=fine_tunes)
+    if hint := _OLD_VALUES.get(name, {}).get(str(value)) or (_OLD.get(name) if name not in own else None):
         expected = "TRL's name of the option" if name in _OLD else "true or false"
         raise ArgumentValueError(message(_flag(name), expected, "one of an earlier version", f"Use {hint}"))
-    if known is not None and name.removeprefix("no_") not in known:
-        if not fine_tunes and (of_trl := names(fine_tunes=True)) and name.removeprefix("no_") in of_trl:
-            expected, got = "an option of transformers' TrainingArguments to train from random weights", "TRL's"
-            raise ArgumentValueError(
-                message(_flag(name), expected, got, "Name a pretrained model with --model to fine-tune it.")
-            )
-        expected = "an option of lowtide train, TRL's SFTConfig or transformers' TrainingArguments"
-        near = did_you_mean(_flag(name), map(_flag, {*TrainConfig.__dataclass_fields__, *ALIASES, *known}))
-        raise ArgumentValueError(message(_flag(name), expected, "another name", near))
+    if name in own or name in ALIASES or known is None or name.removeprefix("no_") in known:
+        return
+    if not fine_tunes and (of_trl := names(fine_tunes=True)) and name.removeprefix("no_") in of_trl:
+        expected, got = "an option of transformers' TrainingArguments to train from random weights", "TRL's"
+        hint = "Name a pretrained model with --model to fine-tune it."
+        raise ArgumentValueError(message(_flag(name), expected, got, hint))
+    expected = "an option of lowtide train, TRL's SFTConfig or transformers' TrainingArguments"
+    near = did_you_mean(_flag(name), map(_flag, {*own, *ALIASES, *known}))
+    raise ArgumentValueError(message(_flag(name), expected, "another name", near))
 
 
-def _split(given: Mapping[str, Any], *, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return lowtide's own settings among options, TRL's aliases of them resolved, and the others.
+def _split(own: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return lowtide's own settings among options, TRL's names of them resolved, and the others.
 
     Raises:
-        ArgumentValueError: a setting is given by both of its names, or has a value of another kind.
+        ArgumentValueError: a setting is given by two of its names, or has a value of another kind.
     """
-    own, others = {}, {}
+    settings, others = {}, {}
     for name, value in given.items():
         target = ALIASES.get(name, name)
         if target not in TrainConfig.__dataclass_fields__ or target == "options":
             others[name] = value
             continue
-        if target in own or target in known or (target != name and target in given):
-            expected = f"one of {_flag(name)} and --{target.replace('_', '-')}"
-            raise ArgumentValueError(message(_flag(name), expected, "both"))
-        own[target] = _typed(target, value)
-    return own, others
+        if target in own or target in settings or (target != name and target in given):
+            raise ArgumentValueError(message(_flag(name), f"one of {_flag(name)} and {flag(target)}", "both"))
+        settings[target] = _typed(target, value)
+    return settings, others
 
 
 @lru_cache
@@ -156,17 +155,13 @@ def names(*, fine_tunes: bool) -> frozenset[str] | None:
 def words_of(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield options as words of a command line, as transformers' `HfArgumentParser` reads them."""
     for name, value in options.items():
-        if value is None:
-            continue
-        yield f"--{name}"
-        if isinstance(value, bool):
-            yield str(value)
-        elif isinstance(value, Mapping):
-            yield json.dumps(value)
-        elif isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):
+            yield f"--{name}"
             yield from map(str, value)
-        elif value != "":
-            yield str(value)
+        elif value is True and name.startswith("no_"):  # a flag without a value
+            yield f"--{name}"
+        elif value is not None:  # with "=", so that it may begin with a dash
+            yield f"--{name}={json.dumps(value) if isinstance(value, Mapping) else value}"
 
 
 def _from_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

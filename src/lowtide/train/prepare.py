@@ -20,12 +20,13 @@ from lowtide.train.bpe import load_tokenizer, train_tokenizer
 from lowtide.train.checkpoints import TOKENS
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data
-from lowtide.train.model import check_model, check_vocabulary, model_config, pretrained_model, random_model
+from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
 from lowtide.train.monitor import StepMetrics
-from lowtide.train.parallel import built_whole, first_does
+from lowtide.train.parallel import first_does
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
 from lowtide.train.tokens import write_tokens
+from lowtide.trl import TrlReport
 
 SEQ_LEN = 256  # of a run from random weights
 _MOST_HELD_OUT = 10  # a tenth of the rows
@@ -45,10 +46,11 @@ class Run:
         model: as it is trained.
         trainer: that trains it.
         patched: what `lowtide.patch` did; None for a stock model.
+    patched_trl: what `lowtide.patch_trl` did, for a loss that TRL's own head computes; None for others.
         applied: the activation policy; None where each layer saves everything.
         lines: about data, adapters and model, to print.
-    checkpoint: to resume from; None at the start.
-    tokens: a file of tokens that another run shares; None: the run writes its own.
+        checkpoint: to resume from; None at the start.
+        tokens: a file of tokens that another run shares; None: the run writes its own.
     """
 
     config: TrainConfig
@@ -60,6 +62,7 @@ class Run:
     model: Any = None
     trainer: Any = None
     patched: PatchReport | None = None
+    patched_trl: TrlReport | None = None
     applied: Applied | None = None
     lines: list[str] = field(default_factory=list)
     checkpoint: Path | None = None
@@ -116,7 +119,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, settings, sources)
         check_vocabulary(shape, len(tokenizer))
         if run.tokens is None:
-            _write_tokens(file, config, settings, sources, tokenizer)
+            _write_tokens(file, config, settings, sources, tokenizer, resumes=run.checkpoint is not None)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -124,10 +127,9 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     shape.pad_token_id = tokenizer.pad_token_id
     blocks, held_out = Blocks(file, "train"), Blocks(file, "held_out")
     run.lines.append(f"tokens   {len(blocks) * run.seq_len:,} in {len(blocks):,} sequences, {len(held_out)} held out")
-    with built_whole():
-        dtype = getattr(torch, settings.model.dtype)
-        run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
-    check_model(run.model, seq_len=run.seq_len)
+    dtype = getattr(torch, settings.model.dtype)
+    run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
+    first_does(lambda: check_model(run.model, seq_len=run.seq_len))  # another may have no weights
     _patch(run)
     args.eval_on_start = run.checkpoint is None
     run.trainer = PreTrainer(
@@ -144,6 +146,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
 
 def _fine_tuner(run: Run, sources: Sources) -> None:
     """Make the trainer of a pretrained model."""
+    from transformers import set_seed
     from trl import get_peft_config, get_quantization_config
 
     from lowtide.train.fine_tuning import FineTuner
@@ -162,6 +165,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
             check=lambda row: _check_template(tokenizer, row),
             check_key=str(tokenizer.chat_template),
         )
+    args.dataset_text_field = "text"  # whatever the column's name was in the files
     run.seq_len = args.max_length or max(map(len, rows[0].values()))
     skipped = f", {notes.skipped:,} with nothing to train on skipped" if notes.skipped else ""
     run.lines.append(f"rows     {describe(rows)}{skipped}")
@@ -181,6 +185,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     check_vocabulary(run.model.config, len(tokenizer))
     _patch(run)  # before TRL installs its own head, which calls the forward that it finds
     args.model_init_kwargs = None  # done
+    set_seed(args.seed)  # of the adapters: reading and patching a model may draw random numbers
     args.eval_on_start = run.checkpoint is None and held_out > 0
     try:
         run.trainer = FineTuner(
@@ -206,7 +211,7 @@ def _patch(run: Run) -> None:
     if run.config.patch:
         run.patched = lowtide.patch(run.model, options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
-            lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
+            run.patched_trl = lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
 
 
 def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) -> Any:
@@ -222,7 +227,9 @@ def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) ->
     )
 
 
-def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any) -> None:
+def _write_tokens(
+    file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any, *, resumes: bool = False
+) -> None:
     """Tokenise as much of the data as the run's steps take."""
     args = settings.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -236,6 +243,7 @@ def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: 
         held_out=config.held_out,
         blocks=args.max_steps * rows if args.max_steps > 0 else None,
         seed=args.seed,
+        resumes=resumes,
     )
 
 
@@ -295,8 +303,8 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"length   the config is for {positions:,} positions: the model has not been trained on those after them"
     if run.config.offload_states and not run.config.memory_budget:
         yield "states   the optimizer states are in host memory from forward on, and come back in backward"
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    if trained < sum(p.numel() for p in run.model.parameters()):
+    trained = count(p for p in run.model.parameters() if p.requires_grad)
+    if trained < count(run.model.parameters()):
         yield f"adapters {trained / 1e6:,.2f} M parameters are trained"
     elif run.settings.model.dtype == "bfloat16":
         yield (

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
-
-from lowtide.train.config import TrainConfig
-from lowtide.train.files import find_data
-from lowtide.train.parallel import uses_deepspeed
 
 
 def quiet_transformers() -> None:
     """Keep log lines and bars of transformers, TRL, datasets and peft off the terminal."""
     # peft warns at each checkpoint of adapters on the output layer
     warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
+    # which lowtide computes without logits
+    warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(trl|transformers|peft|accelerate)\.")
     # DeepSpeed calls the collectives by their old names
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -45,19 +42,3 @@ def stay_offline(*, pushes: bool) -> None:
     if not pushes:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ.setdefault(name, "1")
-
-
-def hide(*packages: str) -> None:
-    """Let no library import these packages in this process.
-
-    accelerate and transformers import DeepSpeed and datasets wherever they are installed: seconds, and 200 MiB.
-    """
-    for package in packages:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
-
-
-def unused_packages(config: TrainConfig) -> list[str]:
-    """Return the packages that a run does not use, though other libraries would import them."""
-    deepspeed = uses_deepspeed() or config.parallel.startswith("zero") or config.options.get("deepspeed")
-    datasets = config.fine_tunes or any(source.kind in ("saved", "hub") for source in find_data(config.data).files)
-    return [name for name, used in (("deepspeed", deepspeed), ("datasets", datasets)) if not used]

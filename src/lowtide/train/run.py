@@ -28,6 +28,7 @@ from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_gr
 from lowtide.train.prepare import Run, prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
+from lowtide.train.resuming import check_engine, readable
 from lowtide.train.settings import trainer_settings
 from lowtide.train.shapes import model_folder
 
@@ -114,7 +115,10 @@ class _Runner:
             raise
 
     def _result(self, tokens: Path | None, callbacks: tuple[Any, ...]) -> TrainResult | Terminated:
-        config, began = self.config, None if self.checkpoint is None else checkpoints.read_run_file(self.output)
+        config, began = self.config, None
+        if self.checkpoint is not None:
+            check_engine(self.checkpoint)
+            began = checkpoints.read_run_file(self.output)
         text = find_data(config.data).is_text
         settings = trainer_settings(config, self.output, save=self.save, text=text)
         args = settings.args
@@ -149,6 +153,8 @@ class _Runner:
             for callback in one.callbacks:
                 if hasattr(callback, "close"):
                     callback.close()
+            if one.patched_trl is not None:  # of the process, in which a stock run may follow
+                lowtide.unpatch_trl()
         saved = self._save_model(one) if self.save else None
         result = self._measured(one, saved)
         if args.should_log and self.reports:
@@ -188,7 +194,11 @@ class _Runner:
             ArgumentValueError: the checkpoint cannot be read.
         """
         try:
-            one.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+            if self.checkpoint is None:
+                one.trainer.train()
+            else:
+                with readable(self.checkpoint, one.trainer, self.output / checkpoints.STAGING) as folder:
+                    one.trainer.train(resume_from_checkpoint=str(folder))
         except Exception as error:
             if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
@@ -221,14 +231,14 @@ class _Runner:
 
         base = model_folder(self.config.model)
         assert base is not None
-        model = pretrained_model(base, dtype=torch.float32)
+        model = pretrained_model(base, dtype=torch.float32, alone=True)
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
         merged.to(stored_dtype(base)).save_pretrained(folder)
         assert self.run is not None
         self.run.trainer.processing_class.save_pretrained(folder)
 
     def _measured(self, one: Run, saved: Path | None) -> TrainResult:
-        metrics, history, patched = one.metrics, one.trainer.state.log_history, one.patched
+        metrics, history, patched, trl = one.metrics, one.trainer.state.log_history, one.patched, one.patched_trl
         held_out = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
         best = Path(one.trainer.state.best_model_checkpoint or "").name
         return TrainResult(
@@ -242,8 +252,10 @@ class _Runner:
             peak_cuda_bytes=cuda_peak_bytes(),
             warm_bytes=metrics.warm_bytes,
             peak_step_bytes=metrics.peak_bytes,
-            calls_fused=patched.calls_fused if patched else None,
-            calls_materialised=patched.calls_materialised if patched else None,
+            calls_fused=patched.calls_fused + sum((trl.calls_lowtide if trl else {}).values()) if patched else None,
+            calls_materialised=patched.calls_materialised + sum((trl.calls_trl if trl else {}).values())
+            if patched
+            else None,
             seconds=time.perf_counter() - self.began,
             saved=str(saved) if saved else None,
             best=int(best.rpartition("-")[2]) if best else None,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -108,6 +108,10 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if args.mixed_precision != precision:  # the launcher's, which would be used
+        expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."
+        raise ArgumentValueError(message("mixed_precision of accelerate", expected, repr(args.mixed_precision), hint))
     if args.fp16 and args.device.type == "cpu":
         hint = "Take --bf16 or float32 on a CPU."
         raise ArgumentValueError(message("--fp16", "a GPU, as float16 is for GPUs only", "a CPU", hint))
@@ -154,14 +158,12 @@ def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
         classes: tuple[Any, ...] = (SFTConfig, ModelConfig)
     else:
         classes = (TrainingArguments, PretrainArguments)
-    parser = _Parser(classes)
+    parser = _Parser(classes, [name for name, value in options.items() if isinstance(value, list | tuple)])
     try:
         with warnings.catch_warnings():
             # TRL's own defaults have old names of transformers' options
             warnings.filterwarnings("ignore", category=FutureWarning)
             args, model = parser.parse_args_into_dataclasses(list(words_of(options)), look_for_args_file=False)
-    except argparse.ArgumentError as error:
-        parser.error(str(error))
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         if isinstance(error, ArgumentValueError):
             raise
@@ -173,15 +175,27 @@ def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]
-    """transformers' parser of arguments, whose errors are lowtide's."""
+    """transformers' parser of arguments, whose errors are lowtide's.
 
-    def __init__(self, classes: tuple[Any, ...]) -> None:
-        super().__init__(classes, allow_abbrev=False, exit_on_error=False)
+    Args:
+        classes: of arguments.
+        lists: the options that are given several values.
+    """
+
+    def __init__(self, classes: tuple[Any, ...], lists: Collection[str] = ()) -> None:
+        super().__init__(classes, allow_abbrev=False)
+        kinds = {name: get_args(kind) for one in classes for name, kind in get_type_hints(one).items()}
+        for action in self._actions:  # transformers' parser reads a text or a list as a text, and this dict not at all
+            if action.dest in lists and list[str] in kinds.get(action.dest, ()):
+                action.nargs = "+"
+            elif dict[str, bool] in kinds.get(action.dest, ()):
+                action.type = json.loads
 
     def error(self, text: str) -> NoReturn:
-        """Raise what argparse would print."""
-        name = next((word for word in re.split(r"[\s:/]+", text) if word.startswith("--")), "options")
-        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", text.rpartition(": ")[2]))
+        """Raise what argparse would print: ``argument --NAME/--NAME-WITH-DASHES: what is wrong``."""
+        argument, _, wrong = text.partition(": ")
+        name = next((word for word in re.split("[ /]", argument) if word.startswith("--")), "options")
+        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", wrong or text))
 
 
 def _eval_is_off(options: Mapping[str, Any]) -> bool:

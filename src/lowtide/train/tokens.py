@@ -107,6 +107,7 @@ def write_tokens(
     held_out: int,
     blocks: int | None,
     seed: int,
+    resumes: bool = False,
 ) -> None:
     """Tokenise text into a file for `Blocks`; a file with as many blocks of the same text is left as it is.
 
@@ -122,9 +123,11 @@ def write_tokens(
         held_out: blocks to hold out; fewer where a tenth of the text has fewer.
         blocks: blocks to train on, fewer where the text has fewer; None: all of the text.
         seed: fixes the order of the text.
+        resumes: the run has begun: a file with enough blocks is taken whatever became of the text.
 
     Raises:
-        ArgumentValueError: a file cannot be read, or the text is too short for one block of each part.
+        ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one
+            block of each part.
     """
     tokenizer("a")  # which sets truncation and padding, parts of the fingerprint
     inner = getattr(tokenizer, "backend_tokenizer", None)
@@ -132,6 +135,12 @@ def write_tokens(
     key = sources.fingerprint(vocabulary, text_field, seq_len, held_out, seed)
     header, header_file = read_header(file), _header_file(file)
     most = 2**62 // seq_len if blocks is None else blocks
+    if header and resumes:
+        if header["train"] >= most:
+            return
+        if header["fingerprint"] != key:
+            hint = "Restore them, or leave --max-steps as it was."
+            raise ArgumentValueError(message("data", "the files that the run began with", "changed ones", hint))
     if header and header["fingerprint"] == key and (header["whole"] or header["train"] >= most):
         return
     pieces = Pieces(sources, text_field=text_field, seq_len=seq_len, seed=seed)
