@@ -78,7 +78,8 @@ def evaluate(
                 returned = run(z, *args, *function.with_params(params))
         except Exception as error:
             if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                got, hint = str(error).strip().partition("\n")[0], "Leave compile=True out, or change fn."
+                why = getattr(error, "inner_exception", error)
+                got, hint = str(why).strip().partition("\n")[0], "Leave compile=True out, or change fn."
                 raise UnsupportedError(message("compile", "an fn that torch.compile compiles", got, hint)) from error
             error.add_note(f"fn, which must take any number of rows, was called with logits {list(z_cV.shape)}.")
             raise
