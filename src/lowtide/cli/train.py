@@ -117,12 +117,11 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> tuple[TrainCo
 
 
 def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
-    from lowtide.train.parallel import is_first_rank, uses_deepspeed
-    from lowtide.train.quiet import hide_deepspeed, quiet_transformers, stay_offline
+    from lowtide.train.parallel import is_first_rank
+    from lowtide.train.quiet import hide_unused, quiet_transformers, stay_offline
 
     stay_offline(pushes=str(config.options.get("push_to_hub", "false")).lower() == "true")
-    if not uses_deepspeed() and not config.parallel.startswith("zero") and not config.options.get("deepspeed"):
-        hide_deepspeed()
+    hide_unused(config)
     from rich.console import Console
 
     console = Console()

@@ -7,6 +7,9 @@ import os
 import sys
 import warnings
 
+from lowtide.train.config import TrainConfig
+from lowtide.train.files import find_data
+
 
 def quiet_transformers() -> None:
     """Keep log lines and bars of transformers, TRL, datasets and peft off the terminal."""
@@ -41,9 +44,20 @@ def stay_offline(*, pushes: bool) -> None:
             os.environ.setdefault(name, "1")
 
 
-def hide_deepspeed() -> None:
-    """Let no library import DeepSpeed in this process.
+def hide_unused(config: TrainConfig) -> None:
+    """Let no library import DeepSpeed or `datasets` in this process where a run has no use for them.
 
-    accelerate and transformers do so wherever it is installed, which takes seconds and 200 MiB, and logs warnings.
+    accelerate and transformers import them wherever they are installed, which takes seconds and 200 MiB. Call it before
+    these are imported: nothing is hidden that is there already.
+
+    Args:
+        config: the run's settings.
     """
-    sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
+    if not uses_deepspeed and not config.parallel.startswith("zero") and not config.options.get("deepspeed"):
+        sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
+    resumes = config.options.get("resume_from_checkpoint")  # another config
+    if "transformers" in sys.modules or resumes or config.fine_tunes:
+        return
+    if all(file.kind in ("text", "jsonl") for file in find_data(config.data).files):  # tables are read with it
+        sys.modules.setdefault("datasets", None)  # type: ignore[arg-type]
