@@ -28,7 +28,8 @@ TOKENS = "tokens.bin"
 COMPLETE = "complete"  # in a checkpoint, written last
 _STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 _RUN_FILE_ASIDE = f"{RUN_FILE}.new"
-_LEFTOVERS = {RUN_FILE, _RUN_FILE_ASIDE, _STAGING, LOG_FILE, TOKENS, f"{TOKENS}.json", "runs"}
+_BEFORE_RUN_FILE = {_RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.json", f"{TOKENS}.part"}
+_LEFTOVERS = {RUN_FILE, _STAGING, LOG_FILE, "runs", *_BEFORE_RUN_FILE}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # how PyTorch's archives report that the disk is full or the folder gone
 _NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
@@ -103,7 +104,8 @@ def new_output(output: str | None, stamp: str) -> Path:
     try:
         found = {p.name for p in path.iterdir()} if path.is_dir() else set()
         unfinished = [name for name in found - _LEFTOVERS if not _CHECKPOINT.fullmatch(name)]
-        if RUN_FILE in found and not unfinished and not checkpoints(path):
+        began = RUN_FILE in found or (found and found <= _BEFORE_RUN_FILE)
+        if began and not unfinished and not checkpoints(path):
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
             hint = "Resume it with --resume_from_checkpoint true, or name another folder."
