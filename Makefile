@@ -16,11 +16,11 @@ needs_cpu_torch := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi
 
 # Tests run in several processes at a time, where threads that spin while they wait slow down the others tenfold and more.
 # Only tests set this: what users run follows their own environment.
-test slow: export OMP_WAIT_POLICY ?= PASSIVE
+test slow oldest: export OMP_WAIT_POLICY ?= PASSIVE
 # Material for MkDocs tells of its successor at each build.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: train test lint docs slow clean
+.PHONY: train test lint docs slow oldest clean
 .DEFAULT_GOAL := test
 
 train: $(VENV)/.train
@@ -36,12 +36,17 @@ lint: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(VENV)/bin/python -m pytest --numprocesses auto --slow $(ARGS)
+	$(if $(ARGS),,$(MAKE) oldest)
+
+# A second environment has the oldest transformers and peft that pyproject.toml allows.
+oldest: $(VENV)-oldest/.test
+	$(VENV)-oldest/bin/python -m pytest --numprocesses auto $(or $(ARGS),tests/train tests/trl_patch)
 
 docs: $(VENV)/.test
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest site build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -58,4 +63,13 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(pip) --editable '.[test]'
+	@touch $@
+
+oldest := $(shell sed -nE 's/^(hf|peft) = \["([a-z]+)>=([0-9.]+)"\].*/"\2==\3.*"/p' pyproject.toml)
+
+$(VENV)-oldest/.test: constraints.txt pyproject.toml
+	$(MAKE) VENV=$(VENV)-oldest $(VENV)-oldest/.torch
+	grep -vE '^(transformers|tokenizers|peft)==' constraints.txt > $(VENV)-oldest/constraints.txt
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(WHEELS) \
+	    --constraint $(VENV)-oldest/constraints.txt $(oldest) --editable '.[test]'
 	@touch $@

@@ -1,14 +1,16 @@
-"""Triton's interpreter, in which kernels run without a GPU, in two fifths of its time and with the same bits.
+"""Triton's interpreter, in which kernels run without a GPU, in a fraction of its time and with the same bits.
 
 Before each call of a kernel, and of each function in it, it goes through all names of `triton.language` and replaces
-the builtins among them: within one kernel, the second time changes nothing. Each operation makes its types anew and
-derives from them what follows from a type alone; but types are values, and one object stands for each here. For each
-integer it computes whether it overflowed, and reads the answer in debug mode only.
+the builtins among them, and puts them back afterwards: here they are replaced once a process. Each operation makes its
+types anew and derives from them what follows from a type alone; but types are values, and one object stands for each
+here, by which operands of one type, and numbers beside them, are recognised. For each integer it computes whether it
+overflowed, and reads the answer in debug mode only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -27,6 +29,8 @@ def speed_up() -> None:
     from triton.runtime import interpreter
 
     replace_once(interpreter, (triton.language, core))
+    wrap(interpreter, "_patch_attr", lambda patch: functools.partial(call_directly, interpreter, core))
+    wrap(interpreter.TensorHandle, "__post_init__", lambda check: lambda self: None)
     share_types(core)
     once_a_type(interpreter, "_get_np_dtype")
     once_a_type(core.block_type, "with_element_ty")
@@ -34,11 +38,9 @@ def speed_up() -> None:
     for kind in (core.dtype, core.pointer_type, core.block_type):
         wrap(kind, "__eq__", lambda equal: lambda self, other: self is other or equal(self, other))
     wrap(core.tensor, "__init__", make_tensor)
-    wrap(
-        semantic.TritonSemantic,
-        "broadcast_impl_value",
-        lambda broadcast: lambda self, lhs, rhs: (lhs, rhs) if lhs.type is rhs.type else broadcast(self, lhs, rhs),
-    )
+    wrap(semantic.TritonSemantic, "broadcast_impl_value", functools.partial(broadcast_in_numpy, core, interpreter))
+    wrap(semantic.TritonSemantic, "computation_type_impl", functools.cache)
+    wrap(semantic.TritonSemantic, "binary_op_type_checking_impl", functools.partial(recognise_operands, core))
     builder = interpreter.interpreter_builder
     options = getattr(builder, "options", None)
     if hasattr(options, "sanitize_overflow") and hasattr(options, "debug"):
@@ -99,27 +101,86 @@ def share_types(core: Any) -> None:
     block_type.__new__, block_type.__init__ = new, initialize_once
 
 
+def broadcast_in_numpy(core: Any, interpreter: Any, broadcast: Any) -> Any:
+    """Broadcast operands to the shape and the types that came of the first two of their types."""
+    known = dict[Any, Any]()
+
+    def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        key = id(lhs.type), id(rhs.type)
+        if key not in known:
+            both = broadcast(self, lhs, rhs)
+            if all(type(side.dtype) is core.dtype for side in both):
+                known[key] = both[0].handle.data.shape, [side.type for side in both], (lhs.type, rhs.type)
+            return both
+        shape, types, _ = known[key]
+        return tuple(
+            side
+            if side.type is of
+            else core.tensor(
+                interpreter.TensorHandle(interpreter.np.broadcast_to(side.handle.data, shape), side.handle.dtype), of
+            )
+            for side, of in zip((lhs, rhs), types, strict=True)
+        )
+
+    return broadcasted
+
+
+def recognise_operands(core: Any, check: Any) -> Any:
+    """Leave operands of one type as they are; a number beside a tensor becomes one constant for each type."""
+    plain = {core.float32, core.int32, core.int64}
+    known = dict[Any, Any]()
+
+    def checked(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(lhs) is not core.tensor or type(lhs.dtype) is not core.dtype:
+            return check(self, lhs, rhs, *args, **kwargs)
+        if type(rhs) is core.tensor:
+            same = lhs.type is rhs.type and lhs.dtype in plain
+            return (lhs, rhs) if same else check(self, lhs, rhs, *args, **kwargs)
+        if type(rhs) not in (int, float):
+            return check(self, lhs, rhs, *args, **kwargs)
+        number = rhs.hex() if type(rhs) is float else rhs  # which tells -0.0 from 0.0
+        key = (id(lhs.type), number, args, *kwargs.items())
+        if key not in known:
+            cast, constant = check(self, lhs, rhs, *args, **kwargs)
+            if cast is not lhs:
+                return cast, constant
+            known[key] = constant, lhs.type  # while it lives, no other has its id
+        return lhs, known[key][0]
+
+    return checked
+
+
+def call_directly(interpreter: Any, core: Any, obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Replace a builtin by its function with the interpreter's argument, without a call for each of its decorators."""
+    function, semantic = member, interpreter.interpreter_semantic
+    while core.is_builtin(function) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
 def replace_once(interpreter: Any, languages: tuple[Any, ...]) -> None:
-    """Let the interpreter replace builtins once a kernel, for each language whose names its functions see."""
+    """Let the interpreter replace builtins once, for each language whose names its functions see."""
     seen = dict[int, set[int]]()
     replaced = set[int]()
-    replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replace = interpreter._patch_lang
+
+    class Kept:
+        def restore(self) -> None: ...
 
     def replace_in(function: Any) -> Any:
         module = function.__globals__
         if id(module) not in seen:
             seen[id(module)] = {id(value) for value in module.values() if any(value is one for one in languages)}
-        if seen[id(module)] and seen[id(module)] <= replaced:
-            return None
-        replaced.update(seen[id(module)])
-        return replace(function)
-
-    def run_kernel(self: Any, *args: Any, **kwargs: Any) -> None:
-        replaced.clear()
-        try:
-            run(self, *args, **kwargs)
-        finally:
-            replaced.clear()
+        if not (seen[id(module)] and seen[id(module)] <= replaced):
+            replaced.update(seen[id(module)])
+            replace(function)
+        return Kept()
 
     vars(interpreter)["_patch_lang"] = replace_in
-    interpreter.GridExecutor.__call__ = run_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,37 @@ def relative_error(got: Tensor, true: Tensor) -> float:
     got, true = got.detach().double(), true.detach().double()
     norm = true.norm().item()
     return (got - true).norm().item() / (norm or 1.0)
+
+
+def doubled(*tensors: Tensor | None) -> list[Any]:
+    """Return the tensors in float64, as leaves where they were."""
+    return [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def assert_near(got: Iterable[Tensor], want: Iterable[Tensor], bound: float | None = None, what: object = "") -> None:
+    """Compare tensors one by one: by their relative error; with no bound as `torch.testing.assert_close` does."""
+    for i, (g, e) in enumerate(zip(got, want, strict=True)):
+        if bound is None:
+            torch.testing.assert_close(g, e, msg=lambda m, i=i: f"{what} {i}: {m}")
+        else:
+            assert relative_error(g, e) <= bound, (what, i)
+
+
+def assert_same_gradients(
+    got: Tensor,
+    want: Tensor,
+    leaves: Sequence[Tensor],
+    others: Sequence[Tensor] | None = None,
+    bound: float | None = None,
+    upstream: Tensor | None = None,
+) -> None:
+    """Compare the gradients of ``got`` by its leaves with those of ``want`` by the same or by others.
+
+    ``upstream``: of both; None is 1 for each number.
+    """
+    upstream = torch.ones_like(want) if upstream is None else upstream
+    found = torch.autograd.grad(got, leaves, upstream.to(got.dtype))
+    assert_near(found, torch.autograd.grad(want, others or leaves, upstream), bound)
 
 
 def head(

@@ -1,4 +1,4 @@
-"""Checks of arguments by what they are: tensors, numbers, names; and derivatives that a function has no formula for."""
+"""Checks of arguments: tensors, numbers, names; and of derivatives that a function has no formula for."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """Return a dense tensor of a dtype that PyTorch computes with: not quantised, no float8."""
+    """Return a dense tensor of a dtype that PyTorch computes in: neither quantised nor float8."""
     tensor = check_dense(name, value)
     if tensor.is_quantized:
         raise ArgumentTypeError(message(name, "numbers", str(tensor.dtype), "Pass .dequantize()."))
@@ -26,7 +26,7 @@ def check_tensor(name: str, value: object) -> Tensor:
 
 
 def check_dense(name: str, value: object) -> Tensor:
-    """Return a tensor of any dtype that has one size an axis, and all of its numbers in memory."""
+    """Return a dense, not nested tensor of any dtype."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(message(name, "a torch.Tensor", type(value).__name__))
     if value.is_nested:
@@ -46,18 +46,37 @@ def check_real(name: str, value: object) -> Tensor:
 
 
 def check_device(name: str, value: Tensor, input: Tensor) -> None:
-    """Check that a tensor is where the hidden states are."""
+    """Check that a tensor is on the device of the hidden states."""
     if value.device != input.device:
         raise ArgumentValueError(message(name, f"a tensor on {input.device}, as input is", str(value.device)))
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return whether a tensor is one of torch.distributed.tensor, of which this rank holds a part."""
+    """Return whether a tensor is a DTensor, of which this rank has a shard."""
     return type(tensor) is not Tensor and type(tensor) is not Parameter and hasattr(tensor, "device_mesh")
 
 
+def why_not_local(name: str, value: object, gather: str) -> ArgumentTypeError | None:
+    """Return the error for anything but a dense floating-point tensor that is whole on this rank, None for that.
+
+    Args:
+        name: The argument, for the error.
+        value: Its value.
+        gather: The error's hint for a DTensor.
+    """
+    try:
+        tensor = check_tensor(name, value)
+    except ArgumentTypeError as error:
+        return error
+    if not tensor.is_floating_point():
+        return ArgumentTypeError(message(name, "float64, float32, bfloat16 or float16", str(tensor.dtype)))
+    if is_dtensor(tensor):
+        return ArgumentTypeError(message(name, "a tensor that is whole on this rank", "a DTensor", gather))
+    return None
+
+
 def operand_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which autocast, where it is on, would multiply ``tensor``."""
+    """Return the dtype in which a GEMM reads ``tensor``: its own, or that of an enabled autocast."""
     kind = tensor.device.type
     if tensor.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -75,7 +94,7 @@ def check_number(name: str, value: object, low: float, high: float, *, above: bo
 
 
 def check_index(name: str, value: object) -> int:
-    """Return an int that int64 holds."""
+    """Return an int that fits int64."""
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -92,7 +111,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_name(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Check that a value is one of the names that are allowed."""
+    """Check that a value is one of the allowed names."""
     if value not in allowed:
         expected = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
         raise ArgumentValueError(message(name, expected, f"{value!r}"))
@@ -106,7 +125,7 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
         return value
     if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
-    # torch.compile follows a product where the number changes, not torch.full
+    # torch.compile traces a product with a number that changes, but not torch.full
     return torch.ones((), dtype=dtype) * _storable(name, value)
 
 
@@ -118,7 +137,7 @@ def positive_scalar(name: str, value: object, dtype: torch.dtype) -> Tensor:
 
 
 def _storable(name: str, value: float) -> float:
-    """Return a number as one that a tensor takes: an int beyond 64 bits as a float."""
+    """Return a number that a tensor can store: an int beyond 64 bits as a float."""
     symbolic: Any = (torch.SymFloat, torch.SymInt)
     if isinstance(value, (float, *symbolic)) or abs(value) < 2**63:
         return value
@@ -129,7 +148,7 @@ def _storable(name: str, value: float) -> float:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Return whether ``value`` is a real number; torch.compile hands over its own where one changes between calls."""
+    """Return whether ``value`` is a real number; torch.compile passes its own types."""
     return isinstance(value, Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
 
 
@@ -140,12 +159,12 @@ def refuse_transforms(
 
     Args:
         function: Its name.
-        arguments: What it would differentiate; of these the tensors count.
-        instead: The same by autograd's own derivatives.
-        way: What to do for that, in words.
+        arguments: Its arguments; only tensors are checked.
+        instead: An expression with autograd's own derivatives.
+        way: How to use it, for the hint.
     """
     forward_ad: Any = torch.autograd.forward_ad
-    compiling = torch.compiler.is_compiling()  # its own use of torch.func cannot be told from the user's
+    compiling = torch.compiler.is_compiling()  # its own use of torch.func looks like the user's
     if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
         got = "a torch.func transform"
     elif forward_ad._current_level >= 0 and (

@@ -1,8 +1,7 @@
-"""What a module's code consists of: its forward, the functions that it calls, and every name that they look up.
+"""The code of a module: its forward, the functions that it calls, and every name that they look up.
 
-Code that ran once, in a probe or a forward, may be replaced later by assignment: a forward set on a class, a function
-set in a module, ``torch.nn.functional.silu`` wrapped. `Code` records the value of each name, and checks in a few
-microseconds whether it is still the same.
+Code that ran once, in a probe or a forward, can be replaced later by assignment: a forward on a class, a function in a
+module, ``torch.nn.functional.silu`` wrapped. `Code` records the value of each name, and compares them in microseconds.
 """
 
 import _random
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Where a module keeps the hooks that run with its calls.
+# The attributes of a module with the hooks that run with its calls.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MISSING = object()
@@ -23,14 +22,14 @@ _Entry = tuple[Any, str, Any]  # owner, name, value
 
 
 class Code:
-    """The current values of all names that some classes of modules and some functions use.
+    """The current values of all names that some module classes and some functions use.
 
-    Functions and the classes' methods are followed; PyTorch's functions and ours are compared by identity.
+    It follows functions and the classes' methods; PyTorch's functions and ours are compared by identity.
 
     Args:
         classes: Module classes: their ``forward``, and the methods and properties that it uses.
         functions: Further functions.
-        shallow: Functions whose globals are compared, without following these.
+        shallow: Functions whose globals are compared, but not followed.
         attributes: Further attributes, each a class and a name.
         names: Further names, each with its module.
     """
@@ -46,8 +45,8 @@ class Code:
         self._items: list[_Entry] = []  # in dictionaries: globals, and names in modules
         self._attributes: list[_Entry] = []  # of classes and functions
         self._seen: set[Any] = set()
-        self.modules: set[str] = set()  # the names of those that are among the globals
-        self.names: set[str] = set()  # that methods of the classes use: the attributes of an instance among them
+        self.modules: set[str] = set()  # names of modules among the globals
+        self.names: set[str] = set()  # names in the classes' methods, attributes of the instance included
         for owner, name in ((nn.Module, "__call__"), (nn.Module, "_call_impl"), *attributes):
             self._attribute(owner, name)
         for module, name in names:
@@ -69,7 +68,7 @@ class Code:
         self._traced = traced
 
     def exchanged(self) -> str | None:
-        """Return the name of something that was replaced, None if nothing was. Under a compiler: when it is traced."""
+        """Return the name of something that was replaced, or None. Under a compiler: as of tracing."""
         return self._traced() if torch.compiler.is_compiling() else self._exchanged()
 
     def _exchanged(self) -> str | None:
@@ -90,13 +89,15 @@ class Code:
         return value
 
     def _global(self, function: FunctionType, name: str) -> Any:
-        """Return what a function would find under a name, which may be an attribute's and no global's."""
+        """Return a function's global of that name; None if there is none, as for an attribute's name."""
         known = name in function.__globals__ or name in vars(builtins)
         return self._item(function.__globals__, name) if known else None
 
     def _attribute(self, owner: Any, name: str) -> Any:
         value = getattr(owner, name, _MISSING)
-        if (id(owner), name) not in self._seen and getattr(owner, name, _MISSING) is value:  # no new object each time
+        if (id(owner), name) not in self._seen and getattr(
+            owner, name, _MISSING
+        ) is value:  # the same object at each look-up
             self._seen.add((id(owner), name))
             self._attributes.append((owner, name, value))
         return value
@@ -109,14 +110,14 @@ class Code:
         self._function(self._attribute(kind, "forward"), kind)
 
     def _follow(self, value: Any, names: frozenset[str]) -> None:
-        """Follow the value of a name: a module's or a class's attributes of these names, or a function's code."""
+        """Follow the value of a name: a module's or class's attributes that are in ``names``, or a function's code."""
         if isinstance(getattr(value, "__self__", None), _random.Random):  # from random import random
             self.modules.add("random")
         if isinstance(value, ModuleType):
             self.modules.add(value.__name__)
             for name in names:
                 key = (id(value), name, names)
-                if name in vars(value) and key not in self._seen:  # modules name each other in circles
+                if name in vars(value) and key not in self._seen:  # modules refer to each other in circles
                     self._seen.add(key)
                     self._follow(self._item(vars(value), name), names)
         elif isinstance(value, functools.partial):
@@ -131,7 +132,7 @@ class Code:
                     self._function(self._attribute(value, name), None)
 
     def _function(self, function: Any, kind: Any) -> None:
-        """Record a function's names; for a method, or property, of ``kind`` the names are looked up there too."""
+        """Record a function's names; those in a method or property of ``kind`` are looked up there too."""
         if isinstance(function, property):
             function = function.fget
         if not isinstance(function, FunctionType) or (function, kind) in self._seen:
@@ -141,8 +142,7 @@ class Code:
         if _is_left(function) and (kind is None or function.__module__.startswith("lowtide")):
             return
         names = names_of(function.__code__)
-        for cell in function.__closure__ or ():
-            content = _content(cell)
+        for content in _closed_over(function):
             if isinstance(content, FunctionType | MethodType | functools.partial):
                 self._follow(content, names)
         for name in sorted(names):
@@ -169,13 +169,8 @@ def settings(value: Any, names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
 
     Submodules, parameters, buffers and ``training`` are left out.
     """
-    return tuple(_settings(vars(value), names))
-
-
-def _settings(own: dict[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        if name in own and name != "training":
-            yield name, _frozen(own[name], names)
+    own = vars(value)
+    return tuple((name, _frozen(own[name], names)) for name in names if name in own and name != "training")
 
 
 def functions_in(frozen: Any) -> Iterator[Any]:
@@ -214,29 +209,26 @@ def _stock_of(function: Any) -> Any:
 
 
 def _is_left(function: FunctionType) -> bool:
-    """Whether a function is compared but not followed: PyTorch's and our own."""
+    """Return whether a function is compared but not followed: PyTorch's and our own."""
     return (function.__module__ or "").partition(".")[0] in ("torch", "lowtide")
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty yet
-        return None
+def _closed_over(function: FunctionType) -> list[Any]:
+    """Return the values that a function closes over, without cells that are still empty."""
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
 
 
 def code_and_words(fn: Callable[..., Any]) -> Any:
-    """Return what tells functions apart that do different things: code, and the words that it closes over.
+    """Return a key that differs between functions that do different things: code, and the strings it closes over.
 
-    Not the function itself: one that is made anew for each step is the same to us, and must not be kept alive.
+    Not the function itself: one that is recreated for each step has the same key, and must not be kept alive.
     """
     if isinstance(fn, functools.partial):
         return code_and_words(fn.func), tuple(map(_word, fn.args)), tuple((k, _word(v)) for k, v in fn.keywords.items())
     if isinstance(fn, MethodType):
         return code_and_words(fn.__func__), type(fn.__self__)
     if isinstance(fn, FunctionType):
-        cells = [cell for cell in fn.__closure__ or () if cell != CellType()]  # others are not filled yet
-        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(_word(cell.cell_contents) for cell in cells)
+        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(map(_word, _closed_over(fn)))
     return type(fn)
 
 
@@ -244,5 +236,5 @@ def _word(value: object) -> Any:
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, FunctionType):
-        return value.__code__  # no deeper: a function may close over itself
+        return value.__code__  # not its closure: a function may close over itself
     return type(value)

@@ -1,4 +1,4 @@
-"""The errors that lowtide raises: each names the argument, what was expected, what came, and what to do."""
+"""The errors that lowtide raises: each has the argument, what was expected, what was passed, and what to do."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ __all__ = ["ArgumentTypeError", "ArgumentValueError", "LowtideError", "TargetInd
 
 
 class LowtideError(Exception):
-    """Base of every error that lowtide raises on purpose; each child also derives from the builtin that fits."""
+    """Base of every error that lowtide raises; each child also derives from the builtin that fits."""
 
 
 class ArgumentValueError(LowtideError, ValueError):
@@ -24,7 +24,7 @@ class TargetIndexError(LowtideError, IndexError):
 
 
 class UnsupportedError(LowtideError, RuntimeError):
-    """What was asked for is outside what this function can do, such as double backward."""
+    """The function does not support the request, such as double backward."""
 
 
 def message(argument: str, expected: str, got: object, hint: str = "") -> str:

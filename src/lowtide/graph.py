@@ -1,4 +1,4 @@
-"""Functions as registered operators and in autograd's graph: schemas, what watches, gradients differentiated once."""
+"""Functions as registered operators and as nodes of autograd's graph whose gradients are differentiated once."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,8 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.samples import Samples
 
 TWICE = (
-    "lowtide: expected gradients that are not differentiated again, got a second derivative."
-    " They are computed without a graph of their own; for second derivatives build the logits, as in"
-    " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
+    "lowtide: expected gradients that are not differentiated again, got a second derivative. For those build the"
+    " logits: torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
 )
 
 
@@ -32,12 +31,12 @@ def schema_of(call: type, fields: int | None = None) -> str:
 
 
 def tensor_fields(call: type) -> tuple[int, ...]:
-    """Return the places of the fields of ``call`` that hold tensors."""
+    """Return the indices of the tensor fields of ``call``."""
     return tuple(i for i, hint in enumerate(get_type_hints(call).values()) if hint in (Tensor, Tensor | None))
 
 
 def watched(args: Sequence[Any]) -> bool:
-    """Return whether a compiler, a dispatch mode or a tensor without data has to see an operator."""
+    """Return whether a call has to be an operator: for a compiler, a dispatch mode or a tensor without data."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -57,16 +56,16 @@ _FLOP: dict[Any, Callable[..., int]] = {}
 
 
 class Operator:
-    """A function of tensors and scalars that is `torch.ops.lowtide.NAME` wherever something watches operators.
+    """A function of tensors and scalars, called as `torch.ops.lowtide.NAME` if a compiler or a mode watches operators.
 
-    It is opaque to torch.compile, its shapes can be inferred, and it has no autograd of its own. Its own products are
-    hidden from `torch.utils.flop_counter.FlopCounterMode`, whatever they run on: ``flop`` counts them.
+    It is opaque to torch.compile, its shapes can be inferred, and it has no autograd formula. Its GEMMs are hidden from
+    `torch.utils.flop_counter.FlopCounterMode`, on every device: ``flop`` counts them.
 
     Args:
         name: Of the operator.
         schema: "(arguments) -> (results)".
         compute: The function.
-        fake: The same without numbers.
+        fake: The function for fake tensors.
         flop: Its FLOP, from its arguments; None: not counted.
     """
 
@@ -85,10 +84,10 @@ class Operator:
             _FLOP[getattr(torch.ops.lowtide, name)] = lambda *args, out_val=None: flop(*args)  # noqa: ARG005
 
     def __call__(self, *args: Any) -> Any:
-        """Run it; as an operator where that is watched, else without that detour (0.15 ms)."""
+        """Run it; as an operator only if that is watched, which costs 0.15 ms."""
         if watched(args):
             return self.registered(*args)
-        return self._run(*args) if torch.is_grad_enabled() else self._compute(*args)  # each call here takes the host
+        return self._run(*args) if torch.is_grad_enabled() else self._compute(*args)  # each call here costs host time
 
     def _run(self, *args: Any) -> Any:
         with torch.no_grad():
@@ -96,7 +95,7 @@ class Operator:
 
 
 def _tell_counters() -> None:
-    """Tell FlopCounterModes at work our formulas: they copied PyTorch's table, whose module is slow to import."""
+    """Add our formulas to active FlopCounterModes: they copied PyTorch's table, whose module is slow to import."""
     counting = sys.modules.get("torch.utils.flop_counter")
     if counting is None:
         return
@@ -110,14 +109,14 @@ def _tell_counters() -> None:
 
 
 def _flop_of_addmm(_out: Tensor, a: Tensor, b: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    """Return what PyTorch's formula does, which takes no out_dtype: where we are no operator, it would be an error."""
+    """Return the result of PyTorch's formula, which does not accept out_dtype, for GEMMs outside our operators."""
     return 2 * a.numel() * b.shape[1]
 
 
 def held_elsewhere() -> bool:
-    """Return whether a compiler or a dispatch mode may hold on to what an operator returns: it must not be changed.
+    """Return whether a compiler or a dispatch mode may hold an operator's results, which must not be changed then.
 
-    Selective checkpointing keeps outputs; a mode with a true attribute ``holds_no_outputs`` says that it does not.
+    Selective checkpointing saves them; a mode with a true attribute ``holds_no_outputs`` does not.
     """
     if torch.compiler.is_compiling():  # first: it cannot trace what follows
         return True
@@ -125,10 +124,10 @@ def held_elsewhere() -> bool:
 
 
 def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
+    """Return a context without autocast in which kernels run on ``device``."""
     if torch._C._len_torch_dispatch_stack() > 0 and not torch.compiler.is_compiling():
         _tell_counters()
-    # Without autocast none is turned off: that takes the host as long as a launch.
+    # Autocast is disabled only if it is on: that costs as much host time as a launch.
     autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return _without_autocast(device) if autocast else on_device(device)
 
@@ -140,7 +139,7 @@ def _without_autocast(device: torch.device) -> Iterator[None]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which kernels go to ``device``; entered also where it is current, for autograd's threads."""
+    """Return a context in which kernels run on ``device``; also needed if that is current, for autograd's threads."""
     return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
@@ -154,8 +153,8 @@ def saved_for_recompute(ctx: Any, function: str) -> tuple[Any, ...]:
     """Return what `save_for_recompute` saved on a node of ``function``.
 
     Raises:
-        UnsupportedError: A Parameter has other values, or another dtype, than in forward, after a write to its
-            ``.data`` that autograd does not see. Values on a GPU are checked by a device-side assertion.
+        UnsupportedError: A Parameter has other values, or another dtype, than in forward, by a write to its ``.data``,
+            which autograd does not detect. Values on a GPU are checked by a device-side assertion.
     """
     if ctx.samples.changed():
         hint = "Change weights after backward."
@@ -166,25 +165,25 @@ def saved_for_recompute(ctx: Any, function: str) -> tuple[Any, ...]:
 def node(
     name: str, public: str, forward: Callable[..., Any], backward: Callable[..., Any], error: str = TWICE
 ) -> type[torch.autograd.Function]:
-    """Return a node of autograd's graph whose gradients are differentiated no further.
+    """Return a node of autograd's graph whose gradients cannot be differentiated again.
 
     Args:
         name: Of the node.
-        public: Whose it is, for errors.
-        forward: ``(ctx, *args)``: returns the results, and keeps on ``ctx`` what backward needs.
-        backward: ``(ctx, *upstream)``: returns the gradients of the first of ``args``, and what they depend on beside
+        public: The function's name, for errors.
+        forward: ``(ctx, *args)``: returns the results, and saves on ``ctx`` what backward needs.
+        backward: ``(ctx, *upstream)``: returns the gradients of the first of ``args``, and what they depend on besides
             ``upstream``: see `differentiable_once`.
         error: Of a second derivative.
     """
 
     def run_forward(ctx: Any, *args: Any) -> Any:
         ctx.count = len(args)
-        ctx.set_materialize_grads(False)  # nor is there memory for zeros where nothing comes from upstream
+        ctx.set_materialize_grads(False)  # no memory for zeros either, if there is no upstream gradient
         return forward(ctx, *args)
 
     def run_backward(ctx: Any, *upstream: Tensor | None) -> Any:
         nothing = (None,) * ctx.count
-        if all(g is None for g in upstream):  # a function further on has no gradient: as PyTorch's own, nor have we
+        if all(g is None for g in upstream):  # a later function has no gradient: return none, as PyTorch does
             return nothing
         refuse_batched(public, *upstream)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -203,9 +202,9 @@ def differentiable_once(
 
     Args:
         grads: The gradients.
-        sources: What they depend on. Without these in the graph, a derivative by one of them alone would not pass here,
-            and would be 0 in silence. None: not all of them are here, and create_graph=True is an error.
-        error: What to say.
+        sources: What they depend on. Without these in the graph, a derivative by one of them alone would silently be 0.
+            None: some of them were not saved, and create_graph=True is an error.
+        error: The error's text.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return list(grads)
@@ -216,7 +215,7 @@ def differentiable_once(
 
 
 def refuse_batched(function: str, *upstream: Tensor | None) -> None:
-    """Raise where gradients of several outputs come at once, for which ``function`` has no formula.
+    """Raise for a batch of upstream gradients, for which ``function`` has no formula.
 
     Raises:
         UnsupportedError: ``is_grads_batched=True``, or ``vectorize=True`` of ``torch.autograd.functional``.
@@ -240,20 +239,19 @@ def is_last_backward() -> bool:
 
 
 def keep_stored(ctx: Any, stored: Sequence[Any], sources: Sequence[Tensor | None]) -> None:
-    """Keep gradients, and what they depend on, on a node of autograd's graph until `take_stored` is called there.
+    """Store gradients, and what they depend on, on a node of autograd's graph for `take_stored`.
 
-    As attributes, not by save_for_backward: torch.utils.checkpoint would drop them there and compute everything a
-    second time, and they are the smaller thing to keep.
+    As attributes, not by save_for_backward, with which torch.utils.checkpoint would drop them and recompute everything.
     """
     compiling = torch.compiler.is_compiling()
-    # for graphs of the gradients: no second derivative may pass by. In memory until backward, as the gradients are
+    # so that second derivatives are an error; in memory until backward, as the gradients are
     ctx.stored, ctx.sources = tuple(stored), () if compiling else sources
-    # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
+    # a dispatch mode, such as that of selective checkpointing, may hold the results of forward
     ctx.shared = not compiling and torch._C._len_torch_dispatch_stack() > 0
 
 
 def take_stored(ctx: Any, public: str) -> tuple[tuple[Any, ...], Sequence[Tensor | None], bool]:
-    """Return what `keep_stored` kept, and whether it may be overwritten: in its last use, after which others raise."""
+    """Return what `keep_stored` stored, and whether it may be overwritten: in its last use, after which more raise."""
     if ctx.stored is None:
         expected, got = "one backward through this graph", "a second after its gradients were freed"
         hint = "Pass retain_graph=True to the first one."
@@ -265,7 +263,7 @@ def take_stored(ctx: Any, public: str) -> tuple[tuple[Any, ...], Sequence[Tensor
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """Stands behind gradients, so that a second derivative is an error and not a constant in silence."""
+    """A node after gradients, so that a second derivative is an error, not silently 0."""
 
     @staticmethod
     def forward(ctx: Any, error: str, count: int, *tensors: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""Launching a compiled kernel again without asking Triton what it is: a third of the host's time."""
+"""Fast launches of compiled Triton kernels: a third of Triton's own host time."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
@@ -11,20 +11,20 @@ from torch import Tensor
 MOST_VARIANTS = 1024
 
 
-# Triton's own of these two take the host 2 microseconds each, as long as a view of a tensor or two.
+# Triton's own versions of these two take 2 microseconds of host time each.
 def blocks_of(n: int, size: int) -> int:
     """Return how many blocks of ``size`` values hold ``n``."""
     return -(-n // size)
 
 
 def power_of_2(n: int) -> int:
-    """Return the least power of 2 that is no less than ``n``, 0 for 0."""
+    """Return the smallest power of 2 that is at least ``n``; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors ``device`` has; 2 in Triton's interpreter, which has none."""
+    """Return the number of multiprocessors of ``device``; 2 in Triton's interpreter."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -34,7 +34,7 @@ def why_no_triton(device: torch.device) -> str | None:
     """Return why no Triton kernel can run on ``device``, or None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels are for NVIDIA GPUs, and the tensors are on {device.type}"
-    if torch.cuda.is_available() and not _has_triton():  # without a GPU this is a plan for a machine that has both
+    if torch.cuda.is_available() and not _has_triton():  # without a GPU it is a plan for another machine
         return "Triton is not installed"
     return None
 
@@ -45,15 +45,15 @@ def _has_triton() -> bool:
 
 
 class Launcher:
-    """A Triton kernel that remembers what it was compiled to.
+    """A Triton kernel with a cache of its compiled variants.
 
-    Triton's own launch binds the arguments, derives from each what the kernel is specialised on, and asks the driver
-    about each pointer: 30 to 90 microseconds, ten times a chunk. Here the same facts make a key, and pointers go as
-    numbers. Called as ``launcher[grid](*args, **constants)``, positional arguments first, as kernels are; an argument
-    may be a record, a tuple of tensors, numbers, None and further tuples.
+    Triton's own launch binds the arguments, derives the specialisation of each, and queries the driver for each
+    pointer: 30 to 90 microseconds, ten times per chunk. Here the same facts are the cache's key, and pointers are
+    passed as numbers. Call it as ``launcher[grid](*args, **constants)``, positional arguments first; an argument
+    may be a record: a tuple of tensors, numbers, None and further tuples.
 
     Args:
-        kernel: What ``triton.jit`` or ``gluon.jit`` returns; in Triton's interpreter it runs as it is.
+        kernel: The result of ``triton.jit`` or ``gluon.jit``; Triton's interpreter runs it directly.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -64,7 +64,7 @@ class Launcher:
         self._free = frozenset(i for i, param in enumerate(params or ()) if param.do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return what launches on ``grid``, on the current stream of the current device."""
+        """Return a function that launches on ``grid``, on the current stream of the current device."""
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -86,7 +86,7 @@ class Launcher:
 
 
 def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> list[Any]:
-    """Return the values to launch with; add what Triton specialises on to ``facts``, unless an argument is free."""
+    """Return the values to launch with; add what Triton specialises on to ``facts``, except for ``free`` arguments."""
     values: list[Any] = []
     for i, arg in enumerate(args):
         if isinstance(arg, Tensor):
@@ -94,7 +94,7 @@ def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> 
             values.append(pointer)
             facts += (arg.dtype, pointer % 16 == 0)
             continue
-        if isinstance(arg, tuple):  # a record, on all of whose numbers Triton specialises, whatever is free
+        if isinstance(arg, tuple):  # a record: Triton specialises on all of its numbers
             values.append(tuple(_described(arg, (), facts)))
             continue
         values.append(arg)

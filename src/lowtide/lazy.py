@@ -1,4 +1,4 @@
-"""Packages that import what they offer when it is first used: torch alone takes seconds."""
+"""Packages that import their public names on first use: torch alone takes seconds."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -16,9 +16,9 @@ def on_first_use(
 
     Args:
         package: Its name.
-        homes: The public names by the module that each stands in, in full; none of a module: the module itself.
-        needs: Names that exist only where another package is installed: which, and what installs it. Without it they
-            are an `UnsupportedError`, and not listed.
+        homes: The public names of each module, by its full name; no names: the module itself is public.
+        needs: Names that need another package: its name, and what installs it. Without it they raise an
+            `UnsupportedError`, and are not listed.
 
     Returns:
         tuple: The two functions. ``__dir__`` lists the public names alone, those of ``__all__``.
@@ -39,7 +39,7 @@ def on_first_use(
             other, installed = needs[name]
             raise UnsupportedError(message(name, f"{other} to be installed", "none", f"pip install '{installed}'"))
         value = getattr(import_module(home[name]), name)
-        setattr(sys.modules[package], name, value)  # found there from now on, by what reads its dictionary too
+        setattr(sys.modules[package], name, value)  # from now on in the package's dictionary
         return value
 
     return get, lambda: [name for name in sys.modules[package].__all__ if not lacks(name)]

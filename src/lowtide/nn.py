@@ -1,4 +1,4 @@
-"""The modules: signatures and states, around the functions."""
+"""The modules: their parameters, around the functions."""
 
 import math
 from typing import Any
@@ -16,23 +16,23 @@ __all__ = ["LinearCrossEntropyLoss", "SwiGLU"]
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """Takes the place of `torch.nn.LinearCrossEntropyLoss`: same arguments, same state dict, without the logits.
+    """`torch.nn.LinearCrossEntropyLoss` without the logits: same arguments, same state dict.
 
     The module owns the head: ``linear.weight`` [num_classes * prod(out_features), in_features], ``linear.bias`` and
-    the buffer ``weight``, as there, so that state dicts go either way.
+    the buffer ``weight``, so state dicts load in both directions.
 
     Args:
         in_features: Size D of each hidden state.
         num_classes: Number of classes V.
-        out_features: Axes of several outputs a token, each with its own weight; () for one.
+        out_features: Axes of several outputs per token, each with its own weight; () for one.
         bias: Whether the head has a bias.
         device: Device of the head.
         dtype: dtype of the head.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         weight: Class weights [V], or None.
-        ignore_index: Target that counts for nothing; None means -100.
+        ignore_index: Target value of ignored tokens; None means -100.
         label_smoothing: From 0 to 1.
-        options: Memory and implementation: see `lowtide.HeadOptions`, which takes the place of torch's own options.
+        options: Memory and implementation: see `lowtide.HeadOptions`, which replaces torch's own options.
 
     Shape:
         ``input`` [N, D] or [D] (with one output, any leading axes); ``target`` [N, *out_features]; the loss is a
@@ -94,11 +94,11 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         kept = target != ignore_index
         if self.weight is None:
             return losses.sum() / kept.sum()
-        # in the loss's dtype: a module cast to half precision has class weights of it, whose sum has 8 digits
+        # in the loss's dtype: a module cast to bfloat16 has class weights in it, whose sum would have 8 bits
         return losses.sum() / (self.weight.to(losses.dtype)[target.where(kept, 0)] * kept).sum()
 
     def extra_repr(self) -> str:
-        """Return what differs from one such module to the next."""
+        """Return the settings, for ``repr``."""
         return (
             f"in_features={self.linear.in_features}, num_classes={self.num_classes}, out_features={self.out_features},"
             f" bias={self.linear.bias is not None}, reduction={self.reduction}, ignore_index={self.ignore_index},"
@@ -107,18 +107,18 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
 
 class SwiGLU(torch.nn.Module):
-    """The gated MLP ``(SiLU(x Wg^T) * x Wu^T) Wd^T``, which keeps for backward what ``checkpoint_level`` says.
+    """The gated MLP ``(SiLU(x Wg^T) * x Wu^T) Wd^T``; ``checkpoint_level`` chooses what it saves for backward.
 
-    The projections are bias-free `torch.nn.Linear` modules under the names of Hugging Face's Llama MLP, so that state
-    dicts go either way. Their weights are read in this module's own forward: under FSDP2 wrap this module or what holds
-    it, not the projections. Only plain linear layers are taken: where one was replaced (by a LoRA layer, a quantised
-    one) or has hooks, forward raises.
+    The projections are bias-free `torch.nn.Linear` modules with the names of Hugging Face's Llama MLP, so state dicts
+    load in both directions. This module's own forward reads their weights: under FSDP2 wrap this module or one that
+    contains it, not the projections. They must be plain linear layers: if one was replaced (by a LoRA layer, a
+    quantised one) or has hooks, forward raises.
 
     Args:
         hidden: Size D of each hidden state.
         intermediate: Size F of gate and up.
-        checkpoint_level: 0 keeps the input, gate and up, 1 the input alone: see `lowtide.swiglu_mlp`. An attribute,
-            which may be set at any time, and so may ``tile_tokens``, which is None at first.
+        checkpoint_level: 0 saves the input, gate and up, 1 the input alone: see `lowtide.swiglu_mlp`. An attribute that
+            may be set at any time, as may ``tile_tokens``, which is None at first.
         device: Device of the weights.
         dtype: dtype of the weights.
 
@@ -162,5 +162,5 @@ class SwiGLU(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return what differs from one such module to the next and is not a submodule's."""
+        """Return the settings that the submodules do not show, for ``repr``."""
         return f"checkpoint_level={self.checkpoint_level}"

@@ -1,4 +1,4 @@
-"""Samples of weights, which detect writes that version counters miss: those through ``.data``."""
+"""Samples of weights, to detect writes that version counters miss: those through ``.data``."""
 
 import math
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Samples:
-    """A checksum of some values of some weights: at least one of every row and of every column.
+    """A checksum of some values of weights: at least one per row and per column.
 
-    Detects writes of whole weights, rows or columns through ``.data``, and replaced storage, for a few microseconds a
-    layer and 8 bytes on a GPU. Single values written between the samples are not detected.
+    It detects writes of whole weights, rows or columns through ``.data``, and replaced storage, for a few microseconds
+    per layer and 8 bytes on a GPU, but not writes of single values between the samples.
 
     Args:
         tensors: The weights; only plain, unsharded Parameters are sampled.
@@ -32,7 +32,7 @@ class Samples:
     def changed(self) -> bool:
         """Return whether a value has changed. On a GPU a device-side assertion checks it, without a synchronisation."""
         if any(p.untyped_storage().size() == 0 for group in self._groups for p in group):
-            return False  # FSDP2 has freed it, and will gather it again
+            return False  # FSDP2 freed it, and will gather it again
         if self._layouts != [(p.device, p.dtype, p.shape) for group in self._groups for p in group]:
             return True
         for before, now in zip(self._seen, self._now(), strict=True):
@@ -48,20 +48,20 @@ class Samples:
 
 
 _ON_DEVICE = (
-    "lowtide: a weight that a recompute reads was written to through .data between forward and backward; write after "
-    "backward, or recompute nothing there (keep='all', checkpoint_level=0)"
+    "lowtide: a weight that is read by a recompute was written to through .data between forward and backward; write "
+    "after backward, or recompute nothing there (keep='all', checkpoint_level=0)"
 )
 
 
 def _checksum(values: Tensor) -> Tensor | int:
-    """Return the sum, modulo 2^64, of all bits times odd factors that depend on the place: a number on a CPU."""
+    """Return the sum, modulo 2^64, of all bits times odd factors that depend on the index: a number on a CPU."""
     bits = values.view(INTEGERS[values.element_size()]).long()
     total = bits.mul_(torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
     return int(total) if total.is_cpu else total
 
 
 def _diagonal(p: Tensor) -> Tensor:
-    """Return values of ``p`` that lie on diagonals of its rows."""
+    """Return values of ``p`` along its diagonals."""
     flat = p.detach() if p.is_contiguous() else p.detach().contiguous()
     step = _stride(p.shape)
     return flat.as_strided((-(-p.numel() // step),), (step,))

@@ -1,7 +1,7 @@
-"""A class of its own for one module: how an instance gets other behaviour and keeps everything else.
+"""A subclass for one module: it changes an instance's behaviour and nothing else.
 
-A child class, and not a replaced ``forward`` on the instance, because it goes wherever the module goes: copies,
-pickles, replicas, adapters, engines that call ``module.forward``.
+A subclass, not a ``forward`` on the instance, because copies, pickles, replicas, adapters and engines that call
+``module.forward`` have it too.
 """
 
 import functools
@@ -9,17 +9,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# The child's attribute that holds what it is equal to.
+# The child's attribute with the class that it equals.
 _EQUAL_TO = "_lowtide_equal_to"
-# Code that keeps something for each class, such as FSDP2's classes or a compiler's, and must tell child and base apart.
+# Code with a registry of classes, such as FSDP2's or a compiler's, which must distinguish child and base.
 _TELLS_APART = ("lowtide.", "torch.", "weakref", "_weakrefset", "functools", "abc")
 _EXCEPT = "torch.ao."
 
 
 class _EqualToBase(type):
-    """The class of a child that is equal to its base, and is found where that is, in lists, sets and dictionaries.
+    """The class of a child that equals its base, also as a member of lists, sets and dictionaries.
 
-    For code that asks for exact types, as quantisation does: ``type(m) == nn.Linear``, ``type(m) in mapping``.
+    For code that compares exact types, as quantisation does: ``type(m) == nn.Linear``, ``type(m) in mapping``.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -41,20 +41,20 @@ def _stands_for(cls: Any) -> Any:
 def child_class(base: Any, overrides: Callable[[Any], dict[str, Any]], marker: str) -> Any:
     """Return the child of ``base`` with the same name and ``overrides(base)``: the same one each time.
 
-    An instance pickles and copies as one of ``base``, and gets the child again when it is read.
+    An instance pickles and copies as one of ``base``, and becomes one of the child when it is loaded.
 
     Args:
-        base: The class that the instance has.
-        overrides: Returns the child's own attributes; a function that its module holds by name.
-        marker: The name of the child's attribute that holds ``base``: who made the child, and the way back.
+        base: The instance's class.
+        overrides: Returns the child's own attributes; a function that can be imported.
+        marker: The name of the child's attribute with ``base``: it identifies the child's maker, and the way back.
     """
-    return _child_class(base, overrides, marker)  # asked for from here, the cache tells a child of ours from its base
+    return _child_class(base, overrides, marker)  # called from lowtide, the cache distinguishes a child from its base
 
 
 @functools.cache
 def _child_class(base: Any, overrides: Callable[[Any], dict[str, Any]], marker: str) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        # Pickles by the stock class and makes the child again when read.
+        # Pickles as the stock class, and recreates the child when loaded.
         rebuild, _, *state = base.__reduce_ex__(self, protocol)
         return (
             (_rebuilt, (base, overrides, marker), *state) if rebuild.__name__ == "__newobj__" else (rebuild, _, *state)
@@ -63,7 +63,7 @@ def _child_class(base: Any, overrides: Callable[[Any], dict[str, Any]], marker: 
     # The same names: transformers writes them to config.json and keys its registries by them.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     attributes = {**names, "__reduce_ex__": reduce, marker: base, _EQUAL_TO: base, **overrides(base)}
-    # A class with a metaclass of its own keeps that.
+    # A class with its own metaclass keeps it.
     metaclass = _EqualToBase if type(base) in (type, _EqualToBase) else type(base)
     return metaclass(base.__name__, (base,), attributes)
 

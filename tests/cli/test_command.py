@@ -237,7 +237,10 @@ from lowtide.cli import main
 plan = sys.argv[1:]
 for words in (
     ["--help"], ["--version"], ["train", "--help"], ["plan", "--help"],
-    ["plan", "--model", "/nobody", "--seq-len", "1"], [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
+    ["plan", "--model", "/nobody", "--seq-len", "1"],
+    [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
+    ["profile", "--help"], ["profile", "--impl", "stock:some"], ["profile", "--model", "/nobody"],
+    ["profile", "--impl", "none", "--include", "/nobody"], ["profile", "--device", "cpu", "--memory-limit", "1"],
 ):
     said = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

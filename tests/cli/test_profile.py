@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from distributed.train_ranks import run_command, shared
-from lowtide.bench.ways import Way, build_way
+from lowtide.bench.way import Way
+from lowtide.bench.ways import build_way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.child import ChildResult
 from lowtide.memory.planner.optimizers import OPTIMIZERS
-from lowtide.profile import flops
 from lowtide.profile import run as profiling
 from lowtide.profile.config import ProfileConfig
 from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
-from lowtide.profile.picture import draw_profile
+from lowtide.profile.plot import draw_profile
 from profiling.browser import find_browser, run_page
 from profiling.test_page import BARE, WHOLE, profile, row
 
@@ -87,7 +87,7 @@ def test_two_implementations_from_arguments_to_files(written: Path, tiny: Path) 
 
 
 def test_what_is_written_to_the_terminal(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lowtide.profile.table import line, tables
+    from lowtide.profile.tables import ROWS, tables
 
     told = result(written)
     text = tables(told)
@@ -95,7 +95,7 @@ def test_what_is_written_to_the_terminal(written: Path, capsys: pytest.CaptureFi
         assert words in text
     widths = {len(each) for each in text.split("\n\n")[1].splitlines()}
     assert len(widths) == 1, "columns that end where they begin"
-    assert "2xall/1" in line(told["implementations"][1])
+    assert "2xall/1" in ROWS.line(told["implementations"][1])
     failed = tables(profile(row("stock", "stock", 79.0, 900, failed="out of memory at 79.00 GiB"), BARE))
     assert "out of memory" in failed
     assert "time, ms" not in failed
@@ -214,7 +214,7 @@ def ended(value: Any = None, status: int = 0, stderr: str = "") -> ChildResult:
     [
         (ended({"failed": "out of memory at 3.00 GiB, in the head"}), "out of memory at 3.00 GiB, in the head", 0),
         (ended({"failed": "ValueError: x"}), "ValueError: x", 1),
-        (ended(None, -9), "ended by signal 9 (the system kills what takes too much host memory)", 1),
+        (ended(None, -9), "ended by signal 9 (the system kills processes that take too much host memory)", 1),
         (ended(None, -6), "ended by signal 6", 1),
         (ended(None, 1, "Trace\nRuntimeError: no\n  and why\n"), "RuntimeError: no", 1),
         (ended(None, 1, "x\nlowtide.errors.UnsupportedError: out of memory at 3 GiB\n"), "out of memory at 3 GiB", 0),
@@ -288,7 +288,7 @@ def test_what_cannot_be_profiled_is_one_line(
         ("--impl stock,liger", "liger_kernel", "impl: expected the package liger-kernel to be installed"),
         ("--lora 4", "peft", "lora: expected the package peft"),
         ("--optimizer adamw-8bit", "bitsandbytes", "optimizer: expected the package bitsandbytes"),
-        ("--png x.png", "matplotlib", "png: expected matplotlib"),
+        ("--png x.png", "matplotlib", "png: expected the package matplotlib"),
     ],
 )
 def test_a_package_that_is_missing_is_named(
@@ -308,7 +308,8 @@ def test_what_a_model_is_called(tmp_path: Path) -> None:
     for name in ("config.json", "small.json"):
         (folder / name).touch()
     names = [
-        profiling._name(str(each)) for each in (folder, folder / "config.json", folder / "small.json", "llama-3-8b")
+        profiling.title_name(str(each))
+        for each in (folder, folder / "config.json", folder / "small.json", "llama-3-8b")
     ]
     assert names == ["Llama-3-8B", "Llama-3-8B", "small", "llama-3-8b"]
 
@@ -318,11 +319,15 @@ VISION = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_
 
 
 @pytest.mark.parametrize(("kind", "text"), [("llava", "llama"), ("gemma3", "gemma3_text")])
-def test_of_a_model_that_sees_the_language_model_inside(kind: str, text: str, tmp_path: Path) -> None:
+def test_of_a_multimodal_model_the_language_model_inside(
+    kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "seeing.json"
     inside = {**TINY, "model_type": text, "head_dim": 12}
     file.write_text(json.dumps({"model_type": kind, "text_config": inside, "vision_config": VISION}))
-    _, told = profiling._begin(ProfileConfig(model=str(file), device="cpu", output=str(tmp_path)))
+    monkeypatch.setattr(profiling, "run_child", lambda *args, **kwargs: ended({"failed": "ValueError: x"}))
+    assert main(["profile", "--model", str(file), "--impl", "stock", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    told = result(tmp_path)
     assert told["model"]["name"] == f"seeing, the {text} inside"
     assert told["model"]["hidden_size"] == TINY["hidden_size"]
     model = build_way(
@@ -377,15 +382,15 @@ def test_every_optimizer_of_the_planner_can_be_profiled() -> None:
 
 
 def test_operations_behind_frozen_weights_and_of_models_nobody_can_count() -> None:
-    full, _ = flops.step_flop(TINY, 64, 2, lora=False)
-    lora, why = flops.step_flop(TINY, 64, 2, lora=True)
+    full, _ = profiling.step_flop(TINY, 64, 2, lora=False)
+    lora, why = profiling.step_flop(TINY, 64, 2, lora=True)
     attention = 2 * 2 * 4 * 64 * 64 / 2 * 48  # of all layers and sequences
     assert why is None
     assert lora[FORWARD] == full[FORWARD]
     assert lora[HEAD_BACKWARD] == full[HEAD] == full[HEAD_BACKWARD] / 2
     assert lora[BACKWARD] == full[FORWARD] + attention
     assert full[BACKWARD] == 2 * full[FORWARD]
-    none, why = flops.step_flop({**TINY, "kv_lora_rank": 8}, 64, 2, lora=False)
+    none, why = profiling.step_flop({**TINY, "kv_lora_rank": 8}, 64, 2, lora=False)
     assert none == {}
     assert "kv_lora_rank" in str(why)
 
@@ -393,7 +398,7 @@ def test_operations_behind_frozen_weights_and_of_models_nobody_can_count() -> No
 def test_the_share_of_a_known_gpus_peak() -> None:
     told = {"seconds": 2.0, "time_by_kind_ms": {FORWARD: 500.0, HEAD: 100.0, HEAD_BACKWARD: 0.0, BACKWARD: 1000.0}}
     tflop = {FORWARD: 100.0, HEAD: 10.0, HEAD_BACKWARD: 20.0, BACKWARD: 200.0}
-    profiling._add_rates(told, tflop, 989.0)
+    profiling.add_rates(told, tflop, 989.0)
     assert told["tflops"] == {"forward": 200, "head": 300, "backward": 200, "step": 165}
     assert told["mfu"] == pytest.approx(165 / 989)
 
@@ -434,5 +439,5 @@ def test_a_picture_that_is_missing_is_told(
     assert main(["profile", "--impl", "none", "--include", str(earlier), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert ".html" in out
-    assert "no picture: matplotlib is not installed. pip install 'lowtide[plot]'" in out
+    assert "no plot: matplotlib is not installed. pip install 'lowtide[plot]'" in out
     assert not list(tmp_path.glob("*.png"))

@@ -3,111 +3,38 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import lowtide
+from distributed.kernel_cases import kernels
 from distributed.launch import THOROUGH, main
 from distributed.vocab_cases import exchanged, of_all_ranks, plain, shard_of, spread, whole
 from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
 from lowtide.head.exponentials import loops, losses
-from lowtide.head.kernels import configs
 from lowtide.head.matmul import matmul_into
-from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks import tokens
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import Limits
-from lowtide.head.terms import cross_entropy as terms
-from support import head, oracle, relative_error
+from support import head, oracle
 
-SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
 N, D, V = 20, 16, 50
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"softcap": 9.0, "z_loss": 0.01, "logit_scale": 0.7},
-    {"label_smoothing": 0.1, "z_loss": 0.01, "weight": True, "token_weight": True},
-    {"label_smoothing": 0.2, "reduction": "none"},
-]
-NEAR = 2e-5  # beside what plain PyTorch in float32 errs
-
-
-def small_plan(head: Any, args: Any, n: int, wanted: Any, recompute: bool) -> HeadPlan:
-    ranks, blocks = head.ranks, recompute or SCHEDULE == "blocks"
-    rows = ranks.slots
-    return HeadPlan(
-        backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
-        chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks" if blocks else "chunks",
-        block_columns=24 if blocks else V, sum_rows=19, product_rows=6,
-    )  # fmt: skip
-
-
-SCHEDULE = "chunks"
-
-
-def _with_small_plans() -> None:
-    vars(terms)["plan_cross_entropy"] = small_plan
-    vars(configs)["of_device"] = lambda device: SMALL
-    warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
-
-
-def values_and_gradients() -> None:
-    """Ordinary and huge logits, each option, both schedules, forward and recompute."""
-    global SCHEDULE
-    _with_small_plans()
-    ways = itertools.product(OPTIONS, (False, True))
-    for i, (options, huge) in enumerate(ways):
-        way = ("replicated", "sequence", "local")[i % 3]
-        SCHEDULE = ("chunks", "chunks", "blocks")[(i // 2) % 3]
-        gradient = "recompute" if i == 1 else "auto"
-        x, w, b, y = head((1, N), D, V, seed=i)
-        y[0, 3::4] = -100
-        with torch.no_grad():
-            if huge:
-                x[:, : N // 5] *= 100
-        kwargs = dict(options)
-        for key, size in (("weight", (V,)), ("token_weight", (1, N))):
-            if key in kwargs:
-                kwargs[key] = torch.rand(size, generator=torch.Generator().manual_seed(1)) + 0.1
-        exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
-        usual = [t.detach().clone().requires_grad_() for t in (x, w, b)]
-        wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-        want = oracle(exact[0], exact[1], y, linear_bias=exact[2], **wide)
-        in_float32 = oracle(usual[0], usual[1], y, linear_bias=usual[2], **kwargs)
-        u = torch.rand(want.shape, generator=torch.Generator().manual_seed(i))
-        (want * u).sum().backward()
-        (in_float32 * u).sum().backward()
-        digits = (usual[0].abs() @ usual[1].abs().T).max().item() * 2**-22 if huge else 0.0
-        with torch.no_grad():
-            x[0, 3::4] = torch.nan
-        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-        loss = plain(
-            lowtide.linear_cross_entropy(
-                px, pw, y, linear_bias=pb, **kwargs, **shard_of(way, pw), options=lowtide.HeadOptions(gradient=gradient)
-            )
-        )
-        what = (options, way, huge, SCHEDULE, gradient)
-        assert relative_error(loss, want) < NEAR + digits + 4 * relative_error(in_float32, want), what
-        (loss * u).sum().backward()
-        for k, (part, leaf, baseline) in enumerate(zip((px, pw, pb), exact, usual, strict=True)):
-            assert leaf.grad is not None
-            assert baseline.grad is not None
-            error = relative_error(whole(way, part.grad, of_vocab=k > 0), leaf.grad)
-            assert error < 4 * NEAR + digits + 4 * relative_error(baseline.grad, leaf.grad), (what, k, error)
 
 
 def edges() -> None:
     """Few tokens or none, ranks without a class or a token, all ignored, unlike requires_grad, a graph used twice."""
-    global SCHEDULE
-    _with_small_plans()
+    for way in ("replicated", "local"):  # at a group's first call its ranks tell each other what they can do
+        x, w, _, y = head((1, 3), D, V)
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        lowtide.linear_cross_entropy(px, pw, y, **shard_of(way, pw))
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (0, 20, {"reduction": "sum"}),
         (1, 20, {"label_smoothing": 0.1}),  # two ranks have no token of the sequence
@@ -118,7 +45,7 @@ def edges() -> None:
     for i, ((n, classes, options), way) in enumerate(itertools.product(cases, ("replicated", "sequence", "local"))):
         if way == "local" and classes < 20:
             continue
-        SCHEDULE = ("chunks", "blocks")[i % 2]
+        schedule = ("chunks", "blocks")[i % 2]
         x, w, _, y = head((1, n), D, classes, seed=i, bias=False)
         kwargs = dict(options)
         frozen = kwargs.pop("frozen_on", None) == dist.get_rank()
@@ -129,18 +56,19 @@ def edges() -> None:
         px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
         pw.requires_grad_(not frozen)
         shard = shard_of(way, pw)
-        with exchanged() as seen:
-            loss = plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs, **shard))
-        of_tokens(seen, n, way, kwargs)
-        again = loss
-        if n == 7:
-            with torch.no_grad():
-                again = plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs, **shard))
+        with kernels(schedule):
+            with exchanged() as seen:
+                loss = plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs, **shard))
+            again = loss
+            if n == 7:
+                with torch.no_grad():
+                    again = plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs, **shard))
+            (loss * 0.3).backward(retain_graph=True)
+            (loss * 0.7).backward()
+        of_tokens(seen, n, way, kwargs, schedule)
         want = oracle(x, w, y, **kwargs)
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6, msg=lambda m, w=(i, way): f"{w} {m}")
         torch.testing.assert_close(again, want, rtol=1e-5, atol=1e-6)
-        (loss * 0.3).backward(retain_graph=True)
-        (loss * 0.7).backward()
         want.backward()
         assert (pw.grad is None) == frozen
         got = torch.zeros_like(pw) if pw.grad is None else pw.grad
@@ -158,8 +86,6 @@ def trained_on_one_rank() -> None:
 
     The others may compute under no_grad, and have no backward. Nobody exchanges anything twice.
     """
-    global SCHEDULE
-    _with_small_plans()
     ways: Any = [
         ("replicated", "chunks", 0.0, "auto"),
         ("replicated", "blocks", 0.1, "auto"),
@@ -171,12 +97,11 @@ def trained_on_one_rank() -> None:
     if THOROUGH:
         ways = itertools.product(("replicated", "sequence"), ("chunks", "blocks"), (0.0, 0.1), ("auto", "recompute"))
     for i, (way, schedule, smoothing, gradient) in enumerate(ways):
-        SCHEDULE = schedule
         x, w, _, y = head((1, N), D, V, seed=i, bias=False)
         px, pw = spread(way, x.detach(), of_vocab=False), spread(way, w.detach(), of_vocab=True)
         options = lowtide.HeadOptions(gradient=gradient)
         trained = dist.get_rank() == 0
-        with exchanged() as seen, torch.set_grad_enabled(trained or i % 5 > 0):
+        with kernels(schedule), exchanged() as seen, torch.set_grad_enabled(trained or i % 5 > 0):
             pw.requires_grad_(trained)
             loss = plain(lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing, options=options))
             if trained:
@@ -198,11 +123,8 @@ def trained_on_one_rank() -> None:
 
 def sums_beside_products() -> None:
     """The hidden states' gradient begins to be summed before a product of the weight's, and is waited for after it."""
-    global SCHEDULE
-    _with_small_plans()
     x, w, _, y = head((1, N), D, V, seed=0, bias=False)
     for way, kind in itertools.product(("replicated", "sequence"), ("chunks", "blocks", "logits")):
-        SCHEDULE = kind
         px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
         events: list[str] = []
 
@@ -214,7 +136,7 @@ def sums_beside_products() -> None:
 
             return call
 
-        with pytest.MonkeyPatch.context() as patched:
+        with kernels(kind) if kind != "logits" else nullcontext(), pytest.MonkeyPatch.context() as patched:
             begin_sum = noted("begun", Ranks.begin_sum)
             patched.setattr(Ranks, "begin_sum", lambda *args, begin=begin_sum: noted("waited", begin(*args)))
             for module in (loops, losses):
@@ -235,9 +157,6 @@ def sums_beside_products() -> None:
 
 def plans_of_what_is_fetched_ahead() -> None:
     """As many pieces of hidden states live at once as plans count, with sums alone and with gradients."""
-    global SCHEDULE
-    _with_small_plans()
-    SCHEDULE = "blocks"
     ranks = dist.get_world_size()
     x, w, _, y = head((1, 66), D, V, seed=0, bias=False)
     px, pw = spread("sequence", x, of_vocab=False), spread("sequence", w, of_vocab=True)
@@ -251,7 +170,7 @@ def plans_of_what_is_fetched_ahead() -> None:
         most.append(sum(storage() is not None for storage in live))
         return told
 
-    with pytest.MonkeyPatch.context() as patched:
+    with kernels("blocks"), pytest.MonkeyPatch.context() as patched:
         patched.setattr(tokens.SpreadTokens, "begin_rows", watched)
         with torch.no_grad():
             lowtide.linear_cross_entropy(px, pw, y)
@@ -284,13 +203,13 @@ def plans_of_what_is_fetched_ahead() -> None:
         assert max(in_sums, in_gradients) <= mib * 2**20, (is_spread, in_sums / 2**20, in_gradients / 2**20)
 
 
-def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, Any]) -> None:
+def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, Any], schedule: str) -> None:
     """Check what was exchanged: three numbers a token, one more for either option, and the input's gradient."""
     ranks = dist.get_world_size()
     count, times = n, 1
     if way == "sequence":
         count = -(-n // ranks) * ranks  # parts are filled up
-        times = 1 + (SCHEDULE == "blocks")  # blocks read the hidden states a second time
+        times = 1 + (schedule == "blocks")  # blocks read the hidden states a second time
     numbers = sum(size for name, size in seen if name.startswith("all_gather"))
     want = count * (3 + ("label_smoothing" in options)) + (n + 1) * ("weight" in options)
     want += times * count // ranks * D if way == "sequence" else 0

@@ -14,16 +14,16 @@ import torch
 from distributed.launch import DEVICE, main
 from distributed.option_cases import FEWER, compare, problem
 from distributed.vocab_cases import WAYS, head, plain, same_on_all_ranks, shard_of, spread, whole
-from head.contract.cases import FUNCTIONS, NARROW, pairs
+from head.contract.cases import FUNCTIONS, NARROW, Arguments, pairs, trained
 from head.kernel_plans import use_kernels
 from lowtide import TokenStats, linear_cross_entropy, linear_token_stats
-from support import oracle, relative_error
+from support import in_float64, oracle, relative_error
 
 SINGLE = torch.float32
 RUNS = {  # dtypes, one option more, and how near values come; on a GPU statistics have kernels in bfloat16
     "linear_token_stats": ([SINGLE], 1e-5) if DEVICE == "cpu" else ([torch.bfloat16], 2e-4),
     "linear_divergence": ([SINGLE, *NARROW], 1e-5),
-}
+} | ({"linear_cross_entropy": ([SINGLE], 2e-5)} if DEVICE == "cpu" else {})  # on GPUs: tests/gpu/rank_cases.py
 FEW: dict[str, list[Any]] = {
     "leading": [(2, 4)],  # two chunks of rows, and a rank without any of them
     "ignored": ["some"],
@@ -40,27 +40,46 @@ FEW: dict[str, list[Any]] = {
 
 
 @contextmanager
-def _kernels() -> Iterator[list[str]]:
+def kernels(schedule: str = "chunks") -> Iterator[list[str]]:
     """Nothing but the kernels may run; on a GPU they do."""
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
     with pytest.MonkeyPatch.context() as patched:
-        yield use_kernels(patched) if DEVICE == "cpu" else []
+        yield use_kernels(patched, schedule) if DEVICE == "cpu" else []
 
 
 def every_option() -> None:
-    """Every pair of options of the functions but cross entropy: exp_cases."""
+    """Every pair of options; of the cross entropy in both schedules, and with huge logits."""
     ways = itertools.cycle(WAYS)
     for name, (dtypes, near) in RUNS.items():
         function, backend = FUNCTIONS[name], "row" if name == "linear_divergence" else "exp"
         fewer = FEWER | FEW | ({"workspace_mib": [0.004]} if DEVICE != "cpu" else {})
-        options = function.options | {option: values for option, values in fewer.items() if option in function.options}
-        with _kernels() as used:
-            for i, choice in enumerate(pairs(options | {"dtype": dtypes}, seed=2)):
-                dtype = choice.pop("dtype")
-                kwargs = problem(name, choice, i, V=61, D=24, dtype=dtype)
-                bounds = (near, function.tolerance[dtype][1])
-                compare(name, kwargs, [next(ways)], (dtype, choice), i, bounds)
-            assert DEVICE != "cpu" or set(used) == {backend}
+        loss = name == "linear_cross_entropy"
+        fewer |= {"schedule": ["chunks", "blocks"], "huge": [False, True]} if loss else {}
+        options = function.options | {o: v for o, v in fewer.items() if o in function.options or loss}
+        for i, choice in enumerate(pairs(options | {"dtype": dtypes}, seed=2)):
+            dtype, schedule, huge = choice.pop("dtype"), choice.pop("schedule", "chunks"), choice.pop("huge", False)
+            kwargs = problem(name, choice, i, V=61, D=24, dtype=dtype)
+            most = {"values": near}
+            most |= dict.fromkeys(kwargs, 4 * near if loss else function.tolerance[dtype][1])
+            if huge:
+                kwargs["input"].data[:, :1] *= 100
+                most = lost_in_float32(kwargs, most)
+            with kernels(schedule) as used:
+                compare(name, kwargs, [next(ways)], (dtype, schedule, huge, choice), i, most.__getitem__)
+            whole = loss and choice["softcap"] and choice["label_smoothing"]
+            assert DEVICE != "cpu" or set(used) == (set() if whole else {backend})
+
+
+def lost_in_float32(kwargs: Arguments, most: dict[str, float]) -> dict[str, float]:
+    """Return the bounds with what a single product may err, and four times what plain PyTorch does."""
+    digits = (kwargs["input"].abs() @ kwargs["linear_weight"].abs().T).max().item() * 2**-22
+    wide, single = in_float64(kwargs), {n: value for n, value in kwargs.items() if n != "options"}
+    true, got = (oracle(**given).sum() for given in (wide, single))
+    more = {"values": digits + 4 * relative_error(got, true)}
+    for n in trained(kwargs):
+        got_n, true_n = (torch.autograd.grad(v, g[n], retain_graph=True)[0] for v, g in ((got, single), (true, wide)))
+        more[n] = digits + 4 * relative_error(got_n, true_n)
+    return {n: bound + more.get(n, 0) for n, bound in most.items()}
 
 
 def statistics_of_few_classes() -> None:
@@ -74,8 +93,8 @@ def statistics_of_few_classes() -> None:
             if classes == 61:
                 kwargs["linear_bias"].requires_grad_(False)[:40] = -torch.inf
                 kwargs["target"] = kwargs["target"].where(kwargs["target"] < 0, kwargs["target"] % 21 + 40)
-        with _kernels():
-            compare("linear_token_stats", kwargs, [way], (classes, way), i, (2e-5, 2e-4))
+        with kernels():
+            compare("linear_token_stats", kwargs, [way], (classes, way), i, lambda of: 2e-5 if of == "values" else 2e-4)
 
 
 def sure_tokens_and_equal_logits() -> None:
@@ -94,7 +113,7 @@ def sure_tokens_and_equal_logits() -> None:
         px, nothing = (spread(way, t.detach(), of_vocab=False) for t in (x, torch.zeros_like(x)))
         pw, pb = (spread(way, t.detach(), of_vocab=True) for t in (w, bias))
         y = torch.full((1, 13, 2), 5, device=DEVICE)
-        with _kernels():
+        with kernels():
             logprob = plain(linear_token_stats(px, pw, y, want=("logprob",), **shard_of(way, pw)).logprob)
             kwargs = {"linear_bias": pb, "want": ("topk",), "topk": 9, **shard_of(way, pw)}
             ids = plain(linear_token_stats(nothing, pw, **kwargs).topk.ids)
@@ -113,7 +132,7 @@ def a_target_without_a_chance() -> None:
     true = torch.autograd.grad(want.sum(), (x, w, b))
     for way in WAYS:
         px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-        with _kernels():
+        with kernels():
             loss = linear_cross_entropy(px, pw, y, linear_bias=pb, reduction="none", **shard_of(way, pw))
             grads = torch.autograd.grad(plain(loss).sum(), (px, pw, pb))
         torch.testing.assert_close(plain(loss), want, rtol=1e-5, atol=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,11 +74,11 @@ def compare(
     ways: Iterable[str],
     what: object,
     i: int = 0,
-    bounds: tuple[float, float] | None = None,
+    bounds: Callable[[str], float] | None = None,
 ) -> None:
     """Hold values, and the gradients of all that can have one, against the whole's in float64.
 
-    ``bounds`` are the relative errors of values and gradients; None: float64's own.
+    ``bounds`` are the relative errors, of "values" and by the name of what a gradient is of; None: float64's own.
     """
     wide = in_float64(kwargs)
     function, leaves = FUNCTIONS[name], trained(kwargs)
@@ -92,11 +92,11 @@ def compare(
         with torch.no_grad():
             kwargs["input"][~counting(kwargs)] = torch.nan
 
-    def agree(got: Tensor, e: Tensor, place: object, of_gradient: bool) -> None:
+    def agree(got: Tensor, e: Tensor, place: object, of: str) -> None:
         if bounds is None or not e.is_floating_point():
             near(got, e, place)
         else:
-            assert relative_error(plain(got), e) <= bounds[of_gradient] or e.isnan().all(), place
+            assert relative_error(plain(got), e) <= bounds(of) or e.isnan().all(), place
 
     for way in ways:
         ours = in_parts(kwargs, way, i)
@@ -104,14 +104,14 @@ def compare(
         assert got.keys() == want.keys(), (way, what)
         for key, value in want.items():
             assert got[key].requires_grad == value.requires_grad, (key, way, what)
-            agree(got[key], value, (key, way, what), False)
+            agree(got[key], value, (key, way, what), "values")
         grads = torch.autograd.grad(total(got, through), [ours[n] for n in leaves], allow_unused=True) if true else ()
         for n, grad, e in zip(leaves, grads, true, strict=bool(true)):
             if grad is None:
                 assert not e.any(), (n, way, what)
             else:
                 grad = whole(way, grad, of_vocab=IN_PARTS[n]) if n in IN_PARTS else plain(grad)
-                agree(grad, e, (n, way, what), True)
+                agree(grad, e, (n, way, what), n)
 
 
 def every_option() -> None:

@@ -57,7 +57,13 @@ class Ranks:
 
     def __init__(self, python: str = sys.executable) -> None:
         env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "TRITON_INTERPRET": "1"}
+        self._cache = tempfile.TemporaryDirectory()  # of datasets, in place of the user's
+        env |= {
+            "HF_DATASETS_CACHE": self._cache.name,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "DS_ACCELERATOR": "cpu",
+            "TRITON_INTERPRET": "1",
+        }
         self._process = subprocess.Popen(
             [python, str(Path(__file__))], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -148,13 +154,13 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in (world | place).items()})
         from lowtide.cli import main
-        from lowtide.train import ranks as of_train
+        from lowtide.train import parallel
 
-        if rank:  # nobody waits for longer than until the first rank has ended
-            seconds = of_train._FIRST_SPEAKS_SECONDS
-            vars(of_train)["let_first_speak"] = lambda: _wait_for_end(first, seconds)
-        if spy := job["env"].get("SPY"):
-            importlib.import_module(spy)
+        if rank:  # wait no longer than until the first rank has ended
+            seconds = parallel._FIRST_REPORTS_SECONDS
+            vars(parallel)["let_first_report"] = lambda: _wait_for_end(first, seconds)
+        if spied := job["env"].get("SPY"):
+            importlib.import_module("distributed.train_spy").spy(spied.split())
         if script := job["script"]:
             sys.argv = [script, *job["argv"]]
             runpy.run_path(script, run_name="__main__")
@@ -206,25 +212,37 @@ def _run(job: dict[str, Any]) -> Ended:
         shutil.rmtree(folder)
 
 
-# What ranks import on their way.
+# What ranks import on their way; DeepSpeed is for those that use it.
 MODULES = (
     "accelerate.utils", "pytest", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "transformers.models.gemma2.modeling_gemma2",
-    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.resuming", "lowtide.train.run", "support",
+    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.run", "support",
 )  # fmt: skip
-# Where they are installed. accelerate imports DeepSpeed wherever there are ranks.
-OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows", "deepspeed": "deepspeed", "peft": "peft"}
+OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows", "peft": "peft"}  # where they are installed
+OF_TRAIN = ("trl", "lowtide.train.fine_tuning", "lowtide.train.rows", "distributed.train_spy")  # of its first run
 
 
 def _serve() -> None:
-    for name in (*MODULES, *(module for package, module in OPTIONAL.items() if find_spec(package))):
-        importlib.import_module(name)
-    gc.freeze()  # else each rank's collector writes to what they share, and copies it by that
+    from lowtide.train.quiet import quiet_transformers, stay_offline
+
+    stay_offline(pushes=False)
+    _import(*MODULES, *(module for package, module in OPTIONAL.items() if find_spec(package)))
+    quiet_transformers()
     for line in sys.stdin:
-        ended = _run(json.loads(line))
+        job = json.loads(line)
+        if job["argv"][:1] == ["train"]:
+            _import(*OF_TRAIN)
+        ended = _run(job)
         sys.stdout.write(json.dumps(vars(ended)) + "\n")
         sys.stdout.flush()
     os._exit(0)  # what is frozen would be called a leak
+
+
+def _import(*names: str) -> None:
+    if new := [name for name in names if name not in sys.modules]:
+        for name in new:
+            importlib.import_module(name)
+        gc.freeze()  # else each rank's collector writes to what they share, and copies it by that
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def token_loss(
         if loss == "cispo_loss":
             value = -ratio.detach().clamp(ratio_min, ratio_max or 5.0) * a * logprob
         elif loss == "sapo_loss":
-            tau = torch.where(a > 0, tau_positive, tau_negative).to(a.dtype)
+            tau = torch.where(a > 0, a.new_tensor(tau_positive), a.new_tensor(tau_negative))
             value = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
         else:
             first = ratio if ratio_max is None else ratio.clamp(max=ratio_max)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lowtide
+from head.contract.cases import FUNCTIONS, arguments
 from lowtide import layers, losses
 from lowtide.errors import ArgumentTypeError, LowtideError
 
@@ -19,69 +20,36 @@ N, D, V, FF = 3, 4, 5, 6
 
 
 def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    x, w, b, y = (
-        torch.randn(N, D, requires_grad=True),
-        torch.randn(V, D, requires_grad=True),
-        torch.randn(V),
-        torch.randint(0, V, (N,)),
-    )
-    head: dict[str, Any] = {"input": x, "linear_weight": w, "linear_bias": b, "softcap": 3.0}
-    logprob, scale = -torch.rand(2, 3), torch.tensor(0.5)
+    common: dict[str, Any] = {"D": D, "V": V, "leading": (N,), "softcap": 3.0, "logit_scale": "tensor"}
+    choices: dict[str, dict[str, Any]] = {
+        "linear_cross_entropy": {
+            "weight": True, "token_weight": True, "num_items": "tensor", "label_smoothing": 0.1, "z_loss": 0.1,
+        },
+        "linear_logprobs": {},
+        "linear_token_stats": {"want": ("logprob", "entropy", "topk")},
+        "linear_divergence": {
+            "kind": ("jsd", 0.5), "teacher_bias": True, "teacher_softcap": 3.0, "temperature": "tensor",
+            "reduction": "mean", "num_items": "tensor", "ignored": "some",
+        },
+    }  # fmt: skip
+    heads = {
+        name: (FUNCTIONS[name].run, arguments(name, torch.float32, **common | choice))
+        for name, choice in choices.items()
+    }
+    x, w = heads["linear_logprobs"][1]["input"], heads["linear_logprobs"][1]["linear_weight"]
+    head = {name: heads["linear_logprobs"][1][name] for name in ("input", "linear_weight", "linear_bias", "softcap")}
+    mask, scale = torch.ones(N, dtype=torch.bool), torch.tensor(0.5)
+    logprob = -torch.rand(2, 3)
     names = ("chosen_logprob", "rejected_logprob", "ref_chosen_logprob", "ref_rejected_logprob")
     pairs = dict(zip(names, -torch.rand(4, 3), strict=True))
-    return {
-        "linear_cross_entropy": (
-            lowtide.linear_cross_entropy,
-            {
-                **head,
-                "target": y,
-                "weight": torch.rand(V),
-                "token_weight": torch.rand(N),
-                "num_items": torch.tensor(3),
-                "logit_scale": scale,
-                "label_smoothing": 0.1,
-                "z_loss": 0.1,
-                "ignore_index": -100,
-                "reduction": "mean",
-                "shift": False,
-                "options": lowtide.HeadOptions(),
-            },
-        ),
-        "linear_logprobs": (lowtide.linear_logprobs, {**head, "target": y, "logit_scale": scale, "ignore_index": -100}),
-        "linear_token_stats": (
-            lowtide.linear_token_stats,
-            {**head, "target": y, "want": ("logprob", "entropy"), "topk": 2, "logit_scale": scale},
-        ),
-        "linear_divergence": (
-            lowtide.linear_divergence,
-            {
-                **head,
-                "teacher_input": torch.randn(N, D),
-                "teacher_weight": torch.randn(V, D),
-                "teacher_bias": torch.randn(V),
-                "mask": torch.ones(N, dtype=torch.bool),
-                "temperature": torch.tensor(2.0),
-                "kind": "jsd",
-                "beta": 0.5,
-                "reduction": "mean",
-                "num_items": torch.tensor(3),
-                "teacher_softcap": 3.0,
-            },
-        ),
+    return heads | {
         "linear_divergence of a top k": (
             lambda ids, logprobs: lowtide.linear_divergence(x, w, None, None, teacher_topk=(ids, logprobs)),
             {"ids": torch.zeros(N, 1, dtype=torch.long), "logprobs": -torch.rand(N, 1)},
         ),
         "linear_apply": (
             applied,
-            {
-                "fn": entropy,
-                **head,
-                "token_args": torch.rand(N),
-                "mask": torch.ones(N, dtype=torch.bool),
-                "logit_scale": scale,
-                "out": "token",
-            },
+            {"fn": entropy, **head, "token_args": torch.rand(N), "mask": mask, "logit_scale": scale, "out": "token"},
         ),
         "swiglu_mlp": (
             lowtide.swiglu_mlp,

@@ -11,6 +11,8 @@ Deviations that are meant: `DEVIATIONS`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ DEVIATIONS = {
         " both by the class weights, as one mean of one loss a token."
     )
 }
+SLOW = pytest.mark.slow
 LOW = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -52,6 +55,20 @@ def within(got: Tensor, true: Tensor, plain: Tensor, tolerance: float) -> None:
     excess = (got.double() - true).abs() - (plain.double() - true).abs()
     assert excess.max().item() <= tolerance, excess.max().item()
     assert relative_error(got, true) <= 2 * relative_error(plain, true) + 3e-6 + LOW[got.dtype]
+
+
+def beside(
+    ours: Callable[..., Any], true: Callable[..., Any], tensors: list[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of each value, and of each gradient for one upstream: ours, and the truth in float64."""
+    found, upstream = [], list[Tensor]()
+    for function, of in ((ours, tensors), (true, exact(tensors))):
+        values = function(*of)
+        values = values if isinstance(values, tuple) else (values,)
+        upstream = upstream or [torch.randn(v.shape).to(v.dtype) if v.dim() else torch.ones_like(v) for v in values]
+        grads = [u.to(v.dtype) for u, v in zip(upstream, values, strict=True)]
+        found.append((*values, *torch.autograd.grad(values, [t for t in of if t is not None], grads)))
+    return list(zip(*found, strict=True))
 
 
 CCE_SHAPES = [(256, 512, 128), (252, 507, 128), (252, 507, 123)]  # tokens, vocabulary, hidden size
@@ -126,7 +143,7 @@ def test_all_of_cce(part: int) -> None:
 
 
 LIGER_HEAD = {  # tokens, hidden size, vocabulary; atol and rtol by dtype, for "mean" and "sum"
-    "shapes": [(4 * 47, 31, 123), pytest.param((8 * 128, 1024, 4096), marks=pytest.mark.slow)],
+    "shapes": [(4 * 47, 31, 123), pytest.param((8 * 128, 1024, 4096), marks=SLOW)],
     "tolerances": [
         ("mean", torch.bfloat16, 5e-3, 5e-2), ("mean", torch.float32, 1e-5, 5e-4),
         ("sum", torch.bfloat16, 5.0, 50.0), ("sum", torch.float32, 1e-3, 5e-2),
@@ -141,74 +158,51 @@ LIGER_HEAD = {  # tokens, hidden size, vocabulary; atol and rtol by dtype, for "
 
 @pytest.mark.parametrize("options", LIGER_HEAD["options"], ids=str)
 @pytest.mark.parametrize("bias", [None, 1.0])
-@pytest.mark.parametrize(("reduction", "dtype", "atol", "rtol"), LIGER_HEAD["tolerances"])
+@pytest.mark.parametrize("case", LIGER_HEAD["tolerances"])
 @pytest.mark.parametrize("shape", LIGER_HEAD["shapes"])
-def test_liger_linear_cross_entropy(
-    shape: tuple[int, int, int],
-    reduction: str,
-    dtype: torch.dtype,
-    atol: float,
-    rtol: float,
-    bias: float | None,
-    options: dict[str, Any],
-) -> None:
+def test_liger_linear_cross_entropy(shape: Any, case: Any, bias: float | None, options: dict[str, Any]) -> None:
     """Against what Liger's tests compare with, in float64; the one deviation is its z-loss's denominator, shown."""
-    N, D, V = shape
+    (N, D, V), (reduction, dtype, atol, rtol) = shape, case
     kwargs = {k: v for k, v in options.items() if k != "class weights"}
-    x, w, b = tensors = leaves(1, N, V, D, dtype, bias, unit=False)
+    tensors = leaves(1, N, V, D, dtype, bias, unit=False)
     q = torch.rand(V) if "class weights" in options else None
     index = kwargs.get("ignore_index", -100)
     y = torch.randint(0, V, (N,))
     y[torch.randperm(N)[: N // 3]] = index
-    of = exact(tensors)
-    ours = lowtide.linear_cross_entropy(x, w, y, linear_bias=b, weight=q, reduction=reduction, **kwargs)
-    true = references.cross_entropy(of[0], of[1], y, of[2], q, reduction, **kwargs)[0]
-    mine = torch.autograd.grad(ours, [t for t in tensors if t is not None])
-    theirs = torch.autograd.grad(true, [t for t in of if t is not None], retain_graph=True)
-    for got, want in zip((ours, *mine), (true, *theirs), strict=True):
+
+    def true(x: Any, w: Any, b: Any, **changes: Any) -> Tensor:
+        return references.cross_entropy(x, w, y, b, q, reduction, **kwargs | changes)[0]
+
+    def ours(x: Any, w: Any, b: Any) -> Tensor:
+        return lowtide.linear_cross_entropy(x, w, y, linear_bias=b, weight=q, reduction=reduction, **kwargs)
+
+    for got, want in beside(ours, true, tensors):
         torch.testing.assert_close(got.double(), want, atol=atol, rtol=rtol)
         assert relative_error(got, want) < 2e-5 + 1.5 * LOW[dtype]
     if q is not None and "z_loss" in kwargs and reduction == "mean":
-        kept = y != index
-        without = references.cross_entropy(of[0], of[1], y, of[2], q, reduction, **{**kwargs, "z_loss": 0.0})[0]
-        z_alone = (true - without) * q[y.where(kept, 0)].double().where(kept, 0).sum()
-        assert not torch.isclose(without + z_alone / kept.sum(), true, rtol=1e-6), DEVIATIONS
+        kept, of = y != index, exact(tensors)
+        whole, without = true(*of), true(*of, z_loss=0.0)
+        z_alone = (whole - without) * q[y.where(kept, 0)].double().where(kept, 0).sum()
+        assert not torch.isclose(without + z_alone / kept.sum(), whole, rtol=1e-6), DEVIATIONS
 
 
 @pytest.mark.parametrize("ignored_share", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize(("temperature", "beta"), [(1.0, 0.5), (2.0, 0.1), (1.0, 0.0), (1.0, 1.0)])
-@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.bfloat16, 5e-3, 5e-2), (torch.float32, 1e-5, 5e-4)])
-@pytest.mark.parametrize(
-    ("N", "D", "V"), [(4, 8, 8), (63, 41, 41), pytest.param(4 * 423, 167, 1423, marks=pytest.mark.slow)]
-)
-def test_liger_linear_jsd(
-    N: int,
-    D: int,
-    V: int,
-    dtype: torch.dtype,
-    atol: float,
-    rtol: float,
-    temperature: float,
-    beta: float,
-    ignored_share: float,
-) -> None:
+@pytest.mark.parametrize("case", [(torch.bfloat16, 5e-3, 5e-2), (torch.float32, 1e-5, 5e-4)])
+@pytest.mark.parametrize("shape", [(4, 8, 8), (63, 41, 41), pytest.param((4 * 423, 167, 1423), marks=pytest.mark.slow)])
+def test_liger_linear_jsd(shape: Any, case: Any, temperature: float, beta: float, ignored_share: float) -> None:
     """A student of half the teacher's hidden size, some tokens left out; the mean is over those that are not."""
-    x, w, _ = leaves(2, N, V, max(1, D // 2), dtype, None, unit=False)
+    (N, D, V), (dtype, atol, rtol) = shape, case
+    student = leaves(2, N, V, max(1, D // 2), dtype, None, unit=False)[:2]
     h, u, _ = (None if t is None else t.detach() for t in leaves(3, N, V, D, dtype, None, unit=False))
     mask = torch.rand(N) >= ignored_share
-    of, teacher = exact([x, w]), exact([h, u])
-    kwargs: dict[str, Any] = {
-        "kind": "jsd",
-        "beta": beta,
-        "temperature": temperature,
-        "mask": mask,
-        "reduction": "mean",
-        "num_items": max(1, int(mask.sum())),
-    }
-    ours = lowtide.linear_divergence(x, w, h, u, **kwargs)
-    true = references.divergence(of[0], of[1], *teacher, **kwargs)[0]
-    mine, theirs = torch.autograd.grad(ours, [x, w]), torch.autograd.grad(true, [t for t in of if t is not None])
-    for got, want in zip((ours, *mine), (true, *theirs), strict=True):
+    kwargs: dict[str, Any] = {"kind": "jsd", "beta": beta, "temperature": temperature, "mask": mask}
+    kwargs |= {"reduction": "mean", "num_items": max(1, int(mask.sum()))}
+    for got, want in beside(
+        lambda x, w: lowtide.linear_divergence(x, w, h, u, **kwargs),
+        lambda x, w: references.divergence(x, w, *exact([h, u]), **kwargs),
+        student,
+    ):
         torch.testing.assert_close(got.double(), want, atol=atol, rtol=rtol)
 
 
@@ -216,28 +210,14 @@ def test_liger_linear_jsd(
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize(
     ("leading", "D", "F"),
-    [
-        ((6, 42), 123, 431),
-        pytest.param((2, 256), 256, 512, marks=pytest.mark.slow),
-        pytest.param((9, 41), 341, 4231, marks=pytest.mark.slow),
-    ],
+    [((6, 42), 123, 431), *(pytest.param(*size, marks=SLOW) for size in (((2, 256), 256, 512), ((9, 41), 341, 4231)))],
 )
-def test_liger_gated_mlp(
-    leading: tuple[int, int], D: int, F: int, dtype: torch.dtype, rtol: float, activation: str
-) -> None:
+def test_liger_gated_mlp(leading: Any, D: int, F: int, dtype: torch.dtype, rtol: float, activation: str) -> None:
     """Liger allows an absolute error of 1 and of 10,000 beside these; we allow none of the norm."""
-    tensors = [
-        torch.randn(*s).div(s[-1] ** 0.5 if i else 1.0).to(dtype).requires_grad_()
-        for i, s in enumerate([(*leading, D), (F, D), (F, D), (D, F)])
-    ]
-    of = [t.detach().double().requires_grad_() for t in tensors]
-    ours, true = lowtide.swiglu_mlp(*tensors, activation=activation), references.swiglu(*of, activation=activation)[0]
-    g = torch.randn(true.shape)
-    for got, want in zip(
-        (ours, *torch.autograd.grad(ours, tensors, g.to(dtype))),
-        (true, *torch.autograd.grad(true, of, g.to(dtype).double())),
-        strict=True,
-    ):
+    shapes = enumerate([(*leading, D), (F, D), (F, D), (D, F)])
+    tensors = [torch.randn(*s).div(s[-1] ** 0.5 if i else 1.0).to(dtype).requires_grad_() for i, s in shapes]
+    ours, true = (partial(function, activation=activation) for function in (lowtide.swiglu_mlp, references.swiglu))
+    for got, want in beside(ours, true, tensors):
         assert relative_error(got, want) < rtol
 
 
@@ -250,38 +230,28 @@ def test_liger_rms_norm(
 ) -> None:
     x = torch.randn(shape).to(dtype).requires_grad_()
     w = torch.randn(shape[-1]).to(dtype).requires_grad_() if affine else None
-    parts, of = [t for t in (x, w) if t is not None], exact([x, w])
-    ours = lowtide.layers.rms_norm(x, w, 1e-6, offset=offset, rounding=rounding)
-    true = references.rms_norm(of[0], of[1], 1e-6, offset, rounding)[0]
-    g = torch.randn(shape).to(dtype)
-    for got, want in zip(
-        (ours, *torch.autograd.grad(ours, parts, g)),
-        (true, *torch.autograd.grad(true, [t for t in of if t is not None], g.double())),
-        strict=True,
-    ):
+    given = {"eps": 1e-6, "offset": offset, "rounding": rounding}
+    ours, true = (partial(norm, **given) for norm in (lowtide.layers.rms_norm, references.rms_norm))
+    for got, want in beside(ours, true, [x, w]):
         assert relative_error(got, want) < tolerance
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("expanded", [True, False])
 @pytest.mark.parametrize(
-    ("B", "T", "heads", "kv_heads", "d"),
-    [(1, 2, 2, 2, 8), (1, 2, 1, 2, 8), (1, 128, 32, 8, 64), pytest.param(3, 423, 73, 155, 92, marks=pytest.mark.slow)],
+    "shape", [(1, 2, 2, 2, 8), (1, 2, 1, 2, 8), (1, 128, 32, 8, 64), pytest.param((3, 423, 73, 155, 92), marks=SLOW)]
 )
-def test_liger_rotary(
-    B: int, T: int, heads: int, kv_heads: int, d: int, expanded: bool, dtype: torch.dtype, tolerance: float
-) -> None:
-    q, k = torch.randn(B, T, heads, d).transpose(1, 2), torch.randn(B, T, kv_heads, d).transpose(1, 2)
-    q, k = q.to(dtype).detach().requires_grad_(), k.to(dtype).detach().requires_grad_()
+def test_liger_rotary(shape: tuple[int, ...], expanded: bool, dtype: torch.dtype, tolerance: float) -> None:
+    B, T, heads, kv_heads, d = shape
+    tensors = [torch.randn(B, T, H, d).transpose(1, 2).to(dtype).detach().requires_grad_() for H in (heads, kv_heads)]
     angles = torch.arange(T)[:, None] * 1e-4 ** (torch.arange(d // 2) / (d // 2))
     table = torch.cat((angles, angles), -1)[None].expand(B if expanded else 1, T, d)
     cos, sin = table.cos().to(dtype), table.sin().to(dtype)
-    of = exact([q, k])
-    ours, true = lowtide.layers.rotary(q, k, cos, sin), references.rotary(of[0], of[1], cos.double(), sin.double())
-    g = [torch.randn(t.shape).to(dtype) for t in ours]
-    mine = torch.autograd.grad(ours, (q, k), g)
-    theirs = torch.autograd.grad(true, [t for t in of if t is not None], [t.double() for t in g])
-    for got, want in zip((*ours, *mine), (*true, *theirs), strict=True):
+    for got, want in beside(
+        lambda q, k: lowtide.layers.rotary(q, k, cos, sin),
+        lambda q, k: references.rotary(q, k, cos.double(), sin.double()),
+        tensors,
+    ):
         assert relative_error(got, want) < tolerance
 
 

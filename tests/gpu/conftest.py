@@ -1,10 +1,16 @@
-"""What every test on a GPU leaves behind: nothing that another process would lack."""
+"""What tests on a GPU share; every test leaves nothing behind that another process would lack."""
+
+from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 ON_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -27,3 +33,32 @@ def _memory_given_back() -> Iterator[None]:
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a test multiplied on
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Fail where the host waits for the device; run before what compiles kernels."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def peak_beyond_gradients(step: Callable[[], Any], *leaves: Tensor) -> int:
+    """Return the peak bytes of a step above what was there, without the gradients of the leaves, None before it."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak - sum(0 if leaf.grad is None else leaf.grad.nbytes for leaf in leaves)
+
+
+def requested_bytes() -> int:
+    """Bytes that live tensors asked for; their blocks are up to 1 MiB larger where the allocator had no better."""
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])

@@ -28,7 +28,7 @@ from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_dive
 from lowtide.kernel_launch import Launcher
 from lowtide.layers import rms_norm, rotary
 from lowtide.models.fingerprint import fingerprint
-from support import head
+from support import on_gpu
 
 N, D, V = 77, 64, 523  # no multiple of a tile
 WANT = ("logprob", "entropy", "lse", "mean_logit", "argmax", "sum_sq_prob", "is_top1", "topk")
@@ -42,10 +42,6 @@ def kernels() -> dict[str, Launcher]:
             module = importlib.import_module(info.name)
             found |= {f"{info.name}.{k}": v for k, v in vars(module).items() if isinstance(v, Launcher)}
     return found
-
-
-def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
-    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in head(*args, **kwargs)]
 
 
 def problem(dtype: torch.dtype, *, huge: bool = False) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What the exponential path and the row kernel must hold beyond the values of test_cross_entropy: the edges."""
+"""What the exponential path and the row kernel must hold beyond the values of test_head: the edges."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu.conftest import peak_beyond_gradients
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
-from support import head, in_float64, oracle, relative_error
+from support import assert_same_gradients, in_float64, on_gpu, oracle, relative_error
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
@@ -17,8 +18,8 @@ BACKENDS = pytest.mark.parametrize("backend", ["exp", "row"])
 
 
 def bf16(N: int, D: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    x, w, _, y = head(N, D, V, dtype=torch.bfloat16, bias=False)
-    return x.detach().cuda().requires_grad_(), w.detach().cuda().requires_grad_(), y.cuda()
+    x, w, _, y = on_gpu(N, D, V, dtype=torch.bfloat16, bias=False)
+    return x, w, y
 
 
 def compare(x: Tensor, w: Tensor, y: Tensor, most: tuple[float, float, float], **kwargs: Any) -> None:
@@ -82,15 +83,8 @@ def test_a_recomputed_mean_keeps_to_its_plan(workspace_mib: float | None) -> Non
     options = HeadOptions(gradient="recompute", workspace_mib=workspace_mib)
     plan = plan_head(4096, 64, 50000, torch.bfloat16, "cuda", options)
     for _ in range(2):
-        x.grad = w.grad = None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        linear_cross_entropy(x, w, y, options=options).backward()
-        peak = torch.cuda.max_memory_allocated() - before
-    assert x.grad is not None
-    assert w.grad is not None
-    assert peak - x.grad.nbytes - w.grad.nbytes <= plan.scratch_bytes + plan.accumulator_bytes
+        peak = peak_beyond_gradients(lambda: linear_cross_entropy(x, w, y, options=options).backward(), x, w)
+    assert peak <= plan.scratch_bytes + plan.accumulator_bytes
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -181,8 +175,7 @@ def test_more_elements_than_32_bits_count() -> None:
     whole = linear_cross_entropy(x, w, y, reduction="sum", options=wide)
     small = linear_cross_entropy(x, w, y, reduction="sum", options=HeadOptions(workspace_mib=64))
     torch.testing.assert_close(whole, small, rtol=1e-6, atol=0)
-    for g, e in zip(torch.autograd.grad(whole, (x, w)), torch.autograd.grad(small, (x, w)), strict=True):
-        assert relative_error(g, e) < 5e-3
+    assert_same_gradients(whole, small, (x, w), bound=5e-3)
 
 
 def test_a_million_tokens() -> None:
@@ -205,11 +198,7 @@ def test_any_workspace(workspace_mib: float, reduction: str) -> None:
     options = HeadOptions(workspace_mib=workspace_mib)
     plan = plan_head(3000, 128, 20003, torch.bfloat16, "cuda", options, reduction=reduction)
     compare(x, w, y, (1e-5, 2.6e-3, 8e-3), options=options, reduction=reduction)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    linear_cross_entropy(x, w, y, options=options, reduction=reduction).sum().backward()
-    assert x.grad is not None
-    assert w.grad is not None
-    peak = torch.cuda.max_memory_allocated() - before - x.grad.nbytes - w.grad.nbytes
+    peak = peak_beyond_gradients(
+        lambda: linear_cross_entropy(x, w, y, options=options, reduction=reduction).sum().backward(), x, w
+    )
     assert peak <= plan.scratch_bytes + plan.accumulator_bytes + 2**20

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.conftest import no_waits
 from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
 from lowtide.measure.timing import peak_above
-from support import relative_error, rms_norm_oracle, rotary_oracle
+from support import assert_near, doubled, relative_error, rms_norm_oracle, rotary_oracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 EPS = 1e-5
@@ -26,10 +27,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, grad:
     g = torch.Generator("cuda").manual_seed(seed + sum(shape))
     x = torch.randn(*shape, generator=g, device="cuda", dtype=torch.float64).to(dtype)
     return x.requires_grad_(grad)
-
-
-def doubled(*tensors: Tensor) -> list[Tensor]:
-    return [t.detach().double().requires_grad_() for t in tensors]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -67,8 +64,7 @@ def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     upstream = [random(*shape, dtype=dtype, seed=s, grad=False) for s in (3, 4)]
     got = torch.autograd.grad((normed, total), (x, residual, weight), upstream)
     want = torch.autograd.grad((expected, true[0]), true, [u.double() for u in upstream])
-    for g, e in zip(got, (want[0], want[0], want[1]), strict=True):
-        assert relative_error(g, e) < 1.5 * TOLERANCE[dtype]
+    assert_near(got, (want[0], want[0], want[1]), 1.5 * TOLERANCE[dtype])
 
 
 def test_norm_without_a_weight() -> None:
@@ -139,8 +135,7 @@ def test_rotary(dtype: torch.dtype, Hq: int, Hk: int, d: int, r: int) -> None:
     upstream = [random(*e.shape, dtype=dtype, seed=7, grad=False) for e in expected]
     got = torch.autograd.grad(outs, (q, k), upstream)
     want = torch.autograd.grad(expected, true, [u.double() for u in upstream])
-    for g, e in zip((*outs, *got), (*expected, *want), strict=True):
-        assert relative_error(g, e) < TOLERANCE[dtype]
+    assert_near((*outs, *got), (*expected, *want), TOLERANCE[dtype])
     assert outs[0].stride() == q.stride()
 
 
@@ -168,15 +163,11 @@ def layer_inputs(N: int = 300) -> tuple[Tensor, ...]:
     return x, residual, weight, cos, sin
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_bitwise_the_same_and_no_synchronisation() -> None:
     inputs = layer_inputs()
     first = torch.autograd.grad(layer(*inputs), inputs[:3])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         again = torch.autograd.grad(layer(*inputs), inputs[:3])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -187,8 +178,7 @@ def test_compiled_by_inductor() -> None:
     compiled = torch.compile(layer, fullgraph=True)
     got = torch.autograd.grad(compiled(*inputs), inputs[:3])
     want = torch.autograd.grad(layer(*inputs), inputs[:3])
-    for g, e in zip(got, want, strict=True):
-        assert relative_error(g, e) < 5e-3
+    assert_near(got, want, 5e-3)
 
 
 def kept_and_peak(forward: Callable[[], Any]) -> tuple[int, int]:

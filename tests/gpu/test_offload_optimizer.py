@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpu.conftest import no_waits, requested_bytes
 from gpu.policy_runs import model_and_ids
 from lowtide.errors import UnsupportedError
 from lowtide.measure.timing import time_side_by_side
@@ -114,18 +114,14 @@ def test_bytes_at_the_end_of_forward_and_behind_it() -> None:
             optimizer.step()
             optimizer.zero_grad()
         loss = model(ids)
-        at_end = requested()
+        at_end = requested_bytes()
         loss.backward()
-        live[offloaded] = at_end, requested()
+        live[offloaded] = at_end, requested_bytes()
         del loss, model, optimizer
     assert handle is not None
     moved = handle.offloaded_bytes
     assert live[False][0] - live[True][0] == pytest.approx(moved, rel=0.02)
     assert live[False][1] == pytest.approx(live[True][1], abs=0.02 * moved)
-
-
-def requested() -> int:
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def test_the_peak_is_lower_by_the_states_and_the_time_is_not_longer() -> None:
@@ -212,16 +208,10 @@ def test_no_host_synchronisation() -> None:
     model, ids, optimizer, _ = trained(D=256, T=256)
     model(ids).backward()
     optimizer.step()
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the debug mode warns that it is a prototype
-            torch.cuda.set_sync_debug_mode("error")
+    with no_waits():
         model(ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_steps_that_a_gradient_scaler_leaves_out() -> None:

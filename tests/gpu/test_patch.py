@@ -6,12 +6,14 @@ import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import lowtide
+from gpu.conftest import no_waits
 from gpu.patched_runs import SIZES, batch, distance, gradients, with_larger_weights
 
 transformers = pytest.importorskip("transformers")
@@ -66,14 +68,10 @@ def test_levels_and_compiled_layers_and_no_synchronisation() -> None:
                 layer.compile()
         _, grads = gradients(model, batch(V))
         assert distance(grads, true) < 1e-3
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             for module in (model.model.layers[0].mlp, model.model.norm):
                 hidden = torch.ones(1, 131, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
                 module(hidden).backward(torch.ones_like(hidden))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_generation() -> None:
@@ -102,19 +100,14 @@ def test_few_tokens_without_gradients_run_the_models_own_code() -> None:
         assert (many - true).norm() <= 2**-7 * true.norm()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_change_past_versions_is_found_and_training_does_not_wait() -> None:
     model = build("Llama", torch.bfloat16)
     lowtide.patch(model)
     inputs = batch(V)
-    for mode in ("default", "error"):  # the first time compiles
+    for waits in (nullcontext, no_waits):  # the first time compiles
         logits = model(**inputs).logits
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
+        with waits():
             logits.log_softmax(-1).gather(-1, inputs["labels"].clamp(min=0)[..., None]).sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     logits.argmax(-1)
     model.lm_head.weight.data[[7, 900]] = model.lm_head.weight.data[[900, 7]]
     with pytest.raises(lowtide.errors.UnsupportedError, match="changed since"):

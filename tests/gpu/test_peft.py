@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import lowtide
+from gpu.conftest import ON_GPU, no_waits
 from gpu.patched_runs import SIZES, batch, distance, gradients, with_larger_weights
 from lowtide.measure.timing import peak_above
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
@@ -19,8 +20,7 @@ from support import mlp
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.usefixtures("full_float32"),
+    *ON_GPU,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
@@ -71,7 +71,6 @@ def test_compiled_layers(compiled: bool) -> None:
     assert report.calls_fused == 1
 
 
-@pytest.mark.filterwarnings("ignore")  # that the debug mode is a prototype
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_mlp_never_waits_for_the_device(dropout: float, dtype: torch.dtype) -> None:
@@ -80,12 +79,8 @@ def test_an_mlp_never_waits_for_the_device(dropout: float, dtype: torch.dtype) -
     module = model.get_base_model().model.layers[0].mlp
     hidden = torch.ones(1, 131, 256, dtype=dtype, device="cuda", requires_grad=True)
     module(hidden).backward(torch.ones_like(hidden))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         module(hidden).backward(torch.ones_like(hidden))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_dropout_is_the_same_in_both_passes() -> None:

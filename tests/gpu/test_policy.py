@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import lowtide
+from gpu.conftest import no_waits, requested_bytes
 from gpu.policy_runs import DETERMINISTIC, differences, model_and_ids
 from lowtide.errors import UnsupportedError
 from lowtide.measure.child import run_child
 from lowtide.measure.timing import peak_above, time_side_by_side
 from lowtide.memory import ActivationPolicy, apply_policy, offload, remove_policy
+from lowtide.samples import Samples
 from memory.models import CountAttention, Plain, step
 from support import alone
 
@@ -60,16 +63,11 @@ def test_the_math_path_is_refused() -> None:
 def live_after_forward(model: Plain, ids: torch.Tensor) -> int:
     gc.collect()  # what other tests have left
     torch.cuda.synchronize()
-    before = requested()
+    before = requested_bytes()
     loss = model(ids)
-    live = requested() - before
+    live = requested_bytes() - before
     del loss
     return live
-
-
-def requested() -> int:
-    """Bytes that live tensors asked for; their blocks are up to 1 MiB larger where the allocator had no better."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 @pytest.mark.parametrize("keep", KEEPS)
@@ -137,14 +135,8 @@ def test_no_host_synchronisation(keep: Any, offloaded: bool) -> None:
     model, ids = model_and_ids(6, 128, 512)
     apply_policy(model, ActivationPolicy(keep=keep, offload=offloaded))
     model(ids).backward()
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the debug mode warns that it is a prototype
-            torch.cuda.set_sync_debug_mode("error")
+    with no_waits():
         model(ids).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_graph_that_goes_while_its_copies_run() -> None:
@@ -190,7 +182,7 @@ def test_inside_torch_compile() -> None:
 
 
 def test_a_refused_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = offload.CudaSide(torch.device("cuda"))
+    side = offload.Side(torch.device("cuda"))
     runtime = torch.cuda.cudart()
 
     class Twice:
@@ -241,3 +233,33 @@ def test_a_parameter_changed_before_backward_raises(keep: Any) -> None:
     optimizer.step()
     with pytest.raises(UnsupportedError, match="expected parameters that are in backward what they were in forward"):
         loss.backward()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), lowtide.nn.SwiGLU(64, 96)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_a_recomputed_step_does_not_wait_for_the_device() -> None:
+    model = Stack().cuda()
+    apply_policy(model, ActivationPolicy(keep="input"))
+    x = torch.randn(256, 64, device="cuda")
+    model(x).backward()
+    with no_waits():
+        model(x).backward()
+    torch.cuda.synchronize()  # and nothing has asserted
+
+
+def test_samples_of_both_devices_and_several_dtypes() -> None:
+    weights = [
+        nn.Parameter(torch.randn(48, 32, dtype=dtype, device="cuda")) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    seen = Samples([*weights, nn.Parameter(torch.randn(5, 5))])
+    assert not seen.changed()
+    torch.cuda.synchronize()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpu.conftest import ON_GPU, no_waits
 from lowtide import nn, swiglu_mlp
 from lowtide.measure.timing import peak_above
-from support import mlp, mlp_oracle, mlp_slack, relative_error
+from support import assert_near, doubled, mlp, mlp_oracle, mlp_slack, relative_error
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.usefixtures("full_float32"),
+    *ON_GPU,
     # autograd's thread has no context yet where its first operation is a GEMM, as it is after y.backward(upstream)
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
@@ -26,10 +25,6 @@ SHAPES = [((3, 43), 37, 101), ((1,), 64, 8), ((2, 300), 128, 344), ((0, 5), 16, 
 
 def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
     return [t if t is None else t.detach().cuda().requires_grad_() for t in mlp(*args, **kwargs)]
-
-
-def in_float64(leaves: list[Any]) -> list[Any]:
-    return [t if t is None else t.detach().double().requires_grad_() for t in leaves]
 
 
 def call(leaves: list[Any], **options: Any) -> Tensor:
@@ -47,7 +42,7 @@ def gradients(y: Tensor, leaves: list[Any], upstream: Tensor, **kwargs: Any) -> 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_values_and_gradients_err_no_more_than_plain_pytorch(dtype: torch.dtype, shape: Any, activation: str) -> None:
     leaves = on_gpu(*shape, dtype=dtype)
-    true = in_float64(leaves)
+    true = doubled(*leaves)
     upstream = torch.randn(leaves[0].shape, device="cuda")
     expected = gradients(mlp_oracle(true, activation), true, upstream)
     plain = gradients(mlp_oracle(leaves, activation), leaves, upstream)
@@ -65,7 +60,7 @@ def test_values_and_gradients_err_no_more_than_plain_pytorch(dtype: torch.dtype,
 @pytest.mark.parametrize("tile", [None, 50])
 def test_autocast_returns_gradients_in_the_weights_dtype(dtype: torch.dtype, tile: int | None) -> None:
     leaves = on_gpu((2, 77), 64, 168)
-    true = in_float64(leaves)
+    true = doubled(*leaves)
     upstream = torch.randn(2, 77, 64, device="cuda")
     expected = gradients(mlp_oracle(true), true, upstream)
     with torch.autocast("cuda", dtype):
@@ -133,14 +128,9 @@ def test_no_host_synchronisation() -> None:
     upstream = torch.randn(2, 100, 64, device="cuda", dtype=torch.bfloat16)
     for level, tile in itertools.product((0, 1), (None, 64)):
         call(leaves, checkpoint_level=level, tile_tokens=tile).backward(upstream)
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")
+    with no_waits():
         for level, tile in itertools.product((0, 1), (None, 64)):
             call(leaves, checkpoint_level=level, tile_tokens=tile).backward(upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -162,7 +152,7 @@ def test_nothing_outside_the_tensors_is_written() -> None:
         room[:, :n] = torch.randn(3, n, device="cuda")
         gate, up, grad = room[:, :n].clone().unbind(0)
         kernels.gated_backward(*(room[i, :n] for i in range(3)), "silu", *(room[i, :n] for i in range(3)))
-        true = in_float64([gate, up])
+        true = [t.double().requires_grad_() for t in (gate, up)]
         p = true[0] * torch.sigmoid(true[0]) * true[1]
         wanted = [*torch.autograd.grad(p, true, grad.double()), p]
         for got, e in zip(room, wanted, strict=True):
@@ -180,8 +170,7 @@ def test_compiled_whole(level: int) -> None:
     compiled = torch.compile(lambda *t: call(list(t), checkpoint_level=level) * 2, fullgraph=True)
     got = gradients(compiled(*leaves), leaves, upstream)
     expected = gradients(call(leaves, checkpoint_level=level) * 2, leaves, upstream)
-    for g, e in zip(got, expected, strict=True):
-        assert relative_error(g, e) < 4e-3
+    assert_near(got, expected, 4e-3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -194,8 +183,7 @@ def test_compiled_with_every_size_and_number_a_variable() -> None:
         x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         leaves = (x, *module.parameters())
         got, expected = (torch.autograd.grad(f(x).sum(), leaves) for f in (compiled, module))
-        for g, e in zip(got, expected, strict=True):
-            assert relative_error(g, e) < 4e-3
+        assert_near(got, expected, 4e-3)
 
 
 @pytest.mark.parametrize(("level", "products"), [(0, 9), (1, 11)])

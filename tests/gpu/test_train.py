@@ -20,6 +20,8 @@ pytest.importorskip("accelerate")
 
 from array import array
 
+from lowtide.train.streams import IGNORED, Document, WholeStream
+from lowtide.train.trainer import Collate
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,8 +32,6 @@ from chat_data import CHATML, byte_tokenizer
 from lowtide.cli import main
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.train.model import check_separate
-from lowtide.train.streams import IGNORED, Document, WholeStream
-from lowtide.train.trainer import Collate
 
 ROOM = 517
 SHAPE: dict[str, Any] = {

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from lowtide.trl import divergence, logprob
-from support import head, relative_error
+from lowtide.trl.calls import DivergenceCall, LogProbCall
+from support import doubled, on_gpu, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-def on_gpu(N: int, D: int, V: int, dtype: torch.dtype) -> Any:
-    return [t.detach().cuda().requires_grad_(t.requires_grad) for t in head(N, D, V, dtype=dtype) if t is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap: float | None) -> None:
-    x, w, b, y = on_gpu(3001, 128, 5003, dtype)
-    policy, *_ = logprob.run(logprob.LogProbCall(x, w, b, y, 0.8, 1, cap), None)
+    x, w, b, y = on_gpu(3001, 128, 5003, dtype=dtype)
+    policy, *_ = LogProbCall(x, w, b, y, 0.8, 1, cap).run(None)
     frozen = [t.detach() for t in (x, w, b)]
     with torch.no_grad():
-        reference, *_ = logprob.run(logprob.LogProbCall(*frozen, y, 0.8, 1, cap, 1.0, ("log_probs",)), None)
+        reference, *_ = LogProbCall(*frozen, y, 0.8, 1, cap, 1.0, ("log_probs",)).run(None)
     assert policy is not None
     assert reference is not None
     assert torch.equal(policy, reference)
@@ -32,12 +26,12 @@ def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
 def test_values_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
-    x, w, b, y = on_gpu(301, 128, 2003, dtype)
-    true = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    x, w, b, y = on_gpu(301, 128, 2003, dtype=dtype)
+    true = doubled(x, w, b)
     z = 5 * torch.tanh(0.5 * (true[0] @ true[1].T + true[2]) / 5) / 0.7
     logp = z.log_softmax(-1)
     expected = logp.gather(-1, y[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    found = logprob.run(logprob.LogProbCall(x, w, b, y, 0.7, 1, 5.0, 0.5), None)
+    found = LogProbCall(x, w, b, y, 0.7, 1, 5.0, 0.5).run(None)
     for mine, theirs in zip(found, expected, strict=False):
         assert mine is not None
         assert relative_error(mine, theirs) < tolerance
@@ -50,9 +44,9 @@ def test_values_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_divergences(dtype: torch.dtype, tolerance: float, beta: float) -> None:
-    x, w, b, _ = on_gpu(301, 128, 2003, dtype)
+    x, w, b, _ = on_gpu(301, 128, 2003, dtype=dtype)
     teacher = [t.detach().flip(0).contiguous() for t in (x, w, b)]
-    value, entropy = divergence.run(divergence.DivergenceCall(x, w, b, *teacher, beta, 0.7), None)
+    value, entropy = DivergenceCall(x, w, b, *teacher, beta, 0.7).run(None)
     logits = [(t[0].double() @ t[1].double().T + t[2].double()) / 0.7 for t in ((x, w, b), teacher)]
     log_s, log_t = (z.detach().log_softmax(-1) for z in logits)
     log_m = log_t if beta == 1 else log_s if beta == 0 else ((1 - beta) * log_s.exp() + beta * log_t.exp()).log()

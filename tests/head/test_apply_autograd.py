@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply
 from lowtide.errors import LowtideError
-from support import head, relative_error
+from support import assert_near, head, relative_error
 
 SMALL = HeadOptions(workspace_mib=1e-6)
 MODES: dict[str, dict[str, Any]] = {
@@ -69,14 +69,12 @@ def test_several_sums_have_each_their_own_upstream_gradient(used: tuple[int, ...
     calls.pop()
     want = [true[0], true[1]["h"], true[2]]
     assert nested[1]["n"].item() == 40
-    for g, e in zip(got, want, strict=True):
-        torch.testing.assert_close(g, e)
+    assert_near(got, want)
     factors = [1.0, -2.5, 0.3]
     g = torch.autograd.grad(sum(factors[i] * got[i] for i in used), (x, w, b))
     assert len(calls) > forward_calls, "one more run"
     e = torch.autograd.grad(sum(factors[i] * want[i] for i in used), (x, w, b))
-    for a, c in zip(g, e, strict=True):
-        torch.testing.assert_close(a, c)
+    assert_near(g, e)
 
 
 def test_one_sum_needs_no_second_run(calls: list[int]) -> None:
@@ -113,8 +111,7 @@ def test_autocast_is_the_same_on_recompute() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
         z = F.linear(x.bfloat16().double(), w.bfloat16().double())
         want = torch.autograd.grad((z @ m.double()).square().sum(), (x, w, m))
-    for g, e in zip(got, want, strict=True):
-        assert relative_error(g, e) < 2e-2
+    assert_near(got, want, 2e-2)
 
 
 def test_a_cast_inside_autocast_is_that_of_every_piece() -> None:
@@ -157,8 +154,7 @@ def test_random_numbers_are_the_same_on_recompute(out: str, workspace_mib: float
     assert torch.equal(torch.get_rng_state(), elsewhere), "backward leaves no trace"
     z = F.linear(x, w)
     want = torch.autograd.grad(3 * (z * expected).logsumexp(-1).sum(), (x, w))
-    for g, e in zip(got, want, strict=True):
-        torch.testing.assert_close(g, e)
+    assert_near(got, want)
 
 
 def test_params_that_are_no_leaves_and_pytrees_of_them() -> None:
@@ -175,16 +171,14 @@ def test_params_that_are_no_leaves_and_pytrees_of_them() -> None:
     got = torch.autograd.grad(loss.sum(), (x, w, b, base, other))
     true = ((F.linear(x, w, b) * base.exp()) ** 2).sum() * other.prod() * 3
     want = torch.autograd.grad(true, (x, w, b, base, other))
-    for g, e in zip(got, want, strict=True):
-        torch.testing.assert_close(g, e)
+    assert_near(got, want)
 
 
 def test_the_weight_itself_among_the_params() -> None:
     x, w, _, _ = head(9, 5, 13, dtype=torch.float64)
     loss = linear_apply(lambda z, w: z.sum(-1) * w.square().mean(), x, w, params=(w,)).sum()
     want = torch.autograd.grad(F.linear(x, w).sum() * w.square().mean(), (x, w))
-    for g, e in zip(torch.autograd.grad(loss, (x, w)), want, strict=True):
-        torch.testing.assert_close(g, e)
+    assert_near(torch.autograd.grad(loss, (x, w)), want)
 
 
 @pytest.mark.parametrize("form", ["leaf", "no leaf", "a module's", "inside a graph", "detached"])

@@ -17,7 +17,7 @@ from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.head.function import function as apply_function
 from lowtide.head.matmul import slices
 from lowtide.head.planner import evenly
-from support import head, relative_error
+from support import assert_same_gradients, head
 
 # torch.compile warns of what it does itself, when inductor first loads and when it follows an autograd.Function
 pytestmark = [
@@ -63,10 +63,7 @@ def test_chunks_of_any_length_compile_once(out: str, counter: CompileCounterWith
         x, _, _, y = head(N, 8, 33)
         options = HeadOptions(workspace_mib=workspace_mib)
         loss = linear_apply(fn, x, w, y, linear_bias=b, params=(gamma,), out=out, compile=True, options=options)
-        got = torch.autograd.grad(loss.sum(), (x, w, b, gamma))
-        want = torch.autograd.grad(fn(F.linear(x, w, b), y, gamma).sum(), (x, w, b, gamma))
-        for g, e in zip(got, want, strict=True):
-            assert relative_error(g, e) < 1e-5
+        assert_same_gradients(loss.sum(), fn(F.linear(x, w, b), y, gamma).sum(), (x, w, b, gamma), bound=1e-5)
         assert counter.frame_count == 1, (N, workspace_mib)
     assert len(apply_function._COMPILED) == 1
 
@@ -86,10 +83,7 @@ def test_inductor_compiles_pieces_of_unequal_size_once(out: str) -> None:
         options = HeadOptions(workspace_mib=0.02)
         rows |= {part.stop - part.start for part in _pieces(N, 8, 33, options)}
         loss = linear_apply(fn, x, w, y, linear_bias=b, params=(gamma,), out=out, compile=True, options=options)
-        got = torch.autograd.grad(loss.sum(), (x, w, b, gamma))
-        want = torch.autograd.grad(fn(F.linear(x, w, b), y, gamma).sum(), (x, w, b, gamma))
-        for g, e in zip(got, want, strict=True):
-            assert relative_error(g, e) < 1e-5
+        assert_same_gradients(loss.sum(), fn(F.linear(x, w, b), y, gamma).sum(), (x, w, b, gamma), bound=1e-5)
     assert len(rows) > 3
     assert counters["stats"]["unique_graphs"] == 1
     assert sum(counters["graph_break"].values()) == 0

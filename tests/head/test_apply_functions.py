@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply
-from support import head, relative_error
+from support import assert_near, head
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # torch.compile's own
@@ -57,8 +57,7 @@ def test_views_of_the_logits_and_changes_in_place(
     if grad:
         upstream = torch.randn_like(want)
         kept = upstream.clone()
-        for g, e in zip(*(torch.autograd.grad(out, (x, w, b), upstream) for out in (got, want)), strict=True):
-            torch.testing.assert_close(g, e)
+        assert_near(*(torch.autograd.grad(out, (x, w, b), upstream) for out in (got, want)))
         assert torch.equal(upstream, kept), "of a view of the logits it is their gradient, and is not written over"
 
 
@@ -89,8 +88,7 @@ def test_changes_in_place_when_compiled(softcap: float | None) -> None:
     )
     torch.testing.assert_close(got, want)
     upstream = torch.randn_like(want)
-    for g, e in zip(*(torch.autograd.grad(out, (x, w, b), upstream) for out in (got, want)), strict=True):
-        torch.testing.assert_close(g, e)
+    assert_near(*(torch.autograd.grad(out, (x, w, b), upstream) for out in (got, want)))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -103,8 +101,7 @@ def test_a_gradient_that_is_sparse(softcap: float | None) -> None:
         )
         for sparse in (True, False)
     )  # fmt: skip
-    for g, e in zip(*(torch.autograd.grad(out.exp().sum(), (x, w, b)) for out in (got, want)), strict=True):
-        torch.testing.assert_close(g, e)
+    assert_near(*(torch.autograd.grad(out.exp().sum(), (x, w, b)) for out in (got, want)))
 
 
 class Both(NamedTuple):
@@ -131,8 +128,7 @@ def test_arguments_that_come_back_as_results(options: HeadOptions | None) -> Non
     )
     got_grads = torch.autograd.grad(total, (x, w, a, p))
     want = torch.autograd.grad((F.linear(x, w) * (one + two)).sum(), (x, w))
-    for g, e in zip(got_grads, (*want, u, v.sum((0, 1))), strict=True):
-        assert relative_error(g, e) < 1e-12
+    assert_near(got_grads, (*want, u, v.sum((0, 1))), 1e-12)
 
 
 def test_a_module_is_refused_with_its_weights_shape_and_runs_on_params() -> None:
@@ -148,8 +144,7 @@ def test_a_module_is_refused_with_its_weights_shape_and_runs_on_params() -> None
     want = module(F.linear(x, w))
     upstream = torch.randn_like(want)
     leaves = (x, w, *named.values())
-    for g, e in zip(*(torch.autograd.grad(out, leaves, upstream) for out in (got, want)), strict=True):
-        assert relative_error(g, e) < 1e-5
+    assert_near(*(torch.autograd.grad(out, leaves, upstream) for out in (got, want)), 1e-5)
 
 
 @pytest.mark.parametrize("nothing", [None, (), {"a": None}])
@@ -167,8 +162,7 @@ def test_complex_results() -> None:
     want = torch.complex(z[..., 0], z[..., 1])
     upstream = torch.randn_like(want)
     torch.testing.assert_close(got, want)
-    for g, e in zip(*(torch.autograd.grad(out, (x, w), upstream) for out in (got, want)), strict=True):
-        torch.testing.assert_close(g, e)
+    assert_near(*(torch.autograd.grad(out, (x, w), upstream) for out in (got, want)))
 
 
 def test_sums_without_a_gradient_and_sums_of_params_alone() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy
-from support import head, relative_error
+from support import assert_same_gradients, head, relative_error
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "apply.md"
 
@@ -113,8 +113,7 @@ def test_documented_losses(
         expected = expected + (true[key] * upstream).sum()
     leaves = [x, w, b, *(p for p in params if isinstance(p, Tensor) and p.requires_grad)]
     truths = [*full, *(p for p in wide if isinstance(p, Tensor) and p.requires_grad)]
-    for g, e in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(expected, truths), strict=True):
-        assert relative_error(g, e) < tolerance
+    assert_same_gradients(total, expected, leaves, truths, tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -132,5 +131,4 @@ def test_cross_entropy_is_that_of_linear_cross_entropy(
     assert loss.dtype == same.dtype
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}[dtype]
     assert relative_error(loss, same) < 1e-6
-    for g, e in zip(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(same, (x, w, b)), strict=True):
-        assert relative_error(g, e) < tolerance
+    assert_same_gradients(loss, same, (x, w, b), bound=tolerance)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.head import apply as public
-from support import head, logits_of, relative_error
+from support import assert_near, assert_same_gradients, head, logits_of, relative_error
 
 
 def in_chunks(chunks: int, N: int, D: int, V: int, dtype: torch.dtype, **kwargs: Any) -> HeadOptions:
@@ -57,8 +57,7 @@ def test_a_gradient_that_lies_in_the_logits_own_memory() -> None:
     value = linear_apply(HandsOn.apply, leaves[0], leaves[1], linear_bias=leaves[2], options=options)
     got = torch.autograd.grad(value.sum(), leaves)
     z = F.linear(*leaves)
-    for g, e in zip(got, torch.autograd.grad(z, leaves, z.detach().T.contiguous()), strict=True):
-        assert relative_error(g, e) < 1e-13
+    assert_near(got, torch.autograd.grad(z, leaves, z.detach().T.contiguous()), 1e-13)
 
 
 def test_upstream_gradients_of_any_strides() -> None:
@@ -70,10 +69,7 @@ def test_upstream_gradients_of_any_strides() -> None:
         lambda z: z[1, ..., ::2].exp().sum(),
         lambda z: z.permute(3, 2, 0, 1).flatten().cumsum(0).sin().sum(),
     ):
-        got = torch.autograd.grad(use(linear_apply(lambda z: z.softmax(-1), x, w)), (x, w))
-        want = torch.autograd.grad(use(F.linear(x, w).softmax(-1)), (x, w))
-        for g, e in zip(got, want, strict=True):
-            torch.testing.assert_close(g, e)
+        assert_same_gradients(use(linear_apply(lambda z: z.softmax(-1), x, w)), use(F.linear(x, w).softmax(-1)), (x, w))
 
 
 @pytest.mark.parametrize("D", [1, 7, 8, 15, 16])
@@ -95,8 +91,7 @@ def test_a_bias_that_is_a_column_of_the_weight(D: int, softcap: float | None, mo
     got = linear_apply(fn, x, w, y, a, linear_bias=b, **kwargs)
     want = fn(logits_of(x, w, b, softcap, 0.7).view(21, 13), y.flatten(), a.view(21, 2), *params)
     torch.testing.assert_close(got, want)
-    for g, e in zip(torch.autograd.grad(got, (x, w, b)), torch.autograd.grad(want, (x, w, b)), strict=True):
-        torch.testing.assert_close(g, e)
+    assert_same_gradients(got, want, (x, w, b))
 
 
 @pytest.mark.parametrize("D", [5, 7, 8])
@@ -110,8 +105,7 @@ def test_a_bias_that_rules_a_class_out_is_a_column_too(D: int, monkeypatch: pyte
     got = linear_apply(lambda z: z.logsumexp(-1), x, w, linear_bias=b)
     want = F.linear(x, w, b).logsumexp(-1)
     torch.testing.assert_close(got, want)
-    for g, e in zip(torch.autograd.grad(got.sum(), (x, w, b)), torch.autograd.grad(want.sum(), (x, w, b)), strict=True):
-        torch.testing.assert_close(g, e)
+    assert_same_gradients(got.sum(), want.sum(), (x, w, b))
 
 
 def test_the_plan_says_where_a_copy_of_the_weight_is_small() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from distributed.train_ranks import run_command
 from head.contract.test_autograd import gemm_flop
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
 from lowtide.measure.allocations import track_allocations
@@ -186,7 +185,8 @@ sys.stdout.write(f"{lowtide} {peak_resident_bytes() - before}")
 
 def test_peak_resident_memory_of_a_process() -> None:
     """Logits of 256 MiB: plain PyTorch, which comes after, holds several copies; lowtide a workspace."""
-    child = subprocess.run([sys.executable, "-c", textwrap.dedent(CHILD)], check=True, capture_output=True, text=True)
+    child = run_command([sys.executable, "-c", CHILD])
+    assert child.returncode == 0, child.stderr
     lowtide, naive = map(int, child.stdout.split())
     assert naive > 512 * MIB
     assert lowtide < 128 * MIB

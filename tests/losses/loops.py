@@ -96,11 +96,3 @@ def reduced(values: Tensor, mask: Tensor, reduction: str, num_items: float | Non
         return sum(s / max(n, 1) for s, n in sequences) / (num_items or max(len(sequences), 1))
     assert reduction == "sequence_sum"
     return total / (num_items or max(len(sequences), 1))
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
-def logsigmoid(x: float) -> float:
-    return -math.log1p(math.exp(-x)) if x >= 0 else x - math.log1p(math.exp(x))

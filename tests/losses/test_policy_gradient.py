@@ -1,4 +1,4 @@
-"""Policy-gradient losses and their parts against loops over tokens in float64, and their gradients against formulas."""
+"""Policy-gradient losses against plain PyTorch, their parts against loops, in float64; gradients against formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.loops import Batch, batch, each, reduced, sigmoid
+from fuzz.loss_cases import token_loss
+from losses.loops import Batch, batch, each, reduced
 from lowtide import losses
 from lowtide.errors import LowtideError
 
@@ -26,15 +27,6 @@ def ratio(b: Batch, i: int, t: int, level: str) -> float:
     ts = b.kept()[i]
     total = sum(log_ratio(b, i, u) for u in ts)
     return math.exp(total / len(ts) if level.startswith("geometric") else total)
-
-
-def clipped(r: float, a: float, low: float, high: float, most: float = math.inf) -> float:
-    return -min(min(r, most) * a, min(max(r, 1 - low), 1 + high) * a)
-
-
-def k3(b: Batch, i: int, t: int) -> float:
-    d = b.ref[i, t].item() - b.logprob[i, t].item()
-    return math.exp(d) - 1 - d
 
 
 def same(got: Tensor, true: Tensor | float) -> None:
@@ -87,22 +79,6 @@ def test_sampler_correction(level: str, kind: str, low: float, high: float) -> N
 
         got = losses.sampler_correction(b.old, b.sampler, b.mask, level=level, kind=kind, low=low, high=high)
         same(got, each(b, weight))
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("most", [None, 1.5])
-def test_clipped_surrogate(per_token: bool, most: float | None) -> None:
-    for seed in SEEDS:
-        b = batch(seed, spread=1.0)
-        r = losses.importance_ratio(b.logprob, b.old, b.mask)
-        advantage = b.token_advantage.where(b.mask, 0) if per_token else b.advantage
-        got = losses.clipped_surrogate(r, advantage, clip_low=0.1, clip_high=0.3, ratio_max=most).where(b.mask, 0)
-
-        def value(i: int, t: int, b: Batch = b, advantage: Tensor = advantage) -> float:
-            a = advantage[i, t].item() if per_token else advantage[i].item()
-            return clipped(ratio(b, i, t, "token"), a, 0.1, 0.3, most or math.inf)
-
-        same(got, each(b, value))
 
 
 def test_the_clip_takes_the_gradient_on_its_own_side_alone() -> None:
@@ -184,34 +160,23 @@ def test_leave_one_out_advantages() -> None:
         assert got[i].item() == pytest.approx(r[i] - sum(others) / 2, rel=1e-11)
 
 
-def advantage_of(b: Batch, per_token: bool) -> tuple[Tensor, Callable[[int, int], float]]:
-    if per_token:
-        return b.token_advantage, lambda i, t: b.token_advantage[i, t].item()
-    return b.advantage, lambda i, t: b.advantage[i].item()
-
-
-def soft(r: float, a: float, positive: float, negative: float) -> float:
-    tau = positive if a > 0 else negative
-    return -4 / tau * sigmoid(tau * (r - 1)) * a
-
-
-# name, arguments, surrogate of (ratio by level, advantage, logprob), the paper's reduction and last factor
+# A loss, its arguments, the reference's where they differ (the paper's defaults), and the paper's reduction.
 OBJECTIVES = [
-    ("ppo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "token", 1),
-    ("ppo_loss", {"level": "sequence"}, "sequence", lambda r, a, x: clipped(r, a, 0.2, 0.2), "token", 1),
-    ("grpo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "sequence", 1),
-    ("grpo_loss", {"ratio_max": 1.4}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2, 1.4), "sequence", 1),
-    ("dr_grpo_loss", {"max_length": 9}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "sequence_sum", 9),
-    ("bnpo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "token", 1),
-    ("dapo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.28), "token", 1),
-    ("gspo_loss", {}, "geometric", lambda r, a, x: clipped(r, a, 3e-4, 4e-4), "sequence", 1),
-    ("gspo_loss", {"token_level": True}, "geometric", lambda r, a, x: clipped(r, a, 3e-4, 4e-4), "sequence", 1),
-    ("cispo_loss", {}, "token", lambda r, a, x: -min(r, 5) * a * x, "token", 1),
-    ("cispo_loss", {"ratio_min": 0.9, "ratio_max": 1.2}, "token", lambda r, a, x: -min(max(r, 0.9), 1.2) * a * x,
-     "token", 1),
-    ("sapo_loss", {}, "token", lambda r, a, x: soft(r, a, 1.0, 1.05), "sequence", 1),
-    ("reinforce_loss", {}, "token", lambda r, a, x: -a * x, "sequence_sum", 1),
-]  # fmt: skip
+    ("ppo_loss", {}, {}, "token"),
+    ("ppo_loss", {"clip_low": 0.1, "clip_high": 0.3, "ratio_max": 1.5}, {}, "token"),
+    ("grpo_loss", {}, {}, "sequence"),
+    ("grpo_loss", {"ratio_max": 1.4}, {}, "sequence"),
+    ("dr_grpo_loss", {"max_length": 9}, {}, "sequence_sum"),
+    ("bnpo_loss", {}, {}, "token"),
+    ("dapo_loss", {}, {"clip_high": 0.28}, "token"),
+    ("dapo_loss", {"clip_high": 0.1}, {}, "token"),
+    ("gspo_loss", {}, {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"),
+    ("gspo_loss", {"token_level": True}, {"clip_low": 3e-4, "clip_high": 4e-4}, "sequence"),
+    ("cispo_loss", {}, {}, "token"),
+    ("cispo_loss", {"ratio_min": 0.9, "ratio_max": 1.2}, {}, "token"),
+    ("sapo_loss", {}, {}, "sequence"),
+    ("reinforce_loss", {}, {}, "sequence_sum"),
+]
 NAMES = [f"{name}-{'-'.join(arguments)}" for name, arguments, *_ in OBJECTIVES]
 
 
@@ -222,39 +187,46 @@ def call(name: str, b: Batch, advantage: Tensor, logprob: Tensor | None = None, 
     return getattr(losses, name)(logprob, b.old, advantage, b.mask, **kwargs)
 
 
+def expected(name: str, b: Batch, advantage: Tensor, **kwargs: object) -> Tensor:
+    """Return the same by the reference of the randomly generated tests."""
+    other = None if name == "reinforce_loss" else b.old
+    return token_loss(name, b.logprob, b.mask, other=other, advantage=advantage, **kwargs)[0]
+
+
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize(("name", "arguments", "level", "surrogate", "reduction", "divisor"), OBJECTIVES, ids=NAMES)
-def test_objectives(
-    name: str, arguments: dict, level: str, surrogate: Callable, reduction: str, divisor: int, per_token: bool
-) -> None:
+@pytest.mark.parametrize(("name", "arguments", "defaults", "reduction"), OBJECTIVES, ids=NAMES)
+def test_objectives(name: str, arguments: dict, defaults: dict, reduction: str, per_token: bool) -> None:
     if name == "gspo_loss" and not arguments:
-        per_token = False  # one advantage a sequence is the definition; test_errors holds the other refused
+        per_token = False  # one advantage per sequence is the definition; test_errors holds the other refused
     for seed in SEEDS:
         b = batch(seed, spread=0.5)
-        advantage, a = advantage_of(b, per_token)
-        values = each(b, lambda i, t, b=b, a=a: surrogate(ratio(b, i, t, level), a(i, t), b.logprob[i, t].item()))
-        same(call(name, b, advantage, **arguments), reduced(values, b.mask, reduction) / divisor)
-        same(call(name, b, advantage, reduction="sum", **arguments), reduced(values, b.mask, "sum") / divisor)
-        same(call(name, b, advantage, reduction="none", **arguments), values / divisor)
+        advantage = b.token_advantage if per_token else b.advantage
+        true = {**arguments, **defaults}
+        same(call(name, b, advantage, **arguments), expected(name, b, advantage, reduction=reduction, **true))
+        for other in ("sum", "none"):
+            got = call(name, b, advantage, reduction=other, **arguments)
+            same(got, expected(name, b, advantage, reduction=other, **true))
         for count in (23, torch.tensor(23)):
             got = call(name, b, advantage, num_items=count, **arguments)
-            same(got, reduced(values, b.mask, reduction, 23) / divisor)
+            same(got, expected(name, b, advantage, reduction=reduction, num_items=23, **true))
 
 
-@pytest.mark.parametrize(("name", "arguments", "level", "surrogate", "reduction", "divisor"), OBJECTIVES, ids=NAMES)
-def test_terms(name: str, arguments: dict, level: str, surrogate: Callable, reduction: str, divisor: int) -> None:
+@pytest.mark.parametrize(("name", "arguments", "defaults", "reduction"), OBJECTIVES, ids=NAMES)
+def test_terms(name: str, arguments: dict, defaults: dict, reduction: str) -> None:
     b = batch(7, spread=0.5)
-    weight = losses.sampler_correction(b.old, b.sampler, b.mask)
+    both = {"correction": losses.sampler_correction(b.old, b.sampler, b.mask), "entropy": b.entropy}
+    both |= {"beta": 0.07, "entropy_coef": 0.03, **arguments}
+    got = call(name, b, b.advantage, ref_logprob=b.ref, **both)
+    same(got, expected(name, b, b.advantage, ref=b.ref, reduction=reduction, **{**both, **defaults}))
 
-    def value(i: int, t: int) -> float:
-        s = surrogate(ratio(b, i, t, level), b.advantage[i].item(), b.logprob[i, t].item())
-        return weight[i, t].item() * s + 0.07 * k3(b, i, t) - 0.03 * b.entropy[i, t].item()
 
-    got = call(
-        name, b, b.advantage, correction=weight, ref_logprob=b.ref, beta=0.07, entropy=b.entropy, entropy_coef=0.03,
-        **arguments,
-    )  # fmt: skip
-    same(got, reduced(each(b, value), b.mask, reduction) / divisor)
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_ppo_takes_the_ratio_of_a_level(level: str) -> None:
+    b = batch(3)
+    ratio = losses.importance_ratio(b.logprob, b.old, b.mask, level=level)
+    surrogate = losses.clipped_surrogate(ratio, b.advantage)
+    got = losses.ppo_loss(b.logprob, b.old, b.advantage, b.mask, level=level)
+    same(got, reduced(surrogate, b.mask, "token"))
 
 
 def test_the_entropy_bonus_reaches_the_entropy() -> None:
@@ -267,7 +239,7 @@ def test_the_entropy_bonus_reaches_the_entropy() -> None:
 def test_grpo_takes_the_papers_beta_where_there_is_a_reference() -> None:
     b = batch(0)
     plain = losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask)
-    kl = reduced(each(b, lambda i, t: k3(b, i, t)), b.mask, "sequence")
+    kl = reduced(losses.kl_estimate(b.logprob, b.ref, b.mask), b.mask, "sequence")
     same(losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask, ref_logprob=b.ref), plain.item() + 0.04 * kl)
     same(losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask, ref_logprob=b.ref, beta=0), plain)
 
@@ -350,8 +322,8 @@ A = torch.ones(2)
     ("f", "text"),
     [
         (lambda: losses.ppo_loss(ONE, ONE[:1], A), r"old_logprob: expected shape \[2, 3\], as logprob has, got"),
-        (lambda: losses.ppo_loss(ONE, ONE, torch.ones(3)), r"advantage: expected shape \[2\], one a sequence, or"),
-        (lambda: losses.ppo_loss(ONE, ONE, A, level="tokens"), "level: expected one of 'token', 'sequence'"),
+        (lambda: losses.ppo_loss(ONE, ONE, torch.ones(3)), r"advantage: expected shape \[2\], one per sequence, or"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, level="tokens"), "level: expected 'token', 'sequence'"),
         (lambda: losses.ppo_loss(ONE, ONE, A, clip_low=1.5), "clip_low: expected a number from 0 to 1"),
         (lambda: losses.ppo_loss(ONE, ONE, A, clip_high=-1), "clip_high"),
         (lambda: losses.ppo_loss(ONE, ONE, A, ratio_max=1.1), "ratio_max: expected a number above 1 \\+ clip_high"),
@@ -362,24 +334,27 @@ A = torch.ones(2)
         (lambda: losses.ppo_loss(ONE, ONE, A, entropy_coef=1), "entropy: expected a tensor"),
         (lambda: losses.ppo_loss(ONE, ONE, A, entropy=A, entropy_coef=1), "entropy: expected shape"),
         (lambda: losses.ppo_loss(ONE, ONE, A, correction=A[:, None]), "correction: expected shape"),
-        (lambda: losses.ppo_loss(ONE, ONE, A, ref_logprob=ONE, beta=1, kl="k4"), "kl: expected one of 'k1', 'k2'"),
-        (lambda: losses.ppo_loss(ONE, ONE, A, reduction="mean"), "reduction: expected one of 'token'"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, ref_logprob=ONE, beta=1, kl="k4"), "kl: expected 'k1', 'k2'"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, reduction="mean"), "reduction: expected 'token'"),
         (lambda: losses.ppo_loss(ONE.long(), ONE, A), "logprob: expected a floating-point tensor"),
         (lambda: losses.dr_grpo_loss(ONE, ONE, A, max_length=0), "max_length"),
         (lambda: losses.dr_grpo_loss(ONE, ONE, A, max_length=2.0), "max_length: expected an int"),
-        (lambda: losses.gspo_loss(ONE, ONE, ONE), "advantage: expected one a sequence"),
+        (lambda: losses.gspo_loss(ONE, ONE, ONE), "advantage: expected one per sequence"),
         (lambda: losses.gspo_loss(ONE, ONE, 1.0), "advantage: expected a torch.Tensor"),
         (lambda: losses.cispo_loss(ONE, ONE, A, ratio_min=6), "ratio_max: expected a number above ratio_min"),
         (lambda: losses.sapo_loss(ONE, ONE, A, tau_positive=0), "tau_positive"),
         (lambda: losses.sapo_loss(ONE, ONE, A, tau_negative=-1), "tau_negative"),
-        (lambda: losses.sampler_correction(ONE, ONE, level="geometric_token"), "level: expected one of"),
-        (lambda: losses.sampler_correction(ONE, ONE, kind="clip"), "kind: expected one of 'truncate', 'mask'"),
+        (
+            lambda: losses.sampler_correction(ONE, ONE, level="geometric_token"),
+            "level: expected 'token', 'sequence' or",
+        ),
+        (lambda: losses.sampler_correction(ONE, ONE, kind="clip"), "kind: expected 'truncate' or 'mask'"),
         (lambda: losses.sampler_correction(ONE, ONE, low=2, high=2), "high: expected a number above low"),
         (lambda: losses.kl_estimate(ONE, A), "ref_logprob"),
         (lambda: losses.group_advantages(A, 1), "group_size: expected 2 or more"),
         (lambda: losses.group_advantages(torch.ones(5), 2), "group_size: expected 2 or more, and a divisor of the 5"),
         (lambda: losses.group_advantages(ONE, 2), r"reward: expected shape \[B\]"),
-        (lambda: losses.group_advantages(A, 2, scale="std"), "scale: expected one of 'group', 'batch', 'none'"),
+        (lambda: losses.group_advantages(A, 2, scale="std"), "scale: expected 'group', 'batch' or 'none'"),
         (lambda: losses.group_advantages(A, 2, eps=0), "eps"),
         (lambda: losses.leave_one_out_advantages(A, 2.0), "group_size: expected an int"),
     ],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.memory import attention
+from lowtide.memory import ActivationPolicy, attention
+from lowtide.memory.policy import Keep
+from lowtide.memory.policy_words import word_of
 
 VOCAB = 61
 SHAPE = {
@@ -18,6 +21,11 @@ SHAPE = {
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
+
+
+ALL, ATTENTION, INPUT = (ActivationPolicy(keep=keep) for keep in get_args(Keep))
+OFFLOADED_ATTENTION, OFFLOADED_INPUT = (dataclasses.replace(policy, offload=True) for policy in (ATTENTION, INPUT))
+RECOMPUTING = {word_of(policy): policy for policy in (ATTENTION, INPUT, OFFLOADED_ATTENTION, OFFLOADED_INPUT)}
 
 
 class Layer(nn.Module):
@@ -97,11 +105,15 @@ class CountAttention(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def loss_of(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids, **kwargs).loss
+
+
 def step(model: Any, ids: Tensor, seed: int = 3, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """One forward and backward from a fixed random state: the loss and every gradient."""
     torch.manual_seed(seed)
     model.zero_grad()
-    loss = model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids, **kwargs).loss
+    loss = loss_of(model, ids, **kwargs)
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

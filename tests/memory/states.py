@@ -40,15 +40,31 @@ def states(optimizer: Optimizer) -> list[Tensor]:
 class Pair:
     """A model that trains with offloaded states beside one without."""
 
-    def __init__(self, name: str = "adamw-fused", model: nn.Module | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        make: str | Callable[[nn.Module], Optimizer] = "adamw-fused",
+        model: nn.Module | None = None,
+        before: Callable[[Pair], object] = lambda pair: None,
+        **kwargs: Any,
+    ) -> None:
         self.model = model or Plain()
         self.stock = copy.deepcopy(self.model)
-        self.ours, self.theirs = (OPTIMIZERS[name](m.parameters()) for m in (self.model, self.stock))
+        made = [
+            OPTIMIZERS[make](m.parameters()) if isinstance(make, str) else make(m) for m in (self.model, self.stock)
+        ]
+        self.ours, self.theirs = made
+        before(self)
         self.handle = offload_optimizer(self.ours, self.model, **kwargs)
 
+    def both(self) -> list[tuple[Any, Optimizer]]:
+        return [(self.model, self.ours), (self.stock, self.theirs)]
+
+    def losses_of(self, seed: int) -> list[Tensor]:
+        return [model(batch(seed)) for model in (self.model, self.stock)]
+
     def backward(self, seed: int) -> None:
-        for model in (self.model, self.stock):
-            model(batch(seed)).backward()
+        for loss in self.losses_of(seed):
+            loss.backward()
 
     def step(self) -> None:
         for optimizer in (self.ours, self.theirs):
@@ -72,7 +88,7 @@ class Pair:
     def come_to(self, moment: str) -> None:
         """Have the states where ``moment`` says, once they exist."""
         self.train(2)
-        self.losses = [m(batch(3)) for m in (self.model, self.stock)] if moment != "device" else []
+        self.losses = self.losses_of(3) if moment != "device" else []
         if moment == "coming":
             for loss in self.losses:
                 loss.backward()

@@ -13,10 +13,22 @@ import lowtide
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, attention, remove_policy
-from memory.models import VOCAB, CountAttention, Flash, Plain, assert_same, step
+from memory.models import (
+    ATTENTION,
+    INPUT,
+    OFFLOADED_ATTENTION,
+    RECOMPUTING,
+    VOCAB,
+    CountAttention,
+    Flash,
+    LazySide,
+    Plain,
+    assert_same,
+    loss_of,
+    step,
+)
 
 KEEPS = ("all", "attention", "input")
-ATTENTION, INPUT = ActivationPolicy(keep="attention"), ActivationPolicy(keep="input")
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "fused", "flash_for_cpu", "package", "flex"])
@@ -129,33 +141,35 @@ def test_bytes_of_a_patched_layer(llama: Any) -> None:
         assert expected <= got < expected + 16, policy  # the random state's 5 KB, over 512 tokens
 
 
-@pytest.mark.parametrize("keep", ["attention", "input"])
-def test_dropout_draws_the_same_again(keep: Any, ids: Tensor) -> None:
+@pytest.mark.parametrize("policy", RECOMPUTING)
+def test_dropout_draws_the_same_again(policy: str, side: LazySide, ids: Tensor) -> None:
     model = Plain(dropout=0.3)
     stock = copy.deepcopy(model)
-    apply_policy(model, ActivationPolicy(keep=keep))
+    apply_policy(model, RECOMPUTING[policy])
     assert_same(step(model, ids), step(stock, ids))
-    torch.manual_seed(7)
-    model(ids).backward()
-    after = torch.rand(3)
-    torch.manual_seed(7)
-    stock(ids).backward()
-    assert torch.equal(torch.rand(3), after)  # backward leaves the generator where forward left it
+    after = []
+    for each in (model, stock):
+        torch.manual_seed(7)
+        each(ids).backward()
+        after.append(torch.rand(3))
+    assert torch.equal(*after)  # backward leaves the generator where forward left it
 
 
+@pytest.mark.parametrize("policy", [ATTENTION, OFFLOADED_ATTENTION], ids=["", "offloaded"])
 def test_a_packages_operator_with_dropout_is_kept_and_moves_the_random_state(
-    monkeypatch: pytest.MonkeyPatch, ids: Tensor
+    policy: ActivationPolicy, side: LazySide, monkeypatch: pytest.MonkeyPatch, ids: Tensor
 ) -> None:
     """The dropout after attention draws the mask of forward, though attention's own dropout drew nothing again."""
     model = Plain(dropout=0.3)
     stock = copy.deepcopy(model)
     for block in [*model.blocks, *stock.blocks]:
         monkeypatch.setattr(block, "attend", Flash.apply)
-    apply_policy(model, ActivationPolicy(keep="attention"))
+    apply_policy(model, policy)
     with CountAttention() as counted:
         got = step(model, ids)
     assert counted.calls == 5
     assert_same(got, step(stock, ids))
+    assert side.copies == (3 * 3 if policy.offload else 0)  # input, output and mask, of three layers
     with monkeypatch.context() as broken:  # and the test would see it if it were not so
         broken.setattr(attention, "_set_rng_state", lambda device, state: None)
         got = step(model, ids)
@@ -163,18 +177,38 @@ def test_a_packages_operator_with_dropout_is_kept_and_moves_the_random_state(
         assert_same(got, step(stock, ids))
 
 
-def test_autocast_is_as_in_forward(pair: tuple[Any, Any], ids: Tensor) -> None:
-    model, stock = pair
-    for keep in ("attention", "input"):
-        apply_policy(model, ActivationPolicy(keep=keep))
+@pytest.mark.parametrize("policy", RECOMPUTING)
+def test_autocast_is_as_in_forward(policy: str, side: LazySide, pair: tuple[Any, Any], ids: Tensor) -> None:
+    model, _ = pair
+    apply_policy(model, RECOMPUTING[policy])
+    results = []
+    for each in pair:
+        each.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(each, ids)
+        loss.backward()  # outside of autocast, as it should be
+        results.append((loss.detach(), {name: p.grad for name, p in each.named_parameters()}))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("policy", RECOMPUTING)
+def test_graphs_side_by_side(policy: str, pair: tuple[Any, Any], side: LazySide, ids: Tensor) -> None:
+    """Two forwards before one backward, an evaluation between, backward twice, graphs in either order."""
+    apply_policy(pair[0], RECOMPUTING[policy])
+    for order in ((0, 1), (1, 0), (0, 1, 1), (1, 0, 1, 0)):
         results = []
-        for each in (model, stock):
+        for each in pair:
             each.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = each(ids) if isinstance(each, Plain) else each(input_ids=ids, labels=ids).loss
-            loss.backward()  # outside of autocast, as it should be
-            results.append((loss.detach(), {name: p.grad for name, p in each.named_parameters()}))
+            losses = []
+            for batch in (ids, ids.flip(0)[:, 2:]):
+                losses.append(loss_of(each, batch))
+                with torch.no_grad():
+                    each(batch)
+            for index in order:
+                losses[index].backward(retain_graph=True)
+            results.append((losses[1].detach(), {name: p.grad for name, p in each.named_parameters()}))
         assert_same(*results)
+        del losses
 
 
 def test_backward_twice_and_second_derivatives() -> None:
@@ -194,23 +228,6 @@ def test_backward_twice_and_second_derivatives() -> None:
     apply_policy(holder, ActivationPolicy(keep="input"))
     got = torch.autograd.grad(torch.autograd.grad(block(2 * x).square().sum(), x, create_graph=True)[0].sum(), x)[0]
     assert torch.equal(got, want)
-
-
-def test_two_forwards_before_one_backward_and_an_evaluation_between(pair: tuple[Any, Any], ids: Tensor) -> None:
-    model, stock = pair
-    for keep in ("attention", "input"):
-        apply_policy(model, ActivationPolicy(keep=keep))
-        results = []
-        for each in (model, stock):
-            each.zero_grad()
-            losses = []
-            for batch in (ids, ids.flip(0)[:, 2:]):
-                losses.append(each(batch) if isinstance(each, Plain) else each(input_ids=batch, labels=batch).loss)
-                with torch.no_grad():
-                    each(batch)
-            (losses[0] * 2 + losses[1]).backward()
-            results.append((losses[1].detach(), {name: p.grad for name, p in each.named_parameters()}))
-        assert_same(*results)
 
 
 def test_attention_that_cannot_be_kept_raises(llama: Any, ids: Tensor) -> None:
@@ -250,7 +267,7 @@ def test_graphs_that_never_run_backward_leave_nothing(model: Any, ids: Tensor) -
     step(model, ids)
     with track_allocations() as seen:
         for _ in range(3):
-            model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids).loss
+            loss_of(model, ids)
     assert abs(seen.events[-1].total_bytes) < 1000, "without the garbage collector: a cycle would keep it"
 
 

@@ -17,7 +17,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.measure.timing import peak_above
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.models import mlp_part
-from memory.models import SHAPE, Plain, step
+from memory.models import SHAPE, step
 
 
 @pytest.mark.parametrize("keep", ["all", "attention", "input"])
@@ -83,18 +83,17 @@ def test_a_modules_own_tile_is_used_and_given_back(monkeypatch: pytest.MonkeyPat
     assert (mlp.tile_tokens, mlp.checkpoint_level) == (5, 0)
 
 
-def test_tiles_without_a_fused_mlp_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"a submodule with tile_tokens for mlp_tile_tokens to set.*patch"):
-        apply_policy(Plain(), ActivationPolicy(mlp_tile_tokens=8))
-
-
 @pytest.mark.parametrize(
-    ("wrong", "error"),
-    [(0, ArgumentValueError), (-1, ArgumentValueError), (1.5, ArgumentTypeError), (True, ArgumentTypeError)],
+    ("field", "wrong", "error"),
+    [
+        *(("mlp_level", level, ArgumentValueError) for level in (1.0, 0.0, True, 2, "1")),
+        *(("mlp_tile_tokens", tile, ArgumentValueError) for tile in (0, -1)),
+        *(("mlp_tile_tokens", tile, ArgumentTypeError) for tile in (1.5, True)),
+    ],
 )
-def test_what_is_no_tile(wrong: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="mlp_tile_tokens"):
-        ActivationPolicy(mlp_tile_tokens=wrong)
+def test_what_is_no_level_and_no_tile(field: str, wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{field}: expected"):
+        ActivationPolicy(**{field: wrong})
 
 
 @pytest.mark.parametrize("field", ["mlp_level", "mlp_tile_tokens"])
@@ -147,8 +146,9 @@ def test_no_level_makes_a_recomputing_layer_multiply_more(
     assert counted.flop == products * 2 * ids.numel() * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
 
 
-def test_a_level_of_an_mlp_that_a_patch_leaves_alone_says_so(llama: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("field", ["mlp_level", "mlp_tile_tokens"])
+def test_settings_of_an_mlp_that_a_patch_leaves_alone_say_so(field: str, llama: Callable[..., Any]) -> None:
     model = llama(hidden_act="relu")
     assert not lowtide.patch(model, loss=False, norm=False, rope=False).parts["mlp"].patched
-    with pytest.raises(UnsupportedError, match="where its report says that it leaves these MLPs as they are"):
-        apply_policy(model, ActivationPolicy(mlp_level=1))
+    with pytest.raises(UnsupportedError, match=rf"for {field} to set.*for MLPs .* cannot fuse, omit {field}"):
+        apply_policy(model, ActivationPolicy(**{field: 1}))

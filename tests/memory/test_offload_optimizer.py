@@ -173,7 +173,7 @@ def test_a_checkpoint_at_any_moment(moment: str, name: str, side: LazySide) -> N
         pair.model.blocks[3].register_forward_hook(take)
     if moment == "backward":
         pair.model.blocks[2].mlp[0].weight.register_post_accumulate_grad_hook(take)
-    losses = [model(batch(5)) for model in (pair.model, pair.stock)]
+    losses = pair.losses_of(5)
     if moment == "loss":
         take()
     for loss in losses:
@@ -254,12 +254,12 @@ def test_states_that_are_loaded(side: LazySide) -> None:
         if moment == 1:
             pair.backward(1)
         if moment == 2:
-            losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+            losses = pair.losses_of(3)
         if moment == 3:  # while half of them are leaving
             hook = pair.model.blocks[2].register_forward_hook(
                 lambda *_, o=pair.ours, s=source: o.load_state_dict(copy.deepcopy(s.state_dict()))
             )
-            losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+            losses = pair.losses_of(3)
             hook.remove()
             pair.theirs.load_state_dict(copy.deepcopy(source.state_dict()))
         else:
@@ -278,20 +278,10 @@ def test_states_that_are_loaded(side: LazySide) -> None:
 
 
 def test_offloading_begins_with_states_that_exist(side: LazySide) -> None:
-    model = Plain()
-    stock = copy.deepcopy(model)
-    ours, theirs = adamw(model), adamw(stock)
-    for m, o in ((model, ours), (stock, theirs)):
-        m(batch(0)).backward()
-        o.step()
-        o.zero_grad()
-    handle = offload_optimizer(ours, model)
-    model(batch(1))
-    assert handle.offloaded_bytes > 0
-    for m, o in ((model, ours), (stock, theirs)):
-        m(batch(1)).backward()
-        o.step()
-    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(theirs), strict=True))
+    pair = Pair(before=lambda pair: pair.train(1))
+    pair.model(batch(1))
+    assert pair.handle.offloaded_bytes > 0
+    pair.train(2)
 
 
 def test_steps_that_are_left_out(side: LazySide) -> None:
@@ -364,16 +354,13 @@ def test_a_forward_that_is_broken_off(side: LazySide) -> None:
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    hook = pair.model.blocks[3].register_forward_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        pair.model(batch(0))
-    hook.remove()
-    assert len(pair.where()) > 1
-    pair.train(2)
-    hook = pair.model.blocks[3].register_forward_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        pair.model(batch(0))
-    hook.remove()
+    for steps in (2, 0):
+        hook = pair.model.blocks[3].register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            pair.model(batch(0))
+        hook.remove()
+        assert len(pair.where()) > 1
+        pair.train(steps)
     for p, q in zip(pair.model.parameters(), pair.stock.parameters(), strict=True):
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(p)
     pair.step()  # with some states on their way out
@@ -455,7 +442,7 @@ def test_states_that_somebody_changes(
 
     come_to("before forward")
     hook = pair.model.blocks[2].register_forward_hook(lambda *_: come_to("forward"))
-    losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+    losses = pair.losses_of(3)
     hook.remove()
     come_to("before backward")
     for loss in losses:

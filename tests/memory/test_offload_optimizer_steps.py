@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from lowtide.memory import offload_optimizer
-from memory.models import LazySide, Plain
+from memory.models import LazySide
 from memory.states import Pair, batch
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -22,7 +20,7 @@ def test_a_closure(side: LazySide) -> None:
     pair = Pair()
     pair.train(2)
     for k in range(2):
-        for model, optimizer in ((pair.model, pair.ours), (pair.stock, pair.theirs)):
+        for model, optimizer in pair.both():
 
             def closure(model: Any = model, optimizer: Any = optimizer, k: int = k) -> Tensor:
                 optimizer.zero_grad()
@@ -90,29 +88,24 @@ def in_groups(model: nn.Module) -> Optimizer:
 
 @pytest.mark.parametrize("scheduled", ["before", "behind"])
 def test_schedules_groups_and_clipped_gradients(scheduled: str, side: LazySide) -> None:
-    model = Plain()
-    stock = copy.deepcopy(model)
-    ours, theirs = in_groups(model), in_groups(stock)
     schedules: list[LRScheduler] = []
 
-    def schedule() -> None:
-        schedules.extend(OneCycleLR(optimizer, 1e-2, total_steps=9) for optimizer in (ours, theirs))
+    def schedule(pair: Pair) -> None:
+        schedules.extend(OneCycleLR(optimizer, 1e-2, total_steps=9) for _, optimizer in pair.both())
 
-    if scheduled == "before":
-        schedule()
-    handle = offload_optimizer(ours, model)
+    pair = Pair(in_groups, before=schedule if scheduled == "before" else lambda pair: None)
     if scheduled == "behind":
-        schedule()
+        schedule(pair)
     for k in range(5):
-        for each, optimizer, to_none in ((model, ours, k % 2 == 0), (stock, theirs, True)):
+        for (each, optimizer), to_none in zip(pair.both(), (k % 2 == 0, True), strict=True):
             each(batch(k)).backward()
             nn.utils.clip_grad_norm_(each.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
         for each in schedules:
             each.step()
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
-    assert handle.offloaded_bytes > 0
+        pair.same()
+    assert pair.handle.offloaded_bytes > 0
 
 
 def test_a_gradient_scaler(side: LazySide) -> None:
@@ -120,7 +113,7 @@ def test_a_gradient_scaler(side: LazySide) -> None:
     pair = Pair()
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
     for k in range(6):
-        for model, optimizer, scaler in zip((pair.model, pair.stock), (pair.ours, pair.theirs), scalers, strict=True):
+        for (model, optimizer), scaler in zip(pair.both(), scalers, strict=True):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(batch(k))
             scaler.scale(loss).backward()

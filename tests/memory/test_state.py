@@ -88,23 +88,6 @@ def set_scaling(model: Any) -> None:
             module.scaling["first"] = 9.0
 
 
-ADAPTERS: dict[str, Callable[[Any], object]] = {
-    "another adapter": lambda m: m.set_adapter("second"),
-    "none": lambda m: m.base_model.disable_adapter_layers(),
-    "another scale": set_scaling,
-    "taken off": lambda m: m.unload(),
-    "deleted": lambda m: m.delete_adapter("first"),
-    "evaluation": lambda m: m.eval(),
-    "dropout": every(nn.Dropout, "p", 0.9),
-}
-
-
-@pytest.mark.parametrize("change", ADAPTERS)
-def test_adapters_and_modes_are_those_of_forward(change: str, llama: Any, ids: Tensor) -> None:
-    keep = KEEPS[len(change) % 2]
-    assert_as_stock(lambda: lora(llama()), ids, ADAPTERS[change], keep)
-
-
 def test_merging_before_backward_is_an_error(llama: Any, ids: Tensor) -> None:
     """It writes to the weights, through .data."""
     model = lora(llama())
@@ -145,7 +128,19 @@ def hook_mlps(model: Any) -> None:
         layer.mlp.register_forward_hook(lambda module, args, output: output * 3)
 
 
+def patched(model: Any) -> Any:
+    lowtide.patch(model)
+    return model
+
+
 ASSIGNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
+    "another adapter": (lora, lambda m: m.set_adapter("second")),
+    "no adapter": (lora, lambda m: m.base_model.disable_adapter_layers()),
+    "another scale": (lora, set_scaling),
+    "adapters taken off": (lora, lambda m: m.unload()),
+    "an adapter deleted": (lora, lambda m: m.delete_adapter("first")),
+    "evaluation": (lora, lambda m: m.eval()),
+    "dropout": (lora, every(nn.Dropout, "p", 0.9)),
     "hooks removed": (hooked, lambda m: [layer.mlp._forward_hooks.clear() for layer in layers(m)]),
     "hooks added": (lambda m: m, hook_mlps),
     "parameters": (lambda m: m, replace_weights),
@@ -154,6 +149,7 @@ ASSIGNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
     "modules": (lambda m: m, replace_mlps),
     "a config": (lambda m: m, lambda m: m.set_attn_implementation("eager")),
     "patched": (lambda m: m, lowtide.patch),
+    "unpatched": (patched, lowtide.unpatch),
     "policy removed": (lambda m: m, remove_policy),
 }
 
@@ -162,16 +158,6 @@ ASSIGNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
 def test_what_is_assigned_is_put_back_for_the_recompute(what: str, llama: Any, ids: Tensor) -> None:
     prepare, change = ASSIGNED[what]
     assert_as_stock(lambda: prepare(llama()), ids, change, KEEPS[len(what) % 2])
-
-
-def test_unpatching_before_backward(llama: Any, ids: Tensor) -> None:
-    model, stock = llama(), llama()
-    for m in (model, stock):
-        lowtide.patch(m)
-    apply_policy(model, ActivationPolicy(keep="input"))
-    want, got = (results(m, ids, lowtide.unpatch) for m in (stock, model))
-    for name, gradient in want[1].items():
-        torch.testing.assert_close(got[1][name], gradient, msg=name)
 
 
 def test_functional_call_recomputes_with_its_parameters(llama: Any, ids: Tensor) -> None:

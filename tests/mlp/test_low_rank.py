@@ -18,6 +18,7 @@ from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise, low_rank
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
 from lowtide.mlp.call import SwigluCall, Wanted
+from mlp.calls import grads, in_float64
 from mlp.test_swiglu_memory import after_forward
 from support import mlp, mlp_slack, relative_error
 
@@ -64,15 +65,6 @@ def plain(leaves: list[Any], ab: list[Any], activation: str = "silu") -> Tensor:
     act = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
     x = leaves[0]
     return project(act(project(x, 0)) * project(x, 1), 2)
-
-
-def in_float64(tensors: list[Any]) -> list[Any]:
-    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
-
-
-def grads(y: Tensor, tensors: list[Any], upstream: Tensor | None = None, **kwargs: Any) -> list[Tensor]:
-    trained = [t for t in tensors if t is not None and t.requires_grad]
-    return list(torch.autograd.grad(y, trained, upstream, **kwargs))
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -266,17 +258,29 @@ def test_compiled(level: int, dynamic: bool | None) -> None:
         torch.testing.assert_close(g, e)
 
 
-@pytest.mark.parametrize(("level", "dropout"), [(0, 0.0), (1, 0.25)])
-def test_operators(level: int, dropout: float) -> None:
-    leaves, ab = ([t.detach() for t in ts] for ts in (mlp((2, 5), 7, 11), adapters_of(7, 11)))
+@pytest.mark.parametrize(
+    ("level", "dropout", "dtype"),
+    [(0, 0.0, torch.float32), (1, 0.25, torch.float32), (0, None, torch.bfloat16), (1, None, torch.float32)],
+)
+def test_operators(level: int, dropout: float | None, dtype: torch.dtype) -> None:
+    """``dropout`` None: without adapters."""
+    leaves, ab = ([t.detach().to(dtype) for t in ts] for ts in (mlp((2, 5), 7, 11), adapters_of(7, 11)))
     scales, rates = (1.0, 0.5, 2.0), (dropout,) * 3
-    fields = SwigluCall(*leaves, torch.float32, "silu", level, 4, *ab, torch.float32, *scales, *rates, seed=5)
+    if dropout is None:
+        fields = SwigluCall.plain(tuple(leaves), dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)
+        subsets = [(True,) * 7, (True, *[False] * 6), (False, True, *[False] * 5)]
+    else:
+        fields = SwigluCall(*leaves, dtype, "silu", level, 4, *ab, dtype, *scales, *rates, seed=5)
+        subsets = [(True,) * 13, (*[False] * 7, *[True] * 6)]
     torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(fields))
     kept = torch.ops.lowtide.swiglu_projections(*fields) if level == 0 else (leaves[0].new_empty(0),) * 2
     torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, *kept))
-    for wanted in (Wanted(*[True] * 13), Wanted(*[False] * 7, *[True] * 6)):
-        args = (*fields, *wanted, torch.randn(2, 5, 7), *kept)
+    for subset in subsets:
+        args = (*fields, *Wanted(*subset), torch.randn(2, 5, 7).to(dtype), *kept)
         torch.library.opcheck(torch.ops.lowtide.swiglu_backward.default, args)
+        before = [t.clone() for t in kept]
+        torch.ops.lowtide.swiglu_backward(*args)
+        assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "the operator writes to nothing"
 
 
 @pytest.mark.parametrize("level", [0, 1])

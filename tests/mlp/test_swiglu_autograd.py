@@ -16,24 +16,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lowtide import swiglu_mlp
 from lowtide.errors import LowtideError, UnsupportedError
 from lowtide.mlp import passes
+from mlp.calls import call, grads, in_float64
 from support import mlp, mlp_oracle, relative_error
 
-BIASES = ("gate_bias", "up_bias", "down_bias")
 MODES = [{"checkpoint_level": level, "tile_tokens": tile} for level, tile in itertools.product((0, 1), (None, 4))]
 
 
 @pytest.fixture(params=MODES, ids=lambda mode: f"level{mode['checkpoint_level']}-tile{mode['tile_tokens']}")
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
-
-
-def call(leaves: list[Any], **options: Any) -> Tensor:
-    return swiglu_mlp(*leaves[:4], **dict(zip(BIASES, leaves[4:], strict=True)), **options)
-
-
-def grads(y: Tensor, leaves: list[Any], upstream: Tensor | None = None, **kwargs: Any) -> list[Tensor]:
-    trained = [t for t in leaves if t is not None and t.requires_grad]
-    return list(torch.autograd.grad(y, trained, upstream, **kwargs))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -108,13 +99,13 @@ def test_gate_and_up_are_overwritten_by_the_last_backward_alone(monkeypatch: pyt
 
 def test_level_1_computes_two_projections_again_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[list[int]] = []
-    original = passes._affine
+    original = passes._Projection.output
 
-    def watch(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        shapes.append(list(weight.shape))
-        return original(x, weight, *rest)
+    def watch(self: Any, *args: Any) -> Tensor:
+        shapes.append(list(self.weight.shape))
+        return original(self, *args)
 
-    monkeypatch.setattr(passes, "_affine", watch)
+    monkeypatch.setattr(passes._Projection, "output", watch)
     leaves = mlp(5, 4, 6)
     for level in (0, 1):
         y = call(leaves, checkpoint_level=level)
@@ -169,35 +160,28 @@ def test_the_same_weights_twice_and_one_weight_in_both_places(mode: dict[str, An
         torch.testing.assert_close(g, e)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_inside_a_checkpoint(mode: dict[str, Any], reentrant: bool) -> None:
-    leaves = mlp((2, 5), 7, 11)
-    again = checkpoint(lambda *t: call(list(t), **mode), *leaves, use_reentrant=reentrant)
-    expected = grads(call(leaves, **mode).sum(), leaves)
-    again.sum().backward()
-    assert all(torch.equal(t.grad, e) for t, e in zip(leaves, expected, strict=True))
-
-
-@pytest.mark.parametrize("keep", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
-def test_inside_a_selective_checkpoint(mode: dict[str, Any], keep: CheckpointPolicy) -> None:
+@pytest.mark.parametrize("how", [True, False, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, "hooks"])
+def test_checkpointed_or_saved_elsewhere_it_is_the_same(
+    mode: dict[str, Any], how: bool | CheckpointPolicy | str
+) -> None:
+    """Reentrant or not, selective, or with saved tensors that hooks move away."""
     leaves = mlp((2, 5), 7, 11)
 
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         ours = (torch.ops.lowtide.swiglu.default, torch.ops.lowtide.swiglu_projections.default)
-        return keep if op in ours else CheckpointPolicy.PREFER_RECOMPUTE
+        return how if op in ours else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    y = checkpoint(lambda *t: call(list(t), **mode), *leaves, use_reentrant=False, context_fn=contexts)
-    expected = grads(call(leaves, **mode).sum(), leaves)
-    assert all(torch.equal(g, e) for g, e in zip(grads(y.sum(), leaves), expected, strict=True))
-
-
-def test_saved_tensors_may_be_moved_away(mode: dict[str, Any]) -> None:
-    leaves = mlp((2, 5), 7, 11)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-        y = call(leaves, **mode)
-    expected = grads(call(leaves, **mode).sum(), leaves)
-    assert all(torch.equal(g, e) for g, e in zip(grads(y.sum(), leaves), expected, strict=True))
+    kwargs: dict[str, Any] = {"use_reentrant": how is True}
+    if isinstance(how, CheckpointPolicy):
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    if how == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+            y = call(leaves, **mode)
+    else:
+        y = checkpoint(lambda *t: call(list(t), **mode), *leaves, **kwargs)
+    expected = grads(call(leaves, **mode).sum(), leaves, create_graph=True)  # a graph that nobody differentiates
+    y.sum().backward()
+    assert all(torch.equal(t.grad, e) for t, e in zip(leaves, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -205,7 +189,7 @@ def test_saved_tensors_may_be_moved_away(mode: dict[str, Any]) -> None:
 def test_autocast(mode: dict[str, Any], dtype: torch.dtype, weights: torch.dtype, inputs: torch.dtype) -> None:
     x, *rest = mlp((4, 25), 32, 48)
     leaves = [t.detach().to(d).requires_grad_() for t, d in zip((x, *rest), (inputs, *[weights] * 6), strict=True)]
-    true = [t.detach().double().requires_grad_() for t in leaves]
+    true = in_float64(leaves)
     upstream = torch.randn(4, 25, 32)
     with torch.autocast("cpu", dtype):
         y, plain = call(leaves, **mode), mlp_oracle(leaves)
@@ -245,12 +229,6 @@ def test_a_second_derivative_is_an_error_that_names_the_way_out(mode: dict[str, 
     with pytest.raises(UnsupportedError, match=r"second derivative.*functional\.silu") as told:
         twice()
     assert isinstance(told.value, RuntimeError)
-
-
-def test_a_graph_of_gradients_that_nobody_differentiates_is_no_error(mode: dict[str, Any]) -> None:
-    leaves = mlp(5, 4, 6)
-    with_graph = grads(call(leaves, **mode).sum(), leaves, create_graph=True)
-    assert all(torch.equal(g, e) for g, e in zip(with_graph, grads(call(leaves, **mode).sum(), leaves), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode
@@ -298,14 +276,6 @@ def test_the_input_is_not_changed(mode: dict[str, Any]) -> None:
     call(leaves, **mode).backward(upstream)
     assert torch.equal(upstream, kept)
     assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
-
-
-def test_it_is_the_mlp_of_the_field() -> None:
-    """As a Llama's: down(silu(gate(x)) * up(x)), with nn.Linear's own layout."""
-    gate, up, down = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
-    x = torch.randn(3, 4)
-    got = call([x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias])
-    torch.testing.assert_close(got, down(F.silu(gate(x)) * up(x)))
 
 
 def test_backward_is_that_of_the_functions_that_forward_ran(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lowtide import nn, swiglu_mlp
-from lowtide.mlp.call import SwigluCall, Wanted
+from mlp.calls import call
 from support import mlp
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
@@ -18,16 +16,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
-BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-def call(*leaves: Any, **options: Any) -> Tensor:
-    return swiglu_mlp(*leaves[:4], **dict(zip(BIASES, leaves[4:], strict=True)), **options)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +40,7 @@ def test_compiles_whole_and_agrees(backend: str, level: int, frozen: bool) -> No
     trained = leaves[: 1 if frozen else 7]
 
     def step(*leaves: Tensor) -> Tensor:
-        return (call(leaves[0] * 2, *leaves[1:], checkpoint_level=level, tile_tokens=4) * 3).sum()
+        return (call([leaves[0] * 2, *leaves[1:]], checkpoint_level=level, tile_tokens=4) * 3).sum()
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     loss, expected = compiled(*leaves), step(*leaves)
@@ -58,24 +51,12 @@ def test_compiles_whole_and_agrees(backend: str, level: int, frozen: bool) -> No
 
 def test_any_number_of_tokens_compiles_twice_at_most() -> None:
     _, *rest = mlp(1, 7, 11)
-    compiled = torch.compile(lambda x: call(x, *rest), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: call([x, *rest]), fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     for tokens in (5, 6, 9, 17):
         x = torch.randn(tokens, 7)
-        torch.testing.assert_close(compiled(x), call(x, *rest))
+        torch.testing.assert_close(compiled(x), call([x, *rest]))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_the_module_compiles_whole(level: int) -> None:
-    mlp = nn.SwiGLU(7, 11, checkpoint_level=level)
-    x = torch.randn(3, 7, requires_grad=True)
-    torch.compile(mlp, fullgraph=True, backend="aot_eager")(x).sum().backward()
-    got = [t.grad.clone() for t in (x, *mlp.parameters())]
-    for t in (x, *mlp.parameters()):
-        t.grad = None
-    mlp(x).sum().backward()
-    assert all(torch.equal(g, t.grad) for g, t in zip(got, (x, *mlp.parameters()), strict=True))
 
 
 @pytest.mark.parametrize(("level", "tile"), [(0, 3), (1, None)])
@@ -98,7 +79,7 @@ def test_autocast_inside_a_compiled_function() -> None:
 
     def step(*leaves: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return call(*leaves, checkpoint_level=0)
+            return call(leaves, checkpoint_level=0)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     got, expected = compiled(*leaves), step(*leaves)
@@ -115,23 +96,8 @@ def test_a_step_on_fake_tensors_and_on_meta() -> None:
     for level in (0, 1):
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake = [torch.randn(t.shape, requires_grad=True) for t in mlp((2, 5), 7, 11)]
-            call(*fake, checkpoint_level=level).sum().backward()
+            call(fake, checkpoint_level=level).sum().backward()
         meta = [t.detach().to("meta").requires_grad_() for t in mlp((2, 5), 7, 11)]
-        call(*meta, checkpoint_level=level).sum().backward()
+        call(meta, checkpoint_level=level).sum().backward()
         for leaves in (fake, meta):
             assert all(t.grad.shape == t.shape for t in leaves)
-
-
-@pytest.mark.parametrize(("level", "dtype"), [(0, torch.bfloat16), (1, torch.float32)])
-def test_operators(level: int, dtype: torch.dtype) -> None:
-    leaves = [t.detach().to(dtype) for t in mlp((2, 5), 7, 11)]
-    fields = SwigluCall.plain(tuple(leaves), dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)
-    torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(fields))
-    kept = torch.ops.lowtide.swiglu_projections(*fields) if level == 0 else (leaves[0].new_empty(0),) * 2
-    torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, *kept))
-    for wanted in (Wanted(*[True] * 7), Wanted(True, *[False] * 6), Wanted(False, True, *[False] * 5)):
-        args = (*fields, *wanted, torch.randn(2, 5, 7).to(dtype), *kept)
-        torch.library.opcheck(torch.ops.lowtide.swiglu_backward.default, args)
-        before = [t.clone() for t in kept]
-        torch.ops.lowtide.swiglu_backward(*args)
-        assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "the operator writes to nothing"

@@ -13,19 +13,11 @@ from torch import Tensor
 from lowtide import swiglu_mlp
 from lowtide.mlp import elementwise
 from lowtide.mlp.reference import swiglu_mlp as reference
+from mlp.calls import BIASES, call, in_float64
 from support import mlp, mlp_oracle, mlp_slack, relative_error
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LEVELS_AND_TILES = list(itertools.product((0, 1), (None, 1, 4)))
-
-
-def call(leaves: list[Any], **options: Any) -> Tensor:
-    names = ("gate_bias", "up_bias", "down_bias")
-    return swiglu_mlp(*leaves[:4], **dict(zip(names, leaves[4:], strict=True)), **options)
-
-
-def doubled(leaves: list[Any]) -> list[Any]:
-    return [t if t is None else t.detach().double().requires_grad_() for t in leaves]
 
 
 def everything(y: Tensor, leaves: list[Any], upstream: Tensor) -> list[Tensor]:
@@ -39,10 +31,10 @@ def everything(y: Tensor, leaves: list[Any], upstream: Tensor) -> list[Tensor]:
 def test_values_and_gradients(dtype: torch.dtype, activation: str, bias: bool, shape: Any) -> None:
     torch.manual_seed(0)
     leaves = mlp(*shape, dtype=dtype, bias=bias)
-    true = doubled(leaves)
+    true = in_float64(leaves)
     upstream = torch.randn(leaves[0].shape, dtype=torch.float64).to(dtype)
     expected = everything(mlp_oracle(true, activation), true, upstream)
-    twin = reference(*leaves[:4], **dict(zip(("gate_bias", "up_bias", "down_bias"), leaves[4:], strict=True)),
+    twin = reference(*leaves[:4], **dict(zip(BIASES, leaves[4:], strict=True)),
                      activation=activation)  # fmt: skip
     plain = everything(twin, leaves, upstream)
     for level, tile in LEVELS_AND_TILES:
@@ -152,7 +144,7 @@ def test_pieces_of_rows_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tiles_sum_narrow_gradients_in_float32() -> None:
     leaves = mlp(512, 16, 24, dtype=torch.bfloat16, bias=False)
-    true = doubled(leaves)
+    true = in_float64(leaves)
     upstream = torch.randn(512, 16).bfloat16()
     expected = everything(mlp_oracle(true), true, upstream)
     errors = [

@@ -1,5 +1,8 @@
 import copy
+import functools
 import io
+import pickle
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.models import PatchReport
+from lowtide.models import PatchReport, mlp_part, norm_part, rope_part
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,13 +34,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": (
         "Qwen3Moe",
+        # the grouped GEMM knows no float64
         {
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 8,
             "output_router_logits": True,
             "experts_implementation": "eager",
-        },  # the grouped GEMM knows no float64
+        },
     ),
     "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {"final_logit_softcapping": 0.7, "sliding_window": 8}),
@@ -137,18 +141,43 @@ def patched(pair: Callable[..., Any]) -> Callable[..., tuple[Any, Any, PatchRepo
 
 @pytest.fixture
 def assert_same_training(assert_same_gradients: Callable[..., None]) -> Callable[..., None]:
-    """The losses of a call, and then all gradients so far; `through` is what runs the model where it is not itself."""
+    """The same value of `of` both, and then all gradients so far; `through` runs the model where it is not itself.
 
-    def check(
-        model: nn.Module, stock: nn.Module, call: dict[str, Any], through: Any = None, **tolerance: float
-    ) -> None:
-        losses = [m(**call).loss for m in (model if through is None else through, stock)]
-        torch.testing.assert_close(*losses, **tolerance)
-        for loss in losses:
-            loss.backward()
+    `of` is a function of the model, or the arguments of a call whose loss is compared.
+    """
+
+    def check(model: nn.Module, stock: nn.Module, of: Any, through: Any = None, **tolerance: float) -> None:
+        function = of if callable(of) else lambda m: m(**of).loss
+        values = [function(m) for m in (model if through is None else through, stock)]
+        torch.testing.assert_close(*values, **tolerance)
+        for value in values:
+            value.sum().backward()
         assert_same_gradients(model, stock)
 
     return check
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each fused operation was called, by its name."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return stock(*args, **kwargs)
+
+    operations = ((mlp_part, "swiglu_mlp"), (mlp_part, "adapted_mlp"), (norm_part, "rms_norm"), (rope_part, "rotary"))
+    for part, name in operations:
+        monkeypatch.setattr(part, name, functools.partial(counted, name, getattr(part, name)))
+    return counts
+
+
+# Ways to copy a model.
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
+
+
+def types_of(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules()}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -31,22 +31,12 @@ def test_logits_are_not_read_after_the_weights_changed(how, patched, batch):
         outputs.logits.sum()
 
 
-def double_in_place_of_forward(head):
-    old = head.forward
-    head.forward = lambda hidden: old(hidden) * 2
-
-
-@pytest.mark.parametrize("change", ["head.forward", "hook", "nn.Linear.forward", "function mode"])
+@pytest.mark.parametrize("change", ["nn.Linear.forward", "function mode"])
 def test_what_the_head_does_besides_is_followed(change, patched, batch, assert_same_gradients, monkeypatch):
     model, stock, report = patched("llama", mlp=False)
     if change == "nn.Linear.forward":
         old = nn.Linear.forward
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: old(self, x) * 2)
-    for m in (model, stock):
-        if change == "head.forward":
-            double_in_place_of_forward(m.lm_head)
-        elif change == "hook":
-            m.lm_head.register_forward_hook(lambda module, args, output: output * 2)
 
     class Doubling(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -67,14 +57,6 @@ def test_what_the_head_does_besides_is_followed(change, patched, batch, assert_s
     assert (report.calls_fused, report.calls_materialised) == (0, 1), str(report)
 
 
-def test_a_hook_that_came_after_the_forward_is_an_error(patched, batch):
-    model, _, _ = patched("llama", mlp=False)
-    outputs = model(**batch)
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(UnsupportedError, match="has a hook"):
-        outputs.logits.sum()
-
-
 @pytest.mark.parametrize("change", ["unpatch", "double"])
 def test_reading_after_the_model_changed_is_one_clear_error(change, patched, batch):
     model, _, _ = patched("llama", mlp=False)
@@ -87,22 +69,8 @@ def test_reading_after_the_model_changed_is_one_clear_error(change, patched, bat
         outputs.logits.sum()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_logits_out_of_a_checkpoint_carry_their_gradient(reentrant, patched, batch, assert_same_gradients):
-    model, stock, _ = patched("llama", mlp=False)
-    for m in (model, stock):
-        embedded = m.get_input_embeddings()(batch["input_ids"])
-
-        def run(e, m=m):
-            outputs = m(inputs_embeds=e, labels=batch["labels"])
-            return outputs.loss, outputs.logits
-
-        loss, logits = checkpoint(run, embedded, use_reentrant=reentrant)
-        (loss + logits.pow(2).mean()).backward()
-    assert_same_gradients(model, stock)
-
-
 OPERANDS = {
+    "alone": lambda z, _: z,
     "stacked": lambda z, _: torch.stack([z, 2 * z]),
     "concatenated": lambda z, plain: torch.cat([plain, z, plain], 1),
     "second of two": lambda z, plain: torch.add(plain, z),
@@ -269,14 +237,6 @@ def test_a_teacher_inside_a_student_is_its_own_affair(build, batch):
     assert student.seen is torch.Tensor
     assert (report.calls_fused, report.calls_materialised) == (1, 0)
     assert (told.calls_fused, told.calls_materialised) == (0, 0)
-
-
-def test_patching_again_without_the_loss_undoes_the_first(patched, batch):
-    model, _, _ = patched("llama", mlp=False)
-    report = lowtide.patch(model, loss=False)
-    model(**batch)
-    assert (report.calls_fused, report.calls_materialised) == (0, 0)
-    assert "loss=False" in str(report)
 
 
 def test_bad_arguments(build):

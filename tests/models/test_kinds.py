@@ -9,7 +9,7 @@ import torch
 
 import lowtide
 from lowtide.models import mlp_part
-from lowtide.models.ordinary import FEW, has_nothing_to_save
+from lowtide.models.eligibility import FEW, has_nothing_to_save
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -167,3 +169,15 @@ PRELUDE: dict[str, Callable[[], Any]] = {
     "optimizer": lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
     "loader": lambda: torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in token_ids()]),
 }
+
+
+def public_names() -> dict[str, list[str]]:
+    """Return the public names of `lowtide`, and of each module below it those that are not lowtide's already."""
+    found = {"lowtide": [name for name in lowtide.__all__ if not name.startswith("__")]}
+    found["lowtide"] = [name for name in found["lowtide"] if not isinstance(getattr(lowtide, name), ModuleType)]
+    for info in pkgutil.iter_modules(lowtide.__path__):
+        module = importlib.import_module(f"lowtide.{info.name}")
+        names = [name for name in getattr(module, "__all__", ()) if name not in lowtide.__all__]
+        if names:
+            found[module.__name__] = names
+    return found

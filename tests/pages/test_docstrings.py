@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lowtide
-from pages.blocks import PRELUDE, free_names
-from pages.names import public_names
+from pages.blocks import PRELUDE, free_names, public_names
 
 pytest.importorskip("transformers", reason="examples of models are transformers'")
 pytestmark = [  # other libraries' warnings to each other

@@ -13,8 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from lowtide.errors import ArgumentValueError
-from pages.blocks import PAGES, ROOT
-from pages.names import public_names
+from pages.blocks import PAGES, ROOT, public_names
 
 pytest.importorskip("mkdocs", reason="mkdocs comes with the docs extra")
 pytest.importorskip("mkdocstrings_handlers.python")
@@ -213,3 +212,13 @@ def test_search_answers_in_a_page_opened_as_a_file(site: Path, tmp_path: Path) -
     )
     assert re.search(r"\d+ matching documents", ended.stdout)
     assert "softcap</mark>" in ended.stdout or 'md-search-result__item"' in ended.stdout
+
+
+def test_what_a_function_returns_is_one_paragraph(site: Path) -> None:
+    lists = [
+        (page.name, re.sub(r"<[^>]+>", "", block)[:100], block.count("<li"))
+        for page in (site / "reference").glob("*.html")
+        for block in re.findall(r"Returns:.*?<ul>(.*?)</ul>", page.read_text(), re.DOTALL)
+    ]
+    assert len(lists) >= 25
+    assert [each for each in lists if each[2] != 1] == []

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lowtide.profile import looks
 from lowtide.profile.owners import OWNERS
 from lowtide.profile.page import write_page
 from lowtide.profile.phases import KINDS
@@ -139,12 +138,9 @@ def test_data_that_looks_like_the_pages_own_marks_stays_data(tmp_path: Path) -> 
 
 
 def test_every_owner_and_kind_has_a_name_and_a_colour_of_its_own() -> None:
-    for texts, colors, ids in (
-        (looks.OWNER_TEXTS, looks.OWNER_COLORS, OWNERS),
-        (looks.KIND_TEXTS, looks.KIND_COLORS, KINDS),
-    ):
-        assert set(texts) == set(colors) == set(ids)
-        assert len(set(texts.values())) == len(set(colors.values())) == len(ids)
+    for labels in (OWNERS, KINDS):
+        assert len({label.text for label in labels.values()}) == len(labels)
+        assert len({label.color for label in labels.values()}) == len(labels)
 
 
 SCRIPT = """
@@ -224,7 +220,7 @@ def test_the_page_works_in_a_browser(width: int, tmp_path: Path) -> None:
     assert found["hidden"] is True
     assert found["shared"] == ["share of the step, %"]
     assert "its step has ended" not in found["share_hover"]
-    assert found["owners"] == [looks.OWNER_COLORS[owner] for owner in OWNERS]
+    assert found["owners"] == [OWNERS[owner].color for owner in OWNERS]
     assert "optimizer states" in found["owner_hover"]
     assert found["bar_hover"]
     assert found["tables"][0] == 1 + len(OWNERS) + 3

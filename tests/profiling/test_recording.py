@@ -22,9 +22,9 @@ from lowtide.profile.phases import (
     RECOMPUTE,
     Phase,
     PhaseMarks,
-    mended,
+    with_whole_recomputes,
 )
-from lowtide.profile.recording import Block, Recording, record, storages
+from lowtide.profile.recording import Block, Event, Recording, record, storages
 from lowtide.profile.timeline import describe, drawn, segments, time_by_kind
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_each_block_has_its_owner() -> None:
         gradients=set(storages([gradient], CPU)),
         states=set(storages([state], CPU)),
     )
-    owners = [owned.owner for owned in owners_of(recording, known)]
+    owners = owners_of(recording, known)
     assert owners == [
         "activations", "activations", "transients", "activations", "head", "recomputed", "recomputed", "recomputed",
         "gradients", "transients", "optimizer",
@@ -119,7 +119,7 @@ def test_each_block_has_its_owner() -> None:
 
 def test_an_error_leaves_what_was_recorded_until_then() -> None:
     marks, told = PhaseMarks(), []
-    marks.tell = told.append
+    marks.on_begin = told.append
     found = []
     with pytest.raises(RuntimeError, match="no more"), record(marks, CPU) as recording:  # noqa: PT012
         found.append(recording)
@@ -130,7 +130,7 @@ def test_an_error_leaves_what_was_recorded_until_then() -> None:
     recording = found[0]
     assert [phase.kind for phase in recording.phases] == [EMBEDDING, END]
     assert recording.totals() == [4 * KIB]
-    assert marks.tell == told.append, "the recorder has taken its own away"
+    assert marks.on_begin == told.append, "the recorder has taken its own away"
     assert told == [Phase(EMBEDDING)]
 
 
@@ -139,10 +139,7 @@ def test_what_was_there_before_may_be_freed() -> None:
     weight, block = 77, Block(address=5, bytes=30 * KIB, begin=1, operation="aten::mm", phase=0)
     recording = Recording(
         blocks=[block],
-        times_ns=[10, 20, 30],
-        deltas=[-20 * KIB, 30 * KIB, -1 * KIB],
-        event_blocks=[None, 0, None],
-        freed_before={0: weight, 2: 78},
+        events=[Event(10, -20 * KIB, weight, None), Event(20, 30 * KIB, 5, 0), Event(30, -1 * KIB, 78, None)],
         phases=[Phase(HEAD), Phase(END)],
         begins=[0, 3],
         begins_ns=[0, 40],
@@ -232,12 +229,12 @@ def test_a_models_step_byte_by_byte() -> None:
     owned = owners_of(recording, known)
     by_owner: dict[str, int] = {}
     for block, one in zip(recording.blocks, owned, strict=True):
-        by_owner[one.owner] = by_owner.get(one.owner, 0) + block.bytes
+        by_owner[one] = by_owner.get(one, 0) + block.bytes
     assert by_owner["gradients"] == weights  # each parameter's, once
     # of a layer: what tanh returned, and the sum; of the embedding: its output
     assert by_owner["activations"] == (1 + 2 * 3) * N * D * 4
-    kept = {one.detail for one in owned if one.owner == "activations"}
-    assert kept == {"embedding", "forward/0", "forward/1", "forward/2"}
+    saving = {recording.phases[b.phase] for b, one in zip(recording.blocks, owned, strict=True) if one == "activations"}
+    assert saving == {Phase(EMBEDDING), *layers[0]}
 
 
 def test_what_a_layers_own_hook_gathers_is_of_its_phase_and_a_weight() -> None:
@@ -258,9 +255,8 @@ def test_what_a_layers_own_hook_gathers_is_of_its_phase_and_a_weight() -> None:
         known.gradients = step(model, optimizer, ids, marks)
     (block,) = [block for block in recording.blocks if block.address == gathered[0].data_ptr()]
     assert recording.phases[block.phase] == Phase(FORWARD, 1)
-    found = [owned for owned in owners_of(recording, known) if owned.owner == "weights"]
-    assert len(found) == 1
-    assert sum(owned.owner == "gradients" for owned in owners_of(recording, known)) == len(list(model.parameters()))
+    owners = owners_of(recording, known)
+    assert (owners.count("weights"), owners.count("gradients")) == (1, len(list(model.parameters())))
 
 
 def test_what_fsdp_has_on_its_way_is_no_activation() -> None:
@@ -281,8 +277,8 @@ def test_what_fsdp_has_on_its_way_is_no_activation() -> None:
         step(model, optimizer, ids, marks)
     owned = owners_of(recording, known)
     ((number, _),) = [(i, block) for i, block in enumerate(recording.blocks) if block.bytes == 12345 * 4]
-    assert owned[number].owner == "transients"
-    assert sum(one.owner == "activations" for one in owned) > 1
+    assert owned[number] == "transients"
+    assert owned.count("activations") > 1
 
 
 def test_a_recompute_is_a_phase_of_its_own() -> None:
@@ -296,18 +292,22 @@ def test_a_recompute_is_a_phase_of_its_own() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     marks, told = PhaseMarks(), []
     marks.install(model, children=True)
-    marks.tell = told.append
+    marks.on_begin = told.append
     step(model, optimizer, torch.randint(0, 71, (9,)), marks)
-    merged = [phase for i, phase in enumerate(mended(told)) if i == 0 or mended(told)[i - 1] != phase]
+    merged = [
+        phase
+        for i, phase in enumerate(with_whole_recomputes(told))
+        if i == 0 or with_whole_recomputes(told)[i - 1] != phase
+    ]
     again = [Phase(kind, layer) for layer in (1, 0) for kind in (BACKWARD, RECOMPUTE, BACKWARD)]
     assert merged[5:-3] == again
 
 
 def test_what_stands_between_two_parts_of_a_recompute_is_of_it() -> None:
     phases = [Phase(BACKWARD, 1), Phase(RECOMPUTE, 1), Phase(BACKWARD, 1), Phase(RECOMPUTE, 1), Phase(BACKWARD, 1)]
-    assert mended(phases) == [phases[0], *[Phase(RECOMPUTE, 1)] * 3, phases[4]]
+    assert with_whole_recomputes(phases) == [phases[0], *[Phase(RECOMPUTE, 1)] * 3, phases[4]]
     one_each = [Phase(RECOMPUTE, 1), Phase(BACKWARD, 1), Phase(RECOMPUTE, 0), Phase(BACKWARD, 0)]
-    assert mended(one_each) == one_each
+    assert with_whole_recomputes(one_each) == one_each
 
 
 def test_segments_cover_the_step() -> None:

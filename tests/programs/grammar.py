@@ -5,9 +5,27 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from programs.catalogue import FORMS, STATEMENTS
 from programs.families import NAMES, OWN
+
+
+def read_statements() -> dict[str, tuple[str, ...]]:
+    """Return the entries of each section of ``statements.txt``, what programs are made of."""
+    sections: dict[str, list[str]] = {}
+    entries: list[str] = []
+    for line in Path(__file__).with_name("statements.txt").read_text().splitlines():
+        if section := re.match(r"\[([a-zA-Z ]+)\]", line):
+            entries = sections.setdefault(section[1], [])
+        elif line.startswith(("    ", "& ")):
+            entries[-1] += "\n" + line.removeprefix("& ")
+        elif line and not line.startswith("#"):
+            entries.append(line)
+    return {name: tuple(entries) for name, entries in sections.items()}
+
+
+STATEMENTS = read_statements()
+FORMS = tuple(tuple(entry.split(" | ")) for entry in STATEMENTS["forms"])
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import nn
 
 import lowtide
 from lowtide.models import lazy_results
-from programs.counts import _PLAIN
 from programs.grammar import Program, make
-from programs.run import as_script, run, shrunk, verdict
+from programs.run import _PLAIN, as_script, run, shrunk, verdict
 
 _LOSS = (
     "model = build('llama', torch.float32)",

@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "neither library's": (["--frobnicate"], ["--frobnicate: expected an option of lowtide train, TRL's SFTConfig or"]),
     "no option": (["."], ["arguments", "'.'"]),
     "of an earlier version": (["--batch-size", "4"], ["Use --per_device_train_batch_size"]),
-    "an old value": (["--packing", "separate"], ["--packing: ", "Use --packing."]),
+    "an old value": (["--packing", "separate"], ["--packing: ", "Use --packing"]),
     "TRL's from random weights": (["--loss_type", "dft"], ["--loss_type", "got TRL's", "--model to fine-tune"]),
     "two names": (["--max_length", "8", "--seq-len", "9"], ["one of --max_length and --seq-len, got both"]),
     "two names, the other way": (["--seq_len=9", "--max-length=9"], ["--max_length", "--seq-len, got both"]),
@@ -220,6 +220,7 @@ def test_defaults_are_the_libraries_except_those_that_help_names(pretrained: Pat
         return {name: value for name, value in found.items() if value != getattr(beside, name)}
 
     both = {"logging_steps": 1, "logging_first_step": True, "logging_nan_inf_filter": False, "save_steps": 100}
+    both |= {"eval_steps": 100, "log_level_replica": "error"}
     both |= {"disable_tqdm": True, "log_on_each_node": False, "ddp_find_unused_parameters": False}
     both |= {"bf16": True} if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else {}
     tuning = {**both, "gradient_checkpointing": False, "activation_checkpointing": False}

@@ -15,7 +15,7 @@ import torch
 import lowtide
 from lowtide import HeadOptions
 from lowtide.errors import ArgumentTypeError, UnsupportedError
-from lowtide.trl import seam
+from lowtide.trl import stand_in
 from lowtide.trl.stand_in import StandIn
 
 PLACES = (
@@ -239,7 +239,7 @@ def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)  # type: ignore[arg-type]
     monkeypatch.setattr(
-        seam.importlib,
+        stand_in.importlib,
         "import_module",
         lambda name: (_ for _ in ()).throw(ModuleNotFoundError(f"No module named {name!r}", name=name)),
     )

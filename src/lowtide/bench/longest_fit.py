@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.bench.longest_config import OFFLOADED, Train
-from lowtide.bench.ways import LIGER, LOWTIDE, STOCK
+from lowtide.bench.way import LIGER, LOWTIDE, STOCK
 from lowtide.head.options import HeadOptions
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import PAGES, checkpoint_bytes
+from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape
 from lowtide.memory.planner.step_bytes import Groups, Memory, placed

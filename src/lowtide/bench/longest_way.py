@@ -22,7 +22,8 @@ from lowtide.bench.harness import reason_of
 from lowtide.bench.longest_config import OFFLOADED, LongestBenchConfig
 from lowtide.bench.longest_fit import LORA, OWN
 from lowtide.bench.step_way import VOCABULARY, steps
-from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing, with_lora
+from lowtide.bench.way import LIGER
+from lowtide.bench.ways import LEARNING_RATE, apply_liger, enable_checkpointing, with_lora
 from lowtide.errors import UnsupportedError
 from lowtide.measure.failures import is_out_of_memory, is_the_gpus
 from lowtide.measure.resident import available_bytes

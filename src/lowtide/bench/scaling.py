@@ -17,7 +17,7 @@ from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
 from lowtide.bench.pictures import require_matplotlib
 from lowtide.bench.results import Files, replace
 from lowtide.bench.settings import ScriptSettings, number, setting
-from lowtide.bench.ways import LIGER, LOWTIDE, STOCK, Way
+from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
 

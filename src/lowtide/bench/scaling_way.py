@@ -17,11 +17,12 @@ from transformers import TrainerCallback, default_data_collator
 from transformers.trainer_callback import PrinterCallback
 
 from lowtide.bench.harness import reason_of, release
-from lowtide.bench.ways import LEARNING_RATE, Way, build_way
+from lowtide.bench.way import Way
+from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
-from lowtide.train.metrics import Recorder, StepMetrics
+from lowtide.train.monitor import Monitor, StepMetrics
 from lowtide.train.parallel import all_read, engine_of, in_group, launched_rank
 from lowtide.train.quiet import quiet_transformers
 from lowtide.train.result import WARM_STEPS
@@ -92,7 +93,7 @@ def measure(
             args=args,
             train_dataset=blocks,
             data_collator=default_data_collator,
-            callbacks=[Recorder(metrics), clock],
+            callbacks=[Monitor(metrics), clock],
         )
         trainer.remove_callback(PrinterCallback)
         parameters = sum(p.numel() for p in built.parameters())

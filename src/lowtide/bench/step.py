@@ -9,7 +9,8 @@ from pathlib import Path
 from lowtide.bench import step_way
 from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Column, Row, Run, Table
-from lowtide.bench.ways import LOWTIDE, language_part
+from lowtide.bench.way import LOWTIDE
+from lowtide.bench.ways import language_part
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.train.model import model_config
 

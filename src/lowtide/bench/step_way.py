@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.settings import StepSettings
-from lowtide.bench.ways import LOWTIDE, SDPA, Way, attention_of, build_way, make_optimizer
+from lowtide.bench.way import LOWTIDE, Way
+from lowtide.bench.ways import SDPA, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.child import allocator_setting
 from lowtide.measure.failures import is_out_of_memory

@@ -1,15 +1,9 @@
-"""Ways through a training step: who computes it, and what its layers keep. Models are built here, for all that measure.
-
-The implementations: ``stock`` is transformers' model as it comes; ``compile`` the same with each layer and the loss
-through torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched.
-"""
+"""The models that benchmarks and the profile train: of each implementation, with a policy of what layers save."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +11,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lowtide.bench.way import COMPILE, LIGER, LOWTIDE, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 from lowtide.memory import ActivationPolicy, apply_policy
@@ -26,59 +21,7 @@ from lowtide.models import patch
 from lowtide.train.model import model_config
 
 SDPA = "sdpa"
-STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
-IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE)
 LEARNING_RATE = 1e-5
-_PEERS_KEEP = "all, attention or input, the last two with -offload, for all layers alike"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """An implementation, and what its layers keep for backward.
-
-    Attributes:
-        impl: One of `IMPLEMENTATIONS`.
-        policy: As `lowtide.memory.policy_words.parse_policies` reads it; a peer's layers are all alike, and have no
-            levels of the MLP.
-
-    Raises:
-        ArgumentValueError: No such implementation or policy, or not together.
-    """
-
-    impl: str
-    policy: str = "input"
-
-    def __post_init__(self) -> None:
-        if self.impl not in IMPLEMENTATIONS:
-            raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", repr(self.impl)))
-        found = parse_policies(self.policy)
-        if self.impl == LOWTIDE:
-            return
-        if isinstance(found, list) or found.mlp_level is not None:
-            raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_KEEP}", repr(self.policy)))
-        if self.impl == COMPILE and found.keep == "attention":
-            hint = "A checkpoint cannot look into a compiled layer to keep attention's output."
-            raise ArgumentValueError(message("policy", f"for {COMPILE} all or input", repr(self.policy), hint))
-
-    @classmethod
-    def named(cls, name: str) -> Way:
-        """Return the way of a name, an implementation or ``implementation:policy``.
-
-        Raises:
-            ArgumentValueError: As for the class.
-        """
-        impl, _, policy = name.partition(":")
-        return cls(impl=impl, policy=policy) if policy else cls(impl=impl)
-
-    def check_installed(self) -> None:
-        """Raise where the implementation's package is not installed.
-
-        Raises:
-            UnsupportedError: It is not.
-        """
-        if self.impl == LIGER and importlib.util.find_spec("liger_kernel") is None:
-            hint = "pip install liger-kernel, or leave liger out."
-            raise UnsupportedError(message("impl", "the package liger-kernel to be installed", "none", hint))
 
 
 def language_part(config: Any) -> Any:

@@ -35,6 +35,7 @@ In a script of your own, lowtide.patch(model) does it for a Hugging Face model."
 USAGE_ERROR = 2  # argparse's own; also for every error that the user can mend
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells have it
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+TERMINATED = 143  # 128 + SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: by argparse, after ``--help``, ``--version``, no argument, and arguments it does not know.
     """
     status = _status(argv)
-    if argv is None and status and _in_group():
-        # the group's threads would abort an interpreter that is torn down, and hide the status
+    if argv is None and (status in (INTERRUPTED, TERMINATED) or (status and _in_group())):
+        # tearing down an interpreter with torch and TRL takes seconds; a group's threads would abort it, and hide the
+        # status
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
-Say what a training step of a language model takes, and what each layer should keep for backward so that the step is
-the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's config alone:
-no weights, no GPU. The table has the bytes of every phase, the ladder of what a layer can keep, the front of memory
-against time, the longest sequence and the largest batch that fit, and the lines of Python that do it."""
+Predict the memory and the time of a language model's training step, and choose what each layer saves for backward so
+that the step is the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's
+config alone: no weights, no GPU. Prints the bytes of every phase, the ladder of what a layer can save, the front of
+memory against time, the longest sequence and the largest batch that fit, and the Python that applies the plan."""
 
+_GIVEN = ("seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp")  # as they are
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
     "host_gib": "host, in GiB",
@@ -45,70 +46,35 @@ examples:
   lowtide plan --model ./Llama-3.1-8B --seq-len 8192 --optimizer adamw-8bit --host 64GiB --gpu h200
       a downloaded model's config; layers and optimizer states may be offloaded into 64 GiB of host memory
   lowtide plan --model config.json --seq-len 4096 --batch-size 8 --gpu rtx4090 --json plan.json --png plan.png
-      the numbers and the picture as files
+      the figures and the plot as files
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
-      rates measured on the GPU at hand; one real step, predicted beside measured"""
+      rates measured on the GPU at hand; real steps, predicted beside measured"""
 
 
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     add = parser.add_argument
-    names = ", ".join(SHAPES)
-    add("--model", required=True, metavar="MODEL", help=f"a config.json, a folder with one, or one of {names}")
-    add("--seq-len", required=True, type=int, metavar="N", help="tokens of a sequence")
-    add("--batch-size", default=1, type=int, metavar="N", help="sequences of a step (default: 1)")
-    add(
-        "--budget", metavar="SIZE", help="GPU memory for tensors, such as 40GiB, 40GB or 40 (GiB) (default: 93%% of it)"
-    )
-    add(
-        "--host",
-        default="0GiB",
-        metavar="SIZE",
-        help="pinned host memory for offloaded layers and optimizer states (default: 0GiB)",
-    )
-    add(
-        "--no-offload-states",
-        dest="offload_states",
-        action="store_const",
-        const=False,
-        default="auto",
-        help="spend --host on layers alone",
-    )
-    gpus = ", ".join(GPUS)
+    shapes, gpus, targets = ", ".join(SHAPES), ", ".join(GPUS), " ".join(PROJECTIONS)
+    add("--model", required=True, metavar="MODEL", help=f"a config.json, a folder with one, or one of {shapes}")
+    add("--seq-len", required=True, type=int, metavar="N", help="tokens per sequence")
+    add("--batch-size", default=1, type=int, metavar="N", help="sequences per step (default: 1)")
+    add("--budget", metavar="SIZE", help="GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93%% of it)")
+    add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloading (default: 0GiB)")
+    add("--no-offload-states", action="store_true", help="offload layers alone, and no optimizer states")
     add("--gpu", metavar="NAME", help=f"{gpus}; or cuda: the one at hand, measured (default: that by name, or h100)")
-    add("--dtype", choices=list(DTYPES), help="of parameters and all else (default: bfloat16; float32 with --autocast)")
-    add(
-        "--autocast",
-        action="store_true",
-        help="float32 parameters and states, products in bfloat16: lowtide train's way",
-    )
-    add("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: adamw, fused)")
-    add("--grad-accum", default=1, type=int, metavar="N", help="backward passes a step; gradients stay (default: 1)")
+    add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
+    add("--autocast", action="store_true", help="float32 parameters and states, GEMMs in bfloat16: as lowtide train")
+    add("--optimizer", default="adamw", choices=OPTIMIZERS, help="(default: adamw, fused)")
+    add("--grad-accum", default=1, type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
-    add(
-        "--lora-targets",
-        nargs="+",
-        metavar="NAME",
-        help=f"with --lora-rank: the projections that get them (default: {' '.join(PROJECTIONS)})",
-    )
-    add(
-        "--attention-mask",
-        action="store_true",
-        help="attention takes a [T, T] mask: documents packed apart, without flash attention",
-    )
-    add(
-        "--no-fused-mlp",
-        dest="fused_mlp",
-        action="store_false",
-        help="the MLPs stay the model's own, as where lowtide.patch cannot fuse them",
-    )
+    add("--lora-targets", nargs="+", metavar="NAME", help=f"the projections that are adapted (default: {targets})")
+    add("--attention-mask", action="store_true", help="attention takes a [T, T] mask, for packed documents")
+    add("--no-fused-mlp", dest="fused_mlp", action="store_false", help="stock MLPs, as where lowtide.patch fuses none")
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
     add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
-    add(
-        "--json", metavar="FILE", help="write the plan here as JSON; - is the standard output, and then nothing else is"
-    )
-    add("--png", type=Path, metavar="FILE", help="draw the front of memory against time (needs matplotlib)")
+    add("--json", metavar="FILE", help="write the plan as JSON; - is the standard output, which then has nothing else")
+    add("--png", type=Path, metavar="FILE", help="plot the front of memory against time (needs matplotlib)")
     add("--check", action="store_true", help="run real steps with random weights on the GPU at hand, and compare")
     parser.set_defaults(main=main, parser=parser, options_of=_OPTIONS)
 
@@ -117,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Plan, and return the exit status: 1 where a checked step took more than the budget.
 
     Raises:
-        LowtideError: something the user can mend.
+        LowtideError: something that the user can fix.
     """
     from lowtide.head.options import HeadOptions
 
@@ -137,44 +103,42 @@ def main(arguments: argparse.Namespace) -> int:
         raise ArgumentValueError(message("check", "a plan of full training, patched, without a mask", got))
     settings = _settings(arguments.model, arguments.layers)
     if adapters is not None and (kind := numbers_alone(read_shape(settings))):
-        hint = "Say in Python how many numbers are trained: lowtide.memory.plan_memory(..., adapters=NUMBERS)."
+        hint = "In Python, pass how many parameters are trained: lowtide.memory.plan_memory(..., adapters=NUMBER)."
         raise ArgumentValueError(message("lora_rank", f"none for {kind}", str(adapters.rank), hint))
     from lowtide.memory import plan_memory
 
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in _GIVEN}
+    if arguments.workspace_mib is not None:
+        given["options"] = HeadOptions(workspace_mib=arguments.workspace_mib)
     plan = plan_memory(
         settings,
-        arguments.seq_len,
-        arguments.batch_size,
-        budget,
-        host,
-        arguments.gpu,
-        dtype=arguments.dtype,
-        optimizer=arguments.optimizer,
-        autocast=arguments.autocast,
+        budget_gib=budget,
+        host_gib=host,
+        device=arguments.gpu,
         keep_gradients=arguments.grad_accum > 1,
         adapters=adapters,
-        attention_mask=arguments.attention_mask,
-        fused_mlp=arguments.fused_mlp,
-        offload_states=arguments.offload_states,
-        options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
+        offload_states=False if arguments.no_offload_states else "auto",
+        **given,
     )
-    told = plan.to_dict()
-    quiet = arguments.json == "-"
+    return _write(arguments, settings, plan)
+
+
+def _write(arguments: argparse.Namespace, settings: dict[str, Any], plan: MemoryPlan) -> int:
+    """Print the plan, check it and write its files, as the arguments say; return the exit status."""
+    report, status, quiet = plan.to_dict(), 0, arguments.json == "-"
     if not quiet:
         width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
         sys.stdout.write(f"{plan.text(width)}\n")
-    status = 0
     if arguments.check:
         from lowtide.bench.plan import check_plan
 
         checked = check_plan(settings, plan)
-        told["check"] = checked.to_dict()
+        report["check"] = checked.to_dict()
         status = int(checked.peak_bytes > plan.budget_bytes)
-        if not quiet:
-            sys.stdout.write(f"\n{checked}\n")
+        sys.stdout.write("" if quiet else f"\n{checked}\n")
     if arguments.png is not None:
         _draw(arguments.png, plan)
-    text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     if quiet:
         sys.stdout.write(text)
         return status
@@ -186,41 +150,31 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _adapters(arguments: argparse.Namespace) -> Adapters | None:
-    targets = arguments.lora_targets
-    if arguments.lora_rank is None:
-        if targets is not None:
-            raise ArgumentValueError(message("lora_targets", "--lora-rank beside it", "none"))
-        return None
-    return Adapters(arguments.lora_rank, PROJECTIONS if targets is None else tuple(targets))
+    rank, targets = arguments.lora_rank, arguments.lora_targets
+    if rank is None and targets is not None:
+        raise ArgumentValueError(message("lora_targets", "--lora-rank beside it", "none"))
+    return None if rank is None else Adapters(rank, PROJECTIONS if targets is None else tuple(targets))
 
 
 def _settings(name: str, layers: int | None) -> dict[str, Any]:
-    """Return the config of a ``--model``, with another number of layers where asked for."""
-    if name == DEFAULT:
-        settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
-    else:
-        settings = read_settings(SHAPES[name] if name in SHAPES else config_file(name))
+    """Return the config of a ``--model``, with the requested number of layers."""
+    named = {"vocab_size": TrainConfig.vocab_size} if name == DEFAULT else {}
+    settings = read_settings({**named, **SHAPES[name]} if name in SHAPES else config_file(name))
     return settings if layers is None else with_layers(settings, layers)
 
 
 def _draw(file: Path, plan: MemoryPlan) -> None:
     from lowtide.measure.plots import Point, draw_budget
 
-    job = plan.job
-    title = (
-        f"{job.shape.model_type}, {job.shape.params / 1e9:.2f} billion parameters, {job.batch_size} x {job.seq_len}"
-        f" tokens, {job.optimizer}, on {job.gpu.name}"
-    )
     last = len(plan.front) - 1
-    near = 0.1 * (plan.front[last].peak - plan.front[0].peak)  # to the choice: a name would stand in its name's way
+    near = 0.1 * (plan.front[last].peak - plan.front[0].peak)  # to the choice: their labels would overlap
     marked = [i for i in (0, last // 3, 2 * last // 3, last) if abs(plan.front[i].peak - plan.peak_bytes) > near]
-    front = [
-        Point(str(one) if i in marked else "", one.peak / 2**20, one.seconds * 1e3) for i, one in enumerate(plan.front)
-    ]
-    chosen = Point(str(plan.chosen), plan.peak_bytes / 2**20, plan.seconds * 1e3)
+    named = [(str(one) if i in marked else "", one) for i, one in enumerate(plan.front)]
+    *front, chosen = (
+        Point(name, one.peak / 2**20, one.seconds * 1e3) for name, one in (*named, (str(plan.chosen), plan.chosen))
+    )
     try:
-        draw_budget(file, title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
+        draw_budget(file, plan.title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
     except ImportError as error:
-        raise ArgumentValueError(
-            message("png", "matplotlib to be installed", str(error), "pip install 'lowtide[plot]'")
-        ) from error
+        hint = "pip install 'lowtide[plot]'"
+        raise ArgumentValueError(message("png", "matplotlib to be installed", str(error), hint)) from error

@@ -24,8 +24,9 @@ several GPUs, FSDP2 or DeepSpeed. Checkpoints and the final model (in DIR/model)
 Besides the options below, every option of TRL's SFTConfig and ModelConfig and of transformers' TrainingArguments is an
 option here, by its name, with dashes or underscores: --per_device_train_batch_size, --gradient_accumulation_steps,
 --num_train_epochs, --packing, --assistant_only_loss, --use_peft, --load_in_4bit, --report_to, ... The defaults are
-TRL's and transformers', except: logging_steps 1, save_steps 100, save_total_limit 2, bf16 on GPUs that have it,
-gradient_checkpointing off, text files packed (wrapped), no telemetry, and from random weights a cosine schedule."""
+TRL's and transformers', except: logging_steps 1, save_steps and eval_steps 100, save_total_limit 2, bf16 on GPUs that
+have it, gradient_checkpointing off, text files packed (wrapped), no telemetry, and from random weights a cosine
+schedule."""
 
 _EXAMPLES = """\
 examples:
@@ -118,10 +119,9 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> tuple[TrainCo
 
 def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
     from lowtide.train.parallel import is_first_rank
-    from lowtide.train.quiet import hide_unused, quiet_transformers, stay_offline
+    from lowtide.train.quiet import quiet_transformers, stay_offline
 
     stay_offline(pushes=str(config.options.get("push_to_hub", "false")).lower() == "true")
-    hide_unused(config)
     from rich.console import Console
 
     console = Console()

@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a decoder layer: RMS normalisation and rotary position embedding."""
+"""The operations between the GEMMs of a decoder layer: RMS normalisation and rotary position embedding."""
 
 from lowtide.layers.norm import add_rms_norm, rms_norm
 from lowtide.layers.rope import rotary

@@ -1,4 +1,4 @@
-"""`rms_norm` and `add_rms_norm`: a row over its root mean square, times a weight.
+"""`rms_norm` and `add_rms_norm`: each row divided by its root mean square, times a weight.
 
 Legend: x [..., D] or, as rows, [N, D]; weight [D]. rstd [N] is the factor of each row.
 """
@@ -10,37 +10,34 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_device, check_number, refuse_transforms
+from lowtide.arguments import check_device, check_number, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
-from lowtide.layers.arguments import why_not_taken
 
 Rounding = Literal["before_weight", "after_weight"]
 
+GATHER = "Call it inside the forward of the module that fully_shard wraps, or on the result of to_local()."
 _LONGEST = 32768  # of the kernels, whose module needs Triton
-_WRITTEN_OUT = "torch.nn.functional.rms_norm"
-_TWICE = (
-    "lowtide: expected the gradients of a norm to be differentiated no further, got a second derivative. For those take"
-    f" {_WRITTEN_OUT}."
-)
+_STOCK = "torch.nn.functional.rms_norm"
+_TWICE = f"lowtide: expected a norm to be differentiated once, got a second derivative. For those use {_STOCK}."
 
 
 def rms_norm(
     input: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, rounding: Rounding = "after_weight"
 ) -> Tensor:
-    """Return each row over its root mean square, times a weight: ``x / sqrt(mean(x**2) + eps) * (weight + offset)``.
+    """Return each row divided by its root mean square: ``x / sqrt(mean(x**2) + eps) * (weight + offset)``.
 
-    The arithmetic is float32 (float64 for float64 inputs). For backward it keeps ``input`` itself and one float32 a
-    row; no wider copy of the input is made on an NVIDIA GPU, where forward and backward are one kernel each. Elsewhere
-    it is plain PyTorch, which rounds as transformers' own modules do, to the bit. The weight's gradient is summed in a
-    fixed order: the same from run to run.
+    The arithmetic is float32 (float64 for float64 inputs). It saves ``input`` itself and one float32 per row for
+    backward. On an NVIDIA GPU forward and backward are one kernel each, without a wider copy of the input. Elsewhere it
+    is plain PyTorch, bitwise equal to transformers' own modules. The weight's gradient is summed in a fixed order, so
+    it is the same from run to run.
 
     Args:
         input: [..., D], floating point.
-        weight: [D], floating point, on the same device; None for none, as if it were ones.
+        weight: [D], floating point, on the same device; None for ones.
         eps: Added to the mean square.
-        offset: Added to the weight: 1 for Gemma, whose weights are kept less 1.
+        offset: Added to the weight: 1 for Gemma, which stores its weights minus 1.
         rounding: ``"after_weight"``: the result is rounded once, to the dtype of ``input``, as in
             `torch.nn.functional.rms_norm`, Gemma and OLMo. ``"before_weight"``: the normalised row is rounded to the
             dtype of ``input`` and then multiplied, and the result has the dtype that PyTorch promotes to, as in
@@ -50,7 +47,7 @@ def rms_norm(
         Tensor: [..., D].
 
     Raises:
-        ArgumentTypeError: Not tensors, not floating point, or ``eps`` or ``offset`` no number.
+        ArgumentTypeError: Not tensors, not floating point, or ``eps`` or ``offset`` is not a number.
         ArgumentValueError: Shapes or devices that do not fit, an ``eps`` that is negative or not finite, or an unknown
             ``rounding``.
         UnsupportedError: Double backward, forward-mode derivatives or torch.func transforms; also a `RuntimeError`.
@@ -78,8 +75,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return ``rms_norm(input + residual, ...)`` and the sum itself, in one pass over both.
 
-    The sum is rounded to its dtype before it is normalised, as if it had been computed by itself. In backward the
-    gradient that reaches the sum is added in the same pass. What is kept is the sum and one float32 a row.
+    The sum is rounded to its dtype before it is normalised, as a separate addition would. Backward adds the gradient of
+    the sum in the same pass. It saves the sum and one float32 per row.
 
     Args:
         input: [..., D].
@@ -140,45 +137,38 @@ def _check(
     rounding: object,
 ) -> Tensor:
     """Check the arguments, and return the weight."""
-    _check_taken("input", x)
+    for name, tensor in (("input", x), ("weight", weight), ("residual", residual)):
+        error = None if tensor is None and name != "input" else why_not_local(name, tensor, GATHER)
+        if error is not None:
+            raise error
     if weight is None:
         weight = x.new_ones(x.shape[-1:])
-    _check_taken("weight", weight)
-    refuse_transforms(function, x, weight, residual, instead=_WRITTEN_OUT, way="take PyTorch's own for this one")
+    refuse_transforms(function, x, weight, residual, instead=_STOCK, way="use PyTorch's own for this one")
     if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         got = f"{list(weight.shape)} for {list(x.shape)}"
         raise ArgumentValueError(message("weight", "shape [D], D the last axis of input", got))
-    if weight.device != x.device:  # no function's call more: short sequences wait for the host
+    if weight.device != x.device:  # tested here to save a call: short sequences wait for the host
         check_device("weight", weight, x)
     if residual is not None:
-        _check_taken("residual", residual)
         if residual.dtype != x.dtype:
             raise ArgumentTypeError(message("residual", f"{x.dtype}, as input has", str(residual.dtype)))
         if residual.shape != x.shape or residual.device != x.device:
             expected, got = (f"shape {list(t.shape)} on {t.device}" for t in (x, residual))
             raise ArgumentValueError(message("residual", f"{expected}, as input has", got))
     for name, number in (("eps", eps), ("offset", offset)):
-        if not isinstance(number, int | float) or isinstance(number, bool):
-            hint = f"Pass float({name}), once and not at each call: on a GPU that waits for the device."
-            hint = hint if isinstance(number, Tensor) else ""
-            raise ArgumentTypeError(message(name, "a number", type(number).__name__, hint))
-    if not 0 <= eps < math.inf:  # type: ignore[operator]
-        raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))
-    for name, number in (("eps", eps), ("offset", offset)):
+        if isinstance(number, Tensor):
+            hint = f"Pass float({name}), computed once and not at each call: on a GPU that waits for the device."
+            raise ArgumentTypeError(message(name, "a number", "Tensor", hint))
+        if name == "eps" and isinstance(number, int | float) and not 0 <= number < math.inf:
+            raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))
         check_number(name, number, -math.inf, math.inf)
     if rounding not in ("before_weight", "after_weight"):
         raise ArgumentValueError(message("rounding", "'before_weight' or 'after_weight'", repr(rounding)))
     return weight
 
 
-def _check_taken(name: str, value: object) -> None:
-    error = why_not_taken(name, value)
-    if error is not None:
-        raise error
-
-
 def why_no_kernel(x: Tensor, weight: Tensor) -> str | None:
-    """Return why rows like those of ``x`` are normalised in plain PyTorch, or None where a kernel does it."""
+    """Return why rows like those of ``x`` are normalised in plain PyTorch, or None if a kernel does it."""
     return _why_no_kernel(x.device, x.dtype, weight.dtype, x.shape[-1])
 
 
@@ -211,13 +201,13 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` as rows, their columns beside each other: a view where there is one."""
+    """Return ``x`` as rows with contiguous columns: a view if there is one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _normalized(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_outputs` makes room for."""
+    """Return the result, the sum and the factors: see `_outputs`."""
     call = _Call(*args)
     out, sum_, rstd = _outputs(call)
     if call.x.numel() == 0:
@@ -307,7 +297,7 @@ _RMS_NORM = Operator(
     "rms_norm", f"({schema_of(_Call)}) -> ({_FORWARD})", _normalized,
     lambda *args: _outputs(_Call(*args)),
 )  # fmt: skip
-# The gradients of the rows and of the weight, empty where not wanted.
+# The gradients of the rows and of the weight, empty if not needed.
 _RMS_NORM_BACKWARD = Operator(
     "rms_norm_backward", f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)",
     _gradients, lambda *args: _gradient_outputs(_BackwardCall(*args)),
@@ -315,7 +305,7 @@ _RMS_NORM_BACKWARD = Operator(
 
 
 def _save(ctx: Any, *args: Any) -> Any:
-    """Normalise; save the rows that were normalised (an input, or the sum), and a factor of each."""
+    """Normalise; save the normalised rows (an input, or the sum), and the factor of each."""
     call = _Call(*args)
     out, sum_, rstd = _RMS_NORM(*call)
     ctx.offset, ctx.added = call.offset, call.residual is not None

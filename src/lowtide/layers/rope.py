@@ -9,40 +9,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.arguments import refuse_transforms
+from lowtide.arguments import refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
-from lowtide.layers.arguments import why_not_taken
+from lowtide.layers.norm import GATHER
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
 _TWICE = (
-    "lowtide: expected the gradients of rotary to be differentiated no further, got a second derivative. For those"
-    f" rotate in plain PyTorch: {_WRITTEN_OUT}."
+    "lowtide: expected rotary to be differentiated once, got a second derivative. For those rotate in plain PyTorch:"
+    f" {_WRITTEN_OUT}."
 )
 
 
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, promote: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys turned by their positions' angles: ``x * cos + rotate_half(x) * sin`` of every head.
+    """Return queries and keys rotated by their positions' angles: ``x * cos + rotate_half(x) * sin`` for every head.
 
-    ``rotate_half`` takes (a, b), the halves of a head's first r values, to (-b, a); values from r on pass through. That
+    ``rotate_half`` maps (a, b), the halves of a head's first r values, to (-b, a); values from r on are unchanged. This
     is transformers' convention for Llama, Mistral, Qwen, Gemma, OLMo, Phi and most others; a factor for attention
-    (YaRN, LongRoPE) is part of ``cos`` and ``sin``, as there. Models that interleave pairs (Cohere, GLM) are not of
-    that form.
+    (YaRN, LongRoPE) is part of ``cos`` and ``sin``, as there. Models that interleave pairs (Cohere, GLM) use another.
 
-    On an NVIDIA GPU one kernel turns queries and keys, and one takes their gradients back, in float32, each result
-    rounded once. Elsewhere, and in float64, it is PyTorch's own arithmetic. Only ``cos`` and ``sin`` are kept for
-    backward. Results lie in memory as their inputs do, where those have no gaps.
+    On an NVIDIA GPU one kernel rotates queries and keys, and one their gradients, in float32, each result rounded once.
+    Elsewhere, and in float64, it is PyTorch's own arithmetic. Only ``cos`` and ``sin`` are saved for backward. Results
+    have the strides of their inputs, if those have no gaps.
 
     Args:
-        q: [B, Hq, T, d], floating point; views of any strides are read as they are where d is contiguous.
+        q: [B, Hq, T, d], floating point; views of any strides are read without a copy if d is contiguous.
         k: [B, Hk, T, d], of the same dtype.
         cos: [B, T, r] or [1, T, r], floating point, r even and at most d. Not differentiated.
         sin: Of the same shape and dtype.
         unsqueeze_dim: 1; or 2 where ``q`` and ``k`` are [B, T, H, d].
-        promote: Return the dtype that PyTorch promotes q and cos to, in place of q's.
+        promote: Return the dtype that PyTorch promotes q and cos to, instead of q's.
 
     Returns:
         tuple[Tensor, Tensor]: The new queries and keys, of the shapes of ``q`` and ``k``.
@@ -70,8 +69,8 @@ def rotary(
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    turned: tuple[Tensor, Tensor] = _NODE.apply(*call) if trained else _ROTARY(*call)  # type: ignore[no-untyped-call]
-    return (turned[0].transpose(1, 2), turned[1].transpose(1, 2)) if unsqueeze_dim == 2 else turned
+    rotated: tuple[Tensor, Tensor] = _NODE.apply(*call) if trained else _ROTARY(*call)  # type: ignore[no-untyped-call]
+    return (rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)) if unsqueeze_dim == 2 else rotated
 
 
 class _Call(NamedTuple):
@@ -87,7 +86,7 @@ def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
     """Return the error that `rotary` raises for such arguments, or None where it raises none."""
     named = {"q": q, "k": k, "cos": cos, "sin": sin}
     for name, tensor in named.items():
-        error = why_not_taken(name, tensor)
+        error = why_not_local(name, tensor, GATHER)
         if error is not None:
             return error
         if tensor.device != q.device:
@@ -119,7 +118,7 @@ def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_di
 
 
 def _outputs(*args: Any) -> tuple[Tensor, Tensor]:
-    """Return room for the results, of the same strides as ``q`` and ``k`` where these have no gaps."""
+    """Return empty results, with the strides of ``q`` and ``k`` if these have no gaps."""
     call = _Call(*args)
     return torch.empty_like(call.q, dtype=call.dtype), torch.empty_like(call.k, dtype=call.dtype)
 
@@ -128,14 +127,14 @@ def _last_beside(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _turned(*args: Any) -> tuple[Tensor, Tensor]:
+def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
     call = _Call(*args)
     q_out, k_out = _outputs(*args)
     if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
         with undisturbed(call.q.device):
             tables = _halves(call.cos.unsqueeze(1)) + _halves(call.sin.unsqueeze(1))
             for x, out in ((call.q, q_out), (call.k, k_out)):
-                _turn_into(out, x, tables, inverse=call.inverse)
+                _rotate_into(out, x, tables, inverse=call.inverse)
         return q_out, k_out
     from lowtide.layers.kernels.rotary import rotate_heads
 
@@ -150,8 +149,8 @@ def _turned(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def why_no_kernel(q: Tensor, cos: Tensor) -> str | None:
-    """Return why heads like those of ``q`` are turned in plain PyTorch, or None where a kernel does it."""
-    return _why_no_kernel(q.device, q.dtype, cos.dtype) or (None if cos.shape[-1] else "there is nothing to turn")
+    """Return why heads like those of ``q`` are rotated in plain PyTorch, or None if a kernel does it."""
+    return _why_no_kernel(q.device, q.dtype, cos.dtype) or (None if cos.shape[-1] else "there is nothing to rotate")
 
 
 @cache
@@ -164,7 +163,7 @@ def _halves(table: Tensor) -> tuple[Tensor, Tensor]:
     return table[..., :half], table[..., half:]
 
 
-def _turn_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: bool) -> None:
+def _rotate_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: bool) -> None:
     cos_1, cos_2, sin_1, sin_2 = tables
     half, rest = cos_1.shape[-1], x.shape[-1] - 2 * cos_1.shape[-1]
     sizes = [half, half, rest]
@@ -180,28 +179,28 @@ def _turn_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: b
         into_passed.copy_(passed)
 
 
-# Turns queries and keys, or takes their gradients back.
-_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", _turned, _outputs)
+# Rotates queries and keys, or their gradients.
+_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", _rotated, _outputs)
 
 
 def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    """Turn; save the tables."""
+    """Rotate; save the tables."""
     call = _Call(*args)
     ctx.save_for_backward(call.cos, call.sin)
     ctx.dtype, ctx.shapes = call.q.dtype, (call.q.shape, call.k.shape)
-    turned: tuple[Tensor, Tensor] = _ROTARY(*call)
-    return turned
+    rotated: tuple[Tensor, Tensor] = _ROTARY(*call)
+    return rotated
 
 
-def _turn_back(ctx: Any, *upstream: Tensor | None) -> Any:
-    """Turn the gradients back by the same angles."""
+def _rotate_back(ctx: Any, *upstream: Tensor | None) -> Any:
+    """Rotate the gradients back by the same angles."""
     cos, sin = ctx.saved_tensors
     g_q, g_k = (
         cos.new_zeros(shape, dtype=ctx.dtype) if g is None else g for g, shape in zip(upstream, ctx.shapes, strict=True)
     )
-    turned = _ROTARY(g_q, g_k, cos, sin, ctx.dtype, True)
-    flags = zip(turned, ctx.needs_input_grad, upstream, strict=False)
+    rotated = _ROTARY(g_q, g_k, cos, sin, ctx.dtype, True)
+    flags = zip(rotated, ctx.needs_input_grad, upstream, strict=False)
     return [grad if wanted and g is not None else None for grad, wanted, g in flags], ()
 
 
-_NODE = node("Rotary", "rotary", _save, _turn_back, _TWICE)
+_NODE = node("Rotary", "rotary", _save, _rotate_back, _TWICE)

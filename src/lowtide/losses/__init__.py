@@ -1,6 +1,6 @@
 """Objectives as functions of log-probabilities: supervised, preference, policy gradient and distillation.
 
-Each takes per-token values [..., T] and a mask, or one value a sequence, as `lowtide.linear_logprobs`,
+Each takes per-token values [..., T] and a mask, or one value per sequence, as `lowtide.linear_logprobs`,
 `lowtide.linear_token_stats` and `lowtide.linear_divergence` give them; none of them sees a logit, and none makes
 the host wait for a GPU. Every denominator is named: see `reduce_tokens`.
 """

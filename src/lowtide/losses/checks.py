@@ -1,7 +1,6 @@
 """What every loss checks before it computes, and how log-probabilities and masks are made ready."""
 
 import math
-from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -58,17 +57,11 @@ def check_bool(name: str, value: object, like_name: str, like: Tensor) -> Tensor
     return tensor if tensor.dtype == torch.bool else tensor != 0
 
 
-def check_kept(name: str, value: object, mask: object) -> tuple[Tensor, Tensor]:
+def check_valid(name: str, value: object, mask: object) -> tuple[Tensor, Tensor]:
     """Return values of tokens [..., T] in float32 or float64, 0 where masked, and the mask as bool."""
     tensor = check_tokens(name, value)
     keep = check_mask(mask, name, tensor)
     return tensor.where(keep, 0), keep
-
-
-def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Check that ``value`` is one of the words ``allowed``."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{value!r}"))
 
 
 def check_positive(name: str, value: object) -> float:

@@ -8,6 +8,7 @@ from lowtide.arguments import check_index
 from lowtide.errors import ArgumentValueError, message
 from lowtide.losses.checks import check_floats, check_mask, check_not_negative, check_positive, check_tokens
 from lowtide.losses.policy_terms import (
+    ClippedTerms,
     PolicyTerms,
     RatioLevel,
     clipped_surrogate,
@@ -38,7 +39,7 @@ def ppo_loss(
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: As in `importance_ratio` [..., T]; not differentiated.
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         clip_low: How far r may fall below 1 before it has no gradient, from 0 to 1.
         clip_high: How far r may rise above 1, 0 or above.
@@ -54,36 +55,25 @@ def ppo_loss(
     """
     logprob = check_tokens("logprob", logprob)  # cast once: the gradients of a cast each would be summed as narrow ones
     ratios = importance_ratio(logprob, old_logprob, mask, level=level)
-    advantages = _kept_advantage(advantage, logprob, mask)
+    advantages = _valid_advantage(advantage, logprob, mask)
     surrogate = clipped_surrogate(ratios, advantages, clip_low=clip_low, clip_high=clip_high, ratio_max=ratio_max)
     return policy_loss(surrogate, logprob, mask, **terms)
 
 
 def grpo_loss(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor | None = None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio_max: float | None = None,
-    **terms: Unpack[PolicyTerms],
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor | None = None, **terms: Unpack[ClippedTerms]
 ) -> Tensor:
     """Return GRPO's objective as a loss: PPO's surrogate and a k3 KL term, averaged over each sequence, then over them.
 
         1/B sum_i 1/n_i sum_t (-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL)
 
-    ``beta`` is the paper's 0.04 if ``ref_logprob`` is given and nothing else said. Advantages: `group_advantages`.
+    ``beta`` is the paper's 0.04 if ``ref_logprob`` is given without ``beta``. Advantages: `group_advantages`.
 
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
-        clip_low: As in `ppo_loss`.
-        clip_high: As in `ppo_loss`.
-        ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "sequence".
 
     Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, eq. 3 (beta); the paper names no clip range: PPO's.
@@ -91,9 +81,7 @@ def grpo_loss(
     terms.setdefault("reduction", "sequence")
     if terms.get("ref_logprob") is not None:
         terms.setdefault("beta", 0.04)
-    return ppo_loss(
-        logprob, old_logprob, advantage, mask, ratio_max=ratio_max, clip_low=clip_low, clip_high=clip_high, **terms
-    )
+    return ppo_loss(logprob, old_logprob, advantage, mask, **terms)
 
 
 def dr_grpo_loss(
@@ -103,10 +91,7 @@ def dr_grpo_loss(
     mask: Tensor | None = None,
     *,
     max_length: int,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio_max: float | None = None,
-    **terms: Unpack[PolicyTerms],
+    **terms: Unpack[ClippedTerms],
 ) -> Tensor:
     """Return Dr.GRPO's objective as a loss: a sum over tokens with a constant denominator, so that length does not pay.
 
@@ -117,12 +102,9 @@ def dr_grpo_loss(
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         max_length: Most tokens that an answer may have, the same for every batch.
-        clip_low: As in `ppo_loss`.
-        clip_high: As in `ppo_loss`.
-        ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence_sum", ``num_items`` counts sequences, B.
 
     Raises:
@@ -133,22 +115,12 @@ def dr_grpo_loss(
     if check_index("max_length", max_length) < 1:
         raise ArgumentValueError(message("max_length", "tokens, 1 or more", f"{max_length!r}"))
     terms.setdefault("reduction", "sequence_sum")
-    loss = ppo_loss(
-        logprob, old_logprob, advantage, mask, ratio_max=ratio_max, clip_low=clip_low, clip_high=clip_high, **terms
-    )
+    loss = ppo_loss(logprob, old_logprob, advantage, mask, **terms)
     return loss / max_length
 
 
 def bnpo_loss(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor | None = None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio_max: float | None = None,
-    **terms: Unpack[PolicyTerms],
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor | None = None, **terms: Unpack[ClippedTerms]
 ) -> Tensor:
     """Return what TRL names BNPO: GRPO's surrogate, averaged over the tokens of this batch.
 
@@ -160,29 +132,16 @@ def bnpo_loss(
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
-        clip_low: As in `ppo_loss`.
-        clip_high: As in `ppo_loss`.
-        ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
     """
     terms.setdefault("reduction", "token")
-    return grpo_loss(
-        logprob, old_logprob, advantage, mask, ratio_max=ratio_max, clip_low=clip_low, clip_high=clip_high, **terms
-    )
+    return grpo_loss(logprob, old_logprob, advantage, mask, **terms)
 
 
 def dapo_loss(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    mask: Tensor | None = None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    ratio_max: float | None = None,
-    **terms: Unpack[PolicyTerms],
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, mask: Tensor | None = None, **terms: Unpack[ClippedTerms]
 ) -> Tensor:
     """Return DAPO's objective as a loss: a higher upper bound, every token of the batch weighing the same, no KL term.
 
@@ -193,18 +152,14 @@ def dapo_loss(
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
-        clip_low: As in `ppo_loss`.
-        clip_high: As in `ppo_loss`; "clip-higher".
-        ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
 
     Source: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, eq. 8.
     """
-    return ppo_loss(
-        logprob, old_logprob, advantage, mask, ratio_max=ratio_max, clip_low=clip_low, clip_high=clip_high, **terms
-    )
+    terms.setdefault("clip_high", 0.28)
+    return ppo_loss(logprob, old_logprob, advantage, mask, **terms)
 
 
 def gspo_loss(
@@ -218,17 +173,17 @@ def gspo_loss(
     token_level: bool = False,
     **terms: Unpack[PolicyTerms],
 ) -> Tensor:
-    """Return GSPO's objective as a loss: one ratio a sequence, the geometric mean of its tokens'.
+    """Return GSPO's objective as a loss: one ratio per sequence, the geometric mean of its tokens'.
 
         1/B sum_i -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)      s_i = exp(1/n_i sum_t d_t)
 
     with d_t = ``logprob - old_logprob``. ``token_level`` is GSPO-token: s_it = sg(s_i) p_t / sg(p_t) and one advantage
-    a token, averaged over each sequence; of the same value and gradient where a sequence's advantages are equal.
+    per token, averaged over each sequence; of the same value and gradient where a sequence's advantages are equal.
 
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One a sequence [...] or, with ``token_level``, one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or, with ``token_level``, one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         clip_low: As in `ppo_loss`; the paper's, three orders below PPO's as the ratio is a mean.
         clip_high: As in `ppo_loss`.
@@ -241,7 +196,7 @@ def gspo_loss(
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eqs. 5 and 13.
     """
     if not token_level and check_floats("advantage", advantage).shape == check_tokens("logprob", logprob).shape:
-        expected = f"one a sequence, {list(logprob.shape[:-1])}"
+        expected = f"one per sequence, {list(logprob.shape[:-1])}"
         raise ArgumentValueError(message("advantage", expected, f"{list(advantage.shape)}", "Or token_level=True."))
     terms.setdefault("reduction", "sequence")
     level: RatioLevel = "geometric_token" if token_level else "geometric"
@@ -267,7 +222,7 @@ def cispo_loss(
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         ratio_min: The paper's 1 - epsilon_low, which it sets so that nothing is clipped; 0 or above.
         ratio_max: The paper's 1 + epsilon_high, above ``ratio_min``. It gives no number; 5 is ScaleRL's (Khatri et al.
@@ -284,7 +239,7 @@ def cispo_loss(
         raise ArgumentValueError(message("ratio_max", f"a number above ratio_min, {low}", f"{ratio_max!r}"))
     logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
     weight = importance_ratio(logprob, old_logprob, mask).detach().clamp(low, ratio_max)
-    return policy_loss(-weight * (_kept_advantage(advantage, logprob, mask) * logprob), logprob, mask, **terms)
+    return policy_loss(-weight * (_valid_advantage(advantage, logprob, mask) * logprob), logprob, mask, **terms)
 
 
 def sapo_loss(
@@ -306,7 +261,7 @@ def sapo_loss(
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         tau_positive: Temperature of positive advantages, above 0.
         tau_negative: Temperature of the others, above 0; the larger, the faster their gradient fades.
@@ -321,7 +276,7 @@ def sapo_loss(
     terms.setdefault("reduction", "sequence")
     logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
     ratio = importance_ratio(logprob, old_logprob, mask)
-    advantages = _kept_advantage(advantage, logprob, mask)
+    advantages = _valid_advantage(advantage, logprob, mask)
     surrogates = [-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages for tau in (positive, negative)]
     return policy_loss(surrogates[0].where(advantages > 0, surrogates[1]), logprob, mask, **terms)
 
@@ -337,7 +292,7 @@ def reinforce_loss(
 
     Args:
         logprob: The policy's log-probabilities of the tokens that it sampled [..., T].
-        advantage: One a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence_sum".
 
@@ -349,8 +304,8 @@ def reinforce_loss(
     """
     terms.setdefault("reduction", "sequence_sum")
     logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
-    return policy_loss(-_kept_advantage(advantage, logprob, mask) * logprob, logprob, mask, **terms)
+    return policy_loss(-_valid_advantage(advantage, logprob, mask) * logprob, logprob, mask, **terms)
 
 
-def _kept_advantage(advantage: Tensor, logprob: Tensor, mask: Tensor | None) -> Tensor:
+def _valid_advantage(advantage: Tensor, logprob: Tensor, mask: Tensor | None) -> Tensor:
     return per_token_advantage(advantage, "logprob", logprob).where(check_mask(mask, "logprob", logprob), 0)

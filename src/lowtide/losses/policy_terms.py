@@ -1,17 +1,16 @@
 """What policy-gradient losses are built of: ratios, clipping, KL estimates, corrections, advantages, a frame."""
 
 import math
-from typing import Literal, TypedDict, get_args
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_index, check_number
+from lowtide.arguments import check_index, check_name, check_number
 from lowtide.errors import ArgumentValueError, message
 from lowtide.losses.checks import (
     bounded_exp,
     bounded_expm1,
-    check_choice,
     check_floats,
     check_like,
     check_mask,
@@ -20,7 +19,7 @@ from lowtide.losses.checks import (
     check_positive,
     check_tokens,
 )
-from lowtide.losses.reduction import NumItems, TokenReduction, per_sequence, reduce_tokens
+from lowtide.losses.reduction import TokenReductionOptions, per_sequence, reduce_tokens
 
 RatioLevel = Literal["token", "sequence", "geometric", "geometric_token"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -31,7 +30,7 @@ RATIO_LEVELS, CORRECTION_LEVELS, CORRECTIONS = get_args(RatioLevel), get_args(Co
 KL_KINDS, SCALES = get_args(KLKind), get_args(Scale)
 
 
-class PolicyTerms(TypedDict, total=False):
+class PolicyTerms(TokenReductionOptions, total=False):
     """The keyword arguments of `policy_loss`, which every objective takes too."""
 
     correction: Tensor | None
@@ -40,8 +39,14 @@ class PolicyTerms(TypedDict, total=False):
     kl: KLKind
     entropy: Tensor | None
     entropy_coef: float | None
-    reduction: TokenReduction
-    num_items: NumItems
+
+
+class ClippedTerms(PolicyTerms, total=False):
+    """The keyword arguments of `ppo_loss` that every clipped objective takes too."""
+
+    clip_low: float
+    clip_high: float
+    ratio_max: float | None
 
 
 def importance_ratio(
@@ -49,7 +54,7 @@ def importance_ratio(
 ) -> Tensor:
     """Return how much likelier tokens are under the policy than under the one that sampled them.
 
-    With d_t = ``logprob - old_logprob`` over the n kept tokens of a sequence, and sg what is not differentiated:
+    With d_t = ``logprob - old_logprob`` over the n valid tokens of a sequence, and sg what is not differentiated:
 
         "token"             exp(d_t)
         "sequence"          exp(sum_t d_t)
@@ -73,7 +78,7 @@ def importance_ratio(
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, for the last two.
     """
-    check_choice("level", level, RATIO_LEVELS)
+    check_name("level", level, RATIO_LEVELS)
     logprob = check_tokens("logprob", logprob)
     old = check_like("old_logprob", old_logprob, "logprob", logprob).detach()
     keep = check_mask(mask, "logprob", logprob)
@@ -121,8 +126,8 @@ def sampler_correction(
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS, high = 2);
     Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (MIS).
     """
-    check_choice("level", level, CORRECTION_LEVELS)
-    check_choice("kind", kind, CORRECTIONS)
+    check_name("level", level, CORRECTION_LEVELS)
+    check_name("kind", kind, CORRECTIONS)
     low = check_not_negative("low", low)
     if check_number("high", high, 0, math.inf) <= low:
         raise ArgumentValueError(message("high", f"a number above low, {low}", f"{high!r}"))
@@ -146,7 +151,7 @@ def clipped_surrogate(
 
     Args:
         ratio: r [..., T], as `importance_ratio` returns it.
-        advantage: A, one a sequence [...] or one a token [..., T]; not differentiated.
+        advantage: A, one per sequence [...] or one per token [..., T]; not differentiated.
         clip_low: How far r may fall below 1 before it has no gradient, from 0 to 1.
         clip_high: How far r may rise above 1, 0 or above.
         ratio_max: Number above 1 + ``clip_high`` at which a negative advantage's ratio stops to grow, or None: the
@@ -197,7 +202,7 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, mask: Tensor | None = None
 
     Source: Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
     """
-    check_choice("kind", kind, KL_KINDS)
+    check_name("kind", kind, KL_KINDS)
     logprob = check_tokens("logprob", logprob)
     ref = check_like("ref_logprob", ref_logprob, "logprob", logprob).detach()
     keep = check_mask(mask, "logprob", logprob)
@@ -217,7 +222,7 @@ def group_advantages(reward: Tensor, group_size: int, *, scale: Scale = "group",
 
     Args:
         reward: Rewards [B]; the answers to one prompt stand together. A NaN makes its group NaN.
-        group_size: Answers a prompt, 2 or more, a divisor of B.
+        group_size: Answers per prompt, 2 or more, a divisor of B.
         scale: ``"group"``, ``"batch"`` or ``"none"``.
         eps: Added to the standard deviation, above 0: a group of equal rewards has advantage 0.
 
@@ -230,7 +235,7 @@ def group_advantages(reward: Tensor, group_size: int, *, scale: Scale = "group",
     Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300; Liu et al. 2025, "Understanding R1-Zero-Like Training",
     arXiv 2503.20783, for "none".
     """
-    check_choice("scale", scale, SCALES)
+    check_name("scale", scale, SCALES)
     eps = check_positive("eps", eps)
     groups = _groups(reward, group_size)
     centred = groups - groups.mean(-1, keepdim=True)
@@ -247,7 +252,7 @@ def leave_one_out_advantages(reward: Tensor, group_size: int) -> Tensor:
 
     Args:
         reward: Rewards [B]; the answers to one prompt stand together.
-        group_size: Answers a prompt G, 2 or more, a divisor of B.
+        group_size: Answers per prompt G, 2 or more, a divisor of B.
 
     Returns:
         Tensor: [B], float32 or float64, not differentiated.
@@ -262,12 +267,12 @@ def leave_one_out_advantages(reward: Tensor, group_size: int) -> Tensor:
 
 
 def per_token_advantage(advantage: Tensor, like_name: str, like: Tensor) -> Tensor:
-    """Return an advantage a sequence [...] or a token [..., T] as one a token, not differentiated."""
+    """Return an advantage per sequence [...] or per token [..., T] as one per token, not differentiated."""
     value = check_floats("advantage", advantage).detach()
     if value.shape == like.shape[:-1]:
         value = value.unsqueeze(-1).expand(like.shape)
     elif value.shape != like.shape:
-        shapes = f"shape {list(like.shape[:-1])}, one a sequence, or {list(like.shape)}, one a token,"
+        shapes = f"shape {list(like.shape[:-1])}, one per sequence, or {list(like.shape)}, one per token,"
         raise ArgumentValueError(message("advantage", f"{shapes} as {like_name} says", f"shape {list(value.shape)}"))
     return check_place("advantage", value, like_name, like)
 
@@ -283,33 +288,31 @@ def policy_loss(
     kl: KLKind = "k3",
     entropy: Tensor | None = None,
     entropy_coef: float | None = None,
-    reduction: TokenReduction = "token",
-    num_items: NumItems = None,
+    **reduce: Unpack[TokenReductionOptions],
 ) -> Tensor:
-    """Return a policy-gradient loss from one surrogate a token: corrected, with a KL term and an entropy bonus.
+    """Return a policy-gradient loss from one surrogate per token: corrected, with a KL term and an entropy bonus.
 
         reduce_t(correction_t surrogate_t + beta KL_t - entropy_coef H_t)
 
     The published objectives are this with their surrogate and their defaults, and take the same keyword arguments.
 
     Args:
-        surrogate: One value a token [..., T], lower is better, such as `clipped_surrogate`'s.
+        surrogate: One value per token [..., T], lower is better, such as `clipped_surrogate`'s.
         logprob: The policy's log-probabilities of tokens [..., T], for the KL term.
         mask: As in `reduce_tokens`.
         correction: Factor of each token's surrogate [..., T], not differentiated, such as `sampler_correction`'s.
         ref_logprob: The reference model's log-probabilities [..., T], or None: no KL term.
-        beta: Factor of the KL term, 0 or above; said where ``ref_logprob`` is given.
+        beta: Factor of the KL term, 0 or above; required if ``ref_logprob`` is given.
         kl: ``"k1"``, ``"k2"`` or ``"k3"``: see `kl_estimate`.
         entropy: Entropy of the policy at each token [..., T], differentiable, as `lowtide.linear_token_stats` returns
             it, or None: no bonus.
-        entropy_coef: Factor of the entropy bonus, 0 or above; said where ``entropy`` is given.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        entropy_coef: Factor of the entropy bonus, 0 or above; required if ``entropy`` is given.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
-    check_choice("kl", kl, KL_KINDS)
+    check_name("kl", kl, KL_KINDS)
     logprob = check_tokens("logprob", logprob)
     keep = check_mask(mask, "logprob", logprob)
     loss = check_like("surrogate", surrogate, "logprob", logprob)
@@ -321,7 +324,7 @@ def policy_loss(
     factor = _factor("entropy_coef", entropy_coef, "entropy", entropy)
     if factor and entropy is not None:
         loss = loss - factor * check_like("entropy", entropy, "logprob", logprob)
-    return reduce_tokens(loss, keep, reduction=reduction, num_items=num_items)
+    return reduce_tokens(loss, keep, **reduce)
 
 
 def _at_level(log_ratio: Tensor, keep: Tensor, level: str) -> Tensor:

@@ -2,25 +2,24 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lowtide.arguments import check_number, scalar_tensor
+from lowtide.arguments import check_name, check_number, scalar_tensor
 from lowtide.errors import ArgumentValueError, message
 from lowtide.losses.checks import (
     bounded_expm1,
     check_bool,
-    check_choice,
     check_floats,
     check_like,
     check_not_negative,
     check_place,
     check_positive,
 )
-from lowtide.losses.reduction import NumItems, SequenceReduction, reduce_sequences
+from lowtide.losses.reduction import NumItems, SequenceReduction, SequenceReductionOptions, reduce_sequences
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 KTOKind = Literal["kto", "apo_zero"]
@@ -44,7 +43,7 @@ def dpo_loss(
     reduction: SequenceReduction = "mean",
     num_items: NumItems = None,
 ) -> Tensor:
-    """Return a preference loss of the DPO family, one value a pair of answers.
+    """Return a preference loss of the DPO family, one value per pair of answers.
 
     With the log-ratios a = ``chosen_logprob - ref_chosen_logprob`` and b = ``rejected_logprob - ref_rejected_logprob``,
     S the logistic function, the score s of the divergence (below), d = s(a) - s(b), and e = ``label_smoothing``:
@@ -88,7 +87,7 @@ def dpo_loss(
         chosen_length: Number of tokens n_a of each preferred answer [...], 0 counting as 1; for "ipo" and
             "sigmoid_norm" alone, which need both. (IPO's authors mean averages over tokens.)
         rejected_length: Number of tokens n_b of the other answer [...].
-        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"``: one value a pair [...], for AOT in sorted order.
+        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"``: one value per pair [...], for AOT in sorted order.
         num_items: Number of pairs above 0, or 0-d tensor (not inspected), that replaces the mean's denominator.
 
     Returns:
@@ -103,8 +102,8 @@ def dpo_loss(
     et al. 2402.05369; BCO, Jung et al. 2404.04656; SPPO, Wu et al. 2405.00675; APO, D'Oosterlinck et al. 2408.06266,
     eqs. 7 and 8; DiscoPOP, Lu et al. 2406.08414; AOT, Melnyk et al. 2406.05882; f-DPO, Wang et al. 2309.16240.
     """
-    check_choice("kind", kind, _KINDS)
-    check_choice("divergence", divergence, DIVERGENCES)
+    check_name("kind", kind, DPO_KINDS)
+    check_name("divergence", divergence, DIVERGENCES)
     chosen = check_floats("chosen_logprob", chosen_logprob)
     rejected = check_like("rejected_logprob", rejected_logprob, "chosen_logprob", chosen)
     ref_chosen = check_like("ref_chosen_logprob", ref_chosen_logprob, "chosen_logprob", chosen).detach()
@@ -124,7 +123,7 @@ def dpo_loss(
     else:
         x, y = _score(a, divergence, alpha), _score(b, divergence, alpha)
         d = x / lengths[0] - y / lengths[1] if lengths else x - y
-    return reduce_sequences(_KINDS[kind](_Pairs(a, b, d, beta, e, tau)), reduction, num_items)
+    return reduce_sequences(_KINDS[kind](_Pairs(a, b, d, beta, e, tau)), reduction=reduction, num_items=num_items)
 
 
 def simpo_loss(
@@ -134,8 +133,7 @@ def simpo_loss(
     beta: float = 2.0,
     gamma: float = 1.0,
     label_smoothing: float = 0.0,
-    reduction: SequenceReduction = "mean",
-    num_items: NumItems = None,
+    **reduce: Unpack[SequenceReductionOptions],
 ) -> Tensor:
     """Return SimPO's loss: the answers' mean log-probabilities are the rewards, without a reference model.
 
@@ -151,8 +149,7 @@ def simpo_loss(
         gamma: Margin by which the preferred answer's reward should exceed the other's, 0 or above. The defaults are the
             paper's for Llama-3-Base; it takes beta from 2 to 2.5 and gamma from 0.3 to 1.6.
         label_smoothing: Probability that a pair is labelled the wrong way round, from 0 to 1/2.
-        reduction: As in `dpo_loss`.
-        num_items: As in `dpo_loss`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `dpo_loss`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -163,7 +160,7 @@ def simpo_loss(
     rejected = check_like("rejected_mean_logprob", rejected_mean_logprob, "chosen_mean_logprob", chosen)
     margin = check_positive("beta", beta) * (chosen - rejected) - check_not_negative("gamma", gamma)
     e = check_number("label_smoothing", label_smoothing, 0, 0.5)
-    return reduce_sequences(_weighed(margin, 1 - e, e), reduction, num_items)
+    return reduce_sequences(_weighed(margin, 1 - e, e), **reduce)
 
 
 def cpo_loss(
@@ -173,8 +170,7 @@ def cpo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
-    reduction: SequenceReduction = "mean",
-    num_items: NumItems = None,
+    **reduce: Unpack[SequenceReductionOptions],
 ) -> Tensor:
     """Return CPO's loss: DPO with a uniform reference, and the preferred answer's negative log-likelihood.
 
@@ -185,13 +181,12 @@ def cpo_loss(
     Args:
         chosen_logprob: Log-probability of each preferred answer [...], summed over its tokens.
         rejected_logprob: That of the other answer [...].
-        chosen_nll: What is added, times its weight: one value a pair [...], such as
+        chosen_nll: What is added, times its weight: one value per pair [...], such as
             ``-sequence_logprobs(logprob, mask, average=True)``, or a 0-d tensor, such as `sft_loss`'s mean over the
             tokens of all preferred answers, which counts once in a mean. None: the preference alone.
         beta: Scale of the difference, above 0.
         label_smoothing: Probability that a pair is labelled the wrong way round, from 0 to 1/2.
-        reduction: As in `dpo_loss`.
-        num_items: As in `dpo_loss`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `dpo_loss`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -202,7 +197,7 @@ def cpo_loss(
     rejected = check_like("rejected_logprob", rejected_logprob, "chosen_logprob", chosen)
     margin = check_positive("beta", beta) * (chosen - rejected)
     e = check_number("label_smoothing", label_smoothing, 0, 0.5)
-    return _with_nll(_weighed(margin, 1 - e, e), chosen_nll, chosen, reduction, num_items)
+    return _with_nll(_weighed(margin, 1 - e, e), chosen_nll, chosen, **reduce)
 
 
 def orpo_loss(
@@ -211,8 +206,7 @@ def orpo_loss(
     chosen_nll: Tensor | None = None,
     *,
     beta: float = 0.1,
-    reduction: SequenceReduction = "mean",
-    num_items: NumItems = None,
+    **reduce: Unpack[SequenceReductionOptions],
 ) -> Tensor:
     """Return ORPO's loss: the preferred answer's negative log-likelihood, and the log of the odds ratio.
 
@@ -229,8 +223,7 @@ def orpo_loss(
         chosen_nll: Negative log-likelihood of the preferred answer, a tensor as in `cpo_loss`. None:
             ``-chosen_mean_logprob``, as in the paper.
         beta: The paper's lambda, above 0.
-        reduction: As in `dpo_loss`.
-        num_items: As in `dpo_loss`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `dpo_loss`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -240,7 +233,7 @@ def orpo_loss(
     chosen = check_floats("chosen_mean_logprob", chosen_mean_logprob)
     rejected = check_like("rejected_mean_logprob", rejected_mean_logprob, "chosen_mean_logprob", chosen)
     loss = -check_positive("beta", beta) * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-    return _with_nll(loss, -chosen if chosen_nll is None else chosen_nll, chosen, reduction, num_items)
+    return _with_nll(loss, -chosen if chosen_nll is None else chosen_nll, chosen, **reduce)
 
 
 def kto_loss(
@@ -253,8 +246,7 @@ def kto_loss(
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-    reduction: SequenceReduction = "mean",
-    num_items: NumItems = None,
+    **reduce: Unpack[SequenceReductionOptions],
 ) -> Tensor:
     """Return KTO's loss of single answers, each good or bad; no pairs are needed.
 
@@ -274,15 +266,14 @@ def kto_loss(
         desirable_weight: w of good answers, 0 or above. The paper keeps the ratio of both sides, number times weight,
             between 1 and 4/3 (its eq. 8).
         undesirable_weight: w of bad answers, 0 or above.
-        reduction: As in `dpo_loss`, of answers in place of pairs.
-        num_items: As in `dpo_loss`, of answers in place of pairs, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `dpo_loss`, here of answers, not pairs; it also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
     """
-    check_choice("kind", kind, KTO_KINDS)
+    check_name("kind", kind, KTO_KINDS)
     logprob = check_floats("logprob", logprob)
     log_ratio = logprob - check_like("ref_logprob", ref_logprob, "logprob", logprob).detach()
     desirable = check_bool("desirable", desirable, "logprob", logprob)
@@ -292,7 +283,7 @@ def kto_loss(
     gain = check_positive("beta", beta) * (log_ratio - reference)
     good = check_not_negative("desirable_weight", desirable_weight) * (-gain).sigmoid()
     bad = check_not_negative("undesirable_weight", undesirable_weight) * gain.sigmoid()
-    return reduce_sequences(good.where(desirable, bad), reduction, num_items)
+    return reduce_sequences(good.where(desirable, bad), **reduce)
 
 
 def kto_reference(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -326,13 +317,11 @@ def _log_odds(logprob: Tensor) -> Tensor:
     return logprob - (-logprob.expm1()).log()
 
 
-def _with_nll(
-    loss: Tensor, nll: Tensor | None, like: Tensor, reduction: SequenceReduction, num_items: NumItems
-) -> Tensor:
+def _with_nll(loss: Tensor, nll: Tensor | None, like: Tensor, **reduce: Unpack[SequenceReductionOptions]) -> Tensor:
     if nll is not None:
         nll = check_floats("chosen_nll", nll)
         loss = loss + (nll if nll.dim() == 0 else check_place("chosen_nll", nll, "the log-probabilities", like))
-    return reduce_sequences(loss, reduction, num_items)
+    return reduce_sequences(loss, **reduce)
 
 
 def _smoothing(kind: str, label_smoothing: float) -> float:

@@ -1,12 +1,12 @@
-"""From one value a token to one a sequence, and to one a batch: every denominator has a name."""
+"""Reductions of values per token to values per sequence and per batch: every denominator has a name."""
 
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from torch import Tensor
 
-from lowtide.arguments import positive_scalar
+from lowtide.arguments import check_name, positive_scalar
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import check_choice, check_kept, check_like, check_tokens
+from lowtide.losses.checks import check_like, check_tokens, check_valid
 
 TokenReduction = Literal["token", "sequence", "sequence_sum", "sum", "none"]
 SequenceReduction = Literal["mean", "sum", "none"]
@@ -14,12 +14,26 @@ NumItems = float | Tensor | None
 TOKEN_REDUCTIONS, SEQUENCE_REDUCTIONS = get_args(TokenReduction), get_args(SequenceReduction)
 
 
+class TokenReductionOptions(TypedDict, total=False):
+    """The keyword arguments of `reduce_tokens`, which every loss per token takes too."""
+
+    reduction: TokenReduction
+    num_items: NumItems
+
+
+class SequenceReductionOptions(TypedDict, total=False):
+    """The keyword arguments of `reduce_sequences`, which every loss per sequence takes too."""
+
+    reduction: SequenceReduction
+    num_items: NumItems
+
+
 def reduce_tokens(
     values: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
 ) -> Tensor:
-    """Reduce one value a token to a loss, with a denominator that is said.
+    """Reduce one value per token to a loss, with an explicit denominator.
 
-    With kept tokens t of sequences i, n_i kept tokens in sequence i and B sequences:
+    With valid tokens t of sequences i, n_i valid tokens in sequence i and B sequences:
 
         "token"          sum_it v_it / sum_i n_i            every token weighs the same
         "sequence"       sum_i (sum_t v_it / n_i) / B       every sequence weighs the same
@@ -38,35 +52,35 @@ def reduce_tokens(
             whole step for "token", its sequences for "sequence" and "sequence_sum". None: counted in this batch.
 
     Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 if ``values`` is. A sequence without kept tokens
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 if ``values`` is. A sequence without valid tokens
         is 0 and still one of the B; where nothing is kept, the result is 0 and connected to ``values``.
 
     Raises:
         ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
         ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
     """
-    check_choice("reduction", reduction, TOKEN_REDUCTIONS)
-    values, keep = check_kept("values", values, mask)
+    check_name("reduction", reduction, TOKEN_REDUCTIONS)
+    values, keep = check_valid("values", values, mask)
     if reduction in ("sequence", "sequence_sum"):
         values = per_sequence(values, keep, average=reduction == "sequence")
         return _reduced(values, reduction, max(values.numel(), 1), num_items)
     return _reduced(values, reduction, keep.sum().clamp(min=1) if reduction == "token" else None, num_items)
 
 
-def reduce_sequences(values: Tensor, reduction: SequenceReduction, num_items: NumItems) -> Tensor:
-    """Reduce one value a sequence [...]: "mean" over them (over ``num_items``, where given), "sum" or "none"."""
-    check_choice("reduction", reduction, SEQUENCE_REDUCTIONS)
+def reduce_sequences(values: Tensor, *, reduction: SequenceReduction = "mean", num_items: NumItems = None) -> Tensor:
+    """Reduce one value per sequence [...]: "mean" over them (over ``num_items``, where given), "sum" or "none"."""
+    check_name("reduction", reduction, SEQUENCE_REDUCTIONS)
     return _reduced(values, reduction, max(values.numel(), 1) if reduction == "mean" else None, num_items)
 
 
 def per_sequence(values: Tensor, keep: Tensor, *, average: bool) -> Tensor:
-    """Return the sum, or the mean over kept tokens, of each sequence's values, which are 0 where masked."""
+    """Return the sum, or the mean over valid tokens, of each sequence's values, which are 0 where masked."""
     total = values.sum(-1)
     return total / keep.sum(-1).clamp(min=1) if average else total
 
 
 def sequence_logprobs(logprob: Tensor, mask: Tensor | None = None, *, average: bool = False) -> Tensor:
-    """Return the log-probability of each sequence: the sum, or the mean, over its kept tokens.
+    """Return the log-probability of each sequence: the sum, or the mean, over its valid tokens.
 
         sum_t logprob_t          with ``average``: sum_t logprob_t / n
 
@@ -76,15 +90,15 @@ def sequence_logprobs(logprob: Tensor, mask: Tensor | None = None, *, average: b
     Args:
         logprob: Log-probabilities of tokens [..., T], as `lowtide.linear_logprobs` returns them.
         mask: As in `reduce_tokens`.
-        average: Whether to divide by the number n of kept tokens.
+        average: Whether to divide by the number n of valid tokens.
 
     Returns:
-        Tensor: [...], float32 or float64; 0 for a sequence without kept tokens.
+        Tensor: [...], float32 or float64; 0 for a sequence without valid tokens.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
-    return per_sequence(*check_kept("logprob", logprob, mask), average=average)
+    return per_sequence(*check_valid("logprob", logprob, mask), average=average)
 
 
 def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -92,7 +106,7 @@ def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None
 
         w = exp(mean_t (log p_t - log sum_v p_tv^2))
 
-    over kept tokens. A pair's loss is multiplied with the weights of both its answers:
+    over valid tokens. A pair's loss is multiplied with the weights of both its answers:
     ``(dpo_loss(..., reduction="none") * w_chosen * w_rejected).mean()``.
 
     Args:
@@ -102,7 +116,7 @@ def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None
         mask: As in `reduce_tokens`.
 
     Returns:
-        Tensor: [...], float32 or float64, not differentiated; 1 for a sequence without kept tokens.
+        Tensor: [...], float32 or float64, not differentiated; 1 for a sequence without valid tokens.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.

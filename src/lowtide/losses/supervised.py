@@ -1,22 +1,20 @@
-"""Losses of one value a token: supervised fine-tuning and its variants, and distillation from a teacher.
+"""Losses of one value per token: supervised fine-tuning and its variants, and distillation from a teacher.
 
 Distillation takes divergences of whole distributions, or both models' log-probabilities of sampled tokens.
 """
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_number
-from lowtide.losses.checks import check_choice, check_kept, check_like, check_not_negative, check_positive, check_tokens
+from lowtide.arguments import check_name, check_number
+from lowtide.losses.checks import check_like, check_not_negative, check_positive, check_tokens, check_valid
 from lowtide.losses.policy_terms import kl_estimate
-from lowtide.losses.reduction import NumItems, TokenReduction, reduce_tokens
+from lowtide.losses.reduction import TokenReductionOptions, reduce_tokens
 
 
-def sft_loss(
-    logprob: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
-) -> Tensor:
+def sft_loss(logprob: Tensor, mask: Tensor | None = None, **reduce: Unpack[TokenReductionOptions]) -> Tensor:
     """Return the negative log-likelihood.
 
         -logprob_t
@@ -26,18 +24,15 @@ def sft_loss(
     Args:
         logprob: Log-probabilities of the targets [..., T].
         mask: As in `reduce_tokens`.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
-    return reduce_tokens(-check_tokens("logprob", logprob), mask, reduction=reduction, num_items=num_items)
+    return reduce_tokens(-check_tokens("logprob", logprob), mask, **reduce)
 
 
-def dft_loss(
-    logprob: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
-) -> Tensor:
+def dft_loss(logprob: Tensor, mask: Tensor | None = None, **reduce: Unpack[TokenReductionOptions]) -> Tensor:
     """Return dynamic fine-tuning's loss: each token weighed by its own probability, which is not differentiated.
 
         -sg(p_t) log p_t          p_t = exp(logprob_t)
@@ -45,25 +40,19 @@ def dft_loss(
     Args:
         logprob: Log-probabilities of the targets [..., T].
         mask: As in `reduce_tokens`.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Wu et al. 2025, "On the Generalization of SFT", arXiv 2508.05629.
     """
-    logprob, _ = check_kept("logprob", logprob, mask)
-    return reduce_tokens(-logprob.exp().detach() * logprob, mask, reduction=reduction, num_items=num_items)
+    logprob, _ = check_valid("logprob", logprob, mask)
+    return reduce_tokens(-logprob.exp().detach() * logprob, mask, **reduce)
 
 
 def focal_loss(
-    logprob: Tensor,
-    mask: Tensor | None = None,
-    *,
-    gamma: float = 2.0,
-    reduction: TokenReduction = "token",
-    num_items: NumItems = None,
+    logprob: Tensor, mask: Tensor | None = None, *, gamma: float = 2.0, **reduce: Unpack[TokenReductionOptions]
 ) -> Tensor:
     """Return the focal loss: tokens that the model is sure of count for less.
 
@@ -76,8 +65,7 @@ def focal_loss(
         logprob: Log-probabilities of the targets [..., T].
         mask: As in `reduce_tokens`.
         gamma: 0 or above; 0 is the negative log-likelihood, 2 the paper's.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -85,9 +73,9 @@ def focal_loss(
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection", arXiv 1708.02002, eq. 4.
     """
     gamma = check_not_negative("gamma", gamma)
-    logprob, _ = check_kept("logprob", logprob, mask)
+    logprob, _ = check_valid("logprob", logprob, mask)
     unsure = (-logprob.expm1()).clamp(min=torch.finfo(logprob.dtype).tiny)
-    return reduce_tokens(-(unsure**gamma) * logprob, mask, reduction=reduction, num_items=num_items)
+    return reduce_tokens(-(unsure**gamma) * logprob, mask, **reduce)
 
 
 def label_smoothed_loss(
@@ -97,8 +85,7 @@ def label_smoothed_loss(
     mask: Tensor | None = None,
     *,
     label_smoothing: float = 0.1,
-    reduction: TokenReduction = "token",
-    num_items: NumItems = None,
+    **reduce: Unpack[TokenReductionOptions],
 ) -> Tensor:
     """Return the cross entropy against targets mixed with the uniform distribution.
 
@@ -113,8 +100,7 @@ def label_smoothed_loss(
         lse: logsumexp of each token's logits [..., T].
         mask: As in `reduce_tokens`.
         label_smoothing: a, from 0 to 1.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -125,16 +111,11 @@ def label_smoothed_loss(
     logprob = check_tokens("logprob", logprob)
     mean_logit = check_like("mean_logit", mean_logit, "logprob", logprob)
     loss = -(1 - a) * logprob + a * (check_like("lse", lse, "logprob", logprob) - mean_logit)
-    return reduce_tokens(loss, mask, reduction=reduction, num_items=num_items)
+    return reduce_tokens(loss, mask, **reduce)
 
 
 def z_loss(
-    lse: Tensor,
-    mask: Tensor | None = None,
-    *,
-    coef: float = 1e-4,
-    reduction: TokenReduction = "token",
-    num_items: NumItems = None,
+    lse: Tensor, mask: Tensor | None = None, *, coef: float = 1e-4, **reduce: Unpack[TokenReductionOptions]
 ) -> Tensor:
     """Return the z-loss, to be added to another: it keeps the softmax's normaliser near 1.
 
@@ -144,8 +125,7 @@ def z_loss(
         lse: logsumexp of each token's logits [..., T], a field of what `lowtide.linear_token_stats` returns.
         mask: As in `reduce_tokens`.
         coef: Factor, 0 or above; the paper's is 1e-4.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -153,19 +133,14 @@ def z_loss(
     Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv 2204.02311, section 5.
     """
     coef = check_not_negative("coef", coef)
-    lse, _ = check_kept("lse", lse, mask)
-    return reduce_tokens(coef * lse * lse, mask, reduction=reduction, num_items=num_items)
+    lse, _ = check_valid("lse", lse, mask)
+    return reduce_tokens(coef * lse * lse, mask, **reduce)
 
 
 def gkd_loss(
-    divergence: Tensor,
-    mask: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    reduction: TokenReduction = "token",
-    num_items: NumItems = None,
+    divergence: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0, **reduce: Unpack[TokenReductionOptions]
 ) -> Tensor:
-    """Return generalised knowledge distillation's loss from one divergence a token.
+    """Return generalised knowledge distillation's loss from one divergence per token.
 
         temperature^2 D_t(teacher, student)
 
@@ -175,12 +150,11 @@ def gkd_loss(
     caller's.
 
     Args:
-        divergence: One a token [..., T].
+        divergence: One per token [..., T].
         mask: As in `reduce_tokens`.
         temperature: The temperature of both distributions, above 0. Gradients shrink with its square, which the factor
             makes good (Hinton et al. 2015, arXiv 1503.02531); `lowtide.linear_divergence` has no such factor.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -189,7 +163,7 @@ def gkd_loss(
     """
     scale = check_positive("temperature", temperature) ** 2
     values = scale * check_tokens("divergence", divergence)
-    return reduce_tokens(values, mask, reduction=reduction, num_items=num_items)
+    return reduce_tokens(values, mask, **reduce)
 
 
 def sampled_distillation_loss(
@@ -198,8 +172,7 @@ def sampled_distillation_loss(
     mask: Tensor | None = None,
     *,
     kind: Literal["k2", "k3"] = "k2",
-    reduction: TokenReduction = "token",
-    num_items: NumItems = None,
+    **reduce: Unpack[TokenReductionOptions],
 ) -> Tensor:
     """Return an on-policy distillation loss from both models' log-probabilities of tokens that the student sampled.
 
@@ -207,7 +180,7 @@ def sampled_distillation_loss(
         "k3"   q_t/p_t - 1 - log(q_t/p_t)     gradient (1 - q_t/p_t) grad log p_t: that of KL(teacher || student)
 
     with p the student's and q the teacher's probability; the gradients are those of the KL at each token in expectation
-    over the student's samples. No distribution of the teacher is needed, only one number a token; `gkd_loss` of a
+    over the student's samples. No distribution of the teacher is needed, only one number per token; `gkd_loss` of a
     divergence has less variance.
 
     Args:
@@ -215,15 +188,14 @@ def sampled_distillation_loss(
         teacher_logprob: The teacher's of the same tokens [..., T], not differentiated.
         mask: As in `reduce_tokens`.
         kind: ``"k2"`` or ``"k3"``: see `kl_estimate`.
-        reduction: As in `reduce_tokens`.
-        num_items: As in `reduce_tokens`, as is the result.
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Gu et al. 2023, "MiniLLM", arXiv 2306.08543; Schulman 2020 as in `kl_estimate`, for the estimates.
     """
-    check_choice("kind", kind, ("k2", "k3"))
+    check_name("kind", kind, ("k2", "k3"))
     teacher = check_like("teacher_logprob", teacher_logprob, "logprob", check_tokens("logprob", logprob))
     values = kl_estimate(logprob, teacher, mask, kind=kind)
-    return reduce_tokens(values, mask, reduction=reduction, num_items=num_items)
+    return reduce_tokens(values, mask, **reduce)

@@ -1,1 +1,1 @@
-"""Memory and time: what a run really allocated, its peak, and how long it took."""
+"""Memory and time: what a run allocated, its peak, and how long it took."""

@@ -1,7 +1,7 @@
-"""Every allocation that PyTorch's allocators really made: inside custom operators, C++ kernels and backward too.
+"""Every allocation of PyTorch's allocators: inside custom operators, C++ kernels and backward too.
 
-A `TorchDispatchMode` sees operators' outputs and saved-tensor hooks see what autograd keeps; neither sees the scratch
-inside an operator. The allocators themselves report to the profiler, so its memory events miss nothing.
+A `TorchDispatchMode` sees operators' outputs, and saved-tensor hooks see what autograd saves; neither sees the scratch
+inside an operator. The allocators report to the profiler, so its memory events miss nothing.
 """
 
 from __future__ import annotations
@@ -10,21 +10,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """One event of the allocator.
-
-    Attributes:
-        bytes: What it allocated; below 0 what it freed.
-        total_bytes: What was live then, above what was live at the start.
-    """
+class Allocation(NamedTuple):
+    """One event of the allocator: the bytes it allocated (negative: freed), and the total then above the start's."""
 
     bytes: int
     total_bytes: int
@@ -37,8 +30,7 @@ class Allocations:
     Attributes:
         events: each allocation and free, in order of time.
         largest_bytes: the largest single allocation.
-        peak_bytes: the most that was live at once, above what was live at the start (frees of older memory count
-            against it; never below 0).
+        peak_bytes: the peak above the start (frees of older memory count against it; never below 0).
     """
 
     events: list[Allocation] = field(default_factory=list)
@@ -50,13 +42,13 @@ class Allocations:
 def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocations]:
     """Record every allocation of PyTorch's allocator on one kind of device while the block runs.
 
-    It sees the calling thread, the autograd threads of its backward passes and the scratch inside operators, custom
-    ones included. Memory that never goes through PyTorch's allocators (NumPy, the BLAS library's own buffers, Triton's
-    compiler) is not seen; for that, take `peak_resident_bytes` in a child process. CUDA sizes are those of the caching
-    allocator, rounded up to its 512-byte blocks. Tracking slows the block down, so do not time it.
+    This includes the autograd threads of its backward passes and the scratch inside operators, custom ones too. It
+    excludes memory outside PyTorch's allocators (NumPy, the BLAS library's own buffers, Triton's compiler); for that,
+    measure `peak_resident_bytes` in a child process. CUDA sizes are those of the caching allocator, rounded up to its
+    512-byte blocks. Tracking slows the block down, so do not time it.
 
     Args:
-        device: the kind of device to watch, ``"cpu"`` or ``"cuda"`` (its index is ignored).
+        device: the kind of device, ``"cpu"`` or ``"cuda"`` (its index is ignored).
 
     Yields:
         The `Allocations`, which are filled when the block ends.
@@ -70,23 +62,18 @@ def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocation
     """
     kind = torch.device(device).type
     seen = Allocations()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 lets two lines a profile through to stderr
-    # The CUDA activity is left out on purpose: both allocators report to the CPU side, and CUPTI is slow to start.
-    # Not torch.profiler.profile: some versions warn unless it is told to accumulate events, and then it makes a Python
-    # object of each when the block ends, which takes many times as long as the block.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 prints two lines per profile to stderr
+    # Without the CUDA activity: both allocators report to the CPU side, and CUPTI is slow to start.
+    # Not torch.profiler.profile: some versions warn unless it accumulates events, and then make a Python object of each
+    # when the block ends, which takes many times as long as the block.
     with profile(use_kineto=True, profile_memory=True) as profiler:
         yield seen
         if kind == "cuda":
             torch.cuda.synchronize()
-    _fill(seen, profiler, kind)
-
-
-def _fill(seen: Allocations, profiler: profile, kind: str) -> None:
-    """Read the allocators' events of one kind of device out of a finished profile."""
     if profiler.kineto_results is None:
-        raise RuntimeError("torch.profiler kept no events: this build of PyTorch has no Kineto")
+        raise RuntimeError("torch.profiler recorded no events: this build of PyTorch has no Kineto")
     events: list[Any] = profiler.kineto_results.events()  # Any: torch's stub lacks nbytes()
-    memory = [e for e in events if e.name() == "[memory]" and _kind(e.device_type()) == kind]
+    memory = [e for e in events if e.nbytes() and str(e.device_type()) == f"DeviceType.{kind.upper()}"]
     total = 0
     for event in sorted(memory, key=lambda e: e.start_ns()):  # a stable sort: equal times keep the order of arrival
         size = event.nbytes()
@@ -94,9 +81,3 @@ def _fill(seen: Allocations, profiler: profile, kind: str) -> None:
         seen.events.append(Allocation(size, total))
         seen.largest_bytes = max(seen.largest_bytes, size)
         seen.peak_bytes = max(seen.peak_bytes, total)
-
-
-@cache
-def _kind(device_type: object) -> str:
-    """Return ``cpu`` for ``DeviceType.CPU``; the enum's module has no public name."""
-    return str(device_type).rpartition(".")[2].lower()

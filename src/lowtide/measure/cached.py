@@ -1,7 +1,8 @@
-"""What was measured on this machine, kept for later runs: a file of json in the user's cache folder."""
+"""Measurements of this machine for later runs: a json file in the user's cache folder."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -17,7 +18,7 @@ class CachedTable(Generic[Entry]):
 
     Args:
         name: The file's name.
-        make: Makes an entry of its fields, and raises where they are not its own.
+        make: Makes an entry from its fields, and raises if they are not its own.
     """
 
     def __init__(self, name: str, make: Callable[[dict[str, Any]], Entry]) -> None:
@@ -25,29 +26,27 @@ class CachedTable(Generic[Entry]):
 
     @property
     def file(self) -> Path:
-        """Where they are kept."""
+        """The path."""
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(root) / "lowtide" / self._name
 
     def read(self) -> dict[str, Entry]:
-        """Return the entries; none where there is no such file, or what is in it is not ours.
+        """Return the entries; none if there is no such file or it is not a table.
 
-        An entry that another version wrote, with other fields, counts as none.
+        Entries that another version wrote, with other fields, are left out.
         """
         try:
-            told = json.loads(self.file.read_text())
+            table = json.loads(self.file.read_text())
         except (OSError, ValueError):
             return {}
-        found: dict[str, Entry] = {}
-        for name, fields in told.items() if isinstance(told, dict) else ():
-            try:
-                found[name] = self._make(fields)
-            except (TypeError, ValueError, KeyError):
-                continue
-        return found
+        entries: dict[str, Entry] = {}
+        for name, fields in table.items() if isinstance(table, dict) else ():
+            with contextlib.suppress(TypeError, ValueError, KeyError):
+                entries[name] = self._make(fields)
+        return entries
 
     def remember(self, name: str, entry: Entry) -> Path:
-        """Add an entry to the file, which is whole or as before, and return its path."""
+        """Add an entry to the file, atomically, and return its path."""
         file = self.file
         file.parent.mkdir(parents=True, exist_ok=True)
         entries: dict[str, Any] = {**self.read(), name: entry}

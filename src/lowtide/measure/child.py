@@ -1,4 +1,4 @@
-"""Run something in a process of its own, where its peak memory is its own too."""
+"""Run a function or a command in its own process, where its peak memory is its own too."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import Any
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.resident import peak_resident_bytes
 
-_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older one, and asked second
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older one, read second
 
 
 def allocator_setting() -> str:
-    """Return how this process's CUDA allocator was set by the environment; empty: not at all."""
+    """Return the CUDA allocator's configuration in this process's environment; empty: none."""
     return next((os.environ[name] for name in _ALLOCATOR_NAMES if name in os.environ), "")
 
 
 def _for_children() -> dict[str, str]:
-    """Return the setting that a child gets; none where this process has one of its own."""
+    """Return the configuration for children; none if this process has its own."""
     return {} if allocator_setting() else {_ALLOCATOR_NAMES[-1]: "expandable_segments:True"}
 
 
-ALLOCATOR = _for_children()  # where the allocator's gaps would decide what fits
+ALLOCATOR = _for_children()  # where fragmentation would decide what fits
 # The child imports the function by name and writes its value and its own peak: os.wait4 would do for the peak alone,
 # but reports the parent's size where the child's is smaller (the high-water mark survives fork on Linux before exec).
 _CALL = "from lowtide.measure.child import _call_here; _call_here()"
@@ -43,9 +43,9 @@ class ChildResult:
     Attributes:
         returncode: its exit status; negative: the signal that killed it.
         seconds: from its start to its end, the interpreter's start included.
-        peak_bytes: its highest resident memory; 0 where the system does not tell.
+        peak_bytes: its highest resident memory; 0 if the system does not report it.
         value: what the function returned; None for a command.
-        stdout: what it wrote there; empty where it was not captured.
+        stdout: its output; empty if it was not captured.
         stderr: the same.
     """
 
@@ -63,27 +63,27 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None,
     Args:
         command: the program and its arguments; no shell is involved.
         env: variables to set on top of this process's.
-        capture: keep its output in the result; False lets it write to this process's terminal.
+        capture: return its output; False: it writes to this process's terminal.
 
     Raises:
         FileNotFoundError: there is no such program.
     """
     start = time.perf_counter()
-    with _file(capture) as out, _file(capture) as err:
+    with contextlib.ExitStack() as stack:  # temporary files: pipes could fill up
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] if capture else []
+        out, err = files or (None, None)
         child = subprocess.Popen(command, env={**os.environ, **(env or {})}, stdout=out, stderr=err)
         try:
             peak = _wait(child)
-        except BaseException:  # Ctrl-C reaches the child too: let it end before its files go
+        except BaseException:  # Ctrl-C reaches the child too: let it end before its files are deleted
             child.terminate()
             child.wait()
             raise
-        return ChildResult(
-            returncode=child.returncode,
-            seconds=time.perf_counter() - start,
-            peak_bytes=peak,
-            stdout=_text(out),
-            stderr=_text(err),
-        )
+        seconds = time.perf_counter() - start
+        for file in files:
+            file.seek(0)
+        stdout, stderr = [file.read().decode(errors="replace") for file in files] or ("", "")
+    return ChildResult(returncode=child.returncode, seconds=seconds, peak_bytes=peak, stdout=stdout, stderr=stderr)
 
 
 def run_child(
@@ -93,7 +93,7 @@ def run_child(
 
     Args:
         function: importable by its module and name: not a lambda, not a local function, not from ``__main__``.
-        args: its positional arguments; they travel as JSON, and so does the value it returns.
+        args: its positional arguments, passed as JSON, as is the value it returns.
         capture: as for `run_command`.
         env: the same.
         kwargs: its keyword arguments.
@@ -103,16 +103,15 @@ def run_child(
     """
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         where = f"{function.__module__}.{function.__qualname__}"
-        raise ArgumentValueError(message("function", "a function that a module holds by name", where))
+        raise ArgumentValueError(message("function", "a function that a module has by name", where))
     with tempfile.TemporaryDirectory(prefix="lowtide-child-") as folder:
         answer = Path(folder) / "answer.json"
         call = {"module": function.__module__, "name": function.__qualname__, "path": sys.path, "answer": str(answer)}
-        told_child = {"LOWTIDE_CHILD": json.dumps({**call, "args": args, "kwargs": kwargs})}
-        ended = run_command([sys.executable, "-c", _CALL], env={**(env or {}), **told_child}, capture=capture)
+        request = {"LOWTIDE_CHILD": json.dumps({**call, "args": args, "kwargs": kwargs})}
+        ended = run_command([sys.executable, "-c", _CALL], env={**(env or {}), **request}, capture=capture)
         if ended.returncode != 0 or not answer.exists():
             return ended
-        told = json.loads(answer.read_text())
-    return replace(ended, peak_bytes=told["peak_bytes"], value=told["value"])
+        return replace(ended, **json.loads(answer.read_text()))
 
 
 def _call_here() -> None:
@@ -138,16 +137,3 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024
-
-
-def _file(capture: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return a temporary file for a child's output (a pipe could fill up), or None to inherit this process's."""
-    return tempfile.TemporaryFile() if capture else contextlib.nullcontext(None)
-
-
-def _text(file: Any) -> str:
-    """Return what a child wrote."""
-    if file is None:
-        return ""
-    file.seek(0)
-    return str(file.read().decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Which collectives a call makes, on this rank: benchmarks count them, tests hold them to what stock models make."""
+"""The collectives that a call makes on this rank: benchmarks count them, tests compare them with stock models'."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WORDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all
 
 @contextmanager
 def seen_collectives(see: Callable[[str, tuple[Any, ...]], object]) -> Iterator[None]:
-    """Call ``see`` with name and positional arguments of each collective that Python asks torch.distributed for.
+    """Call ``see`` with name and positional arguments of each collective that Python calls in torch.distributed.
 
-    FSDP2 and lowtide ask in this way. A dispatch mode would make lowtide go another one, and a profiler takes a second.
+    FSDP2 and lowtide call them there. A dispatch mode would change lowtide's path, and a profiler takes a second.
     """
     stock = {name: value for name, value in vars(dist).items() if name.startswith(_WORDS) and callable(value)}
 

@@ -1,18 +1,18 @@
-"""Which errors say that there was no memory."""
+"""Which errors mean that memory ran out."""
 
 import torch
 
 from lowtide.errors import LowtideError
 
-# What has no class of its own: the CPU allocator's, and on a GPU all but PyTorch's allocator (cudaHostAlloc, a kernel
-# that is loaded or launched, cuBLAS's and NCCL's own buffers).
+# Errors without their own class: the CPU allocator's, and on a GPU all but PyTorch's allocator's (cudaHostAlloc, a
+# kernel that is loaded or launched, cuBLAS's and NCCL's own buffers).
 _OF_HOST = ("can't allocate memory", "not enough memory")
 _OF_GPU = ("out of memory", "ALLOC_FAILED")
-_NEARLY_NONE = 1 << 30  # bytes free on a GPU where what asked for more failed
+_NEARLY_NONE = 1 << 30  # bytes free on a GPU on which an allocation failed
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be had, on a GPU or on the host; none of lowtide's own does.
+    """Return whether an error means that memory ran out, on a GPU or on the host; lowtide's own errors never do.
 
     Args:
         error: Anything that was raised.
@@ -25,10 +25,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_the_gpus(error: BaseException) -> bool:
-    """Return whether an `is_out_of_memory` is of the GPU's memory, and not of the host's.
+    """Return whether an out-of-memory error is of the GPU's memory, not the host's.
 
     Args:
-        error: One that says so. Where its text does not tell which, the GPU's free memory does.
+        error: One for which `is_out_of_memory` is true. If its text does not say which, the GPU's free memory decides.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True

@@ -1,4 +1,4 @@
-"""The hardware and the versions that a figure was taken on; no figure is worth much without them."""
+"""The hardware and the versions that a result was measured on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PACKAGES = ("torch", "triton", "transformers", "lowtide")
 
 
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return processor, threads, GPU, driver, system, Python and versions of what a result depends on, for a json file.
+    """Return processor, threads, GPU, driver, system, Python and package versions, for a json file.
 
     Args:
-        packages: distributions beyond `PACKAGES` whose versions matter; None in the result where one is not installed.
+        packages: distributions besides `PACKAGES`; None in the result if one is not installed.
     """
     return {
         "cpu": _processor(),
@@ -36,29 +36,29 @@ def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def source_commit() -> str | None:
-    """Return the commit of lowtide's source, "-dirty" behind it where files differ; None where no one can tell.
+    """Return the commit of lowtide's source, with "-dirty" appended if files differ; None if it is unknown.
 
-    The environment variable COMMIT says it where the source was copied without its history.
+    The environment variable COMMIT sets it for a source that was copied without its history.
     """
-    if told := os.environ.get("COMMIT"):
-        return told
+    if commit := os.environ.get("COMMIT"):
+        return commit
     package = Path(__file__).parents[1]
     git = ["git", "-C", str(package)]
     if shutil.which("git") is None or not _answer([*git, "ls-files", "--error-unmatch", "__init__.py"]):
-        return None  # an installed copy inside someone else's repository has no commit of its own
+        return None  # an installed copy may be inside someone else's repository
     return _answer([*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
 
 
 def _driver() -> str | None:
-    """Return the version of the NVIDIA driver, which PyTorch does not know."""
+    """Return the version of the NVIDIA driver, which PyTorch has no function for."""
     if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return None
-    told = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return told.splitlines()[0].strip() if told else None
+    versions = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return versions.splitlines()[0].strip() if versions else None
 
 
 def _answer(command: Sequence[str]) -> str | None:
-    """Return what a command prints, None where it fails."""
+    """Return a command's output, None if it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     return ended.stdout.strip() or None if ended.returncode == 0 else None
 

@@ -1,4 +1,4 @@
-"""Pictures of measurements; they need matplotlib, which is imported when one is drawn."""
+"""Plots of measurements; they need matplotlib, which is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Line:
         name: In the legend; lines of one name have one colour, in all panels.
         points: Size and value of each point.
         own: Whether it is ours.
-        quiet: Whether it is what the others are compared with.
+        quiet: Whether it is the reference of the others.
         dotted: Whether it is drawn as dots.
     """
 
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Named:
-    """A point with a name to be written beside it, in a colour and a size."""
+    """A point with a label, in a colour and a size."""
 
     name: str
     x: float
@@ -73,63 +73,52 @@ def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, 
         rows: the panels of each row, by the label of its values.
         columns: the labels of the sizes.
     """
-    figure = _empty_figure(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9)
+    figure = empty_figure(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9)
     figure.suptitle(title, fontsize=11)
     grid = figure.subplots(len(rows), len(columns), sharey="row", sharex="col", squeeze=False)
     everything = [line for panels in rows.values() for panel in panels for line in panel.lines]
     others = list(dict.fromkeys(line.name for line in everything if not (line.own or line.quiet)))
     shown: dict[str, Any] = {}
-    for r, (label, panels) in enumerate(rows.items()):
-        for c, panel in enumerate(panels):
-            axes = grid[r][c]
+    for row, (label, panels) in zip(grid, rows.items(), strict=True):
+        row[0].set_ylabel(label, fontsize=9)
+        top = max((y for panel in panels for line in panel.lines for _, y in line.points), default=1)
+        for axes, panel in zip(row, panels, strict=False):
             axes.grid(alpha=0.25)
             axes.set_xscale("log", base=2)
             if panel.log:
                 axes.set_yscale("log")
-            for line in sorted(panel.lines, key=lambda line: (line.own, not line.quiet)):  # ours on top
-                handle = _plot(axes, line, others, log=panel.log)
-                if handle is not None and not line.dotted:
-                    shown.setdefault(line.name, handle)
-            if panel.log:
                 axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}" if value >= 1e-3 else f"{value:.0e}")
-            else:  # of all panels of the row, which share the axis
-                top = max((y for each in panels for line in each.lines for _, y in line.points), default=1)
+            else:
                 axes.set_ylim(0, 1.06 * top)
-            if c == 0:
-                axes.set_ylabel(label, fontsize=9)
-            if r == len(rows) - 1:
-                axes.set_xlabel(columns[c])
-            sizes = sorted({x for line in panel.lines for x, _ in line.points})
-            _set_ticks(axes.xaxis, sizes)
-            axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+            for line in sorted(panel.lines, key=lambda line: (line.own, not line.quiet)):  # ours on top
+                points = [(x, y) for x, y in line.points if y > 0 or not panel.log]
+                if points:
+                    (handle,) = axes.plot(*zip(*points, strict=True), label=line.name, **_style(line, others))
+                    if not line.dotted:
+                        shown.setdefault(line.name, handle)
+            _set_ticks(axes.xaxis, sorted({x for line in panel.lines for x, _ in line.points}), _short)
             axes.tick_params(labelsize=8)
-    order = [name for line in everything if (name := line.name) in shown]
-    names = list(dict.fromkeys(order))
+    for axes, label in zip(grid[-1], columns, strict=True):
+        axes.set_xlabel(label)
+    names = list(dict.fromkeys(line.name for line in everything if line.name in shown))
     figure.legend([shown[n] for n in names], names, loc="outside lower center", ncols=min(len(names), 9), fontsize=9)
     figure.savefig(file, dpi=130, format="png")
 
 
-def _plot(axes: Any, line: Line, others: Sequence[str], *, log: bool) -> Any:
-    """Draw a line and return it; None where it has no point that can be drawn."""
-    points = [(x, y) for x, y in line.points if y > 0 or not log]
-    if not points:
-        return None
-    index = others.index(line.name) if line.name in others else 0
-    color = _OWN if line.own else _QUIET if line.quiet else _EACH[index % len(_EACH)]
-    mark = "" if line.quiet else "o" if line.own else _MARKS[index % len(_MARKS)]
-    style = "--" if line.quiet else ":" if line.dotted else "-"
-    wide = 2.4 if line.own and not line.dotted else 1.3
-    faint = 0.75 if line.dotted else 1.0
-    size = 3 if line.dotted else 5 if line.own else 4
-    (handle,) = axes.plot(
-        [x for x, _ in points], [y for _, y in points], style, marker=mark or None, ms=size, color=color, lw=wide,
-        alpha=faint, label=line.name,
-    )  # fmt: skip
-    return handle
+def _style(line: Line, others: Sequence[str]) -> dict[str, Any]:
+    """Return matplotlib's arguments for a line: ours thick, the reference dashed, each of the others with its own."""
+    if line.quiet:
+        style = {"color": _QUIET, "linestyle": "--", "lw": 1.3}
+    elif line.own:
+        style = {"color": _OWN, "marker": "o", "ms": 5, "lw": 2.4}
+    else:
+        index = others.index(line.name)
+        style = {"color": _EACH[index % len(_EACH)], "marker": _MARKS[index % len(_MARKS)], "ms": 4, "lw": 1.3}
+    return {**style, "linestyle": ":", "alpha": 0.75, "ms": 3, "lw": 1.3} if line.dotted else style
 
 
 def _short(size: float) -> str:
-    """Return a size as people say it: 16K for 16384, 1M for 1048576; others as they are."""
+    """Return a size in the usual short form: 16K for 16384, 1M for 1048576; others in full."""
     for unit, name in ((2**20, "M"), (2**10, "K")):
         if size >= unit and size % unit == 0:
             return f"{size / unit:g}{name}"
@@ -153,28 +142,23 @@ def draw_front(
         title: above it.
         front: the line's points, named after their settings.
         front_name: the line's name.
-        points: the others, and ours where it chose its own setting.
-        limit: the time in ms that nobody can beat, a line; the axis at the right is the share of it.
-        least: the memory in MiB that everybody takes, a line.
+        points: the others, and ours with its default setting.
+        limit: the lower bound of the time in ms, a line; the axis at the right is the share of it.
+        least: the lower bound of the memory in MiB, a line.
     """
     figure, axes = _figure(title)
-    front = sorted(front, key=lambda point: point.mib)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.plot(
-        [p.mib for p in front], [p.ms for p in front], "o-", color=_OWN, label=f"{front_name}, by MiB of workspace"
-    )
-    for own, mark, label in ((True, "*", f"{front_name} as it comes"), (False, "D", "others")):
-        chosen = [p for p in points if p.own == own]
-        if chosen:
-            color = _OWN if own else _OTHERS
-            size = 15 if own else 6
-            axes.plot([p.mib for p in chosen], [p.ms for p in chosen], mark, ms=size, color=color, label=label)
+    _plot_points(axes, sorted(front, key=lambda point: point.mib), "o-", _OWN, f"{front_name}, by MiB of workspace")
+    _plot_points(axes, [p for p in points if p.own], "*", _OWN, f"{front_name}, default", ms=15)
+    _plot_points(axes, [p for p in points if not p.own], "D", _OTHERS, "others", ms=6)
     axes.axhline(limit, color=_QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
     axes.axvline(least, color=_QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
-    _round_ticks(axes.xaxis, least, max(p.mib for p in [*front, *points]))
     top = max(p.ms for p in [*front, *points])
-    _round_ticks(axes.yaxis, limit, top)
+    for axis, low, high in ((axes.xaxis, least, max(p.mib for p in [*front, *points])), (axes.yaxis, limit, top)):
+        ticks = [step * 10.0**decade for decade in range(-6, 9) for step in _TICKS]
+        inside = [tick for tick in ticks if low / 1.3 <= tick <= high * 1.3]
+        _set_ticks(axis, inside[:: 1 + len(inside) // 14])
     axes.set_xlabel("peak memory above the inputs, gradients included, MiB")
     axes.set_ylabel("time, ms")
     axes.margins(0.09)
@@ -203,7 +187,7 @@ def draw_shares(file: Path, title: str, lines: Mapping[str, Sequence[tuple[float
     figure, axes = _figure(title)
     axes.set_xscale("log", base=2)
     for name, line in lines.items():
-        axes.plot([size for size, _ in line], [share for _, share in line], "o-", label=name)
+        axes.plot(*zip(*line, strict=True), "o-", label=name)
     axes.axhline(1, color=_QUIET, linestyle="--", linewidth=1)
     _set_ticks(axes.xaxis, sorted({size for line in lines.values() for size, _ in line}))
     axes.set_ylim(bottom=0)
@@ -214,7 +198,7 @@ def draw_shares(file: Path, title: str, lines: Mapping[str, Sequence[tuple[float
 
 
 def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point, budget: float) -> None:
-    """Draw what each peak of memory costs in time, the choice on it, and the budget.
+    """Draw the time at each peak of memory, the choice, and the budget.
 
     Args:
         file: where to, as PNG.
@@ -225,13 +209,13 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     """
     figure, axes = _figure(title)
     line = sorted(front, key=lambda point: point.mib)
-    axes.plot([p.mib for p in line], [p.ms for p in line], ".-", color=_OWN, label="fastest at each peak")
-    axes.plot([chosen.mib], [chosen.ms], "*", ms=15, color=_OTHERS, label="the choice")
+    _plot_points(axes, line, ".-", _OWN, "fastest at each peak")
+    _plot_points(axes, [chosen], "*", _OTHERS, "the choice", ms=15)
     axes.axvline(budget, color=_QUIET, linestyle="--", linewidth=1, label=f"budget: {budget / 1024:.3g} GiB")
     least, most = (pick([budget, *(p.mib for p in line)]) / 1024 for pick in (min, max))
     step = next(s for s in _STEPS if (most - least) / s <= 10 or s == _STEPS[-1])
-    _set_ticks(axes.xaxis, [1024 * step * i for i in range(int(least / step), int(most / step) + 2)])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:,.6g}")
+    ticks = [1024 * step * i for i in range(int(least / step), int(most / step) + 2)]
+    _set_ticks(axes.xaxis, ticks, lambda mib: f"{mib / 1024:,.6g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.4g}")
     axes.set_xlabel("peak memory, GiB")
     axes.set_ylabel("time of a step, s")
@@ -243,7 +227,15 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     figure.savefig(file, dpi=150, format="png")
 
 
-def _empty_figure(width: float, height: float) -> Any:
+def _plot_points(
+    axes: Any, points: Sequence[Point], style: str, color: str, label: str, ms: float | None = None
+) -> None:
+    if points:
+        axes.plot([p.mib for p in points], [p.ms for p in points], style, ms=ms, color=color, label=label)
+
+
+def empty_figure(width: float, height: float) -> Any:
+    """Return a figure of so many inches, without a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -253,26 +245,19 @@ def _empty_figure(width: float, height: float) -> Any:
 
 
 def _figure(title: str) -> tuple[Any, Any]:
-    figure = _empty_figure(8, 5.6)
+    figure = empty_figure(8, 5.6)
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
     return figure, axes
 
 
-def _round_ticks(axis: Any, least: float, most: float) -> None:
-    """Label a logarithmic axis with round numbers."""
-    ticks = [step * 10.0**decade for decade in range(-6, 9) for step in _TICKS]
-    inside = [tick for tick in ticks if least / 1.3 <= tick <= most * 1.3]
-    _set_ticks(axis, inside[:: 1 + len(inside) // 14])
-
-
-def _set_ticks(axis: Any, ticks: Sequence[float]) -> None:
+def _set_ticks(axis: Any, ticks: Sequence[float], text: Callable[[float], str] = "{:,.6g}".format) -> None:
     from matplotlib.ticker import FixedLocator
 
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(FixedLocator([]))
-    axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axis.set_major_formatter(lambda value, _: text(value))
 
 
 def _over(limit: float) -> Callable[[Any], Any]:
@@ -285,7 +270,7 @@ def _over(limit: float) -> Callable[[Any], Any]:
 def name_points(
     figure: Any, axes: Any, named: Sequence[Named], *, beside: Sequence[tuple[float, float]] = (), **style: Any
 ) -> None:
-    """Write each point's name beside it, in the first place where it covers no point, other name or edge.
+    """Label each point, in the first place beside it where the label covers no point, other label or edge.
 
     Args:
         figure: Where.

@@ -1,4 +1,4 @@
-"""The resident memory of this process, now and at its highest, and the same of the CUDA allocator."""
+"""The resident memory of this process, now and at its peak, and the same of the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory now, in bytes; 0 where the system does not tell (neither /proc nor psutil).
+    """Return this process's resident memory now, in bytes; 0 on a system with neither /proc nor psutil.
 
-    On Linux it counts pages of files that are mapped in, as the peak does.
+    On Linux it includes pages of mapped files, as the peak does.
     """
     if (value := _field_bytes(_STATUS, "VmRSS")) is not None:
         return value
@@ -30,7 +30,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the highest resident memory of this process, in bytes, since it began or since `reset_peak_resident`."""
+    """Return the peak resident memory of this process, in bytes, since its start or since `reset_peak_resident`."""
     if (value := _field_bytes(_STATUS, "VmHWM")) is not None:
         return value
     if sys.platform == "win32":
@@ -42,7 +42,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident() -> bool:
-    """Set the high-water mark back to what is resident now; return whether this system could (Linux only)."""
+    """Set the peak back to what is resident now; return whether this system can (Linux only)."""
     try:
         _CLEAR_REFS.write_text("5")  # 5: reset VmHWM, see proc_pid_clear_refs(5)
     except OSError:
@@ -51,10 +51,10 @@ def reset_peak_resident() -> bool:
 
 
 def available_bytes() -> int:
-    """Return the host memory that can still be taken without swapping, in bytes; 0 where the system does not tell.
+    """Return the host memory that can be allocated without swapping, in bytes; 0 if the system does not report it.
 
-    The least of what the machine has (Linux's MemAvailable, elsewhere psutil's) and of what the control groups that a
-    container or a scheduler put this process in leave, their file cache not counted as used.
+    The minimum of what the machine has available (Linux's MemAvailable, elsewhere psutil's) and of what is left in the
+    control groups of a container or a scheduler, whose file cache does not count as used.
     """
     machine = _field_bytes(_MEMINFO, "MemAvailable")
     if machine is None:
@@ -67,10 +67,10 @@ def available_bytes() -> int:
 
 
 def _left_in_cgroup(unlimited: int) -> int:
-    """Return what the control groups leave, version 2's files or version 1's; ``unlimited`` without a limit.
+    """Return what is left in the control groups (version 2's files or version 1's); ``unlimited`` without a limit.
 
-    A group's limit holds for all below it, so those above count too. Inside a container with a namespace of its own the
-    root is its group; elsewhere (a scheduler's job, a service) /proc names it.
+    A group's limit applies to all groups below it, so those above count too. Inside a container with its own namespace
+    the root is its group; elsewhere (a scheduler's job, a service) /proc names it.
     """
     left = [unlimited]
     for controllers, root, limit, usage, cache in (
@@ -83,42 +83,42 @@ def _left_in_cgroup(unlimited: int) -> int:
                 fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
                 continue
-            if most.isdigit():  # version 2 says "max" where there is none, version 1 a number near 2**63
+            if most.isdigit():  # without a limit: "max" in version 2, a number near 2**63 in version 1
                 left.append(max(int(most) - used + int(fields.get(cache, 0)), 0))
     return min(left)
 
 
 def _groups(root: Path, controllers: str) -> list[Path]:
-    """Return the folders of this process's control group and of all above it, where ``root`` is the highest."""
+    """Return the folders of this process's control group and of all above it, up to ``root``."""
     try:
         lines = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
     except OSError:
         return [root]
     own = next((line[2] for line in lines if len(line) == 3 and controllers in line[1].split(",")), "/")
     group = PurePosixPath(own.lstrip("/"))
-    if ".." in group.parts:  # of a group outside the namespace: nothing below the root is ours
+    if ".." in group.parts:  # outside the namespace: no group below the root is ours
         return [root]
     return [root / above for above in (group, *group.parents)]
 
 
 def cuda_peak_bytes() -> int:
-    """Return the most memory that tensors took on the current CUDA device since the last reset; 0 without CUDA."""
+    """Return the peak memory of tensors on the current CUDA device since the last reset, in bytes; 0 without CUDA."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
 
 
 def cuda_reserved_bytes() -> int:
-    """Return the most that CUDA's allocator held of the device's memory since the last reset; 0 without CUDA."""
+    """Return the peak memory that CUDA's allocator reserved since the last reset, in bytes; 0 without CUDA."""
     return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
 
 
 def reset_cuda_peak() -> None:
-    """Set the CUDA allocator's high-water mark back to what is allocated now; nothing without CUDA."""
+    """Set the CUDA allocator's peak back to what is allocated now; nothing without CUDA."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def _field_bytes(file: Path, name: str) -> int | None:
-    """Return one field of a file of /proc that counts in kB, in bytes; None where there is no such file or field."""
+    """Return a field in kB of a file of /proc, in bytes; None if there is no such file or field."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

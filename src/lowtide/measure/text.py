@@ -1,4 +1,4 @@
-"""Figures as text."""
+"""Tables as text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from textwrap import TextWrapper
 
 
 def folded(text: str, width: int | None, *, indent: int = 2) -> str:
-    """Return lines of text, those that are wider than ``width`` folded between words; None: as they are.
+    """Return lines of text, those that are wider than ``width`` folded between words; None: unmodified.
 
     Args:
         text: The lines.
-        width: The most letters of one.
-        indent: How far what is folded stands in.
+        width: The maximum characters of a line.
+        indent: Spaces before a folded line's continuation.
     """
     if width is None:
         return text
@@ -21,7 +21,7 @@ def folded(text: str, width: int | None, *, indent: int = 2) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return rows of cells with their columns aligned; those not in ``left`` end on the right."""
+    """Return rows of cells as text, columns in ``left`` aligned left, the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

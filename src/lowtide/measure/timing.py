@@ -1,4 +1,4 @@
-"""How long things take, side by side: a GPU's clock changes with its heat, so what is compared is run in turns."""
+"""Times and memory of functions, compared interleaved: a GPU's clock drifts with its heat."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Timing:
     """The times of one function.
 
     Attributes:
-        times_ms: In the order they were taken, in milliseconds.
+        times_ms: In order, in milliseconds.
     """
 
     times_ms: tuple[float, ...]
 
     @property
     def median_ms(self) -> float:
-        """The median: one slow run does not move it."""
+        """The median, which one slow run does not change."""
         return statistics.median(self.times_ms)
 
     @property
     def spread(self) -> float:
-        """The slowest over the fastest, less 1."""
+        """The slowest over the fastest, minus 1."""
         return max(self.times_ms) / min(self.times_ms) - 1
 
 
@@ -43,19 +43,19 @@ def time_side_by_side(
     reps: int = 6,
     behind: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time each function, all of them once a round, so that a drift of the clocks meets all alike.
+    """Time the functions interleaved, each once per round, so that drifting clocks affect all of them alike.
 
-    On a GPU the time is the device's own, between two events around the call, with nothing else in flight: the launch
-    of the first kernel counts, and so does every wait of the host inside the call. The launch does not ``behind``
-    something else, as in training, where the host is ahead of the device.
+    On a GPU the time is the device's own, between two events around the call, with nothing else in flight: it includes
+    the launch of the first kernel and every time the host waits inside the call. ``behind`` hides the launch, as in
+    training, where the host is ahead of the device.
 
     Args:
-        functions: What to run, by name; what they return is dropped.
+        functions: What to run, by name; results are dropped.
         device: Where they run.
         warm: Rounds before the first one that counts.
         reps: Rounds that count.
-        behind: What is run before each function, and not waited for: long enough for the host to get ahead. Where one
-            function's heat would lower the next one's clock, all should stand behind the same.
+        behind: Runs before each function, without waiting for it: long enough for the host to get ahead. Use the same
+            for all if one function's heat would lower the next one's clock.
 
     Returns:
         dict: A `Timing` for each name.
@@ -63,10 +63,9 @@ def time_side_by_side(
     Raises:
         ArgumentValueError: ``warm`` is negative or ``reps`` below 1.
     """
-    if warm < 0:
-        raise ArgumentValueError(message("warm", "a whole number of at least 0", str(warm)))
-    if reps < 1:
-        raise ArgumentValueError(message("reps", "a whole number of at least 1", str(reps)))
+    for name, value, least in (("warm", warm, 0), ("reps", reps, 1)):
+        if value < least:
+            raise ArgumentValueError(message(name, f"a whole number of at least {least}", str(value)))
     clock = _time_on_cuda if torch.device(device).type == "cuda" else _time_on_host
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(warm + reps):
@@ -78,52 +77,50 @@ def time_side_by_side(
 
 
 def peak_above(function: Callable[[], object], device: str | torch.device) -> int:
-    """Run a function once and return the most bytes that it held at once above what was there before.
+    """Run a function once and return its peak memory in bytes, above what was there before.
 
-    What it leaves behind (gradients) counts; what was there before and is freed in between counts against it. CUDA's
-    peak is that of PyTorch's allocator, in blocks of 512 bytes; a CPU's is every allocation that PyTorch made.
+    What stays allocated (gradients) counts; memory from before that is freed meanwhile counts negative. CUDA's peak is
+    that of PyTorch's allocator, in blocks of 512 bytes; a CPU's counts every allocation of PyTorch.
 
     Args:
-        function: What to run. Run it before for what it keeps forever: compiled kernels, a BLAS library's workspace.
-        device: The device whose memory is meant.
+        function: What to run. Run it before for what it allocates once: compiled kernels, a BLAS library's workspace.
+        device: The device whose memory is measured.
     """
+    return _peak_and_kept(function, device)[0]
+
+
+def kept_above(function: Callable[[], object], device: str | torch.device) -> int:
+    """Run a function once and return the bytes allocated after it, above those before, its result still referenced.
+
+    For a forward pass: its output and what it saves for backward, unless that was there before. CUDA's are those of
+    PyTorch's allocator: blocks of 512 bytes, and of a large one the unused rest of less than a MiB.
+
+    Args:
+        function: What to run. Run it before for what it allocates once, as for `peak_above`.
+        device: The device whose memory is measured.
+    """
+    return _peak_and_kept(function, device)[1]
+
+
+def _peak_and_kept(function: Callable[[], object], device: str | torch.device) -> tuple[int, int]:
     gc.collect()
     if torch.device(device).type != "cuda":
         with track_allocations(device) as seen:
-            function()
-        return seen.peak_bytes
+            result = function()
+            gc.collect()
+        del result
+        return seen.peak_bytes, seen.events[-1].total_bytes if seen.events else 0
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    function()
+    result = function()
     torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device)) - int(before)
-
-
-def kept_above(function: Callable[[], object], device: str | torch.device) -> int:
-    """Run a function once and return the bytes that are alive after it beyond those before, its result still held.
-
-    Of a forward pass these are its output and all that backward will read and nobody else held. On CUDA they are
-    PyTorch's allocator's, in blocks of 512 bytes, a large one's rest of less than a MiB with it.
-
-    Args:
-        function: What to run. Run it before for what it keeps forever, as for `peak_above`.
-        device: The device whose memory is meant.
-    """
+    peak = torch.cuda.max_memory_allocated(device)
     gc.collect()
-    if torch.device(device).type != "cuda":
-        with track_allocations(device) as seen:
-            held = function()
-            gc.collect()
-        del held
-        return seen.events[-1].total_bytes if seen.events else 0
-    before = torch.cuda.memory_allocated(device)
-    held = function()
-    gc.collect()
-    after = torch.cuda.memory_allocated(device)
-    del held
-    return int(after) - int(before)
+    kept = torch.cuda.memory_allocated(device)
+    del result
+    return int(peak) - int(before), int(kept) - int(before)
 
 
 def _time_on_host(function: Callable[[], object], behind: Callable[[], object] | None) -> float:

@@ -1,4 +1,4 @@
-"""Bytes as people read and write them."""
+"""Bytes in MiB and GiB, and sizes as users write them."""
 
 import math
 import re
@@ -34,7 +34,7 @@ def gib(size: float) -> float:
 
 
 def gib_text(size: float) -> str:
-    """Return bytes in GiB as a text, with as many digits as a small model's need not to be 0.
+    """Return bytes in GiB as text, with two significant digits below 0.1.
 
     Args:
         size: A number of bytes.
@@ -47,11 +47,11 @@ def parse_gib(name: str, text: str) -> float:
 
     Args:
         name: The argument's, for the error.
-        text: A number with a unit behind it, in any case. ``40GiB``, ``40G`` and ``40`` are 40 times 2**30 bytes,
+        text: A number and a unit, in any case. ``40GiB``, ``40G`` and ``40`` are 40 times 2**30 bytes,
             ``40GB`` 40 times 10**9; likewise K, M and T; ``B`` is a byte.
 
     Raises:
-        ArgumentValueError: The text is no size.
+        ArgumentValueError: The text is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text, re.ASCII)
     if not found or found[2].lower() not in _UNITS:
@@ -60,15 +60,15 @@ def parse_gib(name: str, text: str) -> float:
 
 
 def as_gib(name: str, size: object) -> float:
-    """Return an argument that is named in GiB: a number of them, or a text that says its unit, as in `parse_gib`.
+    """Return an argument in GiB: a number, or a text with a unit, as in `parse_gib`.
 
     Args:
         name: The argument, for the error.
-        size: What was given for it.
+        size: Its value.
 
     Raises:
-        ArgumentTypeError: It is neither; a text of digits alone among them.
-        ArgumentValueError: The text is no size.
+        ArgumentTypeError: It is neither, or a text of digits alone.
+        ArgumentValueError: The text is not a size.
     """
     if isinstance(size, str) and any(c.isalpha() for c in size):
         return parse_gib(name, size)
@@ -76,5 +76,5 @@ def as_gib(name: str, size: object) -> float:
         raise ArgumentTypeError(message(name, "a number of GiB, or a text such as '40GiB'", f"{size!r}"))
     try:
         return float(size)
-    except OverflowError:  # a whole number that no float reaches
+    except OverflowError:  # an int beyond every float
         return math.inf

@@ -1,17 +1,16 @@
-"""What the layers of a model keep for backward, and where."""
+"""What the layers of a model save for backward, and where."""
 
 from typing import TYPE_CHECKING
 
 from lowtide.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from lowtide.memory.apply import apply_policy, remove_policy
+    from lowtide.memory.apply import PolicyReport, apply_policy, remove_policy
     from lowtide.memory.optimizer import OptimizerOffload, offload_optimizer
     from lowtide.memory.planner.adapters import Adapters
     from lowtide.memory.planner.plan import plan_memory
     from lowtide.memory.planner.report import MemoryPlan
     from lowtide.memory.policy import ActivationPolicy
-    from lowtide.memory.report import PolicyReport
 
 __all__ = [
     "ActivationPolicy",
@@ -28,18 +27,11 @@ __all__ = [
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "lowtide.memory.apply": (
-            "apply_policy",
-            "remove_policy",
-        ),
-        "lowtide.memory.optimizer": (
-            "OptimizerOffload",
-            "offload_optimizer",
-        ),
+        "lowtide.memory.apply": ("PolicyReport", "apply_policy", "remove_policy"),
+        "lowtide.memory.optimizer": ("OptimizerOffload", "offload_optimizer"),
         "lowtide.memory.planner.adapters": ("Adapters",),
         "lowtide.memory.planner.plan": ("plan_memory",),
         "lowtide.memory.planner.report": ("MemoryPlan",),
         "lowtide.memory.policy": ("ActivationPolicy",),
-        "lowtide.memory.report": ("PolicyReport",),
     },
 )

@@ -1,42 +1,86 @@
-"""`apply_policy` and `remove_policy`: what each decoder layer of a model keeps, one instance at a time."""
+"""`apply_policy` and `remove_policy`: what each decoder layer of a model saves, one instance at a time."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.measure.units import as_gib
+from lowtide.measure.text import table
 from lowtide.memory.checkpoint import LayerState, check_cache, double_recompute, run_layer
 from lowtide.memory.offload import ON_DEVICE, Offloader, available
+from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.report import PolicyReport
 from lowtide.memory.stack import Stack, find_stack
 from lowtide.swap import child_class
 
 _STATE = "_lowtide_policy"
 _BASE = "_lowtide_policy_base"
-_LEVEL = "checkpoint_level"
-_TILE = "tile_tokens"
+_MLP = {"mlp_level": "checkpoint_level", "mlp_tile_tokens": "tile_tokens"}  # the policy's field, and a fused MLP's
+_SAVES = {"all": "all that its operations save", "attention": "input and attention's output", "input": "input"}
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """What each decoder layer saves from now on; prints as a table.
+
+    Args:
+        stack: The name of the list of layers inside the model.
+        policies: Each layer's policy, by the layer's name, in order.
+        bytes_per_token: What a layer saves per token, by the layer's name; None where it depends on the layer's
+            operations (``keep="all"``) or the model's config lacks the sizes. In the dtype of its parameters: under
+            autocast attention's output is narrower.
+        on_device: The names of layers with ``offload=True`` that stay on the GPU, since backward begins with them.
+        others: Further lists of layers, not changed.
+        offloader: What the layers with ``offload=True`` share; None without any.
+    """
+
+    stack: str
+    policies: dict[str, ActivationPolicy]
+    bytes_per_token: dict[str, int | None]
+    on_device: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    offloader: Offloader | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that is pinned for these layers now; it grows in the first forward and stays."""
+        return self.offloader.host_bytes if self.offloader is not None else 0
+
+    def __str__(self) -> str:
+        rows = [["layers", "saves", "where", "mlp level", "bytes per token"]]
+        for cells, run in groupby(self.policies, key=self._cells):
+            first, *others = run
+            rows.append([f"{first} - {others[-1]}" if others else first, *cells])
+        header, *lines = table(rows, left=range(len(rows[0]))).splitlines()
+        unchanged = [f"not changed: {other}" for other in self.others]
+        return "\n".join([header, "-" * max(map(len, [header, *lines])), *lines, *unchanged])
+
+    def _cells(self, name: str) -> list[str]:
+        policy, size = self.policies[name], self.bytes_per_token[name]
+        where = "host" if policy.offload and name not in self.on_device else "GPU"
+        level = "unchanged" if policy.mlp_level is None else str(policy.mlp_level)
+        return [_SAVES[policy.keep], where, level, "-" if size is None else f"{size:,}"]
 
 
 def apply_policy(
     model: nn.Module, policy: ActivationPolicy | Sequence[ActivationPolicy], *, host_gib: float | str | None = None
 ) -> PolicyReport:
-    """Set what each decoder layer of a model keeps between its forward and its backward; change this instance only.
+    """Set what each decoder layer of a model saves between its forward and its backward; change this instance only.
 
-    A layer that keeps less is run again in backward, up to the last value that backward needs, by PyTorch's
+    A layer that saves less is run again in backward, up to the last value that backward needs, by PyTorch's
     non-reentrant checkpoint and with all that it promises: random state and autocast as in forward, any inputs and
     outputs, values and gradients equal to the bit where the layer's kernels are deterministic. With
-    ``keep="attention"`` the recompute takes attention's output from what was kept and does not call its kernel; a layer
-    that runs no fused attention operator raises. A policy acts wherever gradients are recorded; without them the layer
-    runs as it is.
+    ``keep="attention"`` the recompute takes attention's output from what was saved and does not call its kernel; a
+    layer that runs no fused attention operator raises. A policy acts wherever gradients are recorded; without them the
+    layer runs its stock forward.
 
     The layers are found by structure: the longest ``ModuleList`` or ``Sequential`` of modules of one class, or of
     transformers' ``GradientCheckpointingLayer``, whatever the model's family; the report names it. For a model with
@@ -44,15 +88,15 @@ def apply_policy(
     Weights, their names and what ``save_pretrained`` writes do not change. Works before and after `lowtide.patch`,
     ``fully_shard`` and ``torch.compile`` of the model or of its layers.
 
-    With ``offload=True`` what is kept lies in pinned host memory meanwhile, but for the last two of those layers, and
-    is brought back a layer ahead of backward. The first forward pins the memory; later ones use it again.
+    With ``offload=True`` what is saved is in pinned host memory meanwhile, but for the last two of those layers, and
+    is brought back a layer ahead of backward. The first forward pins the memory; later ones reuse it.
 
     The recompute runs with the state that the layer had in forward (adapters, modes, hooks, parameters, attributes),
     whatever was assigned since, and restores the current state. Writes to tensors cannot be undone, and raise.
 
     A recomputing layer fills no cache in training: the empty one that transformers makes for every forward is left out
     (``outputs.past_key_values`` stays empty, and raises when it is passed on), and one that holds keys raises. In
-    evaluation, a layer that is given a cache runs as it is.
+    evaluation, a layer that is given a cache runs its stock forward.
 
     Args:
         model: A module with decoder layers: of transformers, peft, or any other.
@@ -67,10 +111,10 @@ def apply_policy(
     Raises:
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, layers
-            that share an MLP and ask different levels of it, or a ``host_gib`` that is negative or not finite.
+            that share an MLP and set different levels of it, or a ``host_gib`` that is negative or not finite.
         UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
-            layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is asked of a layer
-            without a fused MLP, or ``offload`` of a machine without a CUDA device. At a layer's first forward:
+            layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is set for a layer
+            without a fused MLP, or ``offload`` on a machine without a CUDA device. At a layer's first forward:
             ``keep="attention"`` where no fused attention ran, or host memory that does not suffice. In backward: an
             argument, a parameter or a large buffer of a layer that was written to since its forward, or code that was
             replaced since.
@@ -82,7 +126,8 @@ def apply_policy(
         >>> lowtide.memory.remove_policy(model)
     """
     _check(model, policy)
-    limit = None if host_gib is None else host_bytes(host_gib)
+    hint = "None: whatever the host has free."
+    limit = None if host_gib is None else budget_bytes("host_gib", host_gib, hint=hint)
     stack = find_stack(model)
     policies = [policy] * len(stack.layers) if isinstance(policy, ActivationPolicy) else list(policy)
     if len(policies) != len(stack.layers):
@@ -91,7 +136,6 @@ def apply_policy(
         raise ArgumentValueError(message("policy", expected, f"{len(policies)}", hint))
     chosen = dict(zip(stack.layers, policies, strict=True))
     _check_layers(model, stack, chosen)
-    _check_shared(stack, chosen)
     for layer in reversed(stack.layers.values()):
         _restore(layer)
     offloaded = [name for name, one in chosen.items() if one.offload]
@@ -101,15 +145,14 @@ def apply_policy(
     for name, layer in stack.layers.items():
         own = offloader if chosen[name].offload else None
         _adopt(layer, LayerState(name, chosen[name], own, moves=name in moving))
-    sizes = _Sizes(model)
-    kept = {name: sizes.bytes_per_token(stack.layers[name], chosen[name]) for name in chosen}
-    return PolicyReport(stack.name, chosen, kept, tuple(offloaded[len(moving) :]), stack.others, offloader)
+    saved = {name: _bytes_per_token(model, stack.layers[name], policy) for name, policy in chosen.items()}
+    return PolicyReport(stack.name, chosen, saved, tuple(offloaded[len(moving) :]), stack.others, offloader)
 
 
 def remove_policy(model: nn.Module) -> None:
-    """Undo `apply_policy`: every layer below ``model`` runs as it did before, and pinned host memory is given back.
+    """Undo `apply_policy`: every layer below ``model`` is stock again, and pinned host memory is freed.
 
-    A model without a policy is left as it is, so that cleaning up twice does no harm.
+    Does nothing for a model without a policy, so that cleaning up twice does no harm.
 
     Args:
         model: What `apply_policy` was given, or anything that contains it.
@@ -120,13 +163,12 @@ def remove_policy(model: nn.Module) -> None:
     Example:
         >>> lowtide.memory.remove_policy(model)
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    _check(model)
     for module in reversed(list(model.modules())):  # the last that set a module which layers share, first
         _restore(module)
 
 
-def _check(model: object, policy: object) -> None:
+def _check(model: object, policy: object = ()) -> None:
     """Raise unless the arguments are what they must be on their own."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
@@ -137,17 +179,8 @@ def _check(model: object, policy: object) -> None:
             raise ArgumentTypeError(message("policy", expected, f"{one!r} of type {type(one).__name__}"))
 
 
-def host_bytes(host_gib: float | str) -> int:
-    """Return the budget of host memory in bytes."""
-    value = as_gib("host_gib", host_gib)
-    if not 0 <= value < math.inf:
-        hint = "Leave it at None for whatever the host has free."
-        raise ArgumentValueError(message("host_gib", "a finite number of GiB, at least 0", f"{host_gib}", hint))
-    return int(value * 2**30)
-
-
 def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
-    """Raise before anything has changed if a layer cannot do what its policy says."""
+    """Raise before anything has changed if a layer cannot do what its policy says, or layers disagree on their MLP."""
     for name, policy in policies.items():
         layer = stack.layers[name]
         if policy.offload and not available():
@@ -155,40 +188,29 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
             raise UnsupportedError(message("policy", "a GPU to offload from, with offload=True", "none", hint))
         if policy.keep != "all":
             if "forward" in vars(layer):
-                hint = "Undo it (accelerate.hooks.remove_hook_from_module), and put it back after apply_policy."
-                got = "one replaced on the instance, which would pass the policy by"
+                hint = "Undo it (accelerate.hooks.remove_hook_from_module), and restore it after apply_policy."
+                got = "one replaced on the instance, which would bypass the policy"
                 raise UnsupportedError(message(name, "a layer with the forward of its class", got, hint))
             if hasattr(layer, "_checkpoint_wrapped_module"):
-                hint = "Leave torch's checkpoint_wrapper out."
-                raise UnsupportedError(
-                    message(name, "a layer that nothing else recomputes", type(layer).__name__, hint)
-                )
+                expected, hint = "a layer that nothing else recomputes", "Leave torch's checkpoint_wrapper out."
+                raise UnsupportedError(message(name, expected, type(layer).__name__, hint))
             # Any module of the model: some keep the switch in the list's owner and not in the layers.
             if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
                 raise double_recompute(name)
-        for field, attribute in (("mlp_level", _LEVEL), ("mlp_tile_tokens", _TILE)):
-            if getattr(policy, field) is not None and not _with(attribute, layer):
-                hint = (
-                    "Call lowtide.patch(model, mlp=True) first; where its report says that it leaves these MLPs as they"
-                    f" are, leave {field} at None."
-                )
-                expected = f"a submodule with {attribute} for {field} to set"
-                raise UnsupportedError(message(name, expected, "none", hint))
-
-
-def _check_shared(stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
-    """Raise where layers share one MLP and ask different things of it, of which the last would hold for all."""
-    for field, attribute in (("mlp_level", _LEVEL), ("mlp_tile_tokens", _TILE)):
+    for setting, attribute in _MLP.items():
         first: dict[nn.Module, tuple[str, Any]] = {}
         for name, layer in stack.layers.items():
-            wanted = getattr(policies[name], field)
-            for own, module in _with(attribute, layer).items():
-                other, asked = first.setdefault(module, (name, wanted))
-                if asked != wanted:
-                    expected = f"one {field} in all layers that share the module {own!r}"
-                    got = f"{asked} for {other} and {wanted} for {name}"
-                    hint = f"Give both the same {field}."
-                    raise ArgumentValueError(message("policy", expected, got, hint))
+            value, modules = getattr(policies[name], setting), _with(attribute, layer)
+            if value is not None and not modules:
+                hint = f"Call lowtide.patch(model, mlp=True) first; for MLPs that it cannot fuse, omit {setting}."
+                expected = f"a submodule with {attribute} for {setting} to set"
+                raise UnsupportedError(message(name, expected, "none", hint))
+            for own, module in modules.items():
+                other, others = first.setdefault(module, (name, value))
+                if others != value:  # the last one would hold for all
+                    expected = f"one {setting} in all layers that share the module {own!r}"
+                    got = f"{others} for {other} and {value} for {name}"
+                    raise ArgumentValueError(message("policy", expected, got, f"Give both the same {setting}."))
 
 
 def _with(attribute: str, layer: nn.Module) -> dict[str, Any]:
@@ -198,14 +220,11 @@ def _with(attribute: str, layer: nn.Module) -> dict[str, Any]:
 
 def _adopt(layer: nn.Module, state: LayerState) -> None:
     """Put a layer under its policy."""
-    if state.policy.mlp_level is not None:
-        for name, module in _with(_LEVEL, layer).items():
-            state.levels[name] = module.checkpoint_level
-            module.checkpoint_level = state.policy.mlp_level
-    if state.policy.mlp_tile_tokens is not None:
-        for name, module in _with(_TILE, layer).items():
-            state.tiles[name] = module.tile_tokens
-            module.tile_tokens = state.policy.mlp_tile_tokens
+    for setting, attribute in _MLP.items():
+        value = getattr(state.policy, setting)
+        for name, module in _with(attribute, layer).items() if value is not None else ():
+            state.before[name, attribute] = getattr(module, attribute)
+            setattr(module, attribute, value)
     vars(layer)[_STATE] = state
     if state.policy.keep != "all" and not any(_BASE in vars(cls) for cls in type(layer).__mro__):
         cls: Any = type(layer)
@@ -213,15 +232,14 @@ def _adopt(layer: nn.Module, state: LayerState) -> None:
 
 
 def _restore(layer: nn.Module) -> None:
-    """Give a layer back what `_adopt` took; one that has no policy is left as it is."""
+    """Undo `_adopt`, if the layer has a policy."""
     state: LayerState | None = vars(layer).pop(_STATE, None)
     if state is None:
         return
     modules: dict[str, Any] = dict(layer.named_modules())
-    for attribute, before in ((_LEVEL, state.levels), (_TILE, state.tiles)):
-        for name, value in before.items():
-            if hasattr(modules.get(name), attribute):  # unpatched since, it has none
-                setattr(modules[name], attribute, value)
+    for (name, attribute), value in state.before.items():
+        if hasattr(modules.get(name), attribute):  # unpatched since, it has none
+            setattr(modules[name], attribute, value)
     if state.offloader is not None:
         state.offloader.close()
     # A class that something else put on top (fully_shard) stays, and ours inside it runs the stock forward from now on.
@@ -248,26 +266,19 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-class _Sizes:
-    """The widths that the bytes of the report need, where a model's config tells them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        config: Any = getattr(model, "config", None)
-        if hasattr(config, "get_text_config"):
-            config = config.get_text_config()
-        self._hidden: int | None = getattr(config, "hidden_size", None)
-        self._heads: int | None = getattr(config, "num_attention_heads", None)
-        self._head_dim: int | None = getattr(config, "head_dim", None)
-
-    def bytes_per_token(self, layer: nn.Module, policy: ActivationPolicy) -> int | None:
-        """Return what a layer keeps for a token, or None where it is not known."""
-        dtypes = [p.dtype for p in layer.parameters() if p.is_floating_point()]
-        if policy.keep == "all" or not isinstance(self._hidden, int) or not dtypes:
-            return None
-        hidden = self._hidden * dtypes[0].itemsize
-        if policy.keep == "input":
-            return hidden
-        if not isinstance(self._heads, int):
-            return None
-        head_dim = self._head_dim if isinstance(self._head_dim, int) else self._hidden // self._heads
-        return hidden + self._heads * (head_dim * dtypes[0].itemsize + 4)  # a float32 logsumexp for each head
+def _bytes_per_token(model: nn.Module, layer: nn.Module, policy: ActivationPolicy) -> int | None:
+    """Return what a layer saves per token, or None where its config does not have the sizes."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    sizes = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    hidden, heads, head_dim = (size if isinstance(size, int) else None for size in sizes)
+    itemsize = next((p.dtype.itemsize for p in layer.parameters() if p.is_floating_point()), None)
+    if policy.keep == "all" or hidden is None or itemsize is None:
+        return None
+    if policy.keep == "input":
+        return hidden * itemsize
+    if heads is None:
+        return None
+    width = hidden // heads if head_dim is None else head_dim
+    return hidden * itemsize + heads * (width * itemsize + 4)  # a float32 logsumexp for each head

@@ -1,12 +1,12 @@
-"""Attention's outputs, kept through a layer's recompute: its kernels are called once, in forward.
+"""Attention's outputs, saved through a layer's recompute: its kernels are called once, in forward.
 
 Two dispatch modes, one around the layer's forward and one around its recompute, see every operator that runs inside.
-The first puts aside what attention's fused operators return (the output, its logsumexp, the state of its dropout); the
-second hands that out again in the same order, and the kernel is not called. Both are below autograd, which so saves for
+The first saves what attention's fused operators return (the output, its logsumexp, the state of its dropout); the
+second returns that in the same order, and the kernel is not called. Both are below autograd, which so saves for
 backward what it saves without them, with query, key and value from the recompute.
 
 Source: PyTorch's selective activation checkpoint works so (``torch.utils.checkpoint``). This one looks at attention
-alone, puts the random state right after a kept dropout, and gives its tensors to backward as often as it asks.
+alone, sets the random state behind a saved dropout, and gives its tensors to backward as often as it asks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lowtide.errors import UnsupportedError, message
@@ -48,14 +48,14 @@ def is_attention(operator: Any) -> bool:
 
 
 def stay(tensor: Tensor) -> Get:
-    """Keep a tensor where it is, and give it back unless somebody has written to it since."""
-    kept = detached(tensor)
-    version = kept._version
+    """Save a tensor where it is; the returned function gives it back, and raises if it was written to since."""
+    saved = detached(tensor)
+    version = saved._version
 
     def get() -> Tensor:
-        if kept._version != version:
+        if saved._version != version:
             raise changed_in_place()
-        return kept.detach()  # an alias each time: what autograd hangs on it must not hang on what is kept
+        return saved.detach()  # an alias each time: what autograd attaches to it must not be attached to what is saved
 
     return get
 
@@ -68,29 +68,27 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def changed_in_place() -> UnsupportedError:
-    """Return the error for a kept tensor that was written to between forward and backward."""
+    """Return the error for a saved tensor that was written to between forward and backward."""
+    expected = "tensors that stay unmodified from forward to backward"
     hint = "Write out of place in the layer (x = x + y, not x += y), or give it keep='all'."
-    return UnsupportedError(
-        message(
-            "keep", "tensors that stay as they were kept for backward", "one changed by an in-place operation", hint
-        )
-    )
+    return UnsupportedError(message("keep", expected, "one changed by an in-place operation", hint))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of an attention operator: what it returned, and the random state that it left behind."""
+    """One call of an attention operator: what it returned, as functions that do, and the random state behind it."""
 
     operator: Any
-    outputs: Any
+    outputs: list[Callable[[], Any]]
+    spec: TreeSpec
     rng_state: tuple[torch.device, Tensor] | None
 
 
-class KeptAttention:
+class SavedAttention:
     """What attention returned in one forward of one layer, for as many recomputes as its graph asks for.
 
     Args:
-        store: Takes a floating-point tensor that is to be kept and returns a function that gives it back.
+        store: Takes a floating-point tensor to save and returns a function that gives it back.
     """
 
     def __init__(self, store: Store = stay) -> None:
@@ -98,62 +96,58 @@ class KeptAttention:
         self._store = store
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the modes for forward and for recompute, as ``torch.utils.checkpoint`` wants them."""
-        return _Keeping(self), _GivingBack(self)
+        """Return the modes for forward and for recompute, as ``torch.utils.checkpoint`` takes them."""
+        return _Saving(self), _Returning(self)
 
-    def keep(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put aside what an operator returned."""
+    def save(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Save what an operator returned."""
 
-        def store(tensor: Tensor) -> _Kept:  # the rest is small: seeds, lengths, a mask that nobody asked for
-            large = tensor.is_floating_point() and tensor.numel() > 0
-            return _Kept(self._store(tensor) if large else stay(tensor))
+        def saved(value: Any) -> Callable[[], Any]:
+            if not isinstance(value, Tensor):
+                return lambda: value
+            # The rest is small: seeds, lengths, a mask that was not requested.
+            return self._store(value) if value.is_floating_point() and value.numel() > 0 else stay(value)
 
-        stored = tree_map_only(Tensor, store, outputs)
-        self.calls.append(_Call(operator, stored, _rng_state_after(operator, outputs, args, kwargs)))
+        leaves, spec = tree_flatten(outputs)
+        rng_state = _rng_state_after(operator, leaves, args, kwargs)
+        self.calls.append(_Call(operator, [saved(value) for value in leaves], spec, rng_state))
 
     def give_back(self, index: int, operator: Any) -> Any:
-        """Return what call number ``index`` returned, with the random state as that call left it."""
-        if index >= len(self.calls) or self.calls[index].operator is not operator:
-            came = str(self.calls[index].operator) if index < len(self.calls) else "none"
-            hint = "The layer takes another path when it is run again; give it keep='all'."
-            raise UnsupportedError(
-                message("keep", f"call {index} of attention to be {came}, as in forward", operator, hint)
-            )
-        call = self.calls[index]
+        """Return what call number ``index`` returned, and set the random state that it left behind."""
+        call = self.calls[index] if index < len(self.calls) else None
+        if call is None or call.operator is not operator:
+            expected = f"call {index} of attention to be {call.operator if call else 'none'}, as in forward"
+            hint = "The layer takes another path in its recompute; give it keep='all'."
+            raise UnsupportedError(message("keep", expected, operator, hint))
         if call.rng_state is not None:
             _set_rng_state(*call.rng_state)
-        return tree_map_only(_Kept, lambda kept: kept.get(), call.outputs)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    get: Get
+        return tree_unflatten([get() for get in call.outputs], call.spec)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What both modes are: they let compiled regions inside the layer be, and see higher-order operators."""
+    """What both modes share: they do not look into compiled regions of the layer, and see higher-order operators."""
 
     supports_higher_order_operators = True
     holds_no_outputs = True  # but attention's, which is no operator of lowtide's
 
-    def __init__(self, kept: KeptAttention) -> None:
+    def __init__(self, saved: SavedAttention) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._saved = saved
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
 
-class _Keeping(_Mode):  # type: ignore[no-untyped-call]
+class _Saving(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **kwargs) if kwargs else func(*args)
         if is_attention(func):
-            self._kept.keep(func, outputs, args, kwargs or {})
+            self._saved.save(func, outputs, args, kwargs or {})
         return outputs
 
 
-class _GivingBack(_Mode):  # type: ignore[no-untyped-call]
+class _Returning(_Mode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Any:
         self._next = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -162,7 +156,7 @@ class _GivingBack(_Mode):  # type: ignore[no-untyped-call]
         if not is_attention(func):
             return func(*args, **kwargs) if kwargs else func(*args)
         self._next += 1
-        return self._kept.give_back(self._next - 1, func)
+        return self._saved.give_back(self._next - 1, func)
 
 
 def contexts_under_compile() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -175,15 +169,15 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 
 def _rng_state_after(
-    operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    operator: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device, Tensor] | None:
     """Return the random state after an operator with dropout: what follows it in the layer draws from there.
 
     A kernel that is not called again does not move the generator, and every dropout after it would draw another mask.
     """
-    if not _dropout(operator, args, kwargs):
+    if not (dict(zip(_argument_names(operator), args, strict=False)) | kwargs).get("dropout_p"):
         return None
-    device: torch.device = next(x for x in tree_leaves(outputs) if isinstance(x, Tensor)).device
+    device: torch.device = next(x for x in leaves if isinstance(x, Tensor)).device
     if device.type == "cpu":
         return device, torch.get_rng_state()
     return device, torch.get_device_module(device).get_rng_state(device)
@@ -196,18 +190,7 @@ def _set_rng_state(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator drops anything out."""
-    if "dropout_p" in kwargs:
-        return bool(kwargs["dropout_p"])
-    at = _dropout_at(operator)
-    return at is not None and at < len(args) and bool(args[at])
-
-
 @functools.cache
-def _dropout_at(operator: Any) -> int | None:
-    """Return where among an operator's arguments the probability of its dropout stands."""
-    if isinstance(operator, torch._ops.HigherOrderOperator):
-        return None
-    names = [argument.name for argument in operator._schema.arguments]
-    return names.index("dropout_p") if "dropout_p" in names else None
+def _argument_names(operator: Any) -> list[str]:
+    higher = isinstance(operator, torch._ops.HigherOrderOperator)
+    return [] if higher else [argument.name for argument in operator._schema.arguments]

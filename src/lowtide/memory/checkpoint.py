@@ -1,4 +1,4 @@
-"""One layer's forward that keeps less: ``torch.utils.checkpoint`` around it, with attention's outputs kept or not."""
+"""One layer's forward that saves less: ``torch.utils.checkpoint`` around it, with attention's outputs saved or not."""
 
 from __future__ import annotations
 
@@ -14,52 +14,40 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.attention import KeptAttention, Store, changed_in_place, contexts_under_compile, stay
+from lowtide.memory.attention import SavedAttention, Store, changed_in_place, contexts_under_compile, stay
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.state import Snapshot
-from lowtide.memory.versions import Versions
+from lowtide.memory.state import Snapshot, Versions
 from lowtide.samples import Samples
 from lowtide.swap import child_class
 
 Forward = Callable[..., Any]
-_LEFT_OUT = "_lowtide_left_out"  # of a cache: the layers that have not filled it
-_REFUSED = "_lowtide_refused"  # of the same: their names by their indices
+_LEFT_OUT = "_lowtide_left_out"  # of a cache: the layers that have not filled it, with their indices
 _STOCK = "_lowtide_stock_cache"
 
 
 @dataclass
 class LayerState:
-    """What a layer under a policy carries.
+    """What `apply_policy` attaches to a layer."""
 
-    Args:
-        name: The layer's name inside the model.
-        policy: Its policy.
-        offloader: With ``offload=True``, what its stack shares.
-        moves: Whether what it keeps goes to the host: not the last layers'.
-        levels: The ``checkpoint_level`` that submodules had before the policy set it, by their names.
-        tiles: Their ``tile_tokens``, likewise.
-    """
-
-    name: str
+    name: str  # inside the model
     policy: ActivationPolicy
-    offloader: Offloader | None = None
-    moves: bool = False
-    levels: dict[str, int] = field(default_factory=dict)
-    tiles: dict[str, int | None] = field(default_factory=dict)
+    offloader: Offloader | None = None  # with offload=True, what its stack shares
+    moves: bool = False  # what it saves goes to the host: not the last layers'
+    before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
 
 
 def run_layer(
     layer: nn.Module, state: LayerState, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a layer's own ``forward`` so that its graph keeps what the policy says, and recomputes the rest in backward.
+    """Run a layer's own ``forward`` so that its graph saves what the policy says, and recomputes the rest in backward.
 
     Args:
         layer: The layer.
         state: Its policy, with ``keep`` "attention" or "input".
         forward: The layer's stock forward, bound to it.
-        args: What the layer was called with.
-        kwargs: The same, by name.
+        args: The call's positional arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
         UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys;
@@ -69,7 +57,10 @@ def run_layer(
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         raise double_recompute(state.name)
     args, kwargs, cached = _without_cache(layer, state.name, args, kwargs)
-    if cached or not _needs_graph(layer, args, kwargs):
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    # Frozen layers before the first that trains save nothing anyway.
+    in_graph = any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
+    if cached or not in_graph:
         return forward(*args, **kwargs)
     run, hidden = _of_hidden_states(layer, state.name, forward, args, kwargs)
     if state.offloader is None:
@@ -80,7 +71,7 @@ def run_layer(
 # Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.
 @_disable_dynamo  # torch.compiler.disable, without importing the compiler
 def _run_offloaded(state: LayerState, offloader: Offloader, run: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """`_run` with what is kept in host memory."""
+    """`_run` with what is saved in host memory."""
     record = offloader.begin(moves=state.moves)
     # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
     with saved_tensors_hooks(lambda t: record.put(t) if t.numel() else stay(t), lambda get: get()):
@@ -88,22 +79,23 @@ def _run_offloaded(state: LayerState, offloader: Offloader, run: Callable[[Tenso
 
 
 def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store) -> Any:
-    """Checkpoint ``run(hidden)``, with attention's outputs in ``store`` if they are kept."""
+    """Checkpoint ``run(hidden)``, with attention's outputs in ``store`` if they are saved."""
     if state.policy.keep == "input":
         return checkpoint(run, hidden, use_reentrant=False)
     if torch.compiler.is_compiling():
         return checkpoint(run, hidden, use_reentrant=False, context_fn=contexts_under_compile)
-    kept = KeptAttention(store)
-    outputs = checkpoint(run, hidden, use_reentrant=False, context_fn=kept.contexts)
-    if not kept.calls:
-        raise _no_attention(state.name)
+    saved = SavedAttention(store)
+    outputs = checkpoint(run, hidden, use_reentrant=False, context_fn=saved.contexts)
+    if not saved.calls:
+        hint = (
+            "Take a fused attention (attn_implementation='sdpa' or 'flash_attention_2' with a mask and a dtype that its"
+            " kernels support), or keep='input' for this layer. Attention inside a region that torch.compile has"
+            " compiled is not visible: compile the whole layer, or its other parts alone."
+        )
+        got = "none (eager attention, the math path of scaled_dot_product_attention, or no attention at all)"
+        expected = "a fused attention operator for keep='attention' to save"
+        raise UnsupportedError(message(state.name, expected, got, hint))
     return outputs
-
-
-def _needs_graph(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether backward can reach the layer at all: frozen layers before the first that trains keep nothing anyway."""
-    tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    return any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
 
 
 def double_recompute(name: str) -> UnsupportedError:
@@ -113,38 +105,30 @@ def double_recompute(name: str) -> UnsupportedError:
     return UnsupportedError(message(name, expected, got, "Call model.gradient_checkpointing_disable()."))
 
 
-def _no_attention(name: str) -> UnsupportedError:
-    hint = (
-        "Take a fused attention (attn_implementation='sdpa' or 'flash_attention_2' with a mask and a dtype that its "
-        "kernels know), or keep='input' for this layer. What torch.compile has compiled inside the layer cannot be "
-        "looked into: compile the whole layer, or its other parts alone."
-    )
-    got = "none (eager attention, the math path of scaled_dot_product_attention, or no attention at all)"
-    return UnsupportedError(message(name, "a fused attention operator for keep='attention' to keep", got, hint))
-
-
 def _of_hidden_states(
     layer: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[Tensor], Any], Tensor]:
-    """Return the layer as a function of its hidden states alone, and these: they are the input that is kept.
+    """Return the layer as a function of its hidden states alone, and these: they are the input that is saved.
 
-    They are the first floating-point tensor among what the layer was called with. The rest (positions, masks, another
-    stack's output) is shared by the layers and stays as it is, which the recompute makes sure of.
+    They are the first floating-point tensor among the arguments. The rest (positions, masks, another stack's output) is
+    shared by the layers and not copied; the recompute checks it for writes.
     """
-    at = next((index for index, value in enumerate(args) if _is_hidden(value)), None)
-    if at is not None:
-        before, after = args[:at], args[at + 1 :]
-        run = _of_unchanged(layer, name, forward, (before, after, kwargs))
-        return lambda hidden: run(*before, hidden, *after, **kwargs), args[at]
-    key = next((key for key, value in kwargs.items() if _is_hidden(value)), None)
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    key = next((key for key, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()), None)
     if key is None:
         raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
-    rest = {other: value for other, value in kwargs.items() if other != key}
-    run = _of_unchanged(layer, name, forward, (args, rest))
-    return lambda hidden: run(*args, **{key: hidden}, **rest), kwargs[key]
+    hidden = given.pop(key)
+    run = _of_unchanged(layer, name, forward, list(given.values()))
+    places, names = range(len(args)), list(kwargs)  # not these themselves: they hold the hidden states
+
+    def of_hidden(hidden: Tensor) -> Any:
+        every = {**given, key: hidden}
+        return run(*(every[place] for place in places), **{name: every[name] for name in names})
+
+    return of_hidden, hidden
 
 
-def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: Any) -> Forward:
+def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: list[Any]) -> Forward:
     """Return a forward whose second run has the state of the first, or raises where that is impossible.
 
     Assignments are restored for it; writes to a tensor of ``rest`` or a parameter cannot be undone. It does not hold
@@ -185,17 +169,13 @@ def _weights_changed(name: str, what: str) -> UnsupportedError:
     return UnsupportedError(message(name, f"{what} that are in backward what they were in forward", got, hint))
 
 
-def _is_hidden(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _without_cache(
     layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Return the arguments without a cache of keys and values, which a recompute would fill twice.
 
-    transformers makes an empty one for every forward unless it is told not to, also in training, where nothing reads
-    it. In evaluation somebody may: the third value says that the layer must run as it is.
+    transformers makes an empty one for every forward unless ``use_cache=False``, also in training, where nothing reads
+    it. In evaluation somebody may: the third value says that the layer must run its stock forward.
     """
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches or getattr(layer, "_can_checkpoint_with_cache", False):
@@ -209,11 +189,10 @@ def _without_cache(
         hint = "Train without past_key_values, or give this layer keep='all'."
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
     for cache in caches:
-        setattr(cache, _LEFT_OUT, (*getattr(cache, _LEFT_OUT, ()), name))
-        if not torch.compiler.is_compiling():  # layers without a policy check nothing
-            setattr(cache, _REFUSED, {**getattr(cache, _REFUSED, {}), index: name})
-            if not hasattr(cache, _STOCK):
-                cache.__class__ = child_class(type(cache), _cache_overrides, _STOCK)
+        setattr(cache, _LEFT_OUT, {**getattr(cache, _LEFT_OUT, {}), name: index})
+        # Under a compiler, layers without a policy check nothing.
+        if not torch.compiler.is_compiling() and not hasattr(cache, _STOCK):
+            cache.__class__ = child_class(type(cache), _cache_overrides, _STOCK)
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
@@ -221,13 +200,13 @@ def _without_cache(
 
 
 def _cache_overrides(base: Any) -> dict[str, Any]:
-    """Return what a cache that a layer has not filled does differently: it takes nothing of that layer later."""
+    """Return what a cache that a layer has not filled does differently: it refuses that layer's keys later."""
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         index = kwargs.get("layer_idx", args[2] if len(args) > 2 else None)
-        refused = getattr(self, _REFUSED, {})
-        if index in refused:
-            raise _was_left_out(refused[index])
+        for name, refused in getattr(self, _LEFT_OUT, {}).items():
+            if refused == index:
+                raise _was_left_out(name)
         return base.update(self, *args, **kwargs)
 
     return {"update": update}
@@ -245,7 +224,7 @@ def check_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _was_left_out(name: str) -> UnsupportedError:
-    hint = "Pass use_cache=False in training; to go on from a cache, give the layers keep='all'."
+    hint = "Pass use_cache=False in training; to continue from a cache, give the layers keep='all'."
     got = "one of a forward in which this layer was under a policy that recomputes, and left it empty"
     return UnsupportedError(message(name, "a cache that its own forwards have filled", got, hint))
 

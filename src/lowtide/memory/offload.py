@@ -1,10 +1,10 @@
-"""What layers keep, in host memory from forward until shortly before backward.
+"""What layers save, in host memory from forward until shortly before backward.
 
-A record holds what one call of one layer keeps. As soon as a tensor is kept it is copied to a page-locked buffer on a
+A record holds what one call of one layer saves. As soon as a tensor is saved it is copied to a page-locked buffer on a
 side stream; two layers later the compute stream waits for that copy, which has long been made, and the GPU's memory is
-free. When backward asks for a record, the one before it is brought back on another side stream, so that it is there
-when backward gets to it. Nothing is known of layers: two forwards before one backward have records of their own, and a
-record gives its memory back when its graph dies, used or not.
+free. When backward reads a record, the one before it is brought back on another side stream, so that it is there when
+backward gets to it. Two forwards before one backward have records of their own, and a record returns its memory when
+its graph dies, used or not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,52 +25,19 @@ IN_FLIGHT = 2  # layers whose copies may be under way: the one that runs and the
 ON_DEVICE = IN_FLIGHT  # the last layers that are offloaded stay: they would still be in flight when backward begins
 
 
-class Side(Protocol):
-    """What offloading needs of a device: memory that it copies from and to beside its computing."""
+class Side:
+    """Copies to and from the host beside a CUDA device's computing: a stream for each direction, as its copy engines.
 
-    def pin(self, nbytes: int) -> Tensor:
-        """Return page-locked host memory, as uint8."""
-        ...
-
-    def unpin(self, memory: Tensor) -> None:
-        """Take it back."""
-        ...
-
-    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
-        """Copy to the host after what computes now; return the event of its end."""
-        ...
-
-    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
-        """Copy from the host after what computes now; return the event of its end."""
-        ...
-
-    def stream(self) -> Any:
-        """Return what computes now."""
-        ...
-
-    def wait(self, event: Any, stream: Any) -> None:
-        """Let what computes on a stream from now on wait for an event, but not the caller."""
-        ...
-
-    def used_on(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory, when it is freed, until what a stream computes now is done."""
-        ...
-
-    def finish(self, event: Any) -> None:
-        """Let the caller wait for an event."""
-        ...
-
-
-class CudaSide:
-    """Two streams of a CUDA device, one for each way: its copy engines work both at once."""
+    Args:
+        device: The device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def pin(self, nbytes: int) -> Tensor:
-        """Return page-locked host memory, in whole pages."""
+        """Return page-locked host memory, in whole pages, as uint8."""
         # Not torch's pinned allocator: it rounds up to powers of two and keeps what is freed, and this is a budget.
         page = 4096
         memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8, device="cpu")
@@ -90,38 +57,41 @@ class CudaSide:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
     def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
-        """Copy on the stream for the way out."""
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            host.copy_(tensor, non_blocking=True)
-        return self._out.record_event()
+        """Copy to the host after what computes now; return the event of its end."""
+        return self._copy(self._out, host, tensor)
 
     def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
-        """Copy on the stream for the way back."""
-        self._back.wait_stream(torch.cuda.current_stream(self._device))  # whatever had the memory before
-        with torch.cuda.stream(self._back):
-            tensor.copy_(host, non_blocking=True)
-        return self._back.record_event()
+        """Copy from the host after what computes now, or had the memory before; return the event of its end."""
+        return self._copy(self._back, tensor, host)
 
-    def stream(self) -> torch.cuda.Stream:
-        """Return the current stream."""
+    def _copy(self, stream: torch.cuda.Stream, to: Tensor, of: Tensor) -> Any:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            to.copy_(of, non_blocking=True)
+        return stream.record_event()
+
+    def stream(self) -> Any:
+        """Return the stream that computes now."""
         return torch.cuda.current_stream(self._device)
 
-    def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
-        """Let the stream wait."""
+    def wait(self, event: Any, stream: Any) -> None:
+        """Let a stream wait for an event from now on, but not the host."""
         stream.wait_event(event)
 
-    def used_on(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator, which knows only of the stream that the tensor was made on."""
+    def used_on(self, tensor: Tensor, stream: Any) -> None:
+        """Keep a tensor's memory, when it is freed, until what the stream computes now is done.
+
+        The allocator only has the stream that the tensor was made on.
+        """
         tensor.record_stream(stream)
 
     def finish(self, event: Any) -> None:
-        """Let the host wait."""
+        """Let the host wait for an event."""
         event.synchronize()
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Take back the error that a failed call of the CUDA runtime leaves behind, which was said already.
+    """Clear the error that a failed call of the CUDA runtime leaves behind, which was raised already.
 
     It would be raised after the next kernel's launch, whoever launches it. PyTorch has no name for cudaGetLastError,
     and calls it after a launch of its own.
@@ -144,11 +114,11 @@ def side_for(device: torch.device) -> Side:
     if device.type != "cuda":
         hint = "Move the model and its inputs to the GPU, or take offload=False."
         raise UnsupportedError(message("offload", "hidden states on a CUDA device", f"some on {device}", hint))
-    return CudaSide(device)
+    return Side(device)
 
 
 class _Item:
-    """One tensor that a record keeps: on the device, in a host buffer, or both."""
+    """One tensor that a record saves: on the device, in a host buffer, or both."""
 
     def __init__(self, tensor: Tensor, buffer: Buffer, side: Side) -> None:
         self._side = side
@@ -183,7 +153,7 @@ class _Item:
             self._version = self._tensor._version
 
     def get(self) -> Tensor:
-        """Return the tensor as it was kept."""
+        """Return the tensor as it was saved."""
         self.bring_back()
         assert self._tensor is not None
         if self._changed or self._tensor._version != self._version:
@@ -196,7 +166,7 @@ class _Item:
 
 
 class Record:
-    """What one call of one layer keeps for its backward.
+    """What one call of one layer saves for its backward.
 
     Args:
         offloader: Whose buffers it uses.
@@ -215,14 +185,14 @@ class Record:
         self._moves = moves
 
     def put(self, tensor: Tensor) -> Get:
-        """Keep a tensor, and return the function that backward gets it by.
+        """Save a tensor, and return the function by which backward gets it.
 
         Raises:
             UnsupportedError: It is of a class of its own, such as DTensor; or as `Offloader.store`.
         """
         if type(tensor) not in (Tensor, nn.Parameter):
             hint = "Take offload=False for this layer."
-            raise UnsupportedError(message("offload", "plain tensors to keep", type(tensor).__name__, hint))
+            raise UnsupportedError(message("offload", "plain tensors to save", type(tensor).__name__, hint))
         if self._moves:
             item = self._offloader.store(tensor, slot=len(self._items))
             self._items.append(item)
@@ -234,7 +204,7 @@ class Record:
             back = get()
             after = self._after and self._after()
             before = self._before and self._before()
-            if after:  # its backward is over, and retain_graph keeps it alive
+            if after:  # its backward is over, and retain_graph holds it
                 after.let_go()
             if before:
                 before.bring_back()
@@ -263,8 +233,8 @@ class Offloader:
 
     Args:
         limit_bytes: The most host memory, or None for what the host has free.
-        layers: How many layers move what they keep to the host.
-        attention_layers: How many of them keep attention's output besides their input.
+        layers: How many layers move what they save to the host.
+        attention_layers: How many of them save attention's output besides their input.
     """
 
     def __init__(self, limit_bytes: int | None, layers: int, attention_layers: int) -> None:
@@ -299,7 +269,7 @@ class Offloader:
 
         Raises:
             UnsupportedError: There is no device to offload from, or the host memory does not suffice: at the first
-                layer of the first forward, if all layers keep as much as this one.
+                layer of the first forward, if all layers save as much as this one.
         """
         side = self._sides.get(tensor.device)
         if side is None:
@@ -321,7 +291,7 @@ class Offloader:
             self._pool.give(buffer)
 
     def close(self) -> None:
-        """Give the host memory back, that of graphs which are alive as soon as they are not."""
+        """Return the host memory, that of graphs that are alive when they die."""
         if self._pool is not None:
             self._pool.close()
 

@@ -1,9 +1,9 @@
-"""`offload_optimizer`: an optimizer's states in host memory while nobody needs them.
+"""`offload_optimizer`: an optimizer's states in host memory while nothing reads them.
 
-They lie idle from one step to the next, also at the end of forward, where a step's memory has its peak. They leave the
-GPU during forward, a part with each layer, and come back during backward, when the layers' activations go; the step
-finds them where they were. All of it hangs on hooks: the optimizer keeps its class, its arithmetic and its checkpoints,
-and where a hook does not run the states are merely on the GPU for longer.
+They are idle from one step to the next, also at the end of forward, where a step's memory has its peak. They leave the
+GPU during forward, a part with each layer, and come back during backward, as the layers' activations go; the step
+finds them where they were. All of it runs in hooks: the optimizer keeps its class, its arithmetic and its
+checkpoints, and where a hook does not run the states are merely on the GPU for longer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.measure.units import as_gib
+from lowtide.arguments import check_flag
+from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import offload
 from lowtide.memory import optimizer_blocks as blocks
-from lowtide.memory.apply import host_bytes
 from lowtide.memory.optimizer_blocks import Block, Slot
-from lowtide.memory.pinned import HostPool
+from lowtide.memory.pinned import HostPool, budget_bytes
+from lowtide.memory.policy import check_count
 from lowtide.memory.stack import find_stack
 
 _HANDLE = "_lowtide_offload"
@@ -46,29 +46,28 @@ def offload_optimizer(
     backwards_per_step: int = 1,
     late: bool = False,
 ) -> OptimizerOffload:
-    """Keep an optimizer's states in pinned host memory from the first layers' forward until backward has been there.
+    """Offload an optimizer's states to pinned host memory from the first layers' forward until those layers' backward.
 
     With each decoder layer's forward a part of the states is copied to the host on a side stream; a few layers later
     the GPU's memory is free. In backward a part is fetched with each layer that is done. The step itself runs on the
     GPU, on tensors of the same values: results are the same to the bit. It costs host memory, and time only where the
-    copies take longer than the layers beside them: at 55 GB/s 20 ms for a GiB, either way.
+    copies take longer than the layers beside them: at 55 GB/s 20 ms per GiB, in each direction.
 
-    Any optimizer of PyTorch's class whose states are tensors, with ``foreach``, ``fused`` or ``capturable`` as it
-    likes, several of them, closures (while one runs states stay), gradient scalers that leave steps out. States of up
-    to 64 KiB stay where they are. ``state_dict()`` waits for copies under way and may be called at any time; it has
-    host tensors for what is on the host. Who reads ``optimizer.state`` itself calls the handle's ``bring_back`` first.
-    Copies and pickles of the optimizer have all states on the GPU, and no offloading. Calling again replaces what was
-    set before.
+    Supports any optimizer of PyTorch's class whose states are tensors, with ``foreach``, ``fused`` or ``capturable``,
+    several of them, closures (while one runs states stay), gradient scalers that skip steps. States of up to 64 KiB
+    stay on the GPU. ``state_dict()`` waits for copies under way and may be called at any time; it has host tensors for
+    what is on the host. Before you read ``optimizer.state`` itself, call the handle's ``bring_back``. Copies and
+    pickles of the optimizer have all states on the GPU, and no offloading. Calling again replaces what was set before.
 
     Args:
-        optimizer: Whose states.
-        model: The model that it trains: its decoder layers, found as by `lowtide.memory.apply_policy`, say when.
+        optimizer: The optimizer.
+        model: The model that it trains; its decoder layers are found as by `lowtide.memory.apply_policy`.
         gib: The most that leaves the GPU, in GiB: what the layers' forward has time for
-            (`lowtide.memory.plan_memory` tells). None: all.
+            (`lowtide.memory.plan_memory` computes it). None: all.
         host_gib: The most pinned host memory that this may take, in GiB. None: whatever the host has free,
             or this process's part of that where a launcher has started several on it.
-        backwards_per_step: Backward passes of a step: the states come back in the last one.
-        late: Whether they come back only behind backward, so that the step waits for the copies: for sequences so long
+        backwards_per_step: Backward passes per step: the states come back in the last one.
+        late: Whether they come back only after backward, so that the step waits for the copies: for sequences so long
             that a layer's backward leaves no room beside it.
 
     Returns:
@@ -91,19 +90,15 @@ def offload_optimizer(
         raise ArgumentTypeError(message("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__))
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
-    if isinstance(backwards_per_step, bool) or not isinstance(backwards_per_step, int):
-        raise ArgumentTypeError(message("backwards_per_step", "a whole number", f"{backwards_per_step!r}"))
-    if not isinstance(late, bool):
-        raise ArgumentTypeError(message("late", "a bool", f"{late!r}"))
-    if backwards_per_step < 1:
-        raise ArgumentValueError(message("backwards_per_step", "at least 1", f"{backwards_per_step}"))
+    check_count("backwards_per_step", backwards_per_step)
+    check_flag("late", late)
     _check_parameters(inner)
     layers = list(find_stack(model).layers.values())
     former: OptimizerOffload | None = vars(inner).get(_HANDLE)
     if former is not None:
         former.remove()
-    limit = math.inf if gib is None else _bytes_of(gib)
-    host = None if host_gib is None else host_bytes(host_gib)
+    limit = math.inf if gib is None else budget_bytes("gib", gib, above_0=True, hint="None: all of them.")
+    host = None if host_gib is None else budget_bytes("host_gib", host_gib, hint="None: whatever the host has free.")
     return OptimizerOffload(inner, layers, limit, host, 0 if late else backwards_per_step)
 
 
@@ -111,11 +106,11 @@ class OptimizerOffload:
     """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it.
 
     Args:
-        optimizer: Whose states.
+        optimizer: The optimizer.
         layers: The layers, in the order of forward.
         limit: The most bytes that leave.
         host_limit: The most bytes of host memory, None: what is free.
-        backwards: Backward passes of a step, in the last of which states come back; 0: behind all of them.
+        backwards: Backward passes per step, in the last of which states come back; 0: after all of them.
     """
 
     def __init__(
@@ -140,13 +135,13 @@ class OptimizerOffload:
             self._hooks.append(layer.register_forward_pre_hook(_Hook(self._forward, k), prepend=True))
         self._hooks += [
             layers[-1].register_forward_hook(_Hook(self._forward, len(layers))),
-            optimizer.register_step_pre_hook(_StepHook(self._before_step)),
+            optimizer.register_step_pre_hook(_Hook(self._before_step)),
             optimizer.register_step_post_hook(_Hook(self._after_step)),
             optimizer.register_state_dict_pre_hook(_Hook(self._finish)),
             optimizer.register_load_state_dict_post_hook(_Hook(self._loaded)),
         ]
-        vars(optimizer)[_HANDLE] = self
-        vars(optimizer)[_GET_STATE] = _GetState(self, optimizer)
+        # Copies and pickles have all states on the GPU.
+        vars(optimizer).update({_HANDLE: self, _GET_STATE: _Hook(self._get_state)})
 
     @property
     def offloaded_bytes(self) -> int:
@@ -160,14 +155,14 @@ class OptimizerOffload:
 
     def bring_back(self) -> None:
         """Give the optimizer all its states on the GPU, until the next forward."""
-        with self._lock:
-            optimizer = self._optimizer()
-            if optimizer is not None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            with self._lock:
                 for block in self._blocks:
                     block.end_back(optimizer.state)
 
     def remove(self) -> None:
-        """Leave the optimizer as it came, its states on the GPU, and give the host memory back; twice does no harm."""
+        """Undo `offload_optimizer`: states on the GPU, the host memory freed; twice does no harm."""
         with self._lock:
             self.bring_back()
             self._clear()
@@ -182,53 +177,51 @@ class OptimizerOffload:
         return f"{bytes_:.2f} GiB of optimizer states in {len(self._blocks)} blocks, {host:.2f} GiB of host memory"
 
     def _clear(self) -> None:
-        """Lay nothing out any more."""
+        """Forget the blocks; their memory goes to the system with the pool."""
         for block in self._blocks:
             block.forget()
-        self._blocks, self._signature = [], []  # their memory goes to the system with the pool
-        self._pool = None
+        self._blocks, self._signature, self._pool = [], [], None
 
-    def _forward(self, layer: int) -> None:
-        """Let go of what is copied and begin to copy what is due, when a layer begins or the last one has ended."""
+    def _get_state(self, optimizer: Any) -> Any:
+        self.bring_back()
+        return type(optimizer).__getstate__(optimizer)  # type: ignore[call-arg]
+
+    def _forward(self, optimizer: Optimizer, layer: int, *_: Any) -> None:
+        """End and begin the copies that are due, when a layer begins or the last one has ended."""
         if not self._blocks or self._in_closure or torch._C._current_graph_task_id() != -1:
             return  # a closure's forward, or one that backward repeats
         _refuse_capture()
-        with self._lock:
-            optimizer, layers, total = self._optimizer(), len(self._layers), self.offloaded_bytes
-            if optimizer is None:
-                return
-            due = total * blocks.share_out(layer, layers) if layer < layers else 0
-            lag, gone = blocks.layers_to_leave(layers), 0
-            for block in self._blocks:
-                if block.where == "coming":
-                    block.drop()
-                elif block.where == "leaving" and (layer == layers or layer >= block.point + lag):
-                    block.end_out(optimizer.state)
-                elif block.where == "device" and gone < due:
-                    block.begin_out(optimizer.state, layer)
-                gone += block.nbytes
+        layers, lag = len(self._layers), blocks.layers_to_leave(len(self._layers))
+        due = self.offloaded_bytes * blocks.share_out(layer, layers) if layer < layers else 0
+        gone = 0
+        for block in self._blocks:
+            if block.where == "coming":
+                block.drop()
+            elif block.where == "leaving" and (layer == layers or layer >= block.point + lag):
+                block.end_out(optimizer.state)
+            elif block.where == "device" and gone < due:
+                block.begin_out(optimizer.state, layer)
+            gone += block.nbytes
 
-    def _accumulated(self, param: int, layer: int, layers: int) -> None:
+    def _accumulated(self, _: Optimizer, param: int, layer: int, layers: int, *__: Any) -> None:
         """Fetch what is due when backward has reached a layer, the ``layer``-th of those that train."""
-        with self._lock:
-            if self._in_closure:
-                return
-            self._counts[param] += 1
-            if self._counts[param] % self._backwards:
-                return
-            due = self.offloaded_bytes * blocks.share_back(layers - 1 - layer, layers)
-            back = 0
-            for block in self._blocks:
-                back += block.nbytes
-                if back > due:
-                    break
-                if block.where == "host":
-                    block.begin_back()
+        if self._in_closure:
+            return
+        self._counts[param] += 1
+        if self._counts[param] % self._backwards:
+            return
+        due, back = self.offloaded_bytes * blocks.share_back(layers - 1 - layer, layers), 0
+        for block in self._blocks:
+            back += block.nbytes
+            if back > due:
+                break
+            if block.where == "host":
+                block.begin_back()
 
-    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring all states back, and return the step's arguments: a closure among them knows that it is one.
+    def _before_step(self, _: Optimizer, __: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Bring all states back, and return the step's arguments, with a closure that sets `_in_closure`.
 
-        A note that a step is under way would have to be taken back where the step raises, and no hook runs there.
+        A flag for the step itself would have to be cleared where the step raises, and no hook runs there.
         """
         _refuse_capture()
         self.bring_back()
@@ -236,7 +229,7 @@ class OptimizerOffload:
         return tuple(map(self._as_closure, args)), {name: self._as_closure(value) for name, value in kwargs.items()}
 
     def _as_closure(self, value: Any) -> Any:
-        """Return a step's argument; a function as one that keeps the states where they are while it runs."""
+        """Return a step's argument; a function as one that leaves the states where they are while it runs."""
         if not callable(value):
             return value
 
@@ -250,17 +243,23 @@ class OptimizerOffload:
 
         return closure
 
-    def _after_step(self) -> None:
-        with self._lock:
-            optimizer = self._optimizer()
-            if optimizer is None:
-                return
-            self._look(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
-                expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
-                hint = "SGD without momentum keeps none: there is nothing to offload."
-                raise UnsupportedError(message("optimizer", expected, "none", hint))
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._look(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
+            expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
+            hint = "SGD without momentum has none: there is nothing to offload."
+            raise UnsupportedError(message("optimizer", expected, "none", hint))
+
+    def _finish(self, *_: Any) -> None:
+        for block in self._blocks:
+            block.finish()
+
+    def _loaded(self, optimizer: Optimizer, *_: Any) -> None:
+        """Other states were loaded: they are on the GPU, in tensors of their own."""
+        for block in self._blocks:
+            block.forget()
+        self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Lay the states out in blocks, unless they are those of before."""
@@ -273,20 +272,6 @@ class OptimizerOffload:
         if signature != self._signature:
             self._lay_out(slots)
             self._signature = signature
-
-    def _finish(self) -> None:
-        with self._lock:
-            for block in self._blocks:
-                block.finish()
-
-    def _loaded(self) -> None:
-        """Other states were loaded: they are on the GPU, in tensors of their own."""
-        with self._lock:
-            for block in self._blocks:
-                block.forget()
-            optimizer = self._optimizer()
-            if optimizer is not None:
-                self._look(optimizer)
 
     def _slots(self, optimizer: Optimizer) -> list[Slot]:
         """Return the states that may leave.
@@ -328,10 +313,6 @@ class OptimizerOffload:
             for i, (group, side) in enumerate(zip(groups, sides, strict=True))
         ]
         self._pool = pool
-        self._watch_backward()
-
-    def _watch_backward(self) -> None:
-        """Hang hooks on the gradients of the layers that train."""
         _remove(self._gradient_hooks)
         if not self._backwards:
             return
@@ -344,15 +325,15 @@ class OptimizerOffload:
 
     def _side(self, device: torch.device) -> offload.Side | None:
         if device not in self._sides:
-            try:
-                self._sides[device] = offload.side_for(device)
-            except UnsupportedError:  # parameters on the CPU: their states are where they belong
-                self._sides[device] = None
+            self._sides[device] = _side_for(device)
         return self._sides[device]
 
 
 class _Hook:
-    """Calls a method for as long as its object lives. Copies and pickles of what it hangs on have one that does not."""
+    """Calls a handle's method with its optimizer, under its lock, for as long as both live.
+
+    Copies and pickles of what it is registered on have one that calls nothing.
+    """
 
     def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
@@ -360,36 +341,15 @@ class _Hook:
 
     @_disable_dynamo
     def __call__(self, *called_with: Any) -> Any:
-        method = self._method() if self._method is not None else None
-        return None if method is None else self._call(method, called_with)
-
-    def _call(self, method: Callable[..., Any], _: tuple[Any, ...]) -> Any:
-        method(*self._given)
+        method: Any = self._method() if self._method is not None else None
+        optimizer = None if method is None else method.__self__._optimizer()
+        if optimizer is None:
+            return None
+        with method.__self__._lock:
+            return method(optimizer, *self._given, *called_with)
 
     def __reduce__(self) -> Any:
         return type(self), ()
-
-
-class _StepHook(_Hook):
-    """The same for what may change a step's arguments."""
-
-    def _call(self, method: Callable[..., Any], called_with: tuple[Any, ...]) -> Any:
-        _, args, kwargs = called_with
-        return method(args, kwargs)
-
-
-class _GetState:
-    """``__getstate__`` of an optimizer: what `copy.deepcopy` and pickle take, with all states on the GPU."""
-
-    def __init__(self, handle: OptimizerOffload, optimizer: Optimizer) -> None:
-        self._handle, self._optimizer = weakref.ref(handle), weakref.ref(optimizer)
-
-    def __call__(self) -> Any:
-        handle, optimizer = self._handle(), self._optimizer()
-        assert optimizer is not None  # whose attribute this is
-        if handle is not None:
-            handle.bring_back()
-        return type(optimizer).__getstate__(optimizer)
 
 
 def _refuse_capture() -> None:
@@ -405,14 +365,14 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.numel() * tensor.element_size()  # Tensor.nbytes raises for sparse ones
 
 
-def _bytes_of(gib: float | str) -> float:
-    value = as_gib("gib", gib)
-    if not 0 < value < math.inf:
-        raise ArgumentValueError(message("gib", "a finite number of GiB above 0", f"{gib}", "None is all."))
-    return value * 2**30
+def _side_for(device: torch.device) -> offload.Side | None:
+    try:
+        return offload.side_for(device)
+    except UnsupportedError:  # parameters on the CPU: their states stay there
+        return None
 
 
 def _check_parameters(optimizer: Optimizer) -> None:
@@ -421,13 +381,8 @@ def _check_parameters(optimizer: Optimizer) -> None:
     if any(cls.__name__ == "DTensor" for p in parameters for cls in type(p).__mro__):
         hint = "FSDP2 offloads states by itself: fully_shard(..., offload_policy=CPUOffloadPolicy())."
         raise UnsupportedError(message("optimizer", "parameters that are whole on this GPU", "DTensors", hint))
-    why = "no parameter"
-    for device in dict.fromkeys(p.device for p in parameters):
-        try:
-            offload.side_for(device)
-        except UnsupportedError:
-            why = f"all on {device}"
-        else:
-            return
-    hint = "Move the model to the GPU first; on a CPU there is nothing to offload from."
-    raise UnsupportedError(message("optimizer", "parameters on a CUDA device", why, hint))
+    devices = {p.device for p in parameters}
+    if not any(map(_side_for, devices)):
+        hint = "Move the model to the GPU first; on a CPU there is nothing to offload from."
+        got = f"all on {' and '.join(map(str, devices))}" if devices else "no parameter"
+        raise UnsupportedError(message("optimizer", "parameters on a CUDA device", got, hint))

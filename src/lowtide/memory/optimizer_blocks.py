@@ -1,7 +1,7 @@
 """Optimizer states that travel together: flat blocks of them, on the GPU or in pinned host memory.
 
-A few hundred MiB of states lie in one tensor each, so that a copy is one transfer, and so that the memory that a block
-leaves behind is in one piece. `share_out` and `share_back` say when they travel; the planner counts with the same.
+A few hundred MiB of states are one tensor each, so that a copy is one transfer, and so that the memory that a block
+leaves behind is in one piece. `share_out` and `share_back` are the schedule, by which the planner counts too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Slot:
     def __init__(self, param: Tensor, key: Any, tensor: Tensor) -> None:
         self.param, self.key = param, key
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED  # in its block
         self.host: Tensor | None = None  # a view of the block's host memory
         self.here: Tensor | None = None  # a view of the block on the device, while it is there
 
@@ -107,10 +107,10 @@ class Block:
         self.forget()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        views, start = [], 0
+        views, start = [], flat.storage_offset()
         for slot in self.slots:
-            views.append(flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + start))
-            start += _aligned(slot.nbytes) // flat.element_size()
+            views.append(flat.as_strided(slot.shape, slot.stride, start))
+            start += slot.nbytes // flat.element_size()
         return views
 
     def begin_out(self, states: States, point: int) -> None:
@@ -176,7 +176,7 @@ class Block:
         events = self._events
         self._wait(self._stream)
         self._let_go("host")
-        self._events = events  # behind which the host's copy is whole, as `finish` wants to know
+        self._events = events  # behind which the host's copy is whole, for `finish`
 
     def forget(self) -> None:
         """Leave the optimizer with what it has now, and no copy under way that the memory would have to wait for."""
@@ -203,33 +203,28 @@ class Block:
 
 def flat_bytes(slots: list[Slot]) -> int:
     """Return the bytes of a block of these states."""
-    return sum(_aligned(slot.nbytes) for slot in slots)
+    return sum(slot.nbytes for slot in slots)
 
 
 def chosen(slots: list[Slot], limit: float) -> list[Slot]:
     """Return states of at most ``limit`` bytes, the largest first: copies that come last are short."""
-    found, total = [], 0
+    found: list[Slot] = []
     for slot in sorted(slots, key=lambda slot: -slot.nbytes):
-        if total + _aligned(slot.nbytes) <= limit:
+        if slot.nbytes <= limit:
             found.append(slot)
-            total += _aligned(slot.nbytes)
+            limit -= slot.nbytes
     return found
 
 
 def in_blocks(slots: list[Slot]) -> list[list[Slot]]:
     """Return states in groups for a block each, of one device and dtype, of `BLOCK_BYTES` or of one larger state."""
     groups: list[list[Slot]] = []
-    open_groups: dict[Any, tuple[list[Slot], int]] = {}
+    filled: dict[Any, tuple[list[Slot], int]] = {}  # the last group by device and dtype, with its bytes
     for slot in slots:
-        kind, size = (slot.device, slot.dtype), _aligned(slot.nbytes)
-        group, filled = open_groups.get(kind, ([], 0))
-        if not group or filled + size > BLOCK_BYTES:
-            group, filled = [], 0
+        group, size = filled.get((slot.device, slot.dtype), ([], 0))
+        if not group or size + slot.nbytes > BLOCK_BYTES:
+            group, size = [], 0
             groups.append(group)
         group.append(slot)
-        open_groups[kind] = group, filled + size
+        filled[slot.device, slot.dtype] = group, size + slot.nbytes
     return sorted(groups, key=flat_bytes, reverse=True)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED

@@ -1,7 +1,8 @@
-"""A pool of host memory: page-locked buffers that serve step after step, under a budget."""
+"""A pool of host memory: page-locked buffers that are reused step after step, under a budget."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -10,25 +11,39 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lowtide.errors import UnsupportedError, message
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.resident import available_bytes
-from lowtide.measure.units import gib_text
+from lowtide.measure.units import as_gib, gib_text
 
 _LEFT_FREE = 1 << 30  # of what the host has free, for everything else
 _LAYERS_HINT = "Offload fewer layers, keep='input' instead of 'attention', train on fewer tokens, or raise the budget."
 
 
-def _processes() -> int:
-    """Return how many processes the launcher has started on this machine."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+def budget_bytes(name: str, size: object, *, above_0: bool = False, hint: str = "") -> int:
+    """Return a budget of memory in bytes.
+
+    Args:
+        name: The argument, for the error.
+        size: What was given for it: a number of GiB, or a text with a unit.
+        above_0: Whether 0 is an error.
+        hint: What to do where it is not allowed.
+
+    Raises:
+        ArgumentTypeError: It is neither.
+        ArgumentValueError: It is negative, not finite, or 0 with ``above_0``.
+    """
+    value = as_gib(name, size) * 2**30
+    if not 0 <= value < math.inf or (above_0 and value == 0):
+        expected = f"a finite number of GiB, {'above' if above_0 else 'at least'} 0"
+        raise ArgumentValueError(message(name, expected, f"{size}", hint))
+    return int(value)
 
 
 class Buffer:
-    """Bytes of host memory, given back to the system when nothing refers to them any more."""
+    """Bytes of host memory, returned to the system when nothing refers to them any more."""
 
     def __init__(self, slot: int, memory: Tensor, unpin: Callable[[Tensor], None]) -> None:
-        self.slot = slot
-        self.memory = memory
+        self.slot, self.memory = slot, memory
         # Not at exit: the process's memory goes then anyway, and the device's driver may be gone before.
         weakref.finalize(self, unpin, memory).atexit = False
 
@@ -39,7 +54,7 @@ class Buffer:
 
 
 class HostPool:
-    """Buffers for what layers keep, reused as soon as a graph lets go of them.
+    """Buffers for what layers save, reused as soon as a graph releases them.
 
     Each slot (a layer's input, attention's output, its logsumexp) has buffers of its own, all of one size where the
     batches are. One that is too small is replaced, so there are never more than were in use at once.
@@ -59,14 +74,11 @@ class HostPool:
         hint: str = _LAYERS_HINT,
     ) -> None:
         self.nbytes = 0
-        self._hint = hint
-        self._limit_bytes = limit_bytes
-        self._pin = pin
-        self._unpin = unpin
+        self._limit_bytes, self._pin, self._unpin, self._hint = limit_bytes, pin, unpin, hint
         self._free: dict[int, list[Buffer]] = defaultdict(list)
         self._returned: deque[Buffer] = deque()
         self._closed = False
-        self._lock = threading.RLock()  # a graph may die, and give a buffer back, while this thread is inside
+        self._lock = threading.RLock()  # a graph may die, and return a buffer, while this thread is inside
 
     def check(self, needed: int, what: str) -> None:
         """Raise unless the pool may hold ``needed`` bytes in all.
@@ -75,34 +87,35 @@ class HostPool:
             UnsupportedError: It may not: the bytes, the budget and what to do.
         """
         free = available_bytes()
-        sharers = _processes() if self._limit_bytes is None else 1  # the others take of it too
+        # Without a limit, the processes that a launcher started on this machine share what is free.
+        sharers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1) if self._limit_bytes is None else 1
         host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None
-        limits = [limit for limit in (self._limit_bytes, host) if limit is not None]
-        if not limits or needed <= min(limits):
+        limit = min((limit for limit in (self._limit_bytes, host) if limit is not None), default=math.inf)
+        if needed <= limit:
             return
-        whose = "host_gib" if min(limits) == self._limit_bytes else "what the host has free, less 1 GiB"
+        whose = "host_gib" if limit == self._limit_bytes else "what the host has free, less 1 GiB"
         whose += f", for each of {sharers} processes" if sharers > 1 else ""
-        got = f"{gib_text(min(limits))} GiB ({whose}), {gib_text(needed - min(limits))} GiB too little"
-        raise UnsupportedError(
-            message("host_gib", f"{gib_text(needed)} GiB of host memory for {what}", got, self._hint)
-        )
+        got = f"{gib_text(limit)} GiB ({whose}), {gib_text(needed - limit)} GiB too little"
+        expected = f"{gib_text(needed)} GiB of host memory for {what}"
+        raise UnsupportedError(message("host_gib", expected, got, self._hint))
 
     def take(self, slot: int, nbytes: int) -> Buffer:
-        """Return a buffer of at least ``nbytes``, an old one where one is large enough.
+        """Return a buffer of at least ``nbytes``, a free one where one is large enough.
 
         Raises:
             UnsupportedError: A new one does not fit beside those in use.
         """
         with self._lock:
             self._collect()
-            fitting = [buffer for buffer in self._free[slot] if buffer.nbytes >= nbytes]
+            free = self._free[slot]
+            fitting = [buffer for buffer in free if buffer.nbytes >= nbytes]
             if fitting:
                 best = min(fitting, key=lambda buffer: buffer.nbytes)
-                self._free[slot].remove(best)
+                free.remove(best)
                 return best
-            if self._free[slot]:  # too small for the batches that come now
-                self.nbytes -= self._free[slot].pop().nbytes
-            self.check(self.nbytes + nbytes, "what the graphs that are alive keep (more than one forward?)")
+            if free:  # too small for the batches that come now
+                self.nbytes -= free.pop().nbytes
+            self.check(self.nbytes + nbytes, "what the graphs that are alive save (more than one forward?)")
             buffer = Buffer(slot, self._pin(nbytes), self._unpin)
             self.nbytes += buffer.nbytes
             return buffer
@@ -114,7 +127,7 @@ class HostPool:
             self.close()
 
     def close(self) -> None:
-        """Give what is not in use back to the system, and from now on whatever comes back."""
+        """Return what is not in use to the system, and from now on whatever comes back."""
         self._closed = True
         with self._lock:
             self._collect()

@@ -1,4 +1,4 @@
-"""What a decoder layer keeps for backward: the words for it."""
+"""What a decoder layer saves for backward: `ActivationPolicy`."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -8,21 +8,29 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 Keep = Literal["all", "attention", "input"]
 
 
+def check_count(name: str, value: object, also: str = "") -> None:
+    """Check that a value is a whole number of at least 1; ``also`` names what else is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(message(name, f"a whole number{also}", f"{value!r}"))
+    if value < 1:
+        raise ArgumentValueError(message(name, f"at least 1{also}", f"{value}"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActivationPolicy:
-    """What one decoder layer keeps between its forward and its backward.
+    """What one decoder layer saves between its forward and its backward.
 
     Args:
         keep: ``"all"``: every activation that its operations save. ``"attention"``: the layer's input and attention's
             output; the rest is recomputed in backward. ``"input"``: the layer's input alone; everything is recomputed.
-        mlp_level: ``checkpoint_level`` of the layer's fused SwiGLU: 0 keeps gate and up, 1 keeps only the input. None
-            leaves it as it is.
-        offload: Whether what the layer keeps by ``keep`` "attention" or "input" lies in pinned host memory from its
+        mlp_level: ``checkpoint_level`` of the layer's fused SwiGLU: 0 saves gate and up, 1 only the input. None leaves
+            it unmodified.
+        offload: Whether what the layer saves by ``keep`` "attention" or "input" is in pinned host memory from its
             forward until shortly before its backward. Not with ``keep="all"``.
-        mlp_tile_tokens: ``tile_tokens`` of the layer's fused SwiGLU: how many tokens it works on at a time. What level
-            1 holds for a moment in backward, 3f values a token, is then that of a tile: for sequences so long that one
-            layer's transients are what does not fit. Level 0 keeps gate and up of all tokens even so. None leaves it
-            as it is.
+        mlp_tile_tokens: ``tile_tokens`` of the layer's fused SwiGLU: how many tokens one of its tiles has. What level 1
+            holds for a moment in backward, 3f values per token, is then that of a tile: for sequences so long that one
+            layer's transients are what does not fit. Level 0 saves gate and up of all tokens even so. None leaves it
+            unmodified.
 
     Raises:
         ArgumentValueError: A value that is none of these.
@@ -35,19 +43,15 @@ class ActivationPolicy:
     mlp_tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        allowed = get_args(Keep)
-        offload: object = self.offload
-        if self.keep not in allowed:
-            raise ArgumentValueError(message("keep", f"one of {', '.join(map(repr, allowed))}", f"{self.keep!r}"))
+        if self.keep not in get_args(Keep):
+            expected = f"one of {', '.join(map(repr, get_args(Keep)))}"
+            raise ArgumentValueError(message("keep", expected, f"{self.keep!r}"))
         if self.mlp_level not in (None, 0, 1) or type(self.mlp_level) not in (int, type(None)):
             raise ArgumentValueError(message("mlp_level", "0, 1 or None", f"{self.mlp_level!r}"))
-        tile: object = self.mlp_tile_tokens
-        if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int)):
-            raise ArgumentTypeError(message("mlp_tile_tokens", "a whole number or None", f"{tile!r}"))
-        if tile is not None and tile < 1:
-            raise ArgumentValueError(message("mlp_tile_tokens", "at least 1, or None", f"{tile}"))
-        if not isinstance(offload, bool):
-            raise ArgumentTypeError(message("offload", "a bool", f"{offload!r}"))
-        if offload and self.keep == "all":
+        if self.mlp_tile_tokens is not None:
+            check_count("mlp_tile_tokens", self.mlp_tile_tokens, ", or None")
+        if type(self.offload) is not bool:
+            raise ArgumentTypeError(message("offload", "a bool", f"{self.offload!r}"))
+        if self.offload and self.keep == "all":
             hint = "Take keep='attention' or keep='input' with offload=True."
             raise ArgumentValueError(message("offload", "False with keep='all'", "True", hint))

@@ -1,4 +1,4 @@
-"""Activation policies as words: on command lines, and as `lowtide plan` prints them."""
+"""Activation policies as texts: on command lines, and as `lowtide plan` prints them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.policy import ActivationPolicy
 
-Mixture = tuple[tuple[ActivationPolicy, int], ...]  # policies of layers one after another, and of how many each is
+Mixture = tuple[tuple[ActivationPolicy, int], ...]  # policies of layers one after another, each with its number of them
 
 _WORD = re.compile(
     r"(?:(\d+)\s*x\s*)?(all|attention|input)(?:(?:/|-mlp)([01]))?(?:(?:\s+by\s+|-tile)([1-9]\d*))?((?:\s+|-)offload(?:ed)?)?"
@@ -22,12 +22,12 @@ FORM = (
 )
 STATES_FORM = (
     "with @states at the end the optimizer's states are offloaded too, @states=2.5 so many GiB of them, -late until"
-    " behind backward"
+    " after backward"
 )
 
 
 def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | list[ActivationPolicy]:
-    """Return the policy that a word says, or one for each layer where it names numbers of layers.
+    """Return the policy that a text names, or one for each layer where it has numbers of layers.
 
     Args:
         text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ offloaded]``, or several of them, each as ``NUMBER x
@@ -43,40 +43,31 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
         True
     """
     found = [_WORD.fullmatch(word) for word in re.split(r"\s*[,+]\s*", text.strip())]
-    counts = [match[1] for match in found if match]
-    if None in found or (len(found) > 1 and None in counts):
+    each = [(match[1], _policy(*match.groups()[1:])) for match in found if match]
+    if len(each) < len(found) or (len(each) > 1 and any(count is None for count, _ in each)):
         raise ArgumentValueError(message("policy", FORM, repr(text)))
-    each = [_policy(match) for match in found if match]
-    if counts == [None]:
-        return each[0]
-    policies = [policy for policy, count in zip(each, counts, strict=True) for _ in range(int(count))]
+    if each[0][0] is None:
+        return each[0][1]
+    policies = [policy for count, policy in each for _ in range(int(count))]
     if layers is not None and len(policies) != layers:
         raise ArgumentValueError(message("policy", f"one for each of {layers} layers", f"{text}, {len(policies)}"))
     return policies
 
 
 def layer_policies(text: str, layers: int) -> list[ActivationPolicy]:
-    """Return the policy of each of so many layers; otherwise as `parse_policies`.
-
-    Args:
-        text: As in `parse_policies`.
-        layers: How many the model has.
-
-    Raises:
-        ArgumentValueError: It is nothing of the kind, or for another number of layers.
-    """
+    """Return the policy of each of so many layers; otherwise as `parse_policies`."""
     found = parse_policies(text, layers)
     return found if isinstance(found, list) else [found] * layers
 
 
 def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
-    """Return a policy without what is said of optimizer states, and that.
+    """Return a policy without its part on optimizer states, and that part.
 
     Args:
         text: A policy, alone or with ``@states[=GIB][-late]`` behind it.
 
     Returns:
-        The policy's words, and the arguments of `lowtide.memory.offload_optimizer`: None where states stay.
+        The policy's text, and the arguments of `lowtide.memory.offload_optimizer`: None where states stay.
 
     Raises:
         ArgumentValueError: What is behind the ``@`` is nothing of the kind.
@@ -94,14 +85,9 @@ def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
     return policy, {"gib": float(match[1]) if match[1] else None, "late": bool(match[2])}
 
 
-def _policy(match: re.Match[str]) -> ActivationPolicy:
-    _, keep, level, tile, offload = match.groups()
-    return ActivationPolicy(
-        keep=keep,  # type: ignore[arg-type]
-        mlp_level=int(level) if level else None,
-        mlp_tile_tokens=int(tile) if tile else None,
-        offload=bool(offload),
-    )
+def _policy(keep: Any, level: str | None, tile: str | None, offload: str | None) -> ActivationPolicy:
+    mlp_level, mlp_tile_tokens = (None if number is None else int(number) for number in (level, tile))
+    return ActivationPolicy(keep=keep, mlp_level=mlp_level, mlp_tile_tokens=mlp_tile_tokens, offload=bool(offload))
 
 
 def word_of(policy: ActivationPolicy) -> str:

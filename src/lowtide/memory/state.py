@@ -1,15 +1,20 @@
-"""The Python state of a layer at its forward, restored while the layer is recomputed.
+"""What a recompute needs from its forward: a layer's Python state, restored, and its tensors, checked for writes.
 
 Between forward and backward anything may be assigned: modes, adapters, hooks, attributes, parameters, random states. A
 recompute has to run with the state of the forward, and to leave the current state unchanged, counters among it.
+
+An in-place write raises a tensor's version. A fused optimizer's does not in some releases of PyTorch, so `Versions`
+also watches optimizers' steps. Nor does one through ``.data``: `lowtide.samples` compares some values of each weight.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import random
 import sys
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,25 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.code import MODULE_HOOKS, Code
 from lowtide.errors import UnsupportedError, message
 
 _OWN = len(vars(nn.Module()))  # attributes that every module has; those of its class come behind them
-_SMALL = 1 << 16  # bytes of a buffer of which a copy is kept
-_FOREIGN = (
-    "torch",
-    "torchao",
-    "builtins",
-    "lowtide",
-    "deepspeed",
-    "accelerate",
-    "bitsandbytes",
-    "numpy",
-)  # whose objects are not looked into
+_SMALL = 1 << 16  # bytes of a buffer that is copied
+# Packages whose objects are not looked into.
+_FOREIGN = ("torch", "torchao", "builtins", "lowtide", "deepspeed", "accelerate", "bitsandbytes", "numpy")
 _LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, nn.Parameter, Tensor}
-_DEPTH = 4  # an argument, its list, an object in it, that object's list
+_DEPTH = 3  # below an argument: what its list holds, an object among that, the object's list
 
 # Called by functions that layers look up in a table, where their code leads to no further.
 _FROM_A_TABLE = ((torch.nn.functional, "scaled_dot_product_attention"),)
@@ -53,7 +51,6 @@ class Snapshot:
 
     def __init__(self, layer: nn.Module, arguments: Iterable[Any]) -> None:
         self._contents: list[tuple[Any, Any]] = []  # dictionaries, lists and sets, and copies of them
-        self._empty: list[Any] = []
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._seen: set[int] = set()
         self._draws = self._of_arguments = False
@@ -69,8 +66,10 @@ class Snapshot:
         self.parameters: list[Tensor] = list(dict.fromkeys(parameters))
         self._trained = [p.requires_grad for p in self.parameters]
         self._code = _code_of(frozenset(self._kinds))
-        self._around = _Around()
-        self._random = _random_states() if self._draws or _draws(self._code) else None
+        self._around = [read() for read, _ in _AROUND]
+        self._watching = [mode for mode in _dispatch_modes() if not _is_foreign(type(mode))]
+        draws = self._draws or any(name in self._code.modules for name in ("random", "numpy", "numpy.random"))
+        self._random = _random_states() if draws else None
 
     def end(self) -> None:
         """Call at the end of forward: drops random states that it has not advanced."""
@@ -83,70 +82,61 @@ class Snapshot:
         Raises:
             UnsupportedError: A function or a forward was replaced since, or a mode of the user's is not active.
         """
-        exchanged = self._code.exchanged()
-        expected = "backward to run the code that forward ran"
+        exchanged, now = self._code.exchanged(), _dispatch_modes() if self._watching else ()
+        missing = next((mode for mode in self._watching if not any(mode is m for m in now)), None)
         if exchanged is not None:
-            hint = "Put it back before backward, or replace it for both; or give this layer keep='all'."
-            raise UnsupportedError(message(name, expected, f"another {exchanged}", hint))
-        mode = self._around.missing_mode()
-        if mode is not None:
-            hint = "Call backward inside the mode as well, or give this layer keep='all'."
-            raise UnsupportedError(message(name, expected, f"none of the {mode} that was active in forward", hint))
+            got, hint = f"another {exchanged}", "Restore it before backward, or replace it for both"
+        elif missing is not None:
+            got = f"none of the {type(missing).__name__} that was active in forward"
+            hint = "Call backward inside the mode as well"
+        else:
+            return
+        expected = "backward to run the code that forward ran"
+        raise UnsupportedError(message(name, expected, got, f"{hint}; or give this layer keep='all'."))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state at forward inside, and the current state afterwards."""
-        now = [(place, _copy(place)) for place, copy in self._contents if not _same(place, copy)]
-        now += [(place, _copy(place)) for place in self._empty if place]
-        kinds = [(m, type(m)) for m, kind in zip(self._modules, self._kinds, strict=True) if type(m) is not kind]
-        flips = [
-            p for p, flag in zip(self.parameters, self._trained, strict=True) if p.requires_grad != flag and p.is_leaf
-        ]
+        now = [then if not (then or place) or _same(place, then) else _copy(place) for place, then in self._contents]
+        kinds = [(m, type(m), kind) for m, kind in zip(self._modules, self._kinds, strict=True) if type(m) is not kind]
+        trained = zip(self.parameters, self._trained, strict=True)
+        flips = [p for p, flag in trained if p.requires_grad != flag and p.is_leaf]
+        around = [(write, read(), then) for (read, write), then in zip(_AROUND, self._around, strict=True)]
+        around = [(write, current, then) for write, current, then in around if current != then]
         random_now = _random_states() if self._random is not None else None
         try:
-            for module, kind in zip(self._modules, self._kinds, strict=True):
-                if type(module) is not kind:
-                    module.__class__ = kind
-            changed = {id(place) for place, _ in now}
-            for place, copy in self._contents:
-                if id(place) in changed:
-                    _put(place, _kept_out(copy, place))
-            for place in self._empty:
-                place.clear()
+            for module, _, kind in kinds:
+                module.__class__ = kind
+            for (place, then), current in zip(self._contents, now, strict=True):
+                if current is not then:
+                    _put(place, then)
             for place, clones in self._buffers:
                 place.update({name: buffer.clone() for name, buffer in clones.items()})
             for p in flips:
                 p.requires_grad_(not p.requires_grad)
-            if self._random is not None:
-                _set_random_states(self._random)
-            with self._around:
-                yield
+            _set_random_states(self._random)
+            for write, _, then in around:
+                write(then)
+            yield
         finally:
-            if random_now is not None:
-                _set_random_states(random_now)
+            for write, current, _ in around:
+                write(current)
+            _set_random_states(random_now)
             for p in flips:
                 p.requires_grad_(not p.requires_grad)
-            before = {id(place): copy for place, copy in now}
-            for place, copy in self._contents:
-                wanted = before.get(id(place), copy)
-                if not _same(place, wanted):
-                    _put(place, _kept_out(wanted, place))
-            for place in self._empty:
-                if place or id(place) in before:
-                    _put(place, before.get(id(place), ()))
-            for module, kind in kinds:
-                module.__class__ = kind
+            for (place, _), current in zip(self._contents, now, strict=True):
+                if (current or place) and not _same(place, current):
+                    _put(place, current)
+            for module, current, _ in kinds:
+                module.__class__ = current
 
     def _take_module(self, own: dict[str, Any]) -> None:
-        if "_is_fsdp_managed_module" in own:  # FSDP1 puts views of its own in place, and looks after them
+        if "_is_fsdp_managed_module" in own:  # FSDP1 puts views of its own in place, and manages them
             return
         self._contents.append((own, own.copy()))
         for name in MODULE_HOOKS:
-            if own[name]:
-                self._take_content(own[name], 1)
-                self._draws = True  # what a hook runs is not looked into
-            else:
-                self._empty.append(own[name])
+            self._take_content(own[name], 1)
+            self._draws |= bool(own[name])  # what a hook runs is not looked into
         for name in ("_modules", "_parameters"):
             if type(own[name]) in (dict, OrderedDict):  # ZeRO-3's gathers when it is read
                 self._take_content(own[name], 0, always=True)
@@ -158,16 +148,11 @@ class Snapshot:
 
     def _take_buffers(self, buffers: dict[str, Any]) -> None:
         self._take_content(buffers, 0, always=True)
-        clones = {}
-        for name, buffer in buffers.items():
-            if type(buffer) is not Tensor:
-                continue
-            if buffer.numel() * buffer.element_size() <= _SMALL:
-                clones[name] = buffer.detach().clone()
-            else:
-                self.large_buffers.append(buffer)
-        if clones:
-            self._buffers.append((buffers, clones))
+        plain = {name: buffer for name, buffer in buffers.items() if type(buffer) is Tensor}
+        small = {name: buffer for name, buffer in plain.items() if buffer.numel() * buffer.element_size() <= _SMALL}
+        self.large_buffers += [buffer for name, buffer in plain.items() if name not in small]
+        if small:
+            self._buffers.append((buffers, {name: buffer.detach().clone() for name, buffer in small.items()}))
 
     def _take(self, value: Any, depth: int) -> None:
         kind = type(value)
@@ -176,21 +161,21 @@ class Snapshot:
         elif kind is tuple and depth:
             for one in value:
                 self._take(one, depth - 1)
-        elif depth and _is_object(kind):
+        elif depth and _is_object(kind):  # type: ignore[arg-type]
             own = vars(value)
-            # A module's object with tensors has a part in where its weights are, which is not for us to move.
+            # The tensors of a module's object are part of where its weights are, which is not ours to move.
             if self._of_arguments or not any(isinstance(one, Tensor) for one in own.values()):
                 self._take_content(own, depth)
 
     def _take_content(self, place: Any, depth: int, *, always: bool = False) -> None:
         if not place:
-            self._empty.append(place)
+            self._contents.append((place, ()))
             return
         if id(place) in self._seen:
             return
         self._seen.add(id(place))
         values = list(place.values()) if isinstance(place, dict) else list(place)
-        # A tensor with a graph is an output that somebody has put by: held, it holds the graph of the step before.
+        # A tensor with a graph is a stored output: a reference to it would hold the graph of the step before.
         if not always and any(type(value) is Tensor and value.grad_fn is not None for value in values):
             return
         self._contents.append((place, _copy(place)))
@@ -212,17 +197,14 @@ def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
                 left.append(child)
 
 
-_objects: dict[type, bool] = {}
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _FOREIGN
 
 
+@functools.cache
 def _is_object(kind: type) -> bool:
     """Whether values of a class have attributes that are looked into: a config, a cache, a dataclass."""
-    known = _objects.get(kind)
-    if known is None:
-        foreign = kind.__module__.partition(".")[0] in _FOREIGN
-        known = not foreign and not issubclass(kind, nn.Module | Tensor | type) and kind.__dictoffset__ != 0
-        _objects[kind] = known
-    return known
+    return not _is_foreign(kind) and not issubclass(kind, nn.Module | Tensor | type) and kind.__dictoffset__ != 0
 
 
 def _copy(place: Any) -> Any:
@@ -234,26 +216,22 @@ def _same(place: Any, copy: Any) -> bool:
     if len(place) != len(copy):
         return False
     if isinstance(place, dict):
-        return all(map(operator.is_, place.values(), copy.values()))
+        return not place or all(map(operator.is_, place.values(), copy.values()))
     return all(map(operator.is_, place, copy))
 
 
 def _put(place: Any, content: Any) -> None:
+    """Give a container its content back, but for sharded Parameters, which FSDP2 puts in place and removes itself."""
+    if isinstance(place, dict):
+        content = {
+            name: place[name] if name in place and (_is_sharded(value) or _is_sharded(place[name])) else value
+            for name, value in dict(content).items()
+        }
     place.clear()
     if isinstance(place, list | deque):
         place.extend(content)
     else:
         place.update(content)
-
-
-def _kept_out(copy: Any, place: Any) -> Any:
-    """Return what a container held, but for sharded Parameters, which FSDP2 puts in place and takes away itself."""
-    if not isinstance(place, dict):
-        return copy
-    return {
-        name: place[name] if name in place and (_is_sharded(value) or _is_sharded(place[name])) else value
-        for name, value in copy.items()
-    }
 
 
 def _is_sharded(value: Any) -> bool:
@@ -270,64 +248,39 @@ def _code_of(kinds: frozenset[type]) -> Code:
     return code
 
 
-class _Around:
-    """What PyTorch does by default now, and which modes look at its functions."""
-
-    def __init__(self) -> None:
-        self._dtype = torch.get_default_dtype()
-        self._attention = _attention_backends()
-        self._modes = _function_modes()
-        self._looking = [mode for mode in _dispatch_modes() if type(mode).__module__.partition(".")[0] not in _FOREIGN]
-
-    def missing_mode(self) -> str | None:
-        """Return the name of a dispatch mode, not of a library's, that was active and is not."""
-        if not self._looking:
-            return None
-        now = _dispatch_modes()
-        return next((type(mode).__name__ for mode in self._looking if not any(mode is m for m in now)), None)
-
-    def __enter__(self) -> None:
-        self._now = torch.get_default_dtype(), _attention_backends(), _function_modes()
-        self._change(self._now, (self._dtype, self._attention, self._modes))
-
-    def __exit__(self, *_: object) -> None:
-        self._change((self._dtype, self._attention, self._modes), self._now)
-
-    def _change(self, before: Any, after: Any) -> None:
-        if before[0] != after[0]:
-            torch.set_default_dtype(after[0])
-        if before[1] != after[1]:
-            _set_attention_backends(after[1])
-        if before[2] != after[2]:
-            for _ in before[2]:
-                torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
-            for mode in after[2]:
-                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+def _dispatch_modes() -> list[Any]:
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
 
 
 def _function_modes() -> list[Any]:
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _dispatch_modes() -> list[Any]:
-    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+def _set_function_modes(modes: list[Any]) -> None:
+    for _ in _function_modes():
+        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def _attention_backends() -> tuple[bool, ...]:
-    c = torch._C
-    return (
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-    )
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn")  # of scaled_dot_product_attention
 
 
-def _set_attention_backends(enabled: tuple[bool, ...]) -> None:
-    c = torch._C
-    setters = (c._set_sdp_use_flash, c._set_sdp_use_mem_efficient, c._set_sdp_use_math, c._set_sdp_use_cudnn)
-    for set_enabled, flag in zip(setters, enabled, strict=True):
-        set_enabled(flag)
+def _attention_kernels() -> tuple[bool, ...]:
+    return tuple(getattr(torch._C, f"_get_{kernel}_sdp_enabled")() for kernel in _KERNELS)
+
+
+def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:
+    for kernel, flag in zip(_KERNELS, enabled, strict=True):
+        getattr(torch._C, f"_set_sdp_use_{kernel}")(flag)
+
+
+# What surrounds a forward: how it is read, and how it is set.
+_AROUND: tuple[Any, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_attention_kernels, _set_attention_kernels),
+    (_function_modes, _set_function_modes),
+)
 
 
 def _random_states() -> tuple[Any, Any]:
@@ -336,18 +289,46 @@ def _random_states() -> tuple[Any, Any]:
     return random.getstate(), None if numpy is None else numpy.get_state()
 
 
-def _draws(code: Code) -> bool:
-    """Whether code names one of these generators, as far as it can be followed."""
-    return any(name in code.modules for name in ("random", "numpy", "numpy.random"))
-
-
 def _positions(states: tuple[Any, Any]) -> Any:
     """Return what any draw changes in the states."""
     (_, python, gauss), numpy = states
     return python[0], python[-1], gauss, None if numpy is None else (numpy[1][0], *numpy[2:])
 
 
-def _set_random_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy.random"].set_state(states[1])
+def _set_random_states(states: tuple[Any, Any] | None) -> None:
+    if states is not None:
+        random.setstate(states[0])
+        if states[1] is not None:
+            sys.modules["numpy.random"].set_state(states[1])
+
+
+_watched: weakref.WeakSet[Versions] = weakref.WeakSet()
+
+
+class Versions:
+    """The versions of some tensors, now: inference tensors have none, and are left out."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [x for x in tensors if not x.is_inference()]
+        self._seen = [x._version for x in self._tensors]
+        self._stepped = False
+        _watched.add(self)
+
+    def changed(self) -> bool:
+        """Return whether one of them was written to since."""
+        return self._stepped or [x._version for x in self._tensors] != self._seen
+
+    def see_step(self, stepped: set[int]) -> None:
+        """Note that an optimizer stepped the tensors of these ids."""
+        self._stepped |= any(id(x) in stepped for x in self._tensors)
+
+
+def _see_step(optimizer: Any, *_: Any) -> None:
+    if _watched:
+        fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+        stepped = {id(p) for params in fused for p in params if p.grad is not None}
+        for versions in list(_watched) if stepped else ():
+            versions.see_step(stepped)
+
+
+register_optimizer_step_post_hook(_see_step)

@@ -1,1 +1,1 @@
-"""The gated MLP of today's transformers, with a choice of what it keeps for backward."""
+"""The gated MLP of transformers, with a choice of what it saves for backward."""

@@ -1,4 +1,4 @@
-"""The gated MLP with low-rank adapters on its projections, which keeps no more for backward than without."""
+"""The gated MLP with low-rank adapters on its projections, which saves no more for backward than without."""
 
 from typing import NamedTuple
 
@@ -14,23 +14,14 @@ from lowtide.mlp.swiglu import check_level, check_tile
 class Adapter(NamedTuple):
     """An adapter of a projection: ``x W^T`` becomes ``x W^T + scale (drop(x) A^T) B^T``."""
 
-    a: Tensor  # [r, in]
-    b: Tensor  # [out, r], of the dtype of a
+    a: Tensor | None  # [r, in]; None: no adapter
+    b: Tensor | None  # [out, r], of the dtype of a
     scale: float
-    dropout: float  # the probability that a number of x is dropped, and the others are divided by what is left of 1
-
-
-class _Parts(NamedTuple):
-    """What stands for no adapter."""
-
-    a: None
-    b: None
-    scale: float
-    dropout: float
+    dropout: float  # the probability p that an element of x is dropped; the others are divided by 1 - p
 
 
 class Projection(NamedTuple):
-    """A projection of the MLP, and what is added to it."""
+    """A projection of the MLP."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
@@ -49,30 +40,30 @@ def adapted_mlp(
 ) -> Tensor:
     """Return ``(act(gate(x)) * up(x))`` through ``down``: `lowtide.swiglu_mlp` with adapters.
 
-    The adapters' products are added to those of the weights in place. Kept for backward is what `swiglu_mlp` keeps with
-    frozen weights: at level 0 gate and up, and the input where an adapter of theirs is trained; at level 1 the input.
-    What is of the adapters' rank is computed again. A frozen weight costs no product in backward. Adapters of another
-    dtype than the input, as float32 ones in a bfloat16 model, are multiplied in theirs, outside autocast.
+    The adapters' outputs are added to those of the weights in place. It saves for backward what `swiglu_mlp` saves with
+    frozen weights: at level 0 gate and up, and the input if an adapter of theirs is trained; at level 1 the input.
+    Activations of the adapters' rank are recomputed. A frozen weight costs no GEMM in backward. Adapters of another
+    dtype than the input, such as float32 in a bfloat16 model, are multiplied in theirs, outside autocast.
 
-    Dropout draws a number from the CPU's default generator, which decides what each pass drops; nothing of it is kept.
+    Dropout takes its seed from the CPU's default generator, the same for every pass; no mask is saved.
 
     Args:
         input: x [..., D].
-        gate: [F, D]. Not checked, like all that follows: made from modules that were looked at.
+        gate: [F, D]. Not checked, as all that follow: the caller made it from modules that it had checked.
         up: [F, D].
         down: [D, F].
-        activation: As `swiglu_mlp` has it.
-        checkpoint_level: The same; an attribute that users set, and so checked.
-        tile_tokens: The same.
+        activation: As in `swiglu_mlp`.
+        checkpoint_level: The same; checked, since users set it as an attribute.
+        tile_tokens: The same, checked too.
 
     Returns:
         Tensor: [..., D], in the dtype of ``input``, or autocast's.
     """
-    adapters = [projection.adapter for projection in (gate, up, down)]
-    # Made here and not one for all calls: see `SwigluCall.plain`.
-    of_gate, of_up, of_down = (_Parts(None, None, 1.0, 0.0) if adapter is None else adapter for adapter in adapters)
-    first = next((adapter.a for adapter in adapters if adapter is not None), input)
-    dropped = any(adapter is not None and adapter.dropout for adapter in adapters)
+    # Its own record for each call: see `SwigluCall.plain`.
+    adapters = [Adapter(None, None, 1.0, 0.0) if p.adapter is None else p.adapter for p in (gate, up, down)]
+    of_gate, of_up, of_down = adapters
+    first = next((adapter.a for adapter in adapters if adapter.a is not None), input)
+    dropped = any(adapter.dropout for adapter in adapters)
     return run(
         SwigluCall(
             input,

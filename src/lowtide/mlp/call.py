@@ -1,4 +1,4 @@
-"""What `lowtide.swiglu_mlp` was asked, as its operators take it. N tokens, D hidden size, F intermediate size."""
+"""The arguments of the gated MLP's operators. N tokens, D hidden size, F intermediate size."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SwigluCall(NamedTuple):
-    """The arguments of `lowtide.swiglu_mlp`, validated, as plain tensors and scalars."""
+    """The arguments of `lowtide.swiglu_mlp`, checked, as plain tensors and scalars."""
 
     input: Tensor  # [..., D]
     gate_weight: Tensor  # [F, D]
@@ -47,10 +47,10 @@ class SwigluCall(NamedTuple):
         checkpoint_level: int,
         tile_tokens: int | None,
     ) -> "SwigluCall":
-        """Return a call without adapters, of the tensors from the input to the down projection's bias.
+        """Return a call without adapters, from the tensors from the input to the down projection's bias.
 
-        The numbers stand here and are no defaults of the fields: of those torch.compile(dynamic=True) makes variables,
-        which belong to the checkpoint or autograd node that looks at them first, and which no other one can read.
+        The numbers are here and not defaults of the fields: torch.compile(dynamic=True) makes variables of those, which
+        belong to the checkpoint or autograd node that reads them first, and no other node can read them.
         """
         input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
         return cls(
@@ -83,13 +83,13 @@ class SwigluCall(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors, each of which may get a gradient, in the order of the fields."""
+        """Return the tensors that may get a gradient, in the order of the fields."""
         adapters = (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
         return (*self[:7], *adapters)
 
     @property
-    def read_again(self) -> tuple[Tensor, ...]:
-        """Return what gate and up are computed from, but the input."""
+    def recomputed_from(self) -> tuple[Tensor, ...]:
+        """Return the parameters that gate and up are computed from."""
         parameters = (self.gate_weight, self.up_weight, self.gate_bias, self.up_bias)
         adapters = (self.gate_a, self.gate_b, self.up_a, self.up_b)
         return tuple(t for t in (*parameters, *adapters) if t is not None)
@@ -110,7 +110,7 @@ class SwigluCall(NamedTuple):
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def tiles(self) -> list[slice]:
-        """Return the rows of each tile, in order; one tile of none where there are no tokens."""
+        """Return the rows of each tile, in order; one empty tile if there are no tokens."""
         N = self.tokens
         step = self.tile_tokens or N
         if step >= N:
@@ -119,7 +119,7 @@ class SwigluCall(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted: a flag for each tensor of `SwigluCall`, in the same order."""
+    """Which gradients are needed: a flag for each tensor of `SwigluCall`, in the same order."""
 
     input: bool
     gate_weight: bool
@@ -137,17 +137,17 @@ class Wanted(NamedTuple):
 
     @property
     def gate(self) -> bool:
-        """Return whether the gradient of ``gate = x Wg^T + bg`` is needed for one that is wanted."""
+        """Return whether the gradient of ``gate = x Wg^T + bg`` is needed for another."""
         return self.input or self.gate_weight or self.gate_bias or self.gate_a or self.gate_b
 
     @property
     def up(self) -> bool:
-        """Return the same of ``up = x Wu^T + bu``."""
+        """Return the same for ``up = x Wu^T + bu``."""
         return self.input or self.up_weight or self.up_bias or self.up_a or self.up_b
 
     @property
     def product(self) -> bool:
-        """Return whether ``act(gate) * up``, what the down projection reads, is needed again."""
+        """Return whether ``act(gate) * up``, the input of the down projection, is needed again."""
         return self.down_weight or self.down_a or self.down_b
 
     @property
@@ -157,5 +157,5 @@ class Wanted(NamedTuple):
 
     @property
     def reads_input(self) -> bool:
-        """Return whether backward reads the input where gate and up were kept."""
+        """Return whether backward reads the input if gate and up were saved."""
         return self.gate_weight or self.up_weight or self.gate_a or self.gate_b or self.up_a or self.up_b

@@ -1,7 +1,6 @@
-"""What stands between the GEMMs: act(gate) * up and its derivatives, by kernels or in plain PyTorch.
+"""The operations between the GEMMs: act(gate) * up and its derivatives, by kernels or in plain PyTorch.
 
-Inside both compute in float32 (float64 for float64 operands) and round once: gate and up are what the GEMMs wrote,
-and the products and gradients are what the next ones read.
+Both compute in float32 (float64 for float64 operands) and round once, to the dtype of the GEMMs' operands.
 """
 
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ def gated_backward(
 ) -> None:
     """Write the gradients of gate and up, and ``act(gate) * up`` itself, from the product's gradient ``grad``.
 
-    Each goes where it is told, None for nowhere, which may be over any one of the inputs. All contiguous [C, F].
+    Each is written to its argument, unless that is None; it may be any one of the inputs. All contiguous [C, F].
     """
     if _has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
@@ -81,7 +80,7 @@ def _act_backward(grad: Tensor, a: Tensor, activation: str) -> Tensor:
 
 
 def _gelu_sigmoid(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return s and b, with which GELU's tanh approximation is ``a s`` and its derivative ``s (1 + (1 - s) b)``.
+    """Return s and b: GELU's tanh approximation is ``a s``, its derivative ``s (1 + (1 - s) b)``.
 
     PyTorch's own adds 1 to a tanh, which cancels, and its derivative is NaN where a^3 overflows.
     """
@@ -92,7 +91,7 @@ def _gelu_sigmoid(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(rows_CF: Tensor, *others: Tensor | None) -> Iterator[Any]:
-    """Yield the same few rows of each, themselves where these are all."""
+    """Yield the same few rows of each tensor, or the tensors themselves if those are all."""
     C, F = rows_CF.shape
     step = max(1, PIECE // max(1, F)) if rows_CF.is_cpu else C
     if step >= C:

@@ -1,8 +1,8 @@
 """Low-rank adapters of a projection (LoRA): their part of its output and of its gradients, added in place.
 
 A projection ``x W^T`` with an adapter is ``x W^T + s (drop(x) A^T) B^T``. C rows of a tile, r the adapter's rank; A is
-[r, in], B [out, r]. What is [C, r] is computed again wherever it is read: that takes r FLOP for each number of x, and
-no memory.
+[r, in], B [out, r]. Tensors [C, r] are recomputed wherever they are read: that takes r multiply-adds per element of x,
+and no memory.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,7 @@ from torch import Tensor
 from lowtide.mlp.call import SwigluCall
 from lowtide.mlp.products import Sum
 
-# Elements: where an adapter is of a wider dtype than its projection, or has dropout, a piece of the wider of its two
-# sides is copied.
+# Elements: an adapter with another dtype than its projection, or with dropout, copies this much of its wider side.
 PIECE = 2**24
 
 
@@ -25,11 +24,11 @@ class LowRank:
         a: [r, in], of the dtype of the operands.
         b: [out, r], the same.
         scale: s.
-        dropout: The probability that a number of x is dropped.
-        seed: What decides which.
+        dropout: The probability that an element of x is dropped.
+        seed: Of the dropout.
 
     Attributes:
-        sums: Where the gradients of A and B add up, which are yet to be multiplied with s.
+        sums: The gradients of A and B, not yet multiplied by s; None for those that are not needed.
     """
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, dropout: float, seed: int) -> None:
@@ -38,36 +37,32 @@ class LowRank:
         self.sums: tuple[Sum | None, Sum | None] = (None, None)
 
     @classmethod
-    def of(cls, call: SwigluCall) -> "tuple[LowRank | None, LowRank | None, LowRank | None]":
-        """Return the adapters of gate, up and down, None where there is none."""
-        if call.gate_a is None and call.up_a is None and call.down_a is None:
-            return None, None, None
-
-        def make(a: Tensor | None, b: Tensor | None, scale: float, dropout: float, place: int) -> LowRank | None:
-            if a is None or b is None:
-                return None
-            dtype = call.low_rank_dtype
-            return cls(a.to(dtype), b.to(dtype), scale, dropout, call.seed + place)
-
-        return (
-            make(call.gate_a, call.gate_b, call.gate_scale, call.gate_dropout, 0),
-            make(call.up_a, call.up_b, call.up_scale, call.up_dropout, 1),
-            make(call.down_a, call.down_b, call.down_scale, call.down_dropout, 2),
+    def of(cls, call: SwigluCall) -> "list[LowRank | None]":
+        """Return the adapters of gate, up and down, None for a projection without one."""
+        dtype = call.low_rank_dtype
+        adapters = (
+            (call.gate_a, call.gate_b, call.gate_scale, call.gate_dropout),
+            (call.up_a, call.up_b, call.up_scale, call.up_dropout),
+            (call.down_a, call.down_b, call.down_scale, call.down_dropout),
         )
+        return [
+            None if a is None or b is None else cls(a.to(dtype), b.to(dtype), scale, dropout, call.seed + place)
+            for place, (a, b, scale, dropout) in enumerate(adapters)
+        ]
 
     def add_output(self, x: Tensor, out: Tensor, start: int) -> None:
-        """Add the adapter's output of rows ``x`` [C, in], the first of which is row ``start`` of all."""
+        """Add the adapter's output for the rows ``x`` [C, in], the first of which is row ``start`` of all."""
         for part in self._pieces(x, out):
             inner = self._dropped(x[part], start + part.start) @ self.a.T
             self._add(inner, self.b.T, out[part])
 
     def backward(self, grad: Tensor, x: Tensor | None, dx: Tensor | None, start: int) -> None:
-        """Add what the gradient [C, out] of the projection's output brings.
+        """Add the gradients that follow from the gradient [C, out] of the projection's output.
 
         Args:
-            grad: It.
-            x: The projection's input [C, in]; None: A and B get theirs at another time.
-            dx: The gradient of x, to be added to; None: likewise, or nobody wants it.
+            grad: That gradient.
+            x: The projection's input [C, in]; None: the gradients of A and B are added by another call.
+            dx: The gradient of x, to be added to; None: the same, or it is not needed.
             start: The first row's number among all.
         """
         of_a, of_b = self.sums if x is not None else (None, None)
@@ -90,7 +85,7 @@ class LowRank:
                 self._add(d_inner, self.a, dx[part])
 
     def scale_sums(self) -> None:
-        """Multiply the sums with s, which no pass has done."""
+        """Multiply the sums by s, once, after the last tile."""
         for total in self.sums:
             if total is not None and total.total is not None and self.scale != 1:
                 total.total.mul_(self.scale)
@@ -106,7 +101,7 @@ class LowRank:
         return x * self._factors(x, first) if self.dropout else x
 
     def _factors(self, like: Tensor, first: int) -> Tensor:
-        """Return 0 or ``1 / (1 - p)`` for each number of rows [c, in]: the same in every pass."""
+        """Return 0 or ``1 / (1 - p)`` for each element of rows [c, in]: the same in every pass."""
         kept = like.new_empty(like.shape, dtype=self.a.dtype)
         if self.dropout == 1:
             return kept.zero_()
@@ -114,11 +109,11 @@ class LowRank:
         return kept.bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
 
     def _pieces(self, *sides: Tensor) -> Iterator[slice]:
-        """Yield rows of each piece: the same ones in every pass, for a piece's first row decides what is dropped."""
+        """Yield the rows of each piece: the same in every pass, since a piece's first row seeds its dropout."""
         rows = len(sides[0])
         step = rows
         if self.dropout or any(side.dtype != self.a.dtype for side in sides):
             step = PIECE // max(self.a.shape[1], self.b.shape[0], 1)
         step = max(1, min(step, rows))
-        for first in range(0, max(1, rows), step):  # one of none where there are no rows
+        for first in range(0, max(1, rows), step):  # one empty piece if there are no rows
             yield slice(first, min(first + step, rows))

@@ -31,25 +31,25 @@ WRITTEN_OUT = (
     " * torch.nn.functional.linear(input, up_weight), down_weight)"
 )
 TWICE = (
-    "lowtide.swiglu_mlp: expected to be differentiated once, got a second derivative. Its gradients are computed"
-    f" without a graph of their own; for second derivatives write it out: {WRITTEN_OUT}."
+    "lowtide.swiglu_mlp: expected to be differentiated once, got a second derivative. For those write it out:"
+    f" {WRITTEN_OUT}."
 )
 _WRITTEN_TO = (
-    "lowtide.swiglu_mlp: expected weights that are in backward what they were in forward, since checkpoint_level=1 "
-    "computes gate and up again; got one written to through .data. Write after backward, or take checkpoint_level=0."
+    "lowtide.swiglu_mlp: expected the same weights in backward as in forward, since checkpoint_level=1 recomputes gate "
+    "and up; got one written to through .data. Write after backward, or use checkpoint_level=0."
 )
 
 _CALL = schema_of(SwigluCall)
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 _SEVERAL = ", ".join(["Tensor"] * len(Wanted._fields))
-# Where the tensors are among the fields: the MLP's own to _OWN, its adapters' from _ADAPTERS to _END.
+# The tensors among the fields: the MLP's own up to _OWN, its adapters' from _ADAPTERS to _END.
 _OWN, _ADAPTERS, _END = 7, 11, 17
 _TENSORS = tensor_fields(SwigluCall)
 assert (*range(_OWN), *range(_ADAPTERS, _END)) == _TENSORS
 assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in _TENSORS)
 
 
-# Of forward's two, whoever calls has seen to it that nothing of theirs becomes a graph.
+# Forward's two run under no_grad or in an autograd node: they record no graph.
 def _project(call: SwigluCall) -> tuple[Tensor, Tensor]:
     with undisturbed(call.input.device):
         return project_tiles(call)
@@ -61,10 +61,10 @@ def _forward(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _backward(
-    call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
+    call: SwigluCall, wanted: Wanted, upstream: Tensor, saved: list[Tensor], *, in_place: bool
 ) -> tuple[Tensor | None, ...]:
     with torch.no_grad(), undisturbed(call.input.device):
-        return backward_tiles(call, wanted, upstream, kept, in_place=in_place)
+        return backward_tiles(call, wanted, upstream, saved, in_place=in_place)
 
 
 def _fake_projections(*fields: Any) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Ten
 
 def _backward_flop(*args: Any) -> int:
     call, wanted, _upstream, gate, _up = _split(args)
-    return backward_flop(call, wanted, kept=gate.dim() == 2)
+    return backward_flop(call, wanted, saved=gate.dim() == 2)
 
 
 # Gate and up [N, F].
@@ -108,13 +108,13 @@ _PROJECTIONS = Operator(
     "swiglu_projections", f"({_CALL}) -> (Tensor, Tensor)", lambda *fields: _project(SwigluCall(*fields)),
     _fake_projections, lambda *fields: projections_flop(SwigluCall(*fields)),
 )  # fmt: skip
-# The output [..., D] from gate and up, or where these are empty from the input.
+# The output [..., D] from gate and up, or if these are empty from the input.
 _SWIGLU = Operator(
     "swiglu", f"({_CALL}, Tensor gate, Tensor up) -> Tensor",
     lambda *args: _forward(SwigluCall(*args[:-2]), *args[-2:]), _fake_output,
-    lambda *args: forward_flop(SwigluCall(*args[:-2]), kept=args[-1].dim() == 2),
+    lambda *args: forward_flop(SwigluCall(*args[:-2]), saved=args[-1].dim() == 2),
 )  # fmt: skip
-# The gradients that are wanted from the output's, and from what forward saved.
+# The gradients that are needed, from the output's and from what forward saved.
 _SWIGLU_BACKWARD = Operator(
     "swiglu_backward", f"({_CALL}, {_WANTED}, Tensor upstream, Tensor gate, Tensor up) -> ({_SEVERAL})", _gradients,
     _fake_gradients, _backward_flop,
@@ -124,18 +124,17 @@ _SWIGLU_BACKWARD = Operator(
 def run(call: SwigluCall) -> Tensor:
     """Return the output, connected to whichever of the tensors need a gradient.
 
-    In autograd's graph this is two nodes. The first keeps what backward needs, and has the gradients; the second
-    computes the output and keeps nothing. A checkpoint recomputes until the last tensor is kept that backward needs: it
-    stops between the two, before the down projection, at level 1 before any product.
+    In autograd's graph this is two nodes. The first saves what backward needs, and computes the gradients; the second
+    computes the output and saves nothing. A checkpoint recomputes until the last tensor is saved that backward needs:
+    it stops between the two, before the down projection, at level 1 before any GEMM.
     """
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
         none = call.input.new_empty(0)
         y: Tensor = _SWIGLU(*call, none, none)
         return y
-    fields: list[Any] = [call]  # as one, autograd does not see its tensors, which belong to the first node
+    fields: list[Any] = [call]  # as one argument, whose tensors autograd does not see: they belong to the first node
     if torch.compiler.is_compiling():
-        # First: torch.compile(dynamic=True) has variables for numbers, which belong to the node that looks at them
-        # first.
+        # before the first node: torch.compile(dynamic=True)'s variables for numbers belong to the first that reads them
         fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
     stand_in, gate, up = _NODE.apply(*call)  # type: ignore[no-untyped-call]
     output: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
@@ -143,7 +142,7 @@ def run(call: SwigluCall) -> Tensor:
 
 
 class _Output(torch.autograd.Function):
-    """The output; its gradient goes to the stand-in as it is."""
+    """The output; its gradient goes to the stand-in unmodified."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, gate: Tensor, up: Tensor, *fields: Any) -> Tensor:  # noqa: ARG004
@@ -158,9 +157,9 @@ class _Output(torch.autograd.Function):
 
 
 def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Save for backward: level 0 gate and up, and the input where a weight's gradient will read it; level 1 the input.
+    """Save for backward: level 0 gate and up, and the input if a weight's gradient will read it; level 1 the input.
 
-    Returns a tensor of the output's shape without memory of its own, gate and up.
+    Returns a tensor of the output's shape without its own memory, gate and up.
     """
     call = SwigluCall(*args)
     wanted = _wanted(ctx)
@@ -170,41 +169,41 @@ def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     else:
         gate, up = call.input.new_empty(0), call.input.new_empty(0)
     tensors = list(call.trained)
-    ctx.input_kept = wanted.reads_input if keep else wanted.projections
-    if not ctx.input_kept:
-        tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
-    # Gate and up are recomputed from weights whose version does not show a write through .data.
-    recomputed = () if keep or not wanted.projections or torch.compiler.is_compiling() else call.read_again
-    ctx.samples = Samples(recomputed)
+    ctx.input_saved = wanted.reads_input if keep else wanted.projections
+    if not ctx.input_saved:
+        tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
+    # Samples: the version of a weight does not show a write through .data.
+    sampled = () if keep or not wanted.projections or torch.compiler.is_compiling() else call.recomputed_from
+    ctx.samples = Samples(sampled)
     ctx.save_for_backward(*tensors, gate, up)
     ctx.mark_non_differentiable(gate, up)
     ctx.scalars = call[_OWN:_ADAPTERS], call[_END:]
-    # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
+    # a dispatch mode, such as that of selective checkpointing, may hold what the operator returned
     ctx.shared = held_elsewhere()
     return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
 
 
-def _take_back(ctx: Any, upstream: Tensor, *_: Any) -> Any:
-    """Return every gradient from what was saved, and what they depend on: None without the input among it."""
+def _gradients_of(ctx: Any, upstream: Tensor, *_: Any) -> Any:
+    """Return every gradient from what was saved, and what they depend on: None if the input was not saved."""
     *tensors, gate, up = ctx.saved_tensors
-    kept = [gate, up]
+    saved = [gate, up]
     del gate, up
     if ctx.samples.changed():
         raise UnsupportedError(_WRITTEN_TO)
     of_mlp, of_adapters = ctx.scalars
     call = SwigluCall(*tensors[:_OWN], *of_mlp, *tensors[_OWN:], *of_adapters)
     wanted = _wanted(ctx)
-    if watched((*tensors, upstream, *kept)):
-        found = _SWIGLU_BACKWARD.registered(*call, *wanted, upstream, *kept)
+    if watched((*tensors, upstream, *saved)):
+        found = _SWIGLU_BACKWARD.registered(*call, *wanted, upstream, *saved)
     else:
         last = is_last_backward()
-        ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done
-        found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
+        ctx.maybe_clear_saved_tensors()  # in the last backward, to free gate and up before the node ends
+        found = _backward(call, wanted, upstream, saved, in_place=last and not ctx.shared)
     grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
-    return [*grads[:_OWN], *[None] * len(of_mlp), *grads[_OWN:]], tensors if ctx.input_kept else None
+    return [*grads[:_OWN], *[None] * len(of_mlp), *grads[_OWN:]], tensors if ctx.input_saved else None
 
 
-_NODE = node("SwigluMlp", "swiglu_mlp", _save, _take_back, TWICE)
+_NODE = node("SwigluMlp", "swiglu_mlp", _save, _gradients_of, TWICE)
 
 
 def _wanted(ctx: Any) -> Wanted:

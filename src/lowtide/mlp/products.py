@@ -1,4 +1,4 @@
-"""Products of matrices into memory that is there, and gradients that tiles of tokens add up to."""
+"""GEMMs into existing memory, and gradients summed over tiles of tokens."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass
 class Sum:
-    """A gradient that tiles add up to, in ``dtype``: for one tile the weight's own, for several and biases the wide."""
+    """The gradient of ``of``, summed over tiles in ``dtype``: for one tile a weight's own, else the wide one."""
 
     of: Tensor
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Sum:
         self.total = part if self.total is None else self.total.add_(part)
 
     def finished(self) -> Tensor:
-        """Return the sum, of which there was a part, in the dtype of what it is the gradient of."""
+        """Return the sum, to which something was added, in the dtype of ``of``."""
         total, self.total = self.total, None
         assert total is not None
         return total if total.dtype == self.of.dtype else total.to(self.of.dtype)

@@ -1,4 +1,4 @@
-"""Which projections `lowtide.swiglu_mlp` may stand for: those that are their weight and bias and nothing else."""
+"""The projections that `lowtide.swiglu_mlp` can replace: plain linear layers."""
 
 from torch import nn
 
@@ -9,8 +9,8 @@ from lowtide.errors import UnsupportedError, message
 def why_not_plain(projection: object) -> str | None:
     """Return why a module's output is not ``x W^T + b`` of its own ``weight`` and ``bias``, or None if it is.
 
-    A parametrised weight is: reading it computes it. A LoRA layer, a quantised one, a forward of another class or one
-    that was put on the instance, and hooks that would not run are reasons.
+    A parametrised weight is plain: reading it computes it. Not plain are a LoRA layer, a quantised one, a subclass's or
+    an instance's own forward, and hooks, which would not run.
     """
     if not isinstance(projection, nn.Linear):
         return f"it is a {type(projection).__name__}"
@@ -32,8 +32,6 @@ def check_plain(**projections: object) -> list[nn.Linear]:
         reason = why_not_plain(projection)
         if reason or not isinstance(projection, nn.Linear):
             hint = "Adapters and wrappers go around the projections of an MLP that calls them one by one."
-            raise UnsupportedError(
-                message(name, "a plain torch.nn.Linear, whose weight is all it does", f"{reason}", hint)
-            )
+            raise UnsupportedError(message(name, "a plain torch.nn.Linear", f"{reason}", hint))
         found.append(projection)
     return found

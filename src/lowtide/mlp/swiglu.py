@@ -1,16 +1,18 @@
-"""The gated MLP of today's transformers, which keeps two of its intermediates for backward, or none."""
+"""The gated MLP, which saves two of its intermediates for backward, or none."""
 
-import torch
 from torch import Tensor
 
-from lowtide.arguments import check_device, check_index, check_tensor, operand_dtype, refuse_transforms
+from lowtide.arguments import check_device, check_index, operand_dtype, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.mlp.call import SwigluCall
 from lowtide.mlp.operators import WRITTEN_OUT, run
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 LEVELS = (0, 1)
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_GATHER = (
+    "Inside FSDP2, wrap the module that calls this (lowtide.nn.SwiGLU, the MLP or the layer), not its projections: the"
+    " weights are whole while that module's forward runs."
+)
 _NAMES = ("input", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
 
 
@@ -27,12 +29,12 @@ def swiglu_mlp(
     checkpoint_level: int = 1,
     tile_tokens: int | None = None,
 ) -> Tensor:
-    """Return ``(act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd``, keeping little of it for backward.
+    """Return ``(act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd``, saving little of it for backward.
 
-    With h the hidden size D and f the intermediate size F, in bfloat16, level 0 keeps the input, gate ``x Wg^T + bg``
-    and up ``x Wu^T + bu``: 2h + 4f bytes a token. Level 1 keeps the input alone, 2h, and computes gate and up once more
-    in backward: 11 GEMMs in place of 9. The activation and its product with up are never kept. In backward the
-    gradients of gate and up take the memory of gate and up, and the product that of its own gradient.
+    With h the hidden size D and f the intermediate size F, in bfloat16, level 0 saves the input, gate ``x Wg^T + bg``
+    and up ``x Wu^T + bu``: 2h + 4f bytes per token. Level 1 saves the input alone, 2h, and recomputes gate and up in
+    backward: 11 GEMMs instead of 9. The activation and its product with up are never saved. Backward writes the
+    gradients of gate and up over gate and up, and the product over its own gradient.
 
     Args:
         input: x, hidden states [..., D] in float64, float32, bfloat16 or float16, of any strides, any number of leading
@@ -43,11 +45,11 @@ def swiglu_mlp(
         gate_bias: bg [F], or None.
         up_bias: bu [F], or None.
         down_bias: bd [D], or None.
-        activation: ``"silu"``, or ``"gelu_tanh"``: GELU in its tanh approximation, as Gemma's MLP has it.
-        checkpoint_level: 0 or 1, as above. Without gradients neither keeps anything.
-        tile_tokens: How many tokens forward and backward work on at a time, or None for all. A tile's transients are 2f
-            elements a token in forward (f at level 0, whose gate and up are kept) and 3f in backward (f at level 0),
-            and with several tiles the weights' gradients are summed in float32 (float64 for float64). From about 8192
+        activation: ``"silu"``, or ``"gelu_tanh"``: GELU in its tanh approximation, as in Gemma's MLP.
+        checkpoint_level: 0 or 1, as above. Without gradients neither saves anything.
+        tile_tokens: Tokens per tile of forward and backward, or None for all in one. A tile's transients are 2f
+            elements per token in forward (f at level 0, whose gate and up are saved) and 3f in backward (f at level 0);
+            with several tiles the weights' gradients are summed in float32 (float64 for float64). From about 8192
             tokens a tile costs little time.
 
     Returns:
@@ -60,9 +62,9 @@ def swiglu_mlp(
         UnsupportedError: Double backward, forward-mode derivatives or torch.func transforms; also a `RuntimeError`.
 
     Note:
-        The GEMMs read operands of the input's dtype, or autocast's; what stands between them is computed in float32
-        (float64 for float64) and rounded once. Every subset of the tensors may be frozen. A second backward through
-        the same graph (``retain_graph=True``) costs 2f elements a token more at level 0.
+        The GEMMs read operands of the input's dtype, or autocast's; the elementwise operations between them compute in
+        float32 (float64 for float64) and round once. Every subset of the tensors may be frozen. A second backward
+        through the same graph (``retain_graph=True``) takes 2f elements per token more at level 0.
 
     Example:
         >>> x = torch.randn(2, 5, 16, requires_grad=True)
@@ -70,10 +72,19 @@ def swiglu_mlp(
         >>> swiglu_mlp(x, gate, up, down, checkpoint_level=1).sum().backward()
     """
     tensors = (input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    for i in range(4):
-        check_tensor(_NAMES[i], tensors[i])
+    for i, tensor in enumerate(tensors):
+        error = None if tensor is None and i >= 4 else why_not_local(_NAMES[i], tensor, _GATHER)
+        if error is not None:
+            raise error
     refuse_transforms("swiglu_mlp", *tensors, instead=WRITTEN_OUT, way="write it out for this one")
-    dtype = _check_tensors(*tensors)
+    dtype = operand_dtype(input)
+    for name, tensor in zip(_NAMES, tensors, strict=True):
+        if tensor is None:
+            continue
+        check_device(name, tensor, input)
+        if tensor.dtype != input.dtype and operand_dtype(tensor) != dtype:
+            hint = "Cast one of them, or run under torch.autocast."
+            raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as input has", str(tensor.dtype), hint))
     _check_shapes(*tensors)
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
@@ -89,7 +100,7 @@ def swiglu_mlp(
 
 
 def check_level(level: object) -> int:
-    """Return a level of what is kept for backward.
+    """Return a valid ``checkpoint_level``.
 
     Raises:
         ArgumentTypeError: Not an int.
@@ -97,13 +108,13 @@ def check_level(level: object) -> int:
     """
     value = check_index("checkpoint_level", level)
     if value not in LEVELS:
-        expected = "0 (gate and up are kept) or 1 (they are computed again)"
+        expected = "0 (gate and up are saved) or 1 (they are recomputed)"
         raise ArgumentValueError(message("checkpoint_level", expected, repr(level)))
     return value
 
 
 def check_tile(tile_tokens: object) -> int | None:
-    """Return how many tokens are worked on at a time, None for all.
+    """Return a valid ``tile_tokens``: tokens per tile, None for all.
 
     Raises:
         ArgumentTypeError: Not an int.
@@ -115,22 +126,6 @@ def check_tile(tile_tokens: object) -> int | None:
     if value < 1:
         raise ArgumentValueError(message("tile_tokens", "a whole number above 0, or None", repr(tile_tokens)))
     return value
-
-
-def _check_tensors(input: Tensor, *others: Tensor | None) -> torch.dtype:
-    """Check types, dtypes and devices, and return the dtype that the GEMMs' operands take."""
-    dtype = operand_dtype(input)
-    for name, tensor in zip(_NAMES, (input, *others), strict=True):
-        if tensor is None:
-            continue
-        if check_tensor(name, tensor).dtype not in _DTYPES:
-            raise ArgumentTypeError(message(name, "float64, float32, bfloat16 or float16", str(tensor.dtype)))
-        _refuse_sharded(name, tensor)
-        check_device(name, tensor, input)
-        if tensor.dtype != input.dtype and operand_dtype(tensor) != dtype:
-            hint = "Cast one of them, or run under torch.autocast."
-            raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as input has", str(tensor.dtype), hint))
-    return dtype
 
 
 def _check_shapes(
@@ -155,12 +150,3 @@ def _check_shapes(
         if tensor is not None and tensor.shape != shape:
             expected = f"shape {list(shape)}, as gate_weight is [{F}, {D}]"
             raise ArgumentValueError(message(_NAMES[2 + i], expected, str(list(tensor.shape))))
-
-
-def _refuse_sharded(name: str, tensor: Tensor) -> None:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) and hasattr(tensor, "device_mesh"):
-        hint = (
-            "Inside FSDP2, wrap the module that calls this (lowtide.nn.SwiGLU, the MLP or the layer), not its"
-            " projections: the weights are whole while that module's forward runs."
-        )
-        raise ArgumentTypeError(message(name, "a tensor that is whole on this rank", "a DTensor", hint))

@@ -1,9 +1,9 @@
-"""What peft has put around a linear layer: read from its form, and from running its own code on a few rows.
+"""What peft has put around a linear layer, and LoRA on a gated MLP's projections as `lowtide.mlp.adapted` takes it.
 
 A LoRA layer is a module with children base_layer, lora_A and lora_B; with x its input it computes
 ``base_layer(x) + sum of scaling * lora_B(lora_A(lora_dropout(x)))`` over the active adapters. A layer of peft's
-modules_to_save is one with children original_module and modules_to_save, and calls one of these. That a class does so
-is found by a probe, once for each class.
+modules_to_save is one with children original_module and modules_to_save, and calls one of these. A probe checks once
+for each class that it does so.
 """
 
 import copy
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.code import Code
+from lowtide.mlp.adapted import Adapter, Projection
 from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.instance import BASE
-from lowtide.models.probe import agree, outcome, random, twin_of
+from lowtide.models.probe import agree, linear, outcome, random, twin_of
 
 _IN, _OUT = 6, 5  # of the twins
 _TOLERANCE = 1e-5
@@ -81,11 +82,8 @@ def saved_module(module: nn.Module) -> nn.Module | str:
         return "is a layer of modules_to_save with hooks or a forward of its own"
     layer: Any = module
     active = list(layer.active_adapters)
-    if layer.disable_adapters or not active or any(name not in layer._adapters for name in active):
-        chosen: nn.Module = layer.original_module
-    else:
-        chosen = layer.modules_to_save[active[0]]
-    return chosen
+    stock = layer.disable_adapters or not active or any(name not in layer._adapters for name in active)
+    return layer.original_module if stock else layer.modules_to_save[active[0]]  # type: ignore[no-any-return]
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -104,7 +102,7 @@ def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
     why_not = _why_not_class(lora, _LORA, _why_not_lora)
     if why_not is not None:
         return why_not
-    children = lora._modules  # an attribute of a module that is none of its own is slow to find, at each call
+    children = lora._modules  # `lora.base_layer` would be slow: modules are found by __getattr__
     base = children["base_layer"]
     if plain_class(base) is not nn.Linear:
         return f"is LoRA on a {_kind(base)}, not on a plain torch.nn.Linear"
@@ -132,8 +130,7 @@ def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
     return tuple(found)
 
 
-# Of each class and forward that was met: why a layer of it does something else, None where it does not; and the code
-# that this was found out of.
+# For each class and its forward: why a layer of it does something else, or None; and the code that was probed.
 _Known = dict[tuple[type, Any], tuple[str | None, Code]]
 _LORA: _Known = {}
 _SAVED: _Known = {}
@@ -153,88 +150,110 @@ def _why_not_class(module: nn.Module, known: _Known, probe: Callable[[nn.Module,
     return why_not
 
 
-def _small(rows: int, columns: int, seed: int, *, bias: bool = False) -> nn.Linear:
-    linear = nn.Linear(columns, rows, bias=bias, device="meta")
-    linear.weight = nn.Parameter(random(rows, columns, seed=seed))
-    if bias:
-        linear.bias = nn.Parameter(random(rows, seed=seed + 50))
-    return linear
-
-
 def _why_not_lora(lora: nn.Module, kind: Any) -> str | None:
     """Return why a LoRA layer of this class is not what `adapted_linear` takes it for."""
     what = f"is a {kind.__name__}, not the LoRA layer of a plain torch.nn.Linear"
-    base = _small(_OUT, _IN, 0, bias=True)
-    lows = {"p": (_small(3, _IN, 1), _small(_OUT, 3, 2, bias=True)), "q": (_small(2, _IN, 3), _small(_OUT, 2, 4))}
+    base = linear(_OUT, _IN, 0, bias=True)
+    lows = {"p": (linear(3, _IN, 1), linear(_OUT, 3, 2, bias=True)), "q": (linear(2, _IN, 3), linear(_OUT, 2, 4))}
     scales = {"p": 0.75, "q": 3.0}
     x = random(2, 4, _IN, seed=5)
 
-    def run(active: Sequence[str], dtype: torch.dtype, rate: float = 0.0, **state: Any) -> Any:
+    def adds(names: Sequence[str], active: Any = ("p",), dtype: Any = None, rate: float = 0.0, **state: Any) -> bool:
+        """Whether the layer's code, with these adapters ``active``, adds those of these ``names``."""
+        dtype = dtype or torch.float32
         drop: nn.Module = nn.Dropout(rate) if rate else nn.Identity()
+        layer, z = copy.deepcopy(base).to(dtype), x.to(dtype)
         modules = {
             **dict(lora.named_children()),
-            "base_layer": copy.deepcopy(base).to(dtype),
+            "base_layer": layer,
             "lora_A": nn.ModuleDict({name: a for name, (a, _) in lows.items()}),
             "lora_B": nn.ModuleDict({name: b for name, (_, b) in lows.items()}),
             "lora_dropout": nn.ModuleDict(dict.fromkeys(lows, drop)),
         }
         twin: Any = twin_of(lora, kind, modules=modules, parameters={})
-        vars(twin).update(
-            scaling=dict(scales), lora_variant={}, merged_adapters=[], _disable_adapters=False,
-            _active_adapter=list(active),
-        )  # fmt: skip
-        vars(twin).update(state)
-        return _with_seed(lambda: kind.forward(twin, x.to(dtype)))
+        vars(twin).update(scaling=dict(scales), lora_variant={}, _active_adapter=list(active))
+        vars(twin).update({"merged_adapters": [], "_disable_adapters": False} | state)
 
-    def written_out(active: Sequence[str], dtype: torch.dtype, rate: float = 0.0) -> Tensor:
         def formula() -> Tensor:
-            y: Tensor = copy.deepcopy(base).to(dtype)(x.to(dtype))
-            for name in active:
+            y: Tensor = layer(z)
+            for name in names:
                 a, b = lows[name]
-                y = y + scales[name] * b(a(F.dropout(x.to(dtype).float(), rate)))
+                y = y + scales[name] * b(a(F.dropout(z.float(), rate)))
             return y.to(dtype)
 
-        result: Tensor = _with_seed(formula)
-        return result
+        got, expected = _with_seed(lambda: kind.forward(twin, z)), _with_seed(formula)
+        return agree(got, expected, _TOLERANCE if dtype == torch.float32 else 2**-7)
 
-    float32, bfloat16 = torch.float32, torch.bfloat16
-    cases: tuple[tuple[Any, Any, float], ...] = (
-        (run(["p"], float32), written_out(["p"], float32), _TOLERANCE),
-        (run(["q", "p", "absent"], float32), written_out(["q", "p"], float32), _TOLERANCE),
-        (run([], float32), written_out([], float32), _TOLERANCE),
-        (run(["p"], float32, rate=0.5), written_out(["p"], float32, rate=0.5), _TOLERANCE),
-        (run(["p"], float32, _disable_adapters=True), written_out([], float32), _TOLERANCE),
-        (run(["p"], float32, merged_adapters=["p"]), written_out([], float32), _TOLERANCE),
-        (run(["p"], bfloat16), written_out(["p"], bfloat16), 2**-7),
-    )
-    return None if all(agree(got, expected, tolerance) for got, expected, tolerance in cases) else what
+    right = adds(["p"]) and adds(["q", "p"], active=["q", "p", "absent"]) and adds([], active=[])
+    right = right and adds(["p"], rate=0.5) and adds([], _disable_adapters=True) and adds([], merged_adapters=["p"])
+    return None if right and adds(["p"], dtype=torch.bfloat16) else what
 
 
 def _why_not_saved(layer: nn.Module, kind: Any) -> str | None:
     """Return why a layer of modules_to_save of this class is not what `saved_module` takes it for."""
-    first, second, third = (_small(_OUT, _IN, seed) for seed in range(3))
+    first, second, third = (linear(_OUT, _IN, seed) for seed in range(3))
     x = random(2, 4, _IN, seed=5)
 
-    def run(**state: Any) -> Any:
+    def calls(chosen: nn.Linear, **state: Any) -> bool:
         modules = {"original_module": first, "modules_to_save": nn.ModuleDict({"p": second, "q": third})}
         twin: Any = twin_of(layer, kind, modules=modules, parameters={})
-        vars(twin).update(_disable_adapters=False, _adapters={"p", "q"}, _active_adapter=["p"])
-        vars(twin).update(state)
-        return outcome(lambda: kind.forward(twin, x))
+        vars(twin).update({"_disable_adapters": False, "_adapters": {"p", "q"}, "_active_adapter": ["p"]} | state)
+        return agree(outcome(lambda: kind.forward(twin, x)), outcome(lambda: chosen(x)), _TOLERANCE)
 
-    with torch.no_grad():
-        expected = (second(x), third(x), first(x), first(x), first(x))
-    found = (
-        run(), run(_active_adapter="q"), run(_disable_adapters=True), run(_active_adapter=[]),
-        run(_active_adapter=["absent"]),
-    )  # fmt: skip
-    right = all(agree(got, wanted, _TOLERANCE) for got, wanted in zip(found, expected, strict=True))
+    right = calls(second) and calls(third, _active_adapter="q") and calls(first, _disable_adapters=True)
+    right = right and calls(first, _active_adapter=[]) and calls(first, _active_adapter=["absent"])
     return None if right else f"is a {kind.__name__}, not a layer of modules_to_save as peft 0.21 has it"
 
 
 def _with_seed(function: Callable[[], Any]) -> Any:
     def seeded() -> Any:
-        torch.default_generator.manual_seed(0)  # the CPU's alone, which `outcome` puts back
+        torch.default_generator.manual_seed(0)  # the CPU's alone, which `outcome` restores
         return function()
 
     return outcome(seeded)
+
+
+def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
+    """Return why the adapters of an MLP's projections cannot run along with its GEMMs."""
+    adapters = [adapter for layer in layers for adapter in layer.adapters]
+    if not adapters:
+        return None
+    if len({linear.weight.dtype for adapter in adapters for linear in (adapter.a, adapter.b)}) > 1:
+        return "its LoRA weights are of several dtypes"
+    if any(adapter.drops for adapter in adapters):
+        if any(len(layer.adapters) > 1 for layer in layers):
+            return "it has several LoRA adapters with dropout at a time"
+        if torch.compiler.is_compiling():
+            return "its LoRA adapters have dropout, and it is compiled"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "its LoRA adapters have dropout, and a CUDA graph is captured"  # their generators are their own
+    return None
+
+
+def low_rank_projections(layers: Sequence[AdaptedLinear]) -> list[Projection]:
+    """Return each projection with its adapters as one."""
+    return [Projection(layer.base.weight, _bias(layer), _adapter(layer.adapters)) for layer in layers]
+
+
+def _adapter(adapters: Sequence[LowRankAdapter]) -> Adapter | None:
+    if not adapters:
+        return None
+    if len(adapters) == 1:
+        (only,) = adapters
+        p = float(only.dropout.p) if only.drops else 0.0  # type: ignore[arg-type]
+        return Adapter(only.a.weight, only.b.weight, float(only.scale), p)
+    # Several are one whose rank is the sum of theirs: a copy of thin matrices.
+    scales = {float(adapter.scale) for adapter in adapters}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    sides = [adapter.b.weight if not scales else adapter.b.weight * adapter.scale for adapter in adapters]
+    return Adapter(torch.cat([adapter.a.weight for adapter in adapters]), torch.cat(sides, 1), scale, 0.0)
+
+
+def _bias(layer: AdaptedLinear) -> Tensor | None:
+    """Return the sum of the projection's bias and its adapters'."""
+    bias: Tensor | None = layer.base.bias
+    for adapter in layer.adapters:
+        if adapter.b.bias is not None:
+            more = adapter.b.bias * adapter.scale
+            bias = more if bias is None else bias + more
+    return bias

@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models.patch import patch, unpatch
 from lowtide.models.report import PatchReport
 from lowtide.trl.patch import patch_trl, unpatch_trl
-from lowtide.trl.report import TrlReport
+from lowtide.trl.stand_in import TrlReport
 
 _MADE_LATER = (
     "lowtide: the trainer has made another model for this run (model_init), which is patched now, after accelerate "
@@ -65,16 +66,14 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         unpatch: bool = False,
         show: Callable[[str], Any] | None = print,
     ) -> None:
-        flags = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope, "unpatch": unpatch}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
+        self._parts = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope}
+        for name, flag in {**self._parts, "unpatch": unpatch}.items():
+            check_flag(name, flag)
         if trl is not None and not isinstance(trl, bool):
             raise ArgumentTypeError(message("trl", "True, False or None", f"{trl!r}"))
         if show is not None and not callable(show):
             raise ArgumentTypeError(message("show", "a function of a text, or None", f"{show!r}"))
         check_options(options)
-        self._parts: dict[str, bool] = {name: flags[name] for name in ("loss", "mlp", "norm", "rope")}
         self._trl, self._options, self._unpatch, self._show = trl, options, unpatch, show
         self._undone = False
         self._model: weakref.ref[nn.Module] | None = None

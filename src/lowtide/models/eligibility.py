@@ -1,8 +1,11 @@
-"""Where lazy logits may stand in for real ones: pure functions that return the reason why they may not, or None."""
+"""Checks before fused code runs: whether logits may be lazy, and whether a call of a module is an ordinary one.
+
+Pure functions. Those named ``why_not_`` return the reason against it, or None.
+"""
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +20,9 @@ from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
 from lowtide.models.stock_functions import is_defined_in
 
-# Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may look at the
-# logits, or change them.
-_HOOKS_THAT_DO_NOT_LOOK = ("torch.distributed.", "torch.nn.parallel.", "torch.utils.", *HOOKS)
+# Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
+# change the logits.
+_HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.utils.", *HOOKS)
 # accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
 _ACCELERATE = "accelerate.hooks"
 _MOVES = ("AlignDevicesHook", "CpuOffload")
@@ -35,7 +38,8 @@ def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
     for module in outer.modules():  # peft's adaption prompts
         if getattr(vars(module).get("forward"), "__self__", None) is model:
             return f"a {type(module).__name__} around the model keeps the forward that it had: patch first, wrap then"
-    if outer is model and part_of(model) is None and any(map(_is_adapted_attention, model.modules())):
+    has_prompts = any(type(module).__module__.startswith("peft.tuners.adaption_prompt") for module in model.modules())
+    if has_prompts and outer is model and part_of(model) is None:
         return "adaption prompts inside keep the forward that the model had: patch first, then wrap"
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -44,14 +48,10 @@ def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
     return None
 
 
-def _is_adapted_attention(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.tuners.adaption_prompt")
-
-
 def why_not_patch_head(head: nn.Module | None, why_not_linear: str | None) -> str | None:
-    """Return why ``head``, what a model's output embedding calls or is, cannot return lazy logits.
+    """Return why ``head``, what a model's output embedding is or calls, cannot return lazy logits.
 
-    ``why_not_linear`` is why it is no linear layer, with adapters or without.
+    ``why_not_linear`` is why it is not a linear layer, with adapters or without.
     """
     if head is None:
         return "the model has no output embedding"
@@ -66,7 +66,7 @@ def why_not_patch_head(head: nn.Module | None, why_not_linear: str | None) -> st
 
 
 def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call of a head that is here as a whole must return real logits."""
+    """Return why this call of an unsharded head must return real logits."""
     bias = head.bias
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
     if type(head.weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
@@ -77,7 +77,7 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
 
 
 def why_not_now(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call must return real logits, whatever kind of tensors it is of."""
+    """Return why this call must return real logits, for any type of tensors."""
     if not hidden.is_floating_point():
         return f"the hidden states are a {type(hidden).__name__} of {hidden.dtype}"
     if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
@@ -90,7 +90,7 @@ def why_not_now(head: nn.Linear, hidden: Tensor) -> str | None:
 
 
 def why_not_call(head: nn.Module) -> str | None:
-    """Return why calling ``head`` may do more than a linear layer does, which a loss without logits would miss."""
+    """Return why a call of ``head`` may do more than a linear layer, which a loss without logits would miss."""
     why_not = _why_not_forward(head) or why_not_class(head)
     if why_not is not None:
         return why_not
@@ -102,15 +102,16 @@ def why_not_call(head: nn.Module) -> str | None:
     style = style_of(head)
     if isinstance(style, str):
         return f"the output embedding {style}"
-    for hook in _hooks(head):
+    of_all = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
+    for hook in own_hooks(head) + of_all:
         module = defining_module(hook)
-        if not module.startswith(_HOOKS_THAT_DO_NOT_LOOK):
+        if not module.startswith(_HOOKS_THAT_DO_NOT_READ):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
     return None
 
 
 def _why_not_forward(head: nn.Module) -> str | None:
-    """Return why the forward on the instance, if there is one, may be another than the class's, moved by accelerate."""
+    """Return why a forward on the instance may be another than the class's one, which accelerate moves there."""
     if not has_foreign_forward(head):
         return None
     before = getattr(vars(head).get("_old_forward"), "__func__", None)
@@ -124,7 +125,7 @@ def _why_not_forward(head: nn.Module) -> str | None:
 
 
 def why_not_class(head: nn.Module) -> str | None:
-    """Return why the class of a patched head, or that of all modules, may do more with a call than it did then."""
+    """Return why the class of a patched head, or ``nn.Module``, may do more with a call than when it was patched."""
     kinds = (type(head), plain_class(head))  # FSDP2 may have come before patch or after it
     base = next((vars(kind)[BASE] for kind in kinds if BASE in vars(kind)), None)
     if base is None:
@@ -142,7 +143,7 @@ def _kind(hook: object) -> str:
 def is_under_compile() -> bool:
     """Whether this runs in a region that ``torch.compile`` traces, or between the graphs of one.
 
-    There the model runs as it came: dynamo cannot trace lazy logits, and as an output of the graph they would be built.
+    There the model runs unmodified: dynamo cannot trace lazy logits, and as an output of the graph they would be built.
     """
     # Between two graphs of a region the code runs eagerly, and only the callback tells that the next frame is compiled.
     return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
@@ -154,7 +155,7 @@ def is_autocast_on(device_type: str) -> bool:
 
 
 def is_function_mode_active() -> bool:
-    """Whether a ``TorchFunctionMode`` other than ``with device:`` looks at, or changes, what functions do."""
+    """Whether a ``TorchFunctionMode`` other than ``with device:`` reads, or changes, what functions do."""
     modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(type(mode).__name__ != "DeviceContext" for mode in modes)
 
@@ -165,8 +166,8 @@ def module_name(model: nn.Module, module: nn.Module) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook of the module's own looks at its calls. Those of ZeRO-3 only gather weights."""
-    before, after = module._forward_pre_hooks, module._forward_hooks  # written out: asked of many at each call
+    """Whether a hook of the module's own reads its calls. Those of ZeRO-3 only gather weights."""
+    before, after = module._forward_pre_hooks, module._forward_hooks  # written out: many modules, at each call
     if not any((before, after, module._backward_hooks, module._backward_pre_hooks)):
         return False
     return not all(defining_module(hook).startswith(HOOKS) for hook in own_hooks(module))
@@ -180,11 +181,60 @@ def plain_class(module: nn.Module) -> type:
     return type(module)
 
 
-def _hooks(head: nn.Module) -> list[Callable[..., Any]]:
-    every = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
-    return own_hooks(head) + every
-
-
 def own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks on a module's own calls, forward and backward."""
     return [hook for kind in MODULE_HOOKS for hook in getattr(module, kind).values()]
+
+
+FEW = 2**23  # values: 2048 tokens of 4096
+
+
+def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bool:
+    """Whether these are plain tensors and Parameters, and no transform, mode, trace or export is active.
+
+    Exact types: DTensor, quantised tensors and other subclasses have rules of their own.
+    """
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
+            return False
+    for p in parameters:
+        if type(p) is not nn.Parameter:
+            return False
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return (
+        not is_function_mode_active()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def has_nothing_to_save(x: object) -> bool:
+    """Whether a call with ``x`` runs the model's own code because it saves nothing for backward, as in generation.
+
+    On a CPU all calls without gradients: our operators only reduce what is saved there. On a GPU those of few values:
+    launching ours would take the host longer, and so generation token by token. Compiled ones everywhere: the compiler
+    fuses that code itself, and reading a size would guard it, which fails for sizes that depend on data.
+    """
+    if torch.is_grad_enabled():
+        return False
+    # No tensor: an error of the model's own. A trace would record the reading of a size.
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return x.numel() <= FEW or x.is_cpu
+
+
+def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:
+    """Whether ``linears`` are exactly ``torch.nn.Linear``, with weights of any type, and no hook reads their calls.
+
+    ``others`` are modules between them, which may have no hooks and no forward on the instance either.
+    """
+    if any(plain_class(linear) is not nn.Linear for linear in linears):
+        return False
+    for module in (*linears, *others):
+        if "forward" in vars(module) or has_hooks(module):
+            return False
+    if LINEAR.exchanged() is not None:
+        return False
+    return torch.compiler.is_compiling() or not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]

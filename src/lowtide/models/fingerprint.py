@@ -24,13 +24,9 @@ _SHARE = 2**20  # values that are worth a thread, or an operation on another dev
 
 
 def fingerprint(tensors: Iterable[Tensor | None]) -> Tensor | None:
-    """Return a number for each tensor [k], int64, on their device; for a DTensor that of this rank's shard.
+    """Return int64 [k], a number per tensor of any dtype and strides; for a DTensor that of this rank's shard.
 
-    Args:
-        tensors: Of any dtype and strides; None is left out.
-
-    Returns:
-        Tensor | None: None on the meta device, where tensors have no values.
+    None among ``tensors`` is left out. On the meta device, where tensors have no values, the result is None.
     """
     held: list[Any] = [x for x in tensors if x is not None]
     with torch.no_grad():  # for to_local(); to detach a DTensor is an error in inference mode

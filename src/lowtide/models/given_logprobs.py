@@ -1,11 +1,12 @@
-"""Log-probabilities that were handed out without logits: the same ones, built later, get these values.
+"""Log-probabilities that were returned without logits: the same ones, built later, get these values.
 
-Two ways of summing differ in the last digits, which comparisons see: half of the ranks ``(lp > lp.gather(-1,
+Two orders of summation differ in the last digits, and comparisons see that: half of the ranks ``(lp > lp.gather(-1,
 y)).sum(-1)`` would be one too high.
 
 Legend: N rows of hidden states, V classes, K classes of a row.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,35 +19,25 @@ NO_CLASS = -1  # in the place of a class where there is none: an ignored label
 
 
 class _Given(NamedTuple):
-    """Some log-probabilities.
-
-    Args:
-        steps: What was done to the logits.
-        classes: [..., K], `NO_CLASS` for all K of a row where none was given.
-        values: [..., K]
-    """
+    """Some log-probabilities of the logits after ``steps``."""
 
     steps: tuple[Step, ...]
-    classes: Tensor
-    values: Tensor
+    classes: Tensor  # [..., K], `NO_CLASS` for all K of a row where none was returned
+    values: Tensor  # [..., K]
 
 
 class GivenLogprobs:
-    """The log-probabilities given of one call of the head.
-
-    Args:
-        leading: The shape of the hidden states without their last axis.
-    """
+    """The log-probabilities returned for one call of the head, with hidden states [*leading, D]."""
 
     def __init__(self, leading: torch.Size) -> None:
         self._leading = leading
         self._given: list[_Given] = []
 
     def add(self, steps: tuple[Step, ...], classes: Tensor, values: Tensor, *, sign: int) -> None:
-        """Remember log-probabilities; those that were given before get the values that they had then, in place.
+        """Record log-probabilities; those that were returned before get the values that they had then, in place.
 
         Args:
-            steps: What was done to the logits; a row is left out or chosen once, never twice.
+            steps: The steps applied to the logits, which choose each row at most once.
             classes: [..., K] int64, `NO_CLASS` for all K of a row or for none.
             values: [..., K], ``sign`` times the log-probabilities.
             sign: 1 or -1.
@@ -59,11 +50,11 @@ class GivenLogprobs:
             found = (order.values.gather(-1, at) == classes) & (classes != NO_CLASS)
             given = sign * given.gather(-1, order.indices.gather(-1, at)).to(values.dtype)
             values.copy_(given.where(found, values))
-        # Copies: what the caller gets, and what it asked with, may be changed in place.
+        # Copies: the caller may change its classes, and the values that it gets, in place.
         self._given.append(_Given(steps, classes.clone(), sign * values))
 
     def replay(self, logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
-        """Return ``logits`` after the steps, with the values given where these are the same log-probabilities."""
+        """Return ``logits`` after the steps, with the returned values where these are the same log-probabilities."""
         ends = range(len(steps), 0, -1) if self._given else ()
         end = next((n for n in ends if (folded := fold(steps[:n])) is not None and folded.normalised), 0)
         logits = replay(logits, steps[:end])
@@ -76,14 +67,15 @@ class GivenLogprobs:
         return replay(logits, steps[end:])
 
     def _alike(self, steps: tuple[Step, ...]) -> list[_Given]:
-        """Return those of the same scale, bias and soft cap, latest first: the first ones have the last word."""
+        """Return those of the same scale, bias and soft cap, latest first: the first ones are written last."""
         return [given for given in reversed(self._given) if _same(_changes(given.steps), _changes(steps))]
 
     def _of_rows(self, given: _Given, steps: tuple[Step, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return classes and values [..., K] of the rows of logits that went through ``steps``."""
         numbers = torch.arange(self._leading.numel(), device=device).view(*self._leading, 1)
         K = given.classes.shape[-1]
-        to, rows = (_rows_after(numbers, x)[..., 0] for x in (given.steps, steps))
+        moves = ([step for step in each if step.of_hidden is not None] for each in (given.steps, steps))
+        to, rows = (rows_of(numbers, each)[..., 0] for each in moves)
         classes = given.classes.new_full((numbers.numel(), K), NO_CLASS)
         values = given.values.new_zeros(numbers.numel(), K)
         classes[to], values[to] = given.classes, given.values
@@ -93,8 +85,8 @@ class GivenLogprobs:
 def _put(values: Tensor, classes: Tensor, given: Tensor) -> None:
     """Put ``given`` [..., K] into ``values`` [..., V] in place.
 
-    The others keep their order to one class of a row: those that round alike in the logits' dtype still equal it, and
-    what the value given would pass comes to lie next to it.
+    With one class per row the other values keep their order to it: those that round to the same value in the logits'
+    dtype stay equal to it, and those that it would pass move next to it.
     """
     at, there = classes.clamp(min=0), classes != NO_CLASS
     built = values.gather(-1, at)
@@ -107,26 +99,19 @@ def _put(values: Tensor, classes: Tensor, given: Tensor) -> None:
         values.scatter_(-1, at, given.where(there, built))
 
 
-def _rows_after(numbers: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    return rows_of(numbers, tuple(step for step in steps if step.of_hidden is not None))
-
-
-def _changes(steps: tuple[Step, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return what was done to the logits' values before the log-softmax."""
-    changes: list[tuple[Any, tuple[Any, ...]]] = []
+def _changes(steps: Sequence[Step]) -> list[Any]:
+    """Return the functions, each with its arguments, that changed the logits' values before the log-softmax."""
+    changes: list[Any] = []
     for step in steps:
         if step.function is TensorBase.log_softmax:
             break
         if step.of_hidden is None and step.function not in KEEPS_VALUES:
-            changes.append((step.function, step.args))
+            changes += [step.function, *step.args]
     return changes
 
 
-def _same(ours: list[tuple[Any, tuple[Any, ...]]], others: list[tuple[Any, tuple[Any, ...]]]) -> bool:
-    return len(ours) == len(others) and all(
-        function is other and all(_equal(x, y) for x, y in zip(args, other_args, strict=True))
-        for (function, args), (other, other_args) in zip(ours, others, strict=True)
-    )
+def _same(ours: list[Any], others: list[Any]) -> bool:
+    return len(ours) == len(others) and all(map(_equal, ours, others))
 
 
 def _equal(x: Any, y: Any) -> bool:

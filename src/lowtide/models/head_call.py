@@ -4,7 +4,7 @@ Legend: hidden [..., D], logits [..., V].
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,12 +42,11 @@ Work = Callable[[nn.Linear, Forward, Tensor], Any]
 
 
 class InsideHead:
-    """Work to be done inside the head module's forward.
+    """Work to be done inside the head module's forward, which a patched head runs when this is its input.
 
-    Called with it as the input, the patched head runs it there, so that whatever hooks gather, move or free the weight
-    (FSDP2, ZeRO-3, offloading) do so around it, as around any other call. It is no pytree and holds no tensor that
-    hooks could find. What ZeRO-3 gathers for a backward it lets go of when that reaches the module's inputs: there the
-    hidden states are a second input.
+    Hooks that gather, move or free the weight (FSDP2, ZeRO-3, offloading) then run around the work, as around any other
+    call. This is no pytree and holds no tensor that hooks could find. ZeRO-3 releases what it gathered for a backward
+    when that reaches the module's inputs: there the hidden states are a second input.
     """
 
     def __init__(self, work: Callable[..., Any]) -> None:
@@ -55,16 +54,15 @@ class InsideHead:
 
 
 class HeadCall:
-    """One call of the head: its input and all that is needed to build the same logits later, or never.
-
-    Args:
-        head: The patched output embedding.
-        hidden: Its input [..., D].
-        report: Where to count what becomes of the logits.
-        options: For `linear_cross_entropy`.
+    """One call of the head: its input [..., D] and all that is needed to build the same logits later, or never.
 
     Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for whoever asks the head for it.
     """
+
+    adapted = False  # adapters add to the logits
+    only_loss = False  # cross entropy alone can be computed without logits
+    sharded = False  # each rank has a shard of the classes
+    gives_dtensor = False
 
     def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
         self.head = head
@@ -87,30 +85,8 @@ class HeadCall:
         self._required = tuple(x is not None and x.requires_grad for x in tensors)
         self._node = hidden.grad_fn
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast_dtype: torch.dtype | None = None
-        device_type = hidden.device.type
-        if is_autocast_on(device_type):
-            self._autocast_dtype = torch.get_autocast_dtype(device_type)
-
-    @property
-    def adapted(self) -> bool:
-        """Whether there is more to the logits than a linear layer."""
-        return False
-
-    @property
-    def only_loss(self) -> bool:
-        """Whether the cross entropy alone can do without logits."""
-        return self.adapted
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether each rank has a part of the classes."""
-        return False
-
-    @property
-    def gives_dtensor(self) -> bool:
-        """Whether the logits are a DTensor."""
-        return False
+        kind = hidden.device.type
+        self._autocast_dtype = torch.get_autocast_dtype(kind) if is_autocast_on(kind) else None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -129,13 +105,9 @@ class HeadCall:
         return self._autocast_dtype
 
     def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool, inference: bool) -> Tensor:
-        """Build the logits [..., V], as the model would have: same operations, same autocast.
+        """Build the logits [..., V] after ``steps`` as the model would have: same operations, same modes and autocast.
 
-        Args:
-            steps: What was done to them since.
-            why: What needs them.
-            grad_mode: Whether gradients were recorded.
-            inference: Whether the last step was done in inference mode.
+        ``why`` is for the report; ``inference`` is whether the last step was done in inference mode.
         """
 
         def work(_: nn.Linear, forward: Forward, hidden: Tensor) -> Tensor:
@@ -144,16 +116,14 @@ class HeadCall:
         if not self.built:
             self.built = True
             self.report.count_materialised(why)
-        with ExitStack() as modes:
-            self._enter_modes(modes, grad_mode=grad_mode, inference=self._inference)
+        with self._modes(grad_mode=grad_mode, inference=self._inference):
             logits = self._run(work)
-            modes.enter_context(torch.inference_mode(inference))
-            return self.given.replay(logits, steps)
+            with torch.inference_mode(inference):
+                return self.given.replay(logits, steps)
 
     def view(self, base: Tensor, step: Step, *, grad_mode: bool, inference: bool) -> Tensor:
         """Return a view of real logits, as it would have been taken in the modes of that time."""
-        with ExitStack() as modes:
-            self._enter_modes(modes, grad_mode=grad_mode, inference=inference)
+        with self._modes(grad_mode=grad_mode, inference=inference):
             return replay(base, (step,))
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,19 +136,16 @@ class HeadCall:
                 for x in self.tensors
             )
             logits = replay(self._logits(forward, inputs), steps)
-            wanted = [x for x in inputs if x is not None and x.requires_grad]
-            found = iter(torch.autograd.grad(logits, wanted, grad_logits) if wanted else ())
-            return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+            trained = [x for x in inputs if x is not None and x.requires_grad]
+            gradients = iter(torch.autograd.grad(logits, trained, grad_logits) if trained else ())
+            return tuple(next(gradients) if x is not None and x.requires_grad else None for x in inputs)
 
         if any(isinstance(x, nn.Parameter) and x._backward_hooks for x in self.tensors):
             raise UnsupportedError(
                 "logits: expected operations of PyTorch, for the output embedding's weight has a gradient hook, got a "
                 "custom autograd function, behind which that hook would run twice. Call lowtide.unpatch(model)."
             )
-        with ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(False))
-            modes.enter_context(torch.enable_grad())
-            self._enter_autocast(modes)
+        with self._modes(grad_mode=True, inference=False):
             if self.partitioned:
                 keep_for_backward(self.linked)
             return self._run(work, link=False)  # type: ignore[no-any-return]  # gradients are what it gives
@@ -190,12 +157,9 @@ class HeadCall:
     def operands(
         self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...]
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Return what a function of the logits takes: hidden states, weight, bias, and what else it needs, by name.
+        """Return what a function of the logits takes: hidden states, weight, bias and further keyword arguments.
 
-        Args:
-            head: The output embedding, inside its forward.
-            hidden: Its input, as the work is given it.
-            steps: Those that rearranged or chose rows.
+        ``hidden`` is the input that the work is given; ``steps`` are those that rearranged or chose rows.
         """
         return rows_of(hidden, steps), head.weight, head.bias, {}
 
@@ -216,14 +180,10 @@ class HeadCall:
     def without_logits(
         self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Tensor], *, differentiable: bool = True
     ) -> Any:
-        """Return what ``function`` makes of the logits after ``steps``, without building them.
+        """Return what ``function`` computes of the logits after ``steps``, which `fold` returned as ``folded``.
 
-        Args:
-            steps: What was done to the logits.
-            folded: The same as `fold` returns it.
-            function: Called with (hidden, weight) and ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and
-                what else `operands` returns.
-            differentiable: Whether its result has a gradient. If not, a change of the weights is an error at once.
+        It is called with (hidden, weight), ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and the keyword
+        arguments of `operands`. If it is not ``differentiable``, a change of the weights is an error at once.
         """
 
         def work(head: nn.Linear, _: Forward, hidden: Tensor) -> Any:
@@ -232,21 +192,13 @@ class HeadCall:
             for offset in folded.offsets:
                 part = self.of_classes(offset, weight)
                 bias = part if bias is None else bias + part
-            result = function(
-                hidden,
-                weight,
-                linear_bias=bias,
-                softcap=folded.softcap,
-                logit_scale=folded.logit_scale,
-                options=self.options,
-                **more,
-            )
+            cap_and_scale = {"softcap": folded.softcap, "logit_scale": folded.logit_scale}
+            result = function(hidden, weight, linear_bias=bias, options=self.options, **cap_and_scale, **more)
             result = self.as_given(result)
             # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
             return result.clone() if result._is_view() else result
 
-        with ExitStack() as modes:
-            self._enter_autocast(modes)
+        with self._autocast():
             has_graph = differentiable and torch.is_grad_enabled() and any(self._required)
             result = self._run(work, wait=not has_graph)
         self.passed |= result.requires_grad
@@ -257,10 +209,9 @@ class HeadCall:
 
     @contextmanager
     def as_in_forward(self, tensors: tuple[Tensor | None, ...]) -> Iterator[None]:
-        """Let `tensors`, or what stands for them, require gradients inside as they did in the forward pass.
+        """Give `tensors`, or those in their place, the ``requires_grad`` that they had in the forward pass.
 
-        A node of the graph that is made inside accumulates no gradient where a tensor does not require one in backward,
-        as those that the forward pass of the stock model made.
+        A node of the graph that is made inside then accumulates gradients for the same tensors as the stock model's.
         """
         pairs = zip(tensors, self._required, strict=True)
         changed = [(x, required) for x, required in pairs if x is not None and x.requires_grad != required]
@@ -292,27 +243,25 @@ class HeadCall:
             )
         return self.head(InsideHead(checked), *([self.hidden] if self.partitioned and link else []))
 
-    def _enter_modes(self, modes: ExitStack, *, grad_mode: bool, inference: bool) -> None:
-        modes.enter_context(torch.inference_mode(inference))
-        modes.enter_context(torch.set_grad_enabled(grad_mode))
-        self._enter_autocast(modes)
+    @contextmanager
+    def _modes(self, *, grad_mode: bool, inference: bool) -> Iterator[None]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad_mode), self._autocast():
+            yield
 
-    def _enter_autocast(self, modes: ExitStack) -> None:
-        device_type = self.hidden.device.type
+    def _autocast(self) -> AbstractContextManager[object]:
+        kind = self.hidden.device.type
         if self._autocast_dtype is not None:
-            modes.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype))
-        elif is_autocast_on(device_type):
-            modes.enter_context(torch.autocast(device_type, enabled=False))
+            return torch.autocast(kind, dtype=self._autocast_dtype)
+        return torch.autocast(kind, enabled=False) if is_autocast_on(kind) else nullcontext()
 
     def _check_unchanged(self, head: nn.Linear, *, wait: bool) -> None:
         tensors = self.tensors
+        same_forward = running_forward.get() is self._forward  # nothing but the model's own code has run since
+        changed = _state(tensors) != self._state or (same_forward and _versions(tensors) != self._versions)
         # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-        changed = _state(tensors) != self._state and not hasattr(head, "_hf_hook")
-        if running_forward.get() is self._forward:  # nothing but the model's own code has run since
-            changed |= _versions(tensors) != self._versions and not hasattr(head, "_hf_hook")
-        if changed:
+        if changed and not hasattr(head, "_hf_hook"):
             raise UnsupportedError(_CHANGED)
-        if running_forward.get() is self._forward or self._fingerprint is None:
+        if same_forward or self._fingerprint is None:
             return
         differs = self._differs(tensors)
         if wait or differs.device.type != "cuda" or torch.version.hip is not None:  # where assertions are compiled out

@@ -1,5 +1,6 @@
 """What `lowtide.patch` does to a module: a class of its own, marked with the part of the model that it is for."""
 
+import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +20,34 @@ Overrides = Callable[..., dict[str, Any]]
 
 
 def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashable) -> None:
-    """Give ``module`` a child of its class with ``overrides(base, *args)``; one that has a child of ours gets another.
+    """Give ``module`` a child of its stock class with ``overrides(base, *args)``, made once for each ``args``.
 
-    Args:
-        module: The module.
-        part: What the change belongs to, as in `PatchReport`.
-        overrides: Makes the new class's attributes.
-        args: Passed to it; the class is made once for each set of them.
+    ``part`` is what the change belongs to, as in `PatchReport`.
     """
     assign: Any = module
     assign.__class__ = child_class(stock_class(module), _Attributes(part, overrides, args), BASE)
     watch: Any = vars(type(module)).get(WATCH)
     if watch is not None:
         watch.look()
+
+
+def with_forward(base: Any, forward: Callable[..., Any], **others: Any) -> dict[str, Any]:
+    """Return a class's attributes with ``forward`` in place of that of ``base``, which documents it.
+
+    Not by functools.wraps: its ``__wrapped__`` is an invitation to call past this function, and accelerate takes it.
+    """
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = base.forward.__doc__
+    return {"forward": forward, **others}
+
+
+def why_not_forward(module: nn.Module, base: Any, inputs: int | None = None) -> str | None:
+    """Return why the forward of ``module`` is not its class's, or does not take ``inputs`` arguments."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if inputs is not None and len(inspect.signature(base.forward).parameters) != 1 + inputs:
+        return "its forward takes more than one input"
+    return None
 
 
 def take_class_back(module: nn.Module) -> None:
@@ -41,7 +57,7 @@ def take_class_back(module: nn.Module) -> None:
 
 
 def part_of(module: nn.Module) -> str | None:
-    """Return what ``module`` was given a class for; None where it was not, also beneath a class made on top."""
+    """Return the part for which ``module`` has a class of ours, also beneath another's class; None if it has none."""
     return getattr(type(module), PART, None)
 
 
@@ -75,7 +91,7 @@ def check_nothing_on_top(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Attributes:
-    """The attributes of a child class, made from its base: comparable and picklable, so that copies share one class."""
+    """A child class's attributes, computed from its base. Comparable and picklable, so that copies share one class."""
 
     part: str
     overrides: Overrides

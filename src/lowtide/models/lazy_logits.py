@@ -1,4 +1,4 @@
-"""A tensor that stands for the logits, and becomes them when anything looks at it that needs more than a loss.
+"""The tensor that a patched head returns: logits that are built when an operation needs more than a loss of them.
 
 Legend: hidden [..., D], logits [..., V].
 """
@@ -20,23 +20,23 @@ from lowtide.models.lazy_operations import OPERATIONS as _OPERATIONS
 from lowtide.models.recorded_logits import RecordedLogits, too_late
 from lowtide.models.stock_functions import asking, original
 
-# What these hook, or look at, of a module's outputs they do for the gradients of parameters, and with the loss as well.
+# These hook and read a module's outputs for the gradients of parameters, and do the same with the loss.
 _DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.", "deepspeed.")
 
 
 class LazyLogits(RecordedLogits):
     """The logits of one call of the head, built when they are read.
 
-    What `lazy_operations` knows is recorded, or computed without the logits. Whatever else PyTorch is asked to do with
-    it, it does with the real logits, which are built once and kept: values, gradients and in-place changes are what
-    they would have been. A view stays a view: it is built as one of the real logits that it was taken of.
+    The operations of `lazy_operations` are recorded, or computed without logits. Any other runs on the real logits,
+    which are built once and kept: values, gradients and in-place changes are those of the stock model. A view stays a
+    view: it is built from the real logits that it is a view of.
     """
 
     _real: Tensor | None = None
 
     @property
     def is_real(self) -> bool:
-        """Whether the logits, or those that this is a view of, are built: they may have been changed in place since."""
+        """Whether the logits, or those that this is a view of, are built, and may have been changed in place since."""
         return self._real is not None or (self.viewed is not None and self.viewed.is_real)
 
     def materialise(self, why: str) -> Tensor:
@@ -44,22 +44,21 @@ class LazyLogits(RecordedLogits):
         if self._passed_on() is not self:
             return self._passed_on().materialise(why)
         if self._real is None:
+            modes = {"grad_mode": self.grad_mode, "inference": self.inference}
             if self.viewed is None:
-                self._real = self.call.logits(self.steps, why, grad_mode=self.grad_mode, inference=self.inference)
+                self._real = self.call.logits(self.steps, why, **modes)
             else:
-                base = self.viewed.materialise(why)
-                step = self.steps[-1]
-                self._real = self.call.view(base, step, grad_mode=self.grad_mode, inference=self.inference)
+                self._real = self.call.view(self.viewed.materialise(why), self.steps[-1], **modes)
         return self._real
 
     def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
-        # A debugger or a traceback that shows variables, on one rank, must not begin what needs all of them.
-        if self.call.in_parts and not self.is_real:
+        # A debugger or a traceback that shows variables on one rank must not start what needs all ranks.
+        if self.call.sharded and not self.is_real:
             return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
         return super().__repr__(**settings)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        # Of attributes that plain tensors have not: logits that are a DTensor have more.
+        # Attributes that plain tensors lack: logits that are a DTensor have more.
         if name in _OF_DTENSOR and self.call.gives_dtensor:
             return getattr(self.materialise(f"read by {name}"), name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -67,9 +66,8 @@ class LazyLogits(RecordedLogits):
     def _passed_on(self) -> "LazyLogits":
         """Return the logits that DeepSpeed passed on as these, or these.
 
-        ZeRO-3 puts a node of its own behind whatever a module returns, which detaches it and changes nothing: it is
-        where the module's weights are gathered for backward. What is computed of the logits has one as well, for it is
-        computed by a call of the head.
+        ZeRO-3 puts a node of its own behind whatever a module returns, which detaches it and changes nothing: there it
+        gathers the module's weights for backward. Results computed without logits have one too: the head computes them.
         """
         if self.detached is None:
             return self
@@ -80,16 +78,15 @@ class LazyLogits(RecordedLogits):
     def _has_another_graph(self) -> bool:
         """Whether a custom autograd function (a reentrant checkpoint) made these and put its own node behind them.
 
-        Autograd is to see this tensor then, and not the logits themselves, which have no graph.
+        Then autograd has to see this tensor, not the logits themselves, which have no graph.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and not self.grad_mode
 
     def _node(self, reader: str) -> Any:
-        """Return ``grad_fn`` for code of the module ``reader``: that of the real logits, for what is done with it.
+        """Return ``grad_fn`` for code of the module ``reader``: that of the real logits, which are built for it.
 
-        Where something was computed past the logits it is too late for that: whoever asks whether there is one gets a
-        node that refuses the rest.
+        After something was computed without building them, it is a node that raises where it is used.
 
         Raises:
             UnsupportedError: PyTorch's own code is about to hook it, and it is too late.
@@ -106,13 +103,13 @@ class LazyLogits(RecordedLogits):
         return self.materialise("read by grad_fn").grad_fn
 
     def _is_passed(self) -> bool:
-        """Whether something was computed that the gradient of these logits, once built, would not be all of."""
+        """Whether something was computed whose gradient would not go through these logits, once built."""
         return self.call.passed or self.has_children
 
     def _can_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether what becomes of these logits now has a graph if and only if gradients were recorded then and are now.
+        """Whether a result computed now has a graph exactly if gradients were recorded for these logits and are now.
 
-        It has another one where something else that takes part brings it.
+        Another argument that requires a gradient would give it one.
         """
         if self.grad_mode or not torch.is_grad_enabled():
             return True
@@ -162,8 +159,8 @@ class LazyLogits(RecordedLogits):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Reached past __torch_function__, by C++ and by custom autograd functions. Autograd is above this and goes
-        # through `_Anchor`, so values are all that is asked for.
+        # C++ and custom autograd functions arrive here without __torch_function__. Autograd is above this and goes
+        # through `_Anchor`, so that values are enough.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
 
 
@@ -183,7 +180,7 @@ def _found(*trees: Any) -> list[LazyLogits]:
 
 
 def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False, graph: bool = False) -> Any:
-    """Return ``tree`` with real logits, detached if asked for; ``graph`` leaves those in that have another graph."""
+    """Return ``tree`` with real logits, detached if ``detach``; if ``graph``, except those with another graph."""
 
     def build(lazy: LazyLogits) -> Tensor:
         if graph and lazy._has_another_graph():
@@ -195,10 +192,10 @@ def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False, graph: b
 
 
 def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that whoever asks for the gradient of logits gets all of it.
+    """Check that a gradient of logits that ``func`` takes or hooks is complete.
 
     Raises:
-        UnsupportedError: Something was computed past them, a loss without logits or from a step that was recorded.
+        UnsupportedError: Something was computed without building them: a loss, or a recorded step.
     """
     if func in _GRADIENT_HOOKS:
         lazies, expected = _found(args[:1]), "to be hooked before the loss"
@@ -214,7 +211,7 @@ def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the lazy version of ``func`` gives; NotImplemented where the real logits are needed."""
+    """Return the result of the lazy version of ``func``, NotImplemented if it needs the real logits."""
     operation = OPERATIONS[func]
     if args and not isinstance(args[0], LazyLogits) and func in COMMUTATIVE:
         args = (*reversed(args[:2]), *args[2:])
@@ -234,7 +231,7 @@ def _name(func: Any) -> str:
 
 
 def _is_distributed(args: tuple[Any, ...]) -> bool:
-    """Whether the hook being registered is FSDP's or DeepSpeed's own: these put one on the loss as well."""
+    """Whether FSDP or DeepSpeed registers this hook: these put one on the loss as well."""
     hook = args[1] if len(args) > 1 else None
     return (getattr(hook, "__module__", None) or "").startswith(_DISTRIBUTED)
 

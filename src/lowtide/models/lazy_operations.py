@@ -1,7 +1,7 @@
-"""What may be done to lazy logits without building them: recorded, or computed from the hidden states.
+"""Operations on lazy logits that need no real ones: they are recorded, or computed from the hidden states.
 
-Each operation takes what PyTorch's function of that name takes, the lazy logits first, and returns NotImplemented to
-have the real logits used after all: whenever it is not certain to give what they would.
+Each takes what PyTorch's function of that name takes, the lazy logits first. Where it is not certain to give what the
+real logits would, it returns NotImplemented, and these are built. `OPERATIONS` lists all.
 
 Legend: hidden [..., D], logits [..., V].
 """
@@ -17,20 +17,37 @@ from torch import Tensor, nn
 from torch._C import TensorBase
 from torch.nn.parallel.distributed import _DDPSink
 
-from lowtide.models.lazy_results import (
-    argmax,
-    cross_entropy,
-    gather,
-    gives,
-    is_last,
-    logsumexp,
-    nll_loss,
-    row_sum,
-)
+from lowtide.models.lazy_results import argmax, cross_entropy, gather, gives, is_last, logsumexp, nll_loss, row_sum
 from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.steps import Step
 
-# Each logit by itself.
+
+def _shown(meta: Tensor, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor | None:
+    """Return what ``function`` gives, on no device; None where it is an error, which the real logits then raise."""
+    try:
+        return function(meta, *args)
+    except (RuntimeError, TypeError, IndexError, ValueError):
+        return None
+
+
+def _recorded(
+    input: RecordedLogits,
+    function: Callable[..., Tensor],
+    args: tuple[Any, ...] = (),
+    of_hidden: Callable[[Tensor], Tensor] | None = None,
+    *,
+    view: bool = False,
+) -> Any:
+    """Record ``function(logits, *args)``; ``of_hidden`` does the same to hidden states, if it moves or selects rows."""
+    like = _shown(input.meta(), function, args)
+    return NotImplemented if like is None else input.then(Step(function, args, of_hidden), like, view=view)
+
+
+def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def apply(input: RecordedLogits) -> Any:
+        return _recorded(input, function)
+
+    return apply
 
 
 def _scaled(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -43,13 +60,13 @@ def _scaled(function: Callable[..., Tensor]) -> Callable[..., Any]:
             other = other.detach().clone()
         elif type(other) not in (int, float):
             return NotImplemented
-        return input.then(Step(function, (other,)), _alike(input))
+        return input.then(Step(function, (other,)), torch.empty_like(input.meta()))
 
     return apply
 
 
 def _add(input: RecordedLogits, other: Any) -> Any:
-    """A vector [V] that is not trained counts as bias."""
+    """A vector [V] that is not trained is a bias."""
     if type(other) not in (Tensor, nn.Parameter) or not 0 < other.dim() <= input.dim():
         return NotImplemented
     if other.numel() != input.shape[-1] or other.shape[-1] != input.shape[-1]:
@@ -57,16 +74,8 @@ def _add(input: RecordedLogits, other: Any) -> Any:
     trained = other.requires_grad and torch.is_grad_enabled()
     if trained or other.dtype != input.call.weight_dtype or other.device != input.device:
         return NotImplemented
-    like = _alike(input).to(torch.promote_types(input.dtype, other.dtype))
+    like = torch.empty_like(input.meta(), dtype=torch.promote_types(input.dtype, other.dtype))
     return input.then(Step(TensorBase.add, (other.detach().clone(),)), like)
-
-
-def _tanh(input: RecordedLogits) -> Any:
-    return input.then(Step(TensorBase.tanh), _alike(input))
-
-
-def _neg(input: RecordedLogits) -> Any:
-    return input.then(Step(TensorBase.neg), _alike(input))
 
 
 def _log_softmax(input: RecordedLogits, dim: Any = None, dtype: Any = None) -> Any:
@@ -76,11 +85,6 @@ def _log_softmax(input: RecordedLogits, dim: Any = None, dtype: Any = None) -> A
     return input.then(Step(TensorBase.log_softmax, (-1, dtype)), like)
 
 
-def _alike(input: RecordedLogits) -> Tensor:
-    """Return what an operation on each logit gives, on no device."""
-    return torch.empty_like(input.meta())
-
-
 def _log_softmax_function(input: RecordedLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     # As PyTorch's own does, so that a method put in the place of torch.Tensor's runs as it would there.
     if type(dim) is not int:
@@ -88,61 +92,43 @@ def _log_softmax_function(input: RecordedLogits, dim: Any = None, _stacklevel: i
     return input.log_softmax(dim) if dtype is None else input.log_softmax(dim, dtype=dtype)
 
 
-def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
-    def apply(input: RecordedLogits) -> Any:
-        return _to(input, dtype)
-
-    return apply
-
-
 def _to(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     if len(args) + len(kwargs) != 1 or (kwargs and "dtype" not in kwargs and "device" not in kwargs):
         return NotImplemented
-    (wanted,) = (*args, *kwargs.values())
-    if isinstance(wanted, torch.dtype):
-        if wanted == input.dtype:
+    (to,) = (*args, *kwargs.values())
+    if isinstance(to, torch.dtype):
+        if to == input.dtype:
             return input
-        if wanted.is_floating_point:
-            return input.then(Step(TensorBase.to, (wanted,)), TensorBase.to(input.meta(), wanted))
-        return NotImplemented
+        return _recorded(input, TensorBase.to, (to,)) if to.is_floating_point else NotImplemented
     # not a number, which is a device of its own kind, and not a tensor, which has a dtype too
-    return input if isinstance(wanted, str | torch.device) and torch.device(wanted) == input.device else NotImplemented
-
-
-# The rows: which ones there are, and in which shape they stand. A step tells how hidden states follow.
+    return input if isinstance(to, str | torch.device) and torch.device(to) == input.device else NotImplemented
 
 
 def _contiguous(input: RecordedLogits) -> Any:
-    if input.is_contiguous():
-        return input
-    return input.then(Step(TensorBase.contiguous), TensorBase.contiguous(input.meta()))
+    return input if input.is_contiguous() else _recorded(input, TensorBase.contiguous)
 
 
 _NEAR = 12  # frames between DDP's node and the operation in it, and some more
 
 
 def _called_by(function: Any) -> bool:
-    """Whether a function is among the callers that are nearest."""
-    frame = inspect.currentframe()
-    for _ in range(_NEAR):
-        if frame is None:
-            return False
-        if frame.f_code is function.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    """Whether a function is among the nearest callers."""
+    frame, left = inspect.currentframe(), _NEAR
+    while frame is not None and left and frame.f_code is not function.__code__:
+        frame, left = frame.f_back, left - 1
+    return frame is not None and left > 0
 
 
 def _clone(input: RecordedLogits) -> Any:
     """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
     if torch.is_grad_enabled() or not input.requires_grad or not _called_by(_DDPSink.forward):
         return NotImplemented
-    return input.then(Step(TensorBase.clone), _alike(input))
+    return _recorded(input, TensorBase.clone)
 
 
 def _detach(input: RecordedLogits) -> Any:
-    return input.then(Step(TensorBase.detach), input.meta(), view=True)
+    return _recorded(input, TensorBase.detach, view=True)
 
 
 def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -151,29 +137,28 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def apply(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor | torch.dtype) for arg in (*args, *kwargs.values())):
             return NotImplemented
-        meta = input.meta()
-        like = _shown(meta, function, args, kwargs)
+        reshape, meta = functools.partial(function, **kwargs), input.meta()
+        like = _shown(meta, reshape, args)
         if like is meta:  # as `flatten` of what is flat: the same tensor
             return input
         if like is None or like.dim() == 0 or like.shape[-1] != input.shape[-1]:
             return NotImplemented
         rows = like.shape[:-1]
-        step = Step(functools.partial(function, **kwargs), args, lambda x: x.reshape(*rows, x.shape[-1]), True)
-        return input.then(step, like, view=_shares_memory(like, meta))
+        step = Step(reshape, args, lambda x: x.reshape(*rows, x.shape[-1]), True)
+        # ``_is_view`` is always False in inference mode.
+        view = bool(like.untyped_storage()._cdata == meta.untyped_storage()._cdata)
+        return input.then(step, like, view=view)
 
     return apply
-
-
-def _shares_memory(view: Tensor, base: Tensor) -> bool:
-    """Whether one tensor is a view of the other; ``_is_view`` is always False in inference mode."""
-    return bool(view.untyped_storage()._cdata == base.untyped_storage()._cdata)
 
 
 def _transpose(input: RecordedLogits, dim0: int, dim1: int) -> Any:
     if is_last(input, dim0) or is_last(input, dim1):
         swaps = type(dim0) is int and type(dim1) is int and {dim0 % input.dim(), dim1 % input.dim()} == {1, 2}
         return _with_classes_second(input, TensorBase.transpose, dim0, dim1) if swaps else NotImplemented
-    return _moved(input, TensorBase.transpose, dim0, dim1)
+    return _recorded(
+        input, TensorBase.transpose, (dim0, dim1), lambda x: TensorBase.transpose(x, dim0, dim1), view=True
+    )
 
 
 def _permute(input: RecordedLogits, *dims: Any) -> Any:
@@ -183,17 +168,13 @@ def _permute(input: RecordedLogits, *dims: Any) -> Any:
     return _moved(input, TensorBase.permute, order) if order and is_last(input, order[-1]) else NotImplemented
 
 
+def _moved(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
+    return _recorded(input, function, args, lambda x: function(x, *args), view=True)
+
+
 def _with_classes_second(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
     """[B, V, T] of [B, T, V], as `F.cross_entropy` takes it; `fold` knows no such step, and nothing else fuses it."""
-    like = _shown(input.meta(), function, args, {}) if input.dim() == 3 else None
-    return NotImplemented if like is None else input.then(Step(function, args), like, view=True)
-
-
-def _moved(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
-    like = _shown(input.meta(), function, args, {})
-    if like is None:
-        return NotImplemented
-    return input.then(Step(function, args, lambda x: function(x, *args)), like, view=True)
+    return _recorded(input, function, args, view=True) if input.dim() == 3 else NotImplemented
 
 
 def _getitem(input: RecordedLogits, index: Any) -> Any:
@@ -215,10 +196,7 @@ def _getitem(input: RecordedLogits, index: Any) -> Any:
     if everything and not (input.requires_grad and not torch.is_grad_enabled()):
         return input
     chosen = full[:-1]
-    like = _shown(input.meta(), TensorBase.__getitem__, (full,), {})
-    if like is None:
-        return NotImplemented
-    return input.then(Step(TensorBase.__getitem__, (full,), lambda x: x[chosen]), like, view=True)
+    return _recorded(input, TensorBase.__getitem__, (full,), lambda x: x[chosen], view=True)
 
 
 def _masked(input: RecordedLogits, mask: Tensor) -> Any:
@@ -233,52 +211,39 @@ def _is_int_slice(part: Any) -> bool:
     return isinstance(part, slice) and all(x is None or type(x) is int for x in (part.start, part.stop, part.step))
 
 
-def _shown(meta: Tensor, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor | None:
-    """Return what ``function`` gives, on no device; None where it is an error, which the real logits then raise."""
-    try:
-        return function(meta, *args, **kwargs)
-    except (RuntimeError, TypeError, IndexError, ValueError):
-        return None
+def _named(*names: str) -> list[Callable[..., Any]]:
+    """Return the functions of these names, as methods of tensors and in torch."""
+    return [getattr(owner, name) for owner in (Tensor, torch) for name in names if hasattr(owner, name)]
 
 
-COMMUTATIVE = frozenset((
-    Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply, Tensor.add, Tensor.__add__,
-    Tensor.__radd__, torch.add,
-))  # fmt: skip
+_MUL, _ADD = _named("mul", "multiply", "__mul__", "__rmul__"), _named("add", "__add__", "__radd__")
+_RESHAPES: tuple[Any, ...] = (*_named("reshape", "flatten", "squeeze", "unsqueeze"), Tensor.view, Tensor.unflatten)
+COMMUTATIVE = frozenset((*_MUL, *_ADD))
 
 OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **dict.fromkeys(
-        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply),
-        _scaled(TensorBase.mul),
-    ),
-    **dict.fromkeys(
-        (Tensor.div, Tensor.__truediv__, Tensor.divide, Tensor.true_divide, torch.div, torch.divide, torch.true_divide),
-        _scaled(TensorBase.div),
-    ),
-    **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), _add),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
-    **dict.fromkeys((Tensor.neg, Tensor.__neg__, Tensor.negative, torch.neg, torch.negative), _neg),
-    **dict.fromkeys((Tensor.log_softmax, torch.log_softmax), _log_softmax),
+    **dict.fromkeys(_MUL, _scaled(TensorBase.mul)),
+    **dict.fromkeys(_named("div", "divide", "true_divide", "__truediv__"), _scaled(TensorBase.div)),
+    **dict.fromkeys(_ADD, _add),
+    **dict.fromkeys(_named("tanh"), _elementwise(TensorBase.tanh)),
+    **dict.fromkeys(_named("neg", "negative", "__neg__"), _elementwise(TensorBase.neg)),
+    **dict.fromkeys(_named("log_softmax"), _log_softmax),
     F.log_softmax: _log_softmax_function,
-    Tensor.float: _cast_to(torch.float32),
-    Tensor.double: _cast_to(torch.float64),
-    Tensor.half: _cast_to(torch.float16),
-    Tensor.bfloat16: _cast_to(torch.bfloat16),
+    Tensor.float: functools.partial(_to, dtype=torch.float32),
+    Tensor.double: functools.partial(_to, dtype=torch.float64),
+    Tensor.half: functools.partial(_to, dtype=torch.float16),
+    Tensor.bfloat16: functools.partial(_to, dtype=torch.bfloat16),
     Tensor.to: _to,
     Tensor.contiguous: _contiguous,
-    **dict.fromkeys((Tensor.clone, torch.clone), _clone),
-    **dict.fromkeys((Tensor.detach, torch.detach), _detach),
+    **dict.fromkeys(_named("clone"), _clone),
+    **dict.fromkeys(_named("detach"), _detach),
     Tensor.__getitem__: _getitem,
-    **{function: _reshaped(function) for function in (
-        Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.squeeze,
-        torch.squeeze, Tensor.unsqueeze, torch.unsqueeze,
-    )},
-    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes), _transpose),
-    **dict.fromkeys((Tensor.permute, torch.permute), _permute),
+    **{function: _reshaped(function) for function in _RESHAPES},
+    **dict.fromkeys(_named("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(_named("permute"), _permute),
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
-    **dict.fromkeys((Tensor.gather, torch.gather), gather),
-    **dict.fromkeys((Tensor.sum, torch.sum), row_sum),
-    **dict.fromkeys((Tensor.logsumexp, torch.logsumexp), logsumexp),
-    **dict.fromkeys((Tensor.argmax, torch.argmax), argmax),
-}  # fmt: skip
+    **dict.fromkeys(_named("gather"), gather),
+    **dict.fromkeys(_named("sum"), row_sum),
+    **dict.fromkeys(_named("logsumexp"), logsumexp),
+    **dict.fromkeys(_named("argmax"), argmax),
+}

@@ -8,10 +8,9 @@ Legend: hidden [..., D], logits [..., V].
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._C import TensorBase
 
@@ -20,109 +19,70 @@ from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.models.adapted_loss import adapted_cross_entropy
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.given_logprobs import NO_CLASS
+from lowtide.models.lora_head import adapted_cross_entropy, plain_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.steps import Folded, Step, fold
-from lowtide.models.stock_functions import original
 
-_cross_entropy: Any = original(F.cross_entropy)
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
 
 
-def cross_entropy(
-    input: RecordedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`F.cross_entropy`, argument by argument; what only it can do, or refuse, is left to it."""
-    steps = _steps_of_rows(input)
-    folded = _loss_of(input, steps, target, weight, size_average, reduce)
-    if folded is None or folded.normalised:
-        return NotImplemented
-    return _loss(input, steps, folded, target, weight, ignore_index, reduction, label_smoothing)
+def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
+    """Return `F.nll_loss` of log-probabilities, or `F.cross_entropy`, where the loss is one of rows and class indices.
+
+    What only PyTorch's functions can do, or refuse, is left to them.
+    """
+
+    def apply(
+        input: RecordedLogits,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        steps = _steps_of_rows(input)
+        if size_average is not None or reduce is not None or type(target) is not Tensor or target.dtype != torch.int64:
+            return NotImplemented
+        if target.shape != (*input.shape[:1], *input.shape[2:]) or input.dim() != (2 if steps is input.steps else 3):
+            return NotImplemented
+        if target.device != input.device or (weight is not None and weight.dtype != input.dtype):
+            return NotImplemented
+        folded = fold(steps)
+        if folded is None or folded.normalised is not of_logprobs or folded.sign != 1:
+            return NotImplemented
+        each = reduction == "none" and weight is None and label_smoothing == 0  # then they are log-probabilities
+        if each and input.call.built:
+            return NotImplemented
+
+        def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
+            compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
+            kwargs |= {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+            kwargs |= {"reduction": reduction, "options": _of_tokens(options) if reduction == "none" else options}
+            result = compute(hidden, head, target.reshape(hidden.shape[:-1]), **kwargs)
+            return result if reduction != "none" else result.reshape(target.shape)
+
+        result: Tensor = input.call.without_logits(steps, folded, loss)
+        result = result.to(gives(input, lambda z: plain_cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
+        if each and not is_dtensor(result):
+            classes = target.where(target != ignore_index, NO_CLASS)
+            input.call.given.add(steps, classes[..., None], result[..., None], sign=-1)
+        return result
+
+    return apply
 
 
-def nll_loss(
-    input: RecordedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    """`F.nll_loss` of log-probabilities, likewise."""
-    steps = _steps_of_rows(input)
-    folded = _loss_of(input, steps, target, weight, size_average, reduce)
-    if folded is None or not folded.normalised or folded.sign != 1:
-        return NotImplemented
-    return _loss(input, steps, folded, target, weight, ignore_index, reduction, 0.0)
+cross_entropy, nll_loss = _loss(of_logprobs=False), _loss(of_logprobs=True)
 
 
 def _steps_of_rows(input: RecordedLogits) -> tuple[Step, ...]:
-    """Return the steps of logits; where the last one moved their classes second, those before, of [B, T, V]."""
+    """Return the steps of logits; if the last one moved the classes of [B, T, V] to second place, those before it."""
     last = input.steps[-1] if input.steps and input.dim() == 3 else None
     moved = last is not None and last.function in (TensorBase.transpose, TensorBase.permute) and last.of_hidden is None
     return input.steps[:-1] if moved else input.steps
-
-
-def _loss_of(
-    input: RecordedLogits, steps: tuple[Step, ...], target: Any, weight: Any, size_average: Any, reduce: Any
-) -> Folded | None:
-    """Return the folded steps of logits whose loss is one of rows and class indices, None for any other."""
-    if size_average is not None or reduce is not None or type(target) is not Tensor:
-        return None
-    if target.dtype != torch.int64 or target.shape != (*input.shape[:1], *input.shape[2:]):
-        return None
-    if input.dim() != (2 if steps is input.steps else 3):
-        return None
-    if target.device != input.device or (weight is not None and weight.dtype != input.dtype):
-        return None
-    return fold(steps)
-
-
-def _loss(
-    input: RecordedLogits,
-    steps: tuple[Step, ...],
-    folded: Folded,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Any:
-    each = reduction == "none" and weight is None and label_smoothing == 0  # then they are log-probabilities
-    if each and input.call.built:
-        return NotImplemented
-
-    def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-        compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
-        result = compute(
-            hidden,
-            head,
-            target.reshape(hidden.shape[:-1]),
-            weight=weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            options=_of_tokens(options) if reduction == "none" else options,
-            **kwargs,
-        )
-        return result if reduction != "none" else result.reshape(target.shape)
-
-    result: Tensor = input.call.without_logits(steps, folded, loss)
-    result = result.to(gives(input, lambda z: _cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
-    if each and not is_dtensor(result):
-        classes = target.where(target != ignore_index, NO_CLASS)
-        input.call.given.add(steps, classes[..., None], result[..., None], sign=-1)
-    return result
 
 
 def _fold_rows(input: RecordedLogits) -> Folded | None:
@@ -142,12 +102,12 @@ def gather(input: RecordedLogits, dim: Any, index: Any) -> Any:
     if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
         return NotImplemented
 
-    def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        one = index.shape[-1] == 1
-        values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_IGNORE_NOTHING, **kwargs)
-        return values[..., None] if one else values
+    one = index.shape[-1] == 1
 
-    result = _of_rows(input, folded, logprobs)
+    def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        return linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_IGNORE_NOTHING, **kwargs)
+
+    result = _of_rows(input, folded, logprobs, input.dtype, keepdim=one)
     input.call.given.add(input.steps, index, result, sign=folded.sign)
     return result
 
@@ -162,10 +122,10 @@ def row_sum(input: RecordedLogits, dim: Any = None, keepdim: bool = False, *, dt
         stats = linear_token_stats(hidden, head, want=("mean_logit", "lse"), **kwargs)
         assert stats.mean_logit is not None
         assert stats.lse is not None
-        values = (stats.mean_logit - stats.lse) * input.shape[-1]
-        return values[..., None] if keepdim else values
+        return (stats.mean_logit - stats.lse) * input.shape[-1]
 
-    return _of_rows(input, folded, total, gives(input, lambda z: TensorBase.sum(z, -1, dtype=dtype)))
+    given = gives(input, lambda z: TensorBase.sum(z, -1, dtype=dtype))
+    return _of_rows(input, folded, total, given, keepdim=keepdim)
 
 
 def logsumexp(input: RecordedLogits, dim: Any, keepdim: bool = False) -> Any:
@@ -186,7 +146,7 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
     def stat(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         stats: TokenStats = linear_token_stats(hidden, head, want=(name,), **kwargs)
         values: Tensor = getattr(stats, name)
-        return values[..., None] if keepdim else values
+        return values
 
     def rounded(hidden: Tensor, head: Tensor, *, linear_bias: Any, options: HeadOptions | None, **_: Any) -> Tensor:
         options = None if options is None else dataclasses.replace(options, backend="auto")
@@ -194,13 +154,12 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
         values: Tensor = linear_apply(
             _rounded_stat, hidden, head, linear_bias=linear_bias, params=settings, options=options
         )
-        return values[..., None] if keepdim else values
+        return values
 
-    dtype, differentiable = gives(input, lambda z: TensorBase.logsumexp(z, -1)), name != "argmax"
-    if input.call.dtype().itemsize < 4 and not input.call.in_parts:
-        plain = Folded(1.0, None, (), normalised=False, sign=1)
-        return _of_rows(input, plain, rounded, dtype, differentiable=differentiable)
-    return _of_rows(input, folded, stat, dtype, differentiable=differentiable)
+    dtype, function = gives(input, lambda z: TensorBase.logsumexp(z, -1)), cast("Callable[..., Tensor]", stat)
+    if input.call.dtype().itemsize < 4 and not input.call.sharded:
+        folded, function = Folded(1.0, None, (), normalised=False, sign=1), rounded
+    return _of_rows(input, folded, function, dtype, keepdim=keepdim, differentiable=name != "argmax")
 
 
 def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: list[Step]) -> Tensor:
@@ -216,26 +175,27 @@ def _of_rows(
     input: RecordedLogits,
     folded: Folded,
     function: Callable[..., Tensor],
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
     *,
+    keepdim: bool,
     differentiable: bool = True,
 ) -> Tensor:
-    """Return a value of each row, of the dtype that the real logits give it."""
+    """Return a value per row, of the dtype that the real logits give it."""
 
     def values(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-        return function(hidden, head, options=_of_tokens(options), **kwargs)
+        result = function(hidden, head, options=_of_tokens(options), **kwargs)
+        return result[..., None] if keepdim else result
 
     result: Tensor = input.call.without_logits(input.steps, folded, values, differentiable=differentiable)
     if not result.is_floating_point():
         return result
-    return (result * float(folded.sign)).to(dtype or input.dtype)  # a tensor of its own: it may be changed in place
+    return (result * float(folded.sign)).to(dtype)  # a tensor of its own: it may be changed in place
 
 
 def _of_tokens(options: HeadOptions | None) -> HeadOptions | None:
-    """Return options for a value of each token: gradients in forward are what a loss that is one number can have."""
-    if options is None or options.gradient != "forward":
-        return options
-    return dataclasses.replace(options, gradient="auto")
+    """Return options for values per token: only a loss that is one number can have its gradients in forward."""
+    in_forward = options is not None and options.gradient == "forward"
+    return dataclasses.replace(options, gradient="auto") if options is not None and in_forward else options
 
 
 def _only(dim: Any) -> Any:

@@ -1,25 +1,33 @@
-"""The output embedding with LoRA: what remembers a call of it, so that its loss needs no logits.
+"""The output embedding with LoRA: a record of one call, and its cross entropy without logits.
 
-Legend: hidden [..., D], logits [..., V], adapters of rank r.
+The logits are ``x W^T + b + sum of s_i h_i B_i^T`` with ``h_i = drop(x) A_i^T``, a few numbers per token.
+
+Legend: hidden x [..., D], logits [..., V], adapters of rank r.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.arguments import is_dtensor
 from lowtide.distributed.zero import gather_for
+from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
-from lowtide.models.eligibility import why_not_class, why_not_lazy
+from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy
 from lowtide.models.head_call import Forward, HeadCall
-from lowtide.models.ordinary import are_plain_linears
 from lowtide.models.parallel_style import style_of
 from lowtide.models.report import PatchReport
 from lowtide.models.sharded_head import sharded_call
 from lowtide.models.steps import Step, rows_of
+from lowtide.models.stock_functions import original
 
-_LORA_IN_PARTS = "has LoRA on a weight that is in parts over ranks"
+# h [..., r], B [V, r], a bias [V] or None, and s.
+AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
+_LORA_IN_PARTS = "has LoRA on a sharded weight"
 
 
 def called_head(outer: Any) -> Any:
@@ -53,15 +61,16 @@ def with_what(head: nn.Module) -> str:
 def head_call(
     head: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: PatchReport, options: HeadOptions | None
 ) -> HeadCall | str:
-    """Return what remembers this call of the head, or why it must return real logits."""
+    """Return a record of this call of the head, or why it must return real logits."""
     if len(args) != 1 or kwargs:
         return "the output embedding was called with more than hidden states"
     hidden, why_not = args[0], why_not_class(head)
     if why_not is not None:  # before anything reads the weight: a parametrization computes it anew each time
         return why_not
     if is_dtensor(head.weight):
-        in_parts = f"the output embedding {_LORA_IN_PARTS}"
-        return in_parts if is_lora(head) else sharded_call(head, hidden, report, options)
+        if is_lora(head):
+            return f"the output embedding {_LORA_IN_PARTS}"
+        return sharded_call(head, hidden, report, options)
     why_not = why_not_lazy(head, hidden)
     if why_not is not None:
         return why_not
@@ -89,17 +98,10 @@ def _why_not_inside(head: Any, layer: AdaptedLinear) -> str | None:
 
 
 class LoraHeadCall(HeadCall):
-    """One call of an output embedding with LoRA, none of which may be active: logits that are built later are of now.
+    """One call of an output embedding with LoRA; logits built later use the adapters that were active in this call.
 
-    What the adapters make of the hidden states [..., r] is computed at once, so that dropout draws where the head's own
-    code draws, and the loss and logits built later see the same.
-
-    Args:
-        head: The patched output embedding, a LoRA layer.
-        hidden: Its input [..., D].
-        layer: What it runs.
-        report: Where to count what becomes of the logits.
-        options: For `linear_apply`.
+    The adapters' ``h`` [..., r] are computed at once, so that dropout draws where the head's own code draws, and the
+    loss and logits built later see the same.
     """
 
     def __init__(
@@ -111,16 +113,12 @@ class LoraHeadCall(HeadCall):
             x = x.to(adapter.a.weight.dtype)  # one after another, as the layer does
             inner.append(adapter.a(adapter.dropout(x)))
         self._inner = tuple(inner)
+        self.adapted = self.only_loss = bool(inner)
         super().__init__(head, hidden, report, options)
 
     def why_not_again(self) -> str | None:
         """Return why the head may do more now than it did then."""
         return super().why_not_again() or _why_not_inside(self.head, self._layer)
-
-    @property
-    def adapted(self) -> bool:
-        """Whether adapters take part."""
-        return bool(self._layer.adapters)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -148,3 +146,97 @@ class LoraHeadCall(HeadCall):
         base, adapters = self._layer.base, zip(self._inner, self._layer.adapters, strict=True)
         low_rank = [(rows_of(h, steps), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in adapters]
         return rows_of(hidden, steps), base.weight, base.bias, {"adapters": low_rank} if low_rank else {}
+
+
+plain_cross_entropy: Any = original(F.cross_entropy)
+
+
+def adapted_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    adapters: Sequence[AdapterTerm],
+    linear_bias: Tensor | None,
+    options: HeadOptions | None,
+    **settings: Any,
+) -> Tensor:
+    """Return `lowtide.linear_cross_entropy` of logits to which ``adapters`` add before scale and cap.
+
+    ``settings`` are its ``weight``, ``reduction``, ``ignore_index``, ``label_smoothing``, ``softcap`` and
+    ``logit_scale``. A chunk at a time goes through `lowtide.linear_apply`, and the function adds each ``s h B^T`` to
+    ``x W^T`` in place, so a frozen W costs neither a copy nor a gradient. One linear layer over [x, h] with the weight
+    [W, s B] would cost both: at D=4096, V=128256 and bfloat16 a GiB each, and a GEMM of N D V for an unused gradient.
+    The same holds for merging the adapter into W, which also rounds it to bfloat16.
+    """
+    weight: Tensor | None = settings["weight"]
+    reduction = settings["reduction"]
+    kept = target != settings["ignore_index"]
+    input, *inner = (_ValidTokens.apply(kept, x) for x in (input, *(h for h, *_ in adapters)))  # type: ignore[no-untyped-call]
+    loss: Tensor = linear_apply(
+        _cross_entropy,
+        input,
+        linear_weight,
+        target,
+        *inner,
+        linear_bias=linear_bias,
+        params=([tuple(rest) for _, *rest in adapters], settings),
+        out="token" if reduction == "none" else "sum",
+        options=options,
+    )
+    if reduction == "none":
+        return loss
+    loss = loss.where(kept.any(), 0)  # without a token the gradients are 0 whatever comes from upstream
+    if reduction == "sum":
+        return loss
+    counted = kept if weight is None else weight.detach()[target.where(kept, 0)] * kept
+    total: Tensor = counted.sum(dtype=loss.dtype)
+    if weight is not None:
+        return loss / total
+    # without a token the mean is NaN, and gradients are 0 as stock's, not NaN
+    return torch.where(total > 0, loss / total.clamp(min=1), torch.nan)
+
+
+class _ValidTokens(torch.autograd.Function):
+    """Blocks gradients of ignored tokens: an infinite upstream factor would turn the stored zeros into NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return None, grad.masked_fill(~kept.unsqueeze(-1), 0)
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    """Add what the adapters make of their inputs to rows of ``x W^T + b``, and take the loss.
+
+    A function of this module, and not one made for each call, so that it is looked at once.
+    """
+    *inner, adapters, options = rest
+    with torch.autocast(logits.device.type, enabled=False):
+        for h, (b_Vr, bias_V, scale) in zip(inner, adapters, strict=True):
+            # in the logits' own memory, where autograd allows it: logits without a gradient are a view made without
+            out = logits if logits.requires_grad else None
+            product = (h.to(logits.dtype), b_Vr.to(logits.dtype).T)
+            logits = torch.addmm(logits, *product, alpha=scale) if out is None else out.addmm_(*product, alpha=scale)
+            if bias_V is not None:
+                logits = logits.add(bias_V, alpha=scale) if out is None else logits.add_(bias_V, alpha=scale)
+        logit_scale, softcap = options["logit_scale"], options["softcap"]
+        if isinstance(logit_scale, Tensor) or logit_scale != 1:
+            logits = logits * logit_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        weight = options["weight"]
+        loss: Tensor = plain_cross_entropy(
+            logits,
+            target,
+            None if weight is None else weight.to(logits.dtype),
+            ignore_index=options["ignore_index"],
+            label_smoothing=options["label_smoothing"],
+            reduction="none" if options["reduction"] == "none" else "sum",
+        )
+        return loss

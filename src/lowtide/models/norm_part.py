@@ -1,10 +1,9 @@
 """The part `norm` of `lowtide.patch`: RMS norms that run as `lowtide.layers.rms_norm`.
 
-A norm is a module without children, with one weight of one axis and an epsilon; its offset and its order of rounding
-are found by a probe.
+A norm is a module without children, with one weight of one axis and an epsilon; a probe finds its offset and its order
+of rounding.
 """
 
-import inspect
 import itertools
 import math
 from typing import Any
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 
 from lowtide.distributed.zero import shape_of
 from lowtide.layers import rms_norm
-from lowtide.models.instance import WATCH
-from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
+from lowtide.models import probe
+from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
+from lowtide.models.instance import WATCH, why_not_forward, with_forward
 from lowtide.models.parallel_style import is_parallel_hook
-from lowtide.models.probe import ROW_SCALES, outcomes, random, rows, twin_of
-from lowtide.models.watch import Settings, Watch, code_of, settings_of
 
 _EPSILONS = ("variance_epsilon", "eps")
-# Of the rows and of the weight. transformers' norms of float64 rows compute in float32, and are left to it.
+# Of the rows and of the weight. transformers' norms compute float64 rows in float32: they run the stock code.
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -43,25 +41,24 @@ def _epsilon(module: nn.Module) -> str | None:
     return next((name for name in _EPSILONS if name in vars(module)), None)
 
 
-def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str, Settings]] | str:
+def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str, probe.Settings]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
     name = _epsilon(module)
     assert name is not None
     if not _is_number(getattr(module, name)):
         return f"its {name} is {getattr(module, name)!r}, not a finite number of at least 0"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
+    why_not = why_not_forward(module, base, inputs=1)
+    if why_not is not None:
+        return why_not
     if any(map(is_parallel_hook, (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))):
         return "tensor parallelism makes DTensors of its input and weight"
-    if len(inspect.signature(base.forward).parameters) != 2:
-        return "its forward takes more than one input"
     if shape_of(module.weight).numel() == 0:
         return "its weight is elsewhere (sharded, with nothing here)"
     for rounding, offset in _CANDIDATES:
         if all(_computes(module, base, name, rounding, offset, *dtypes) for dtypes in _DTYPES):
             weight = "(1 + weight)" if offset else "weight"
             order = "before" if rounding == "before_weight" else "after"
-            found = settings_of((module,), code_of((base,)), but=name)
+            found = probe.settings_of((module,), probe.code_of((base,)), but=name)
             return f"runs as lowtide.layers.rms_norm, rounded {order} {weight}", (rounding, offset, name, found)
     return "it is not an RMS norm whose arithmetic is float32"
 
@@ -70,20 +67,20 @@ def _computes(
     module: Any, base: Any, name: str, rounding: Any, offset: float, x_dtype: torch.dtype, w_dtype: torch.dtype
 ) -> bool:
     D = shape_of(module.weight)[0]
-    weight = nn.Parameter(random(D, seed=1).to(w_dtype))
-    twin = twin_of(module, base, modules={}, parameters={"weight": weight})
-    x = rows(D)
+    weight = nn.Parameter(probe.random(D, seed=1).to(w_dtype))
+    twin = probe.twin_of(module, base, modules={}, parameters={"weight": weight})
+    x = probe.rows(D)
     eps = getattr(module, name)
     if eps > 0:
-        x[0, 0] *= eps**0.5 / ROW_SCALES[0]  # its mean square is of the epsilon's size: where that is added shows
+        x[0, 0] *= eps**0.5 / probe.ROW_SCALES[0]  # its mean square is of the epsilon's size: where that is added shows
     x = x.to(x_dtype)
     with torch.no_grad():
         expected = rms_norm(x, weight, eps, offset=offset, rounding=rounding)
-    return all(_is_near(got, expected) for got in outcomes(base, twin, x))
+    return all(_is_near(got, expected) for got in probe.outcomes(base, twin, x))
 
 
 def _is_near(got: object, expected: Tensor) -> bool:
-    if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
+    if not probe.is_like(got, expected):
         return False
     # A last bit may differ (a root of another form), a rounding more may not.
     near = torch.isclose(got, expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=0)
@@ -94,12 +91,12 @@ def _is_number(eps: object) -> bool:
     return type(eps) in (int, float) and 0 <= eps < math.inf  # type: ignore[operator]
 
 
-def overrides(base: Any, rounding: Any, offset: float, name: str, found: Settings) -> dict[str, Any]:
+def overrides(base: Any, rounding: Any, offset: float, name: str, found: probe.Settings) -> dict[str, Any]:
     """Return what a patched norm does differently from ``base``; ``found`` are its settings beside its epsilon."""
     plus_one = offset == 1.0
     args = (rounding, offset, name, found)
     confirm = lambda norm: is_candidate(norm) and find(norm, base)[1:] == (args,)  # noqa: E731
-    watch = Watch(base, lambda: code_of((base,), found), found, confirm, but=name)
+    watch = probe.Watch(base, lambda: probe.code_of((base,), found), found, confirm, but=name)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or has_nothing_to_save(args[0]) or not _is_ours(self.weight, args[0]):
@@ -111,9 +108,7 @@ def overrides(base: Any, rounding: Any, offset: float, name: str, found: Setting
         added = 1.0 if plus_one else 0.0
         return rms_norm(args[0], self.weight, eps, offset=added, rounding=rounding)
 
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    forward.__doc__ = base.forward.__doc__
-    return {"forward": forward, WATCH: watch}
+    return with_forward(base, forward, **{WATCH: watch})
 
 
 def _is_ours(weight: nn.Parameter, x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""A gated MLP whose projections are in parts over ranks, as tensor parallelism cuts it: this rank's part is fused.
+"""A gated MLP with sharded projections, as tensor parallelism cuts it: this rank's shard runs fused.
 
 W ranks; gate and up [F, D] are cut along F (``ColwiseParallel``), down [D, F] as well (``RowwiseParallel``). Each rank
 runs the MLP of its F_r, and the outputs are summed over the ranks. In backward so are the gradients of the input, those
@@ -14,25 +14,22 @@ from lowtide.arguments import is_dtensor
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models.adapters import AdaptedLinear
 from lowtide.models.eligibility import own_hooks
-from lowtide.models.parallel_style import Style, linear_style
+from lowtide.models.parallel_style import Style, is_sharded_along, linear_style
 
 _CUT = (0, 0, 1)  # the axis along which each projection is cut
 
 
 def mesh_of_mlp(layers: Sequence[AdaptedLinear]) -> Any:
-    """Return the mesh over which gate, up and down are cut as this file has it; None where nothing wraps them.
-
-    Or a text, why they are wrapped in another way.
-    """
+    """Return the mesh over which gate, up and down are cut so, None if nothing wraps them, or a text: why not."""
     styles: list[Any] = [linear_style(layer.base) for layer in layers]
     if not any(styles):
         return None
     if any(layer.adapters or layer.around for layer in layers):
-        return "adapters are on projections that are in parts over ranks"
+        return "adapters are on sharded projections"
     kinds = ("ColwiseParallel", "ColwiseParallel", "RowwiseParallel")
     for style, kind in zip(styles, kinds, strict=True):
         if not isinstance(style, Style) or style.kind != kind or not _has_these_layouts(style):
-            return "its projections are in parts over ranks in another way than by columns, then by rows"
+            return "its projections are sharded in another way than by columns, then by rows"
         if style.mesh != styles[0].mesh or style.mesh.ndim != 1:
             return "its projections are on several meshes"
     return styles[0].mesh
@@ -50,16 +47,14 @@ def is_looked_at(layers: Sequence[AdaptedLinear]) -> bool:
 
 
 def is_cut_over(layers: Sequence[AdaptedLinear], mesh: Any) -> bool:
-    """Whether the weights are now DTensors on ``mesh``, cut so that each rank has a part."""
+    """Whether the weights are now DTensors on ``mesh``, cut so that each rank has a shard."""
     F, W = layers[0].base.weight.shape[0], mesh.size()
     if -(-F // W) * (W - 1) >= F:  # the last has none
         return False
-    for layer, axis in zip(layers, _CUT, strict=True):
-        whole = axis == 1  # what a bias of rows is
-        for parameter, replicated in ((layer.base.weight, False), (layer.base.bias, whole)):
-            if parameter is not None and not _lies(parameter, mesh, None if replicated else axis):
-                return False
-    return True
+    return all(
+        _is_placed(layer.base.weight, mesh, axis) and _is_placed(layer.base.bias, mesh, None if axis == 1 else axis)
+        for layer, axis in zip(layers, _CUT, strict=True)
+    )
 
 
 def run_in_parts(
@@ -90,25 +85,20 @@ def run_in_parts(
 
 
 def _has_these_layouts(style: Style) -> bool:
-    from torch.distributed.tensor import Shard
-
-    by_rows = style.kind == "RowwiseParallel"
     cut, whole = style.output_placement, style.input_placement
-    if by_rows:
+    if style.kind == "RowwiseParallel":
         cut, whole = whole, cut
-    return style.gives_local and bool(whole.is_replicate()) and type(cut) is Shard and cut.dim == -1
+    return style.gives_local and bool(whole.is_replicate()) and is_sharded_along(cut, -1)
 
 
-def _lies(parameter: Any, mesh: Any, axis: int | None) -> bool:
-    """Whether a parameter is on ``mesh``, cut along ``axis``, or whole."""
-    from torch.distributed.tensor import Shard
-
+def _is_placed(parameter: Any, mesh: Any, axis: int | None) -> bool:
+    """Whether a parameter, if there is one, is on ``mesh``, cut along ``axis``, or whole if that is None."""
+    if parameter is None:
+        return True
     if not is_dtensor(parameter) or parameter.device_mesh != mesh:
         return False
     (placement,) = parameter.placements
-    if axis is None:
-        return bool(placement.is_replicate())
-    return type(placement) is Shard and placement.dim == axis
+    return bool(placement.is_replicate()) if axis is None else is_sharded_along(placement, axis)
 
 
 def _local(parameter: Any) -> Any:

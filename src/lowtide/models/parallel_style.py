@@ -1,8 +1,12 @@
-"""How PyTorch and transformers wrap linear layers for tensor parallelism, read from what they leave on them.
+"""Tensor parallelism: how a linear layer is wrapped, and whether all ranks that share a module run it fused.
 
-`torch.distributed.tensor.parallel.ColwiseParallel` and ``RowwiseParallel`` leave a hook before and one behind the
-module; the styles of these names in transformers a forward on the instance. They make a DTensor of the input, and of
-the output what was asked for.
+`torch.distributed.tensor.parallel.ColwiseParallel` and ``RowwiseParallel`` put hooks before and after the module's
+forward; the styles of these names in transformers put a forward on the instance. Both make a DTensor of the input, and
+of the output what its layout says.
+
+Fused and stock code exchange different tensors. A rank that alone ran the stock code, for a hook or a mode of its own
+(a logger's on the first rank, say), would wait for ever, or take one tensor for another. So the ranks agree once, at a
+module's first call.
 """
 
 import functools
@@ -12,12 +16,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+
+from lowtide.errors import UnsupportedError
+from lowtide.head.ranks import exchange
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _TRANSFORMERS = "transformers.distributed.tensor_parallel"
-# The attribute of an instance that holds the style while that is put aside, or `_STOCK` while the stock code runs.
+# The attribute of an instance that holds its style while that is bypassed, or `_STOCK` while the stock code runs.
 _ASIDE = "_lowtide_style"
 _STOCK = "stock"
 _KINDS = ("ColwiseParallel", "RowwiseParallel")
@@ -26,24 +35,13 @@ _ANOTHER = "is wrapped for tensor parallelism in another way than by ColwisePara
 
 @dataclass(frozen=True)
 class Style:
-    """What is wrapped around a linear layer.
+    """The wrapping of a linear layer: hooks before and after its forward, or a forward on the instance."""
 
-    Args:
-        kind: One of `_KINDS`.
-        mesh: The ranks.
-        input_placement: How inputs lie that are plain tensors.
-        output_placement: How the outputs lie.
-        gives_local: Whether the outputs are plain tensors, and not DTensors.
-        before: The hook before the module's forward.
-        after: The hook behind it.
-        forward: What stands on the instance in the place of the class's forward.
-    """
-
-    kind: str
+    kind: str  # one of `_KINDS`
     mesh: Any
-    input_placement: Any
+    input_placement: Any  # of inputs that are plain tensors
     output_placement: Any
-    gives_local: bool
+    gives_local: bool  # the outputs are plain tensors, not DTensors
     before: Callable[..., Any] | None = None
     after: Callable[..., Any] | None = None
     forward: Callable[..., Any] | None = None
@@ -77,8 +75,15 @@ def style_of(head: nn.Module) -> Style | str | None:
     return style
 
 
+def is_sharded_along(placement: Any, axis: int) -> bool:
+    """Whether a DTensor's placement is exactly ``Shard(axis)``."""
+    from torch.distributed.tensor import Shard
+
+    return type(placement) is Shard and placement.dim == axis
+
+
 def has_foreign_forward(head: nn.Module) -> bool:
-    """Whether somebody but a tensor-parallel style put a forward on the instance."""
+    """Whether the instance has a forward of its own that is not a tensor-parallel style's."""
     return "forward" in vars(head) and defining_module(vars(head)["forward"]) != _TRANSFORMERS
 
 
@@ -88,19 +93,19 @@ def is_parallel_hook(hook: Callable[..., Any]) -> bool:
 
 
 def style_aside(head: nn.Module) -> Style | None:
-    """Return the style that is put aside just now."""
+    """Return the style that calls of ``head`` bypass just now."""
     style = vars(head).get(_ASIDE)
     return style if isinstance(style, Style) else None
 
 
 def is_stock_call(head: nn.Module) -> bool:
-    """Whether the module's own code is asked for just now, in a call that began as `stock_call`."""
+    """Whether this is inside `stock_call`, so that the module runs its own code."""
     return vars(head).get(_ASIDE) is _STOCK
 
 
 @contextmanager
 def put_aside(head: nn.Module, style: Style) -> Iterator[None]:
-    """Let calls of ``head`` go past the style inside; all its other hooks see them as before."""
+    """Let calls of ``head`` bypass its style inside; all its other hooks see them as before."""
     state = vars(head)
     before = {name: state[name] for name in _HOOKS}
     for kind in _HOOKS:
@@ -117,13 +122,13 @@ def put_aside(head: nn.Module, style: Style) -> Iterator[None]:
 
 @contextmanager
 def stock_call(head: nn.Module) -> Iterator[None]:
-    """Let the head's forward be its class's own inside, whoever calls it."""
+    """Let the head run its class's own forward inside."""
     with _marked(head, _STOCK):
         yield
 
 
 def run_stock(head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what ``forward``, the stock one, gives with the style around it, if one is put aside."""
+    """Return the result of the stock ``forward``, inside the style if that is bypassed."""
     style = style_aside(head)
     if style is None:
         return forward(head, *args, **kwargs)
@@ -190,14 +195,48 @@ def _of_forward(linear: nn.Module, forward: Any) -> Style | str:
 
 
 def _arguments(function: Any, wanted: Any) -> tuple[Any, Any] | None:
-    """Return the two arguments that are bound to ``wanted``, None where ``function`` is something else."""
+    """Return the two arguments bound to ``wanted`` in the partial ``function``, None if it is something else."""
     if not isinstance(function, functools.partial) or function.func is not wanted or function.keywords:
         return None
     return function.args if len(function.args) == 2 else None
 
 
 def _cells(function: Any) -> dict[str, Any]:
-    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {} if code is None or closure is None else dict(
-        zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)
-    )  # fmt: skip
+    """Return what a function closes over, by name."""
+    closure = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if closure else ()
+    return dict(zip(names, (cell.cell_contents for cell in closure), strict=True))
+
+
+# For each module the ranks that could not run it fused at its first call.
+_UNABLE: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def why_not_agreed(module: nn.Module, mesh: Any, device: torch.device, why_not: str | None) -> str | None:
+    """Return why ``module``, sharded over ``mesh``, runs the stock code on every rank; None if it is fused on each.
+
+    Every rank has to call this, at each call of the module. At the first one the host waits. ``why_not`` is why this
+    rank cannot run it fused.
+
+    Raises:
+        UnsupportedError: The ranks have agreed to fuse it, and this one cannot any more.
+    """
+    if module not in _UNABLE:
+        flags = exchange.numbers_of_all([int(why_not is not None)], mesh.get_group(), device)
+        _UNABLE[module] = tuple(rank for rank, (unable,) in enumerate(flags) if unable)
+    unable = _UNABLE[module]
+    if unable:
+        return why_not or f"on ranks {list(unable)} of its group something looks at the calls of this module"
+    if why_not is not None:
+        raise UnsupportedError(
+            f"model: expected what the ranks that share {type(module).__name__} had at its first call, got a change "
+            f"since: {why_not}. The others may not know of it. If it is so on every rank (a FlopCounterMode, which has "
+            "hooks on all modules), call lowtide.patch(model) again on each."
+        )
+    return None
+
+
+def forget(model: nn.Module) -> None:
+    """Let the ranks agree anew at the next call of each module."""
+    for module in model.modules():
+        _UNABLE.pop(module, None)

@@ -1,36 +1,27 @@
-"""The parts of a model that `lowtide.patch` fuses, each found by its form: `mlp`, `norm` and `rope`."""
+"""The parts of a model that `lowtide.patch` fuses: `mlp`, `norm` and `rope`.
+
+A part is a file with three functions. ``is_candidate(module)``: whether the form of a module says that it may be such a
+part. ``find(module, base)``: what is done to a candidate of stock class ``base``, as text, and the arguments of
+``overrides``; or why nothing is. ``overrides(base, *args)``: what the class of a patched module does differently.
+"""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from types import ModuleType
 
 from torch import nn
 
 from lowtide.distributed.zero import forget
 from lowtide.models import mlp_part, norm_part, rope_part
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, stock_class, take_class_back
+from lowtide.models.probe import report_to
 from lowtide.models.report import PartReport, PatchReport
-from lowtide.models.watch import report_to
 
-
-class Part(Protocol):
-    """What a part's module offers."""
-
-    def is_candidate(self, module: nn.Module) -> bool:
-        """Whether the form of ``module`` says that it may be such a part."""
-
-    def find(self, module: nn.Module, base: type) -> tuple[str, tuple[Any, ...]] | str:
-        """Return what is done to a candidate of stock class ``base`` and the overrides' arguments; or why nothing."""
-
-    def overrides(self, base: Any, *args: Any) -> dict[str, Any]:
-        """Return what the class of a patched module does differently from ``base``."""
-
-
-PARTS: dict[str, Any] = {"mlp": mlp_part, "norm": norm_part, "rope": rope_part}
+PARTS: dict[str, ModuleType] = {"mlp": mlp_part, "norm": norm_part, "rope": rope_part}
 
 
 def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
-    """Fuse every module of a part that allows it, and put into the report what was done, or why not."""
-    kind: Part = PARTS[part]
+    """Fuse every module of a part that allows it, and report what was done, or why not."""
+    kind = PARTS[part]
     rows: list[PartReport] = []
     for name, module in model.named_modules():
         if part_of(module) not in (None, part) or not kind.is_candidate(module):

@@ -15,42 +15,29 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
+from lowtide.arguments import check_flag
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.models.agreement import forget, why_not_agreed
-from lowtide.models.compiled import Counter, count_when_run
-from lowtide.models.eligibility import (
-    LABELS,
-    is_under_compile,
-    module_name,
-    why_not_call,
-    why_not_patch_head,
-    why_not_patch_model,
-)
+from lowtide.models import eligibility, parallel_style
 from lowtide.models.head_call import InsideHead, running_forward
-from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
+from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.lora_head import called_head, head_call, saved_layers, why_not_linear, with_what
-from lowtide.models.parallel_style import Style, is_stock_call, put_aside, run_stock, stock_call, style_of
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
-from lowtide.models.report import PatchReport
+from lowtide.models.report import Counter, PatchReport, count_when_run
 
 _STATE = "_lowtide_patch"
 _LOSS = "loss"
 _FUSED = "the loss that follows is computed without logits; they are built where anything else reads them"
-
 
 # Why logits are built at every step of a training run, and what to do.
 _COMPILED = (
     "the whole model was compiled by torch.compile",
     "Compile its layers instead: for layer in model.model.layers: layer.compile()",
 )
-_REPLICA = (
-    "torch.nn.DataParallel called a replica of the model",
-    "Use DistributedDataParallel",
-)
+_REPLICA = ("torch.nn.DataParallel called a replica of the model", "Use DistributedDataParallel")
 _WITHOUT_LABELS = (
     "the model was called in training without labels, shift_labels and num_items_in_batch",
     "Give it the labels too, or num_items_in_batch if you compute the loss from outputs.logits yourself; for TRL's "
@@ -58,14 +45,12 @@ _WITHOUT_LABELS = (
 )
 
 
-class _Patch(Counter):
-    """What a patched model carries: one attribute of the instance."""
+class _PatchState(Counter):
+    """The state of a patched model: one attribute of the instance."""
 
     def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
         super().__init__()
-        self.warned = False
-        self.report = report
-        self.options = options
+        self.report, self.options, self.warned = report, options, False
         self.head: nn.Module | None = None
         self.heads: list[nn.Module] = []  # it, and others of modules_to_save that have a class of ours
         self.head_calls = 0
@@ -87,11 +72,12 @@ class _Patch(Counter):
             warnings.warn(f"{text} (Warned of once for each model.)", stacklevel=2)
 
 
-# The patch that owns each head with a class of ours. A copied head has no owner until the copied model is called.
-_owners: WeakKeyDictionary[nn.Module, ref[_Patch]] = WeakKeyDictionary()
+# The patched model that owns each head with a class of ours. A copied head has no owner until the copied model is
+# called.
+_owners: WeakKeyDictionary[nn.Module, ref[_PatchState]] = WeakKeyDictionary()
 
-# The patch of the model whose forward is running with labels; each thread sees its own.
-_awaiting_loss: ContextVar[_Patch | None] = ContextVar("lowtide_awaiting_loss", default=None)
+# The state of the model whose forward is running with labels; each thread sees its own.
+_awaiting_loss: ContextVar[_PatchState | None] = ContextVar("lowtide_awaiting_loss", default=None)
 
 
 def patch(
@@ -108,24 +94,23 @@ def patch(
     This instance alone is changed, and nothing about its weights, their names or what ``save_pretrained`` writes.
 
     The loss: called with ``labels``, ``shift_labels`` or ``num_items_in_batch``, the model's output embedding returns
-    an object that stands for the logits and follows scales, soft caps, biases, slices and views. A cross entropy of
-    rows and class indices, wherever it is computed, is then `lowtide.linear_cross_entropy` of the hidden states;
-    gathered log-probabilities, logsumexp and argmax need no logits either. Whatever else reads the logits
-    (``outputs.logits`` later, another loss, a metric) gets them, built when asked for and counted in the report. The
-    logits that the loss sees are float32, also where the model would have rounded its own to its dtype first. Left as
-    it is, with the reason in the report: an output embedding that is not a ``torch.nn.Linear``, plain, with peft's LoRA
-    or in its modules_to_save (other adapters, quantised weights). A plain one may have its classes in parts over ranks,
-    as PyTorch's ``ColwiseParallel`` or transformers' ``tp_plan`` cut it; logits are then read on every rank or on none.
-    Inside a region compiled by ``torch.compile`` they are built; training that does so is counted,
-    and warned of once.
+    lazy logits, which record scales, soft caps, biases, slices and views. A cross entropy of rows and class indices,
+    wherever it is computed, is then `lowtide.linear_cross_entropy` of the hidden states; gathered log-probabilities,
+    logsumexp and argmax need no logits either. Anything else that reads the logits (``outputs.logits`` later, another
+    loss, a metric) gets real ones, built on first use and counted in the report. The loss uses float32 logits, even if
+    the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain, with
+    peft's LoRA or in its modules_to_save; others (other adapters, quantised weights) stay unmodified, and the report
+    says why. A plain one may be sharded over ranks by classes, as PyTorch's ``ColwiseParallel`` or transformers'
+    ``tp_plan`` does; then either all ranks read the logits or none does. Inside a region compiled by ``torch.compile``
+    logits are built; the report counts training that does so, with one warning.
 
-    The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
-    what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
-    computes the same as before to rounding, keeps less for backward and takes less time on a GPU. A call with
+    The other parts: lowtide runs each candidate module's own code on a few random rows beside its own operation. Where
+    they disagree the module stays unmodified, with the reason in the report. In training and in evaluation a patched
+    module computes the same as before to rounding, saves less for backward and takes less time on a GPU. A call with
     hooks on a projection, DTensors or ``torch.func``, or after a change of the module's code or settings, runs the
     stock code.
 
-    Patching again makes the model as asked this time, ``options`` included, and returns the same report.
+    Patching again applies the new arguments, ``options`` included, and returns the same report.
 
     Args:
         model: A model with ``get_output_embeddings`` and a forward that takes labels, as those of transformers; also
@@ -133,7 +118,7 @@ def patch(
         loss: Whether to patch the loss.
         mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`, those
             with LoRA on their projections, and those cut by columns and rows for tensor parallelism, included. They get
-            an attribute ``checkpoint_level``, 0 at first: see there.
+            an attribute ``checkpoint_level``, 0 at first, as `lowtide.swiglu_mlp` takes it.
         norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
         rope: Whether attention that calls ``apply_rotary_pos_emb`` rotates by `lowtide.layers.rotary`.
         options: How `lowtide.linear_cross_entropy` is to run.
@@ -154,20 +139,19 @@ def patch(
     """
     target = _unwrapped(model)
     check_options(options)
-    asked = {"mlp": mlp, "norm": norm, "rope": rope}
-    for name, flag in {"loss": loss, **asked}.items():
-        if not isinstance(flag, bool):
-            raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
-    state: _Patch = vars(target).get(_STATE) or _Patch(PatchReport(), options)
+    flags = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    state: _PatchState = vars(target).get(_STATE) or _PatchState(PatchReport(), options)
     state.options = options
-    forget(target)
+    parallel_style.forget(target)
     if loss:
         _patch_loss(target, state, model)
     else:
         _unpatch_loss(target, state)
         state.report.add("loss", "-", "left as it is: loss=False", patched=False)
     for part in PARTS:
-        if asked[part]:
+        if flags[part]:
             fuse(target, part, state.report)
         else:
             restore(target, part)
@@ -208,20 +192,18 @@ def unpatch(model: nn.Module) -> None:
     del vars(target)[_STATE]
 
 
-def _patch_loss(target: Any, state: _Patch, outer: nn.Module) -> None:
-    if part_of(target) is not None:
-        if is_on_top(target):
-            _adopt_head(target, state)  # it may have got adapters since, or lost them
-        return
-    why_not = why_not_patch_model(target, outer)
-    if why_not is not None:
-        state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
-        return
-    give_class(target, _LOSS, _model_overrides)
-    _adopt_head(target, state)
+def _patch_loss(target: Any, state: _PatchState, outer: nn.Module) -> None:
+    if part_of(target) is None:
+        why_not = eligibility.why_not_patch_model(target, outer)
+        if why_not is not None:
+            state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
+            return
+        give_class(target, _LOSS, _model_overrides)
+    if is_on_top(target):
+        _adopt_head(target, state)  # it may have got adapters since, or lost them
 
 
-def _unpatch_loss(target: Any, state: _Patch) -> None:
+def _unpatch_loss(target: Any, state: _PatchState) -> None:
     outer = target.get_output_embeddings()
     heads = {module: None for module in (*state.heads, outer, *saved_layers(outer)) if _is_free(module, state)}
     patched = [module for module in (target, *heads) if part_of(module) is not None]
@@ -232,14 +214,14 @@ def _unpatch_loss(target: Any, state: _Patch) -> None:
     state.heads, state.head, state.why_not = [], None, None
 
 
-def _is_free(head: nn.Module | None, state: _Patch) -> bool:
-    """Whether a head has a class of ours, and not for another patched model."""
+def _is_free(head: nn.Module | None, state: _PatchState) -> bool:
+    """Whether a head has a class of ours and no other patched model owns it."""
     owner = None if head is None or part_of(head) != _LOSS else _owners.get(head, lambda: None)
     return owner is not None and owner() in (None, state)
 
 
 def _unwrapped(model: Any) -> Any:
-    """Return the model itself: peft's wrapper hands it out, and calls its forward."""
+    """Return the model inside peft's wrapper, which calls its forward; any other model itself."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
     if hasattr(model, "_orig_mod"):
@@ -254,25 +236,25 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-def _adopt_head(model: Any, state: _Patch) -> None:
+def _adopt_head(model: Any, state: _PatchState) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
     outer: Any = model.get_output_embeddings()
     head: Any = called_head(outer)
     if state.head is not None and head is state.head and part_of(state.head) is not None:
-        _owners.setdefault(head, ref(state))  # of a copied model nobody's, so far
+        _owners.setdefault(head, ref(state))  # a copied model's head has had no owner so far
         return
-    # What a layer of modules_to_save may call keeps its class: logits of its calls may be read later. Some are copies.
+    # Heads that a layer of modules_to_save may call keep their class: logits of their calls may be read later.
     saved = saved_layers(outer)
     for module in state.heads:
         if is_on_top(module) and module not in saved:
             take_class_back(module)
     state.heads = [module for module in saved if _is_free(module, state)]
     known = head in state.heads
-    if not known and _is_free(head, state) and is_on_top(head):  # a copy, by itself since its wrapper was taken off
+    if not known and _is_free(head, state) and is_on_top(head):  # a copy whose wrapper was taken off
         take_class_back(head)
     state.head = None
-    state.why_not = None if known else why_not_patch_head(head, why_not_linear(head))
-    name = "-" if head is None else module_name(model, head)
+    state.why_not = None if known else eligibility.why_not_patch_head(head, why_not_linear(head))
+    name = "-" if head is None else eligibility.module_name(model, head)
     if state.why_not is None:
         state.head = head
         if not known:
@@ -285,8 +267,8 @@ def _adopt_head(model: Any, state: _Patch) -> None:
 
 @contextmanager
 def _loss_awaited(model: nn.Module) -> Iterator[None]:
-    """Let the head return lazy logits inside, if the loss that follows is one that can consume them."""
-    state: _Patch = vars(model)[_STATE]
+    """Let the head return lazy logits inside, unless the report has a reason against it."""
+    state: _PatchState = vars(model)[_STATE]
     _adopt_head(model, state)
     why_not = state.why_not
     if why_not is not None:
@@ -310,9 +292,8 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     """Return what a patched model does differently from ``base``."""
-    signature = inspect.signature(base.forward)
-    names = list(signature.parameters)
-    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in LABELS]
+    names = list(inspect.signature(base.forward).parameters)
+    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in eligibility.LABELS]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         awaited = any(
@@ -321,31 +302,27 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         )
         if _STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
-        if is_under_compile() or not awaited or getattr(self, "_is_replica", False):
+        if eligibility.is_under_compile() or not awaited or getattr(self, "_is_replica", False):
             return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _loss_awaited(self):
             return base.forward(self, *args, **kwargs)
 
-    # Not functools.wraps: its __wrapped__ is an invitation to call past this function, and accelerate takes it.
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    forward.__doc__ = base.forward.__doc__
-
-    return {"forward": forward}
+    return with_forward(base, forward)
 
 
 def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return what the stock ``forward`` gives, and count it where a training run that goes on so builds logits."""
+    """Return the stock ``forward``'s outputs; count a training step that builds logits, as each such step would."""
     if not model.training or not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return forward(*args, **kwargs)
-    state: _Patch = vars(model)[_STATE]
+    state: _PatchState = vars(model)[_STATE]
     if torch.compiler.is_dynamo_compiling():
         count_when_run(state.key)
         return forward(*args, **kwargs)
-    if not is_under_compile():
+    if not eligibility.is_under_compile():
         _adopt_head(model, state)
     calls = state.head_calls
     outputs = forward(*args, **kwargs)
-    if is_under_compile():  # between two graphs, where the head is in one
+    if eligibility.is_under_compile():  # between two graphs, where the head is in one
         state.count_compiled()
     elif getattr(model, "_is_replica", False):  # it returns outputs by C++ that knows no lazy tensors
         state.count_built(*_REPLICA)
@@ -358,23 +335,23 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     """Return what a patched output embedding does differently from ``base``."""
 
     def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
-        # A tensor-parallel style looks at what goes in and comes out, and knows neither lazy logits nor work.
+        # A tensor-parallel style converts inputs and outputs, but no lazy logits and no work.
         inside = bool(args) and type(args[0]) is InsideHead
         state = _awaited_by(self)
-        style = style_of(self) if inside or state is not None else None
-        if style is None or is_stock_call(self) or self._compiled_call_impl is not None:
+        style = parallel_style.style_of(self) if inside or state is not None else None
+        if style is None or parallel_style.is_stock_call(self) or self._compiled_call_impl is not None:
             return base.__call__(self, *args, **kwargs)
         if state is not None and not inside:
-            why_not = why_not_call(self)
-            if isinstance(style, Style):
-                why_not = why_not_agreed(self, style.mesh, self.weight.device, why_not)
+            why_not = eligibility.why_not_call(self)
+            if isinstance(style, parallel_style.Style):
+                why_not = parallel_style.why_not_agreed(self, style.mesh, self.weight.device, why_not)
             if why_not is not None:
                 state.head_calls += 1
                 state.report.count_materialised(why_not)
-                with stock_call(self):
+                with parallel_style.stock_call(self):
                     return base.__call__(self, *args, **kwargs)
-        assert isinstance(style, Style)
-        with put_aside(self, style):
+        assert isinstance(style, parallel_style.Style)
+        with parallel_style.put_aside(self, style):
             return base.__call__(self, *args, **kwargs)
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -384,21 +361,21 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             if state is not None and state.gathered is not None:
                 state.gathered.release()
                 state.gathered = None
-            return input.work(self, functools.partial(run_stock, self, base.forward), *args)
+            return input.work(self, functools.partial(parallel_style.run_stock, self, base.forward), *args)
         state = _awaited_by(self)
-        if state is None and self.training and torch.is_grad_enabled() and not is_under_compile():
+        if state is None and self.training and torch.is_grad_enabled() and not eligibility.is_under_compile():
             logits = base.forward(self, input, *args, **kwargs)
             owner = _owners.get(self, lambda: None)()
             if owner is not None and owner.head is self and logits.requires_grad:
                 owner.head_calls += 1
             return logits
-        if state is None or is_stock_call(self):
+        if state is None or parallel_style.is_stock_call(self):
             return base.forward(self, input, *args, **kwargs)
         state.head_calls += 1
         call = head_call(self, (input, *args), kwargs, state.report, state.options)
         if isinstance(call, str):
             state.report.count_materialised(call)
-            return run_stock(self, base.forward, input, *args, **kwargs)
+            return parallel_style.run_stock(self, base.forward, input, *args, **kwargs)
         if state.gathered is None:
             state.gathered = Kept(call.tensors) if call.partitioned else Gathered(self)
         return LazyLogits.of(call)
@@ -406,7 +383,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     return {"__call__": call, "forward": forward}
 
 
-def _awaited_by(head: nn.Module) -> _Patch | None:
-    """Return the patch whose loss is awaited of this head; None of another model's, called by the one that awaits."""
-    state = None if is_under_compile() else _awaiting_loss.get()
+def _awaited_by(head: nn.Module) -> _PatchState | None:
+    """Return the state of the model that calls its own ``head`` and awaits a loss, None for any other call."""
+    state = None if eligibility.is_under_compile() else _awaiting_loss.get()
     return state if state is not None and state.head is head else None

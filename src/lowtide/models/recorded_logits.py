@@ -1,4 +1,4 @@
-"""Logits as a record: the call of the head that gives them, and the operations applied since.
+"""Recorded logits: the call of the head that gives them, and the operations applied since.
 
 Legend: hidden [..., D], logits [..., V].
 """
@@ -20,32 +20,20 @@ _RETAIN_OR_UNPATCH = (
 
 
 class RecordedLogits(Tensor):
-    """The logits of one `HeadCall`, or what was made of them: shape, strides, dtype and device, and no storage.
-
-    Attributes:
-        call: The call of the head.
-        steps: The operations applied since.
-        viewed: The logits that these are a view of, by the last step.
-        grad_mode: Whether gradients were recorded when these were made.
-        inference: Whether they were made in inference mode.
-        is_cut: Whether they are a view taken without gradients of logits that have them: it requires a gradient and
-            passes none on.
-        detached: The logits that these were detached from, by the last step.
-        has_children: Whether others were recorded from these: their graph does not pass what these are built to.
-    """
+    """The logits of one `HeadCall` after some operations: shape, strides, dtype and device, and no storage."""
 
     call: HeadCall
     steps: tuple[Step, ...]
-    viewed: Self | None
-    grad_mode: bool
-    inference: bool
-    is_cut: bool
-    detached: Self | None
-    has_children: bool
+    viewed: Self | None  # the logits that these are a view of, by the last step
+    grad_mode: bool  # gradients were recorded when these were made
+    inference: bool  # they were made in inference mode
+    is_cut: bool  # a view, taken without gradients, of logits that have them: requires a gradient and passes none on
+    detached: Self | None  # the logits that these were detached from, by the last step
+    has_children: bool  # others were recorded from these: their graph does not go through these, once built
 
     @classmethod
     def of(cls, call: HeadCall) -> Self:
-        """Return what the head gives for ``call``."""
+        """Return the logits of ``call``, before any operation."""
         like = torch.empty((*call.hidden.shape[:-1], call.head.weight.shape[0]), dtype=call.dtype(), device="meta")
         return cls._make(call, (), like, None, grad_mode=torch.is_grad_enabled())
 
@@ -73,20 +61,17 @@ class RecordedLogits(Tensor):
         return lazy
 
     def meta(self) -> Tensor:
-        """Return a tensor on no device of the same shape, strides and dtype: on it an operation shows what it gives."""
+        """Return a meta tensor of the same shape, strides and dtype, for the shape of an operation's result."""
         return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     def then(self, step: Step, like: Tensor, *, view: bool = False) -> Self:
-        """Return these logits after one more step.
+        """Return these logits after one more step, with shape, strides and dtype of ``like``.
 
-        Args:
-            step: What is done.
-            like: A tensor of the shape, strides and dtype that it gives.
-            view: Whether the result shares these logits' memory.
+        ``view``: whether the result shares these logits' memory.
         """
         grad_mode = self.grad_mode and torch.is_grad_enabled() and step.function is not torch._C.TensorBase.detach
         parent = None if view or not grad_mode else self
-        while parent is not None:  # a view is built from what it is a view of, which that goes past as well
+        while parent is not None:  # also of what a view is a view of, from which it is built
             parent.has_children, parent = True, parent.viewed
         child = self._make(self.call, (*self.steps, step), like, self if view else None, grad_mode=grad_mode)
         child.detached = self if step.function is torch._C.TensorBase.detach else None
@@ -95,7 +80,7 @@ class RecordedLogits(Tensor):
 
 
 class _Anchor(torch.autograd.Function):
-    """Ties lazy logits to the graph: a gradient that reaches them by any way is passed on as the logits would have."""
+    """The graph's node of recorded logits: passes on a gradient that reaches them as the real logits would."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], call: HeadCall, steps: tuple[Step, ...], *_: Tensor) -> Tensor:
@@ -105,7 +90,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logits: Tensor | None) -> Any:
-        if grad_logits is None:  # of logits that a custom function passed on, and nothing read
+        if grad_logits is None:  # a custom function passed the logits on, and nothing read them
             return None, None, None, *(None for _ in ctx.call.linked)
         if ctx.call.hooked:
             raise UnsupportedError(
@@ -116,7 +101,7 @@ class _Anchor(torch.autograd.Function):
 
 
 def too_late(expected: str) -> str:
-    """Return the error's text where ``expected`` comes after something was computed past the logits."""
+    """Return the error's text for ``expected`` after something was computed without building the logits."""
     return (
         f"logits: expected {expected}, got logits that something was computed from without building them, so that "
         f"its gradient does not go through them. {_RETAIN_OR_UNPATCH}"

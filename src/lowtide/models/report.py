@@ -1,8 +1,11 @@
 """What `lowtide.patch` did to a model, and what happened to the logits since."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,56 @@ class PatchReport:
         text.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
         text.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
         text += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
-        text += [
-            f"exchanged since, so that modules with it run the model's own code: {what}" for what in self.exchanged
-        ]
+        exchanged = "exchanged since, so that modules with it run the model's own code"
+        text += [f"{exchanged}: {what}" for what in self.exchanged]
         return "\n".join(text)
+
+
+_numbers = itertools.count()
+_counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+class Counter:
+    """Base of an object whose ``count_compiled()`` traced code calls, by its ``key``; a copy gets a key of its own."""
+
+    def __init__(self) -> None:
+        self.key = str(next(_numbers))
+        _counters[self.key] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        Counter.__init__(self)
+
+
+def count_when_run(key: str) -> None:
+    """While torch.compile traces: have the `Counter` with this key count each run of the graph.
+
+    Without a graph break, and without a guard on the counts.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(_allow)
+    _count(key)
+    comptime(_move_out)
+
+
+def _count(key: str) -> None:
+    counter = _counters.get(key)
+    if counter is not None:
+        counter.count_compiled()
+
+
+def _allow(_: Any) -> None:
+    """Have calls of `_count` moved behind the graph, as those that log may be."""
+    from torch._dynamo import config
+
+    config.reorderable_logging_functions.add(_count)
+
+
+def _move_out(context: Any) -> None:
+    """Have a call that is traced inside another function run where the outermost ends: torch 2.13 drops it."""
+    tracer = context._ComptimeContext__tx
+    outermost = tracer.output.root_tx
+    if outermost is not tracer:
+        outermost.debug_locals.extend(tracer.debug_locals)
+        tracer.debug_locals.clear()

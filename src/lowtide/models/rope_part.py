@@ -1,9 +1,8 @@
 """The part `rope` of `lowtide.patch`: attention whose rotary embedding runs as `lowtide.layers.rotary`.
 
-An attention is a module whose forward calls a global function ``apply_rotary_pos_emb``. The patched one has the same
-code with globals of its own, in which that name is another function; what the stock function computes is found by
-calling it. These globals are a copy: where a name that the code uses stands for something else by now, the stock code
-runs.
+An attention is a module whose forward calls a global function ``apply_rotary_pos_emb``; a probe calls it to find what
+it computes. The patched attention has the same code with globals of its own, in which that name is our function. These
+globals are a copy: after a name that the code uses has got another value, the stock code runs.
 """
 
 import dis
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from lowtide.code import Code, names_of
 from lowtide.layers import rotary
 from lowtide.layers.rope import why_not_rotary
-from lowtide.models.instance import WATCH, part_of
-from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
-from lowtide.models.probe import outcome, random
-from lowtide.models.watch import Watch
+from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
+from lowtide.models.instance import WATCH, part_of, why_not_forward, with_forward
+from lowtide.models.probe import Watch, is_like, outcome, random
 
 _NAME = "apply_rotary_pos_emb"
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
@@ -36,7 +34,7 @@ _ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether the module's forward calls a rotary embedding by its usual name."""
-    if part_of(module) is not None:  # ours: what it was is `find`'s affair
+    if part_of(module) is not None:  # patched: `find` looks at the stock forward
         return True
     forward = inspect.unwrap(type(module).forward)
     return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
@@ -45,8 +43,9 @@ def is_candidate(module: nn.Module) -> bool:
 def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool]] | str:
     """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
     forward = base.forward
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
+    why_not = why_not_forward(module, base)
+    if why_not is not None:
+        return why_not
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return "its forward is wrapped in another function"
     if "globals" in names_of(forward.__code__) or any(i.opname in _WRITES for i in dis.get_instructions(forward)):
@@ -83,11 +82,9 @@ def _computes(stock: Any, promote: bool, x_dtype: torch.dtype, table_dtype: torc
     expected = rotary(q, k, cos, sin, unsqueeze_dim=dim, promote=promote)
     if not isinstance(got, tuple) or len(got) != 2:
         return False
+    tolerance = _ROUNDINGS * torch.finfo(x_dtype).eps
     return all(
-        isinstance(a, Tensor)
-        and a.dtype == b.dtype
-        and a.shape == b.shape
-        and bool(((a - b).abs() <= _ROUNDINGS * torch.finfo(x_dtype).eps * b.abs().amax()).all())
+        is_like(a, b) and bool(((a - b).abs() <= tolerance * b.abs().amax()).all())
         for a, b in zip(got, expected, strict=True)
     )
 
@@ -109,34 +106,24 @@ def overrides(base: Any, promote: bool) -> dict[str, Any]:
             return base.forward(self, *args, **kwargs)
         return rotating(self, *args, **kwargs)
 
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    forward.__doc__ = base.forward.__doc__
-    return {"forward": forward, WATCH: watch}
+    return with_forward(base, forward, **{WATCH: watch})
 
 
 def _rotating(stock: FunctionType, promote: bool) -> FunctionType:
-    """Return ``stock`` with our own rotation among its globals."""
-    own = _globals(stock, promote)
-    forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
-    forward.__kwdefaults__ = stock.__kwdefaults__
-    return forward
-
-
-def _globals(stock: FunctionType, promote: bool) -> dict[str, Any]:
-    """Return the globals of ``stock`` with our own rotation."""
+    """Return ``stock`` with our rotation among its globals."""
     turn: Any = stock.__globals__[_NAME]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("unsqueeze_dim", 1)
-        if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs):
+        if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs) or has_nothing_to_save(args[0]):
             return turn(*args, **kwargs)
-        if has_nothing_to_save(args[0]) or not is_ordinary(args, ()):
-            return turn(*args, **kwargs)
-        if why_not_rotary(*args, dim) is not None:
+        if not is_ordinary(args, ()) or why_not_rotary(*args, dim) is not None:
             return turn(*args, **kwargs)
         return rotary(*args, unsqueeze_dim=dim, promote=promote)
 
     # Without the module's name torch.compile looks names up here, and not in the module.
     own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
     own[_NAME] = apply_rotary_pos_emb
-    return own
+    forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
+    forward.__kwdefaults__ = stock.__kwdefaults__
+    return forward

@@ -1,8 +1,9 @@
-"""The output embedding with its classes in parts over the ranks: what remembers a call of it.
+"""The output embedding with its classes sharded over ranks: a record of one call.
 
-A DTensor with ``Shard(0)`` on a mesh of one axis, the tensor-parallel one. All ranks of the mesh make the same calls on
-the same tokens, and what becomes of the logits is decided by what is alike on all: kinds, shapes, placements, options.
-Numbers are looked at only together, since a rank that stopped alone would leave the others waiting.
+The weight is a DTensor with ``Shard(0)`` on a mesh of one axis, the tensor-parallel one. All ranks of the mesh make the
+same calls on the same tokens. Only what is equal on all ranks decides what becomes of the logits: types, shapes,
+placements, options. Values are compared on all ranks together, since a rank that raised alone would leave others
+waiting.
 
 Legend: hidden [..., D], logits [..., V] of which a rank has V_r.
 """
@@ -15,18 +16,15 @@ from lowtide.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks import exchange
 from lowtide.head.ranks.shard import shard_of_dtensor
-from lowtide.models.agreement import why_not_agreed
 from lowtide.models.eligibility import why_not_now
 from lowtide.models.head_call import HeadCall
-from lowtide.models.parallel_style import Style, style_aside
+from lowtide.models.parallel_style import Style, is_sharded_along, style_aside, why_not_agreed
 from lowtide.models.report import PatchReport
 from lowtide.models.steps import Step, rows_of
 
 
 def sharded_call(head: Any, hidden: Any, report: PatchReport, options: HeadOptions | None) -> HeadCall | str:
-    """Return what remembers a call of a head whose weight is a DTensor, or why it must return real logits."""
-    from torch.distributed.tensor import Shard
-
+    """Return a record of a call of a head whose weight is a DTensor, or why it must return real logits."""
     weight, style = head.weight, style_aside(head)
     mesh = weight.device_mesh
     if style is not None and style.mesh != mesh:
@@ -36,79 +34,49 @@ def sharded_call(head: Any, hidden: Any, report: PatchReport, options: HeadOptio
             continue
         if not is_dtensor(parameter) or parameter.device_mesh != mesh:
             return f"the output embedding's {name} is not on the mesh of its weight"
-        if mesh.ndim != 1 or type(parameter.placements[0]) is not Shard or parameter.placements[0].dim != 0:
+        if mesh.ndim != 1 or not is_sharded_along(parameter.placements[0], 0):
             return f"the output embedding's {name} has placements {parameter.placements}, not Shard(0) on one axis"
     if is_dtensor(hidden):
         if hidden.device_mesh != mesh:
             return "the hidden states are not on the mesh of the output embedding"
-        why_not = _why_not_placed(hidden.placements[0], hidden.dim())
-        if why_not is not None:
-            return why_not
+        placement = hidden.placements[0]
     elif type(hidden) is not Tensor:
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
     elif style is None:
         return "the output embedding's weight is a DTensor, and the hidden states are not"
-    elif not style.input_placement.is_replicate():
-        why_not = _why_not_placed(style.input_placement, hidden.dim())
-        if why_not is not None:
-            return why_not
-        hidden = _placed(hidden, mesh, style.input_placement)
+    else:
+        placement = style.input_placement
+    if not placement.is_replicate():
+        if not any(is_sharded_along(placement, axis) for axis in range(hidden.dim() - 1)):
+            return f"the hidden states have placement {placement}, not Replicate() or Shard of an axis of tokens"
+        hidden = hidden if is_dtensor(hidden) else _placed(hidden, mesh, placement)
     why_not = why_not_now(head, hidden)
-    if style is None:  # with one, the ranks have told each other before
+    if style is None:  # with one, the ranks have agreed before
         why_not = why_not_agreed(head, mesh, hidden.device, why_not)
     if why_not is not None:
         return why_not
     return ShardedHeadCall(head, hidden, style, report, options)
 
 
-def _why_not_placed(placement: Any, dim: int) -> str | None:
-    """Return why hidden states of ``dim`` axes that lie so are not those of all tokens, or of a part of the tokens."""
-    from torch.distributed.tensor import Shard
-
-    if placement.is_replicate() or (type(placement) is Shard and 0 <= placement.dim < dim - 1):
-        return None
-    return f"the hidden states have placement {placement}, not Replicate() or Shard of an axis of tokens"
-
-
 class ShardedHeadCall(HeadCall):
-    """One call of an output embedding whose classes are in parts.
+    """One call of an output embedding with sharded classes; ``hidden`` is whole on each rank, or a DTensor."""
 
-    Args:
-        head: The patched output embedding.
-        hidden: Its input [..., D], whole on each rank or a DTensor.
-        style: What is wrapped around the head; None where nothing is.
-        report: Where to count what becomes of the logits.
-        options: For `linear_cross_entropy`.
-    """
+    sharded = True
 
     def __init__(
         self, head: Any, hidden: Tensor, style: Style | None, report: PatchReport, options: HeadOptions | None
     ) -> None:
         self._mesh: Any = head.weight.device_mesh
-        self._gives_local = style is not None and style.gives_local
+        self.gives_dtensor = style is None or not style.gives_local
+        self.only_loss = is_dtensor(hidden) or self.gives_dtensor
         super().__init__(head, hidden, report, options)
-
-    @property
-    def only_loss(self) -> bool:
-        """Whether the cross entropy alone can do without logits: where tokens are in parts, or logits are DTensors."""
-        return is_dtensor(self.hidden) or not self._gives_local
-
-    @property
-    def in_parts(self) -> bool:
-        """They are."""
-        return True
-
-    @property
-    def gives_dtensor(self) -> bool:
-        """Whether the logits are a DTensor."""
-        return not self._gives_local
 
     def operands(
         self, head: Any, hidden: Any, steps: tuple[Step, ...]
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Return plain tensors and which classes these are; of tokens in parts DTensors, if each has its part of them.
+        """Return plain tensors and the range of their classes; DTensors for sharded tokens of which each rank has rows.
 
-        Where rows of tokens in parts are chosen, all of them are gathered: a row's rank is not told by its number then.
+        If ``steps`` choose rows of sharded tokens, these are gathered: a row's number does not tell its rank then.
         """
         weight, bias = head.weight, head.bias
         if is_dtensor(hidden):
@@ -122,23 +90,20 @@ class ShardedHeadCall(HeadCall):
         return rows_of(hidden, steps), weight.to_local(), bias, {"vocab_shard": shard}
 
     def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:
-        """Return of a vector [V] what goes with ``weight``: this rank's numbers, or a DTensor."""
+        """Return the part of a vector [V] that goes with ``weight``: this rank's shard, or a DTensor."""
         from torch.distributed.tensor import Shard
 
-        whole = _placed(vector, self._mesh, _replicate())
-        part = whole.redistribute(placements=[Shard(0)])
-        held: Tensor = part if is_dtensor(weight) else part.to_local()
-        return held
+        part = _placed(vector, self._mesh, _replicate()).redistribute(placements=[Shard(0)])
+        return part if is_dtensor(weight) else part.to_local()  # type: ignore[no-any-return]
 
     def as_given(self, result: Any) -> Tensor:
-        """Return a result as the logits would have given it: a plain tensor of theirs, a DTensor of a DTensor."""
-        if is_dtensor(result) != self.gives_dtensor:
-            result = _placed(result, self._mesh, _replicate()) if self.gives_dtensor else result.to_local()
-        given: Tensor = result
-        return given
+        """Return a result as a DTensor if the logits are one, else as a plain tensor."""
+        if is_dtensor(result) == self.gives_dtensor:
+            return result  # type: ignore[no-any-return]
+        return _placed(result, self._mesh, _replicate()) if self.gives_dtensor else result.to_local()  # type: ignore[no-any-return]
 
     def _differs(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        """Return the same of all ranks: an error on one of them alone would leave the others waiting."""
+        """Return the same for all ranks: an error on one of them alone would leave the others waiting."""
         differing = super()._differs(tensors).long()
         exchange.begin_sum(differing, self._mesh.get_group()).work.wait()
         return differing > 0

@@ -4,7 +4,7 @@ Legend: hidden [..., D], logits [..., V].
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch._C import TensorBase
 
 @dataclass(frozen=True)
 class Step:
-    """An operation that was applied to the logits since the head, and can be replayed: ``function(logits, *args)``.
+    """An operation on the logits that can be replayed: ``function(logits, *args)``.
 
     Args:
         function: The operation.
         args: Its arguments after the logits.
-        of_hidden: If it rearranges or selects rows and leaves the V columns alone: the same for hidden states. None for
-            elementwise operations.
+        of_hidden: The same for hidden states, if it moves or selects rows and leaves the V columns alone; else None.
         keeps_rows: Whether the rows are the same, in the same order; their shape may differ.
     """
 
@@ -49,18 +48,14 @@ class Folded:
     sign: int
 
 
-KEEPS_VALUES = (
-    TensorBase.to,
-    TensorBase.contiguous,
-    TensorBase.clone,
-    TensorBase.detach,
-)  # detach: what follows has no graph
+# After detach the rest has no graph.
+KEEPS_VALUES = (TensorBase.to, TensorBase.contiguous, TensorBase.clone, TensorBase.detach)
 
 
 def fold(steps: tuple[Step, ...]) -> Folded | None:
     """Return steps as arguments of lowtide's functions, None where they are not of that form.
 
-    Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are no part of it.
+    Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are left out.
     """
     above: float | Tensor = 1.0
     below: float | Tensor = 1.0
@@ -104,8 +99,8 @@ def _is_usable(factor: float | Tensor) -> bool:
     return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
 
 
-def rows_of(tensor: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """Return the rows of a tensor [..., *] as ``steps`` rearranged and chose those of the logits."""
+def rows_of(tensor: Tensor, steps: Iterable[Step]) -> Tensor:
+    """Return the rows of a tensor [..., *] that ``steps``, which all move or select rows, take of the logits."""
     for step in steps:
         assert step.of_hidden is not None
         tensor = step.of_hidden(tensor)

@@ -18,14 +18,12 @@ from torch.overrides import handle_torch_function
 # Functions written in C are no wrapper of a user's.
 _OF_C = (MethodDescriptorType, WrapperDescriptorType, BuiltinFunctionType)
 _OWNERS: tuple[Any, ...] = (F, torch.autograd, Tensor, torch)
-
-
 # PyTorch's functions by their code, filled as they are looked up.
 _by_code: dict[CodeType, Any] = {}
 
 
 def asking(function: Any) -> Any:
-    """Return PyTorch's function that called the `__torch_function__` which calls this, and gave it ``function``."""
+    """Return PyTorch's function that passed ``function`` to the `__torch_function__` that calls this."""
     if isinstance(function, _OF_C):
         return function
     frame = sys._getframe(2)
@@ -62,12 +60,12 @@ def is_defined_in(function: Any, module: Any, qualname: str) -> bool:
 
 
 def _defined_in(owner: Any, name: str) -> Any:
-    """Return the function that a module, or torch.Tensor, defines under a name; None if its source has none."""
+    """Return the function that the source of a module, or of torch.Tensor, defines under a name, None if none."""
     module, qualname = (torch._tensor, f"Tensor.{name}") if owner is Tensor else (owner, name)
     found = vars(owner)[name]
     if is_defined_in(found, module, qualname):
         return found
-    # What gc.freeze() hid is found by what the wrapper, and the wrapper in it, can call.
+    # gc.freeze() hides some, which the wrapper, and the wrapper inside it, can call.
     seen: list[Any] = [found]
     for function in seen:
         seen += [x for x in _held(function) if callable(x) and not any(x is other for other in seen)]
@@ -84,7 +82,7 @@ def _held(function: Any) -> list[Any]:
 
 
 def _of_c(function: Any) -> Any:
-    """Return the method, or the getter, of C in whose place ``function`` is in torch.Tensor; itself if in none."""
+    """Return the C method, or getter, that ``function`` replaces in torch.Tensor; itself if it replaces none."""
     for name, value in vars(Tensor).items():
         of_c = vars(TensorBase).get(name)
         if of_c is not None and value is function:

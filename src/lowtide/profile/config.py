@@ -1,95 +1,100 @@
-"""Every setting of ``lowtide profile``, its default and its meaning, once; the command line is made from it."""
+"""The settings of ``lowtide profile``, their defaults and their checks. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from lowtide.bench.settings import Device, Dtype, options_of, setting
-from lowtide.bench.ways import IMPLEMENTATIONS, Way
-from lowtide.errors import ArgumentValueError, message
+from lowtide.bench.settings import Device, Dtype, Settings, options_of, setting
+from lowtide.bench.way import IMPLEMENTATIONS, LIGER, Way
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import parse_gib
-from lowtide.memory.planner.optimizers import OPTIMIZERS
+from lowtide.memory.policy_words import FORM
+from lowtide.train.shapes import SHAPES, config_file
 
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"]
 Fsdp = Literal["none", "zero2", "zero3"]
 AUTO = "auto"
 FULL = "zero3"
 NOBODY = "none"
+NO_PLOT = "pip install 'lowtide[plot]'"
+_FILES = ("json", "png", "html")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """What `lowtide.profile.run.run` does; each field is the option of ``lowtide profile`` with the same name.
+class ProfileConfig(Settings):
+    """What ``lowtide profile`` measures and writes; each field is the option of the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.
     """
 
+    benchmark: ClassVar[str] = "profile"
+
     model: str = setting(
         AUTO,
-        "whose shape, with random weights: a config.json, a folder with one, or a built-in name: {names}; "
-        "of one that sees or hears as well, the language model inside; "
+        "whose shape, with random weights: a config.json, a folder with one, or a built-in name: "
+        f"{', '.join(SHAPES)}; of a multimodal model, the language model inside; "
         "auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
         metavar="MODEL",
     )
     impl: tuple[str, ...] = setting(
         ("stock", "lowtide"),
-        "who: {impls}, with commas or spaces between them; NAME:POLICY for one with a policy of its own, also twice; "
-        "none: nobody",
+        f"which of {', '.join(IMPLEMENTATIONS)}, separated by commas or spaces; NAME:POLICY for one with its own "
+        "policy, may be repeated; none: none of them",
         metavar="NAME",
     )
-    seq_len: int = setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU")
-    batch_size: int = setting(1, "sequences of a step, on each GPU")
+    seq_len: int = setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU", least=0)
+    batch_size: int = setting(1, "sequences per step, on each GPU", least=1)
     policy: tuple[str, ...] = setting(
         ("input",),
-        "what layers keep for backward: {policies}. For all, or NAME=POLICY for one. "
-        "Peers know all, attention, input (layer checkpointing), attention-offload and input-offload (checkpoints in "
-        "host memory)",
+        f"what layers save for backward: {FORM}. For all, or NAME=POLICY for one. "
+        "Peers support all, attention, input (layer checkpointing), attention-offload and input-offload (checkpoints "
+        "in host memory)",
         metavar="POLICY",
     )
     include: tuple[str, ...] = setting(
-        (), "json files of earlier runs, whose implementations are shown too; with --impl none, only these",
-        metavar="FILE",
-    )  # fmt: skip
+        (), "json files of earlier runs, shown beside the new one; with --impl none, only these", metavar="FILE"
+    )
     optimizer: Optimizer = setting("adamw", "the optimizer; adamw: PyTorch's fused one")  # noqa: RUF009
-    lora: int = setting(0, "train adapters of this rank on all linear layers but the last, all else frozen")
+    lora: int = setting(0, "train adapters of this rank on all linear layers but the last, all else frozen", least=0)
     offload_params: bool = setting(
         False, "parameters, gradients and optimizer states in host memory, by PyTorch's FSDP2; the optimizer runs there"
     )
     fsdp: Fsdp = setting("none", "FSDP2; zero2: gradients and states are sharded; zero3: weights too")  # noqa: RUF009
-    gpus: int = setting(1, "processes of each implementation, a GPU each; with --fsdp. The first one is profiled")
+    gpus: int = setting(1, "processes per implementation, a GPU each; with --fsdp. The first one is profiled", least=1)
     steps: int = setting(
-        3, "steps that count; the median is taken. Another is recorded, and without --no-trace one traced"
+        3, "steps that count; the median is taken. One more is recorded, and without --no-trace one traced", least=1
     )
-    warm: int = setting(1, "steps before them")
+    warm: int = setting(1, "steps before them", least=1)
     memory_limit: str | None = setting(
-        None, "what tensors may take on the GPU, such as 40GiB, as if it had no more; without it, all of it",
-        metavar="SIZE",
-    )  # fmt: skip
+        None, "limit for tensors on the GPU, such as 40GiB, as if it had no more; default: all of it", metavar="SIZE"
+    )
     dtype: Dtype = setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
-    seed: int = setting(0, "of weights and tokens", last=True)
+    seed: int = setting(0, "of weights and tokens", last=True, least=0)
     trace: bool = setting(True, "leave out the profiler's trace, and the memory snapshot of a GPU", last=True)
-    json: str | None = setting(None, "the figures; without it, a dated name in --output", metavar="FILE", last=True)
-    png: str | None = setting(None, "the picture, the same", metavar="FILE", last=True)
-    html: str | None = setting(None, "the page, the same", metavar="FILE", last=True)
+    json: str | None = setting(
+        None, "file for the results; default: a dated name in --output", metavar="FILE", last=True
+    )
+    png: str | None = setting(None, "file for the plot; default: the same", metavar="FILE", last=True)
+    html: str | None = setting(None, "file for the page; default: the same", metavar="FILE", last=True)
     output: str = setting(".", "folder for all files", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
-        least = {"seq_len": 0, "batch_size": 1, "lora": 0, "gpus": 1, "steps": 1, "warm": 1, "seed": 0}
-        for name, value in least.items():
-            self._require(name, getattr(self, name) >= value, f"a whole number of at least {value}")
+        super().__post_init__()
         self._require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
         self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
         if self.memory_limit is not None:
-            self._require("memory_limit", parse_gib("memory_limit", self.memory_limit) > 0, "a size above 0")
-        for name, kind in (("dtype", Dtype), ("device", Device), ("optimizer", Optimizer), ("fsdp", Fsdp)):
-            self._require(name, getattr(self, name) in get_args(kind), " or ".join(get_args(kind)))
-        assert set(get_args(Optimizer)) == set(OPTIMIZERS)
-        for name in ("json", "png", "html", "output"):
+            self._require("memory_limit", self.memory_limit_gib > 0, "a size above 0")
+        for name in _FILES:
             self._require(name, getattr(self, name) != "", "a name that is not empty")
         self._require("gpus", self.gpus == 1 or self.sharding != "none", "1, or --fsdp zero2 or zero3 beside it")
         if self.offload_params:
@@ -99,21 +104,22 @@ class ProfileConfig:
                 raise ArgumentValueError(message("optimizer", "another with --offload-params", self.optimizer, hint))
         assert self.ways or self.include
 
-    def _require(self, name: str, met: bool, expected: str) -> None:
-        if not met:
-            raise ArgumentValueError(message(name, expected, repr(getattr(self, name))))
+    @property
+    def memory_limit_gib(self) -> float:
+        """The limit in GiB; 0: none."""
+        return 0.0 if self.memory_limit is None else parse_gib("memory_limit", self.memory_limit)
 
     @property
     def sharding(self) -> str:
-        """How FSDP2 shards; parameters on the host are always sharded whole."""
+        """How FSDP2 shards; parameters on the host are always fully sharded."""
         return FULL if self.offload_params else self.fsdp
 
-    @property
-    def ways(self) -> dict[str, Way]:
-        """Who is profiled, by name.
+    @cached_property
+    def ways(self) -> Mapping[str, Way]:
+        """The implementations, by name.
 
         Raises:
-            ArgumentValueError: An unknown name or policy, a name twice, or a policy for nobody.
+            ArgumentValueError: An unknown name or policy, a name twice, or a policy for none of them.
         """
         between = rf",(?=\s*(?:{'|'.join(IMPLEMENTATIONS)}|{NOBODY})\b|\s*$)"  # a policy has commas of its own
         words = [word.strip() for text in self.impl for word in re.split(between, text) if word.strip()]
@@ -130,18 +136,87 @@ class ProfileConfig:
                 own[name] = policy
             else:
                 raise ArgumentValueError(message("policy", "NAME=POLICY with a name of --impl", repr(text)))
-        found: dict[str, Way] = {}
+        ways: dict[str, Way] = {}
         if words == [NOBODY] and self.include:
-            return found
+            return ways
         for word in words:
             impl, _, policy = word.partition(":")
-            if word in found:
+            if word in ways:
                 raise ArgumentValueError(message("impl", "each name once", f"{word!r} twice"))
-            found[word] = Way(impl=impl, policy=policy or own.get(impl, common))
-        if not found:
+            ways[word] = Way(impl=impl, policy=policy or own.get(impl, common))
+        if not ways:
             raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", "nothing"))
-        return found
+        return ways
+
+    @cached_property
+    def earlier(self) -> list[dict[str, Any]]:
+        """The results in the included files.
+
+        Raises:
+            ArgumentValueError: A file that cannot be read, or holds something else, or a name twice.
+        """
+        expected, results = "a json file of lowtide profile", []
+        for name in self.include:
+            try:
+                result = json.loads(Path(name).expanduser().read_text())
+            except (OSError, ValueError) as error:
+                raise ArgumentValueError(message("include", expected, f"{name} ({error})")) from error
+            if not isinstance(result, dict) or not {"settings", "implementations", "machine", "model"} <= result.keys():
+                raise ArgumentValueError(message("include", expected, name))
+            results.append(result)
+        names = [*(row["name"] for result in results for row in result["implementations"]), *self.ways]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            hint = "Call one of them NAME:POLICY."
+            raise ArgumentValueError(message("include", "each name once", f"{', '.join(twice)} twice", hint))
+        return results
+
+    def check_here(self) -> None:
+        """Raise where files or packages are missing.
+
+        Raises:
+            ArgumentValueError: There is no such model or included file, or a file cannot be written.
+            UnsupportedError: A package is not installed, or ``device`` is a CPU and another option needs a GPU.
+        """
+        for way in self.ways.values():
+            way.check_installed()
+        bitsandbytes = self.optimizer == "adamw-8bit" and "bitsandbytes"
+        for name, package, install in (
+            ("lora", self.lora and "peft", "pip install peft."),
+            ("optimizer", bitsandbytes, "pip install bitsandbytes, or take another."),
+            ("png", self.png is not None and "matplotlib", NO_PLOT),
+        ):
+            if package and importlib.util.find_spec(package) is None:
+                raise UnsupportedError(message(name, f"the package {package} to be installed", "none", install))
+        if self.device == "cpu":
+            self.check_device("cpu", gpus=0)
+        for name in _FILES:
+            file = getattr(self, name)
+            if file is not None and not Path(file).absolute().parent.is_dir():
+                raise ArgumentValueError(message(name, "a file in a folder that exists", file))
+        if self.model not in (AUTO, *SHAPES):
+            config_file(self.model)
+        assert len(self.earlier) == len(self.include)
+
+    def check_device(self, kind: str, *, gpus: int) -> None:
+        """Raise where an option needs a GPU, or more of them than there are.
+
+        Args:
+            kind: ``cuda`` or ``cpu``.
+            gpus: How many there are.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        if kind == "cuda":
+            if self.gpus > gpus:
+                raise UnsupportedError(message("gpus", f"at most the {gpus} here", self.gpus))
+            return
+        if any(way.impl == LIGER for way in self.ways.values()):
+            raise UnsupportedError(message("impl", "a GPU for liger", "a CPU", "Leave liger out."))
+        if self.memory_limit is not None:
+            hint = "Leave it out: a CPU's memory has no limit."
+            raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", hint))
 
     def command(self) -> str:
-        """Return the command that says the same."""
-        return shlex.join(["lowtide", "profile", *options_of(self, but=("output", "json", "png", "html"))])
+        """Return the command with the same settings."""
+        return shlex.join(["lowtide", "profile", *options_of(self, but=("output", *_FILES))])

@@ -1,4 +1,4 @@
-"""Whose each byte is: weights, gradients, optimizer states, layers' activations, the head's, recomputed, transients."""
+"""The owner of each byte: weights, gradients, optimizer states, layers' activations, head, recomputed, transients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lowtide.profile.phases import EMBEDDING, END, FORWARD, HEAD, HEAD_BACKWARD, OPTIMIZER, RECOMPUTE
+from lowtide.profile.phases import EMBEDDING, END, FORWARD, HEAD, HEAD_BACKWARD, OPTIMIZER, RECOMPUTE, Label
 from lowtide.profile.recording import Block, Recording, storages
 
 WEIGHTS, GRADIENTS, OPTIMIZER_STATES = "weights", "gradients", "optimizer"
 ACTIVATIONS, HEAD_OWNER, RECOMPUTED, TRANSIENTS, OTHER = "activations", "head", "recomputed", "transients", "other"
-OWNERS = (WEIGHTS, GRADIENTS, OPTIMIZER_STATES, ACTIVATIONS, HEAD_OWNER, RECOMPUTED, TRANSIENTS, OTHER)
-_EXCHANGE = "FSDP::"  # begins the names of FSDP2's hooks: what they make but weights is on its way between ranks
+OWNERS = {
+    WEIGHTS: Label("weights", "#5b6770", dark=True),
+    GRADIENTS: Label("gradients", "#9fa8ad"),
+    OPTIMIZER_STATES: Label("optimizer states", "#cfd4d6"),
+    ACTIVATIONS: Label("activations saved for backward", "#2f7fb8", dark=True),
+    HEAD_OWNER: Label("head: logits, loss", "#d1602a", dark=True),
+    RECOMPUTED: Label("recomputed", "#8fc1e3"),
+    TRANSIENTS: Label("transients", "#e8b84a"),
+    OTHER: Label("inputs, workspaces", "#b9a3c9"),
+}
+_COMMUNICATION = "FSDP::"  # prefix of FSDP2's hooks: their buffers, weights aside, are in transit between ranks
 _BY_PHASE = {HEAD: HEAD_OWNER, HEAD_BACKWARD: HEAD_OWNER, RECOMPUTE: RECOMPUTED}
 
 
@@ -45,7 +54,7 @@ def known_before(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Iterable[Tensor], device: torch.device
 ) -> Known:
     """Return what is on the device between two steps."""
-    found = Known()
+    known = Known()
     groups = (
         (WEIGHTS, model.parameters()),
         (GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None)),
@@ -54,43 +63,30 @@ def known_before(
     )
     for owner, tensors in groups:
         for address, size in storages(tensors, device).items():
-            found.before.setdefault(address, (owner, size))
-    known = sum(size for _, size in found.before.values())
-    found.baseline = known if device.type == "cpu" else int(torch.cuda.memory_allocated(device))
-    return found
+            known.before.setdefault(address, (owner, size))
+    listed = sum(size for _, size in known.before.values())
+    known.baseline = listed if device.type == "cpu" else int(torch.cuda.memory_allocated(device))
+    return known
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A block's owner, and the phase that it is made in as `Phase.to_text` has it, where the owner is known by that."""
-
-    owner: str
-    detail: str = ""
-
-
-def owners_of(recording: Recording, known: Known) -> list[Owned]:
-    """Return the owner of each block: by identity where that is known, else by the phase in which it was made."""
-    phases, begins = recording.phases, recording.begins
-    # Gradients were looked at when the optimizer began, or when an error ended the step.
-    grown = next(event for phase, event in zip(phases, begins, strict=True) if phase.kind in (OPTIMIZER, END))
-    return [_owner(recording, known, block, grown) for block in recording.blocks]
+def owners_of(recording: Recording, known: Known) -> list[str]:
+    """Return the owner of each block: by identity if that is known, else by the phase that allocated it."""
+    starts = zip(recording.phases, recording.begins, strict=True)
+    # `Known.gradients` was taken when the optimizer began, or when an error ended the step.
+    complete = next(event for phase, event in starts if phase.kind in (OPTIMIZER, END))
+    return [_owner(recording, known, block, complete) for block in recording.blocks]
 
 
-def _owner(recording: Recording, known: Known, block: Block, grown: int) -> Owned:
-    phase = recording.phases[block.phase]
+def _owner(recording: Recording, known: Known, block: Block, complete: int) -> str:
+    kind = recording.phases[block.phase].kind
     if block.end is None and block.address in known.states:
-        return Owned(OPTIMIZER_STATES)
-    if block.address in known.gradients and _is_live(block, grown):
-        return Owned(GRADIENTS)
-    if any(_is_live(block, event) for event in recording.weights.get(block.address, ())):
-        return Owned(WEIGHTS, "gathered")
-    if block.operation.startswith(_EXCHANGE):
-        return Owned(TRANSIENTS, phase.to_text())
-    if phase.kind in (FORWARD, EMBEDDING) and _is_live(block, recording.begins[block.phase + 1]):
-        return Owned(ACTIVATIONS, phase.to_text())
-    return Owned(_BY_PHASE.get(phase.kind, TRANSIENTS), phase.to_text())
-
-
-def _is_live(block: Block, event: int) -> bool:
-    """Whether a block is live before the event of a number."""
-    return block.begin < event and (block.end is None or block.end >= event)
+        return OPTIMIZER_STATES
+    if block.address in known.gradients and block.is_live_before(complete):
+        return GRADIENTS
+    if any(block.is_live_before(event) for event in recording.weights.get(block.address, ())):  # gathered
+        return WEIGHTS
+    if block.operation.startswith(_COMMUNICATION):
+        return TRANSIENTS
+    if kind in (FORWARD, EMBEDDING) and block.is_live_before(recording.begins[block.phase + 1]):
+        return ACTIVATIONS
+    return _BY_PHASE.get(kind, TRANSIENTS)

@@ -286,7 +286,7 @@
         html("td", { class: "text" }, one.phase), html("td", { class: "text" }, one.owner)));
       return html("div", { class: "scroll" }, html("table", {}, html("tr", {},
         html("th", {}, swatch(row.color), ` ${label(row)}`), html("th", {}, unit[0]),
-        html("th", { class: "text" }, "made in"), html("th", { class: "text" }, "counted as")), ...lines));
+        html("th", { class: "text" }, "allocated in"), html("th", { class: "text" }, "counted as")), ...lines));
     }));
   }
 

@@ -1,7 +1,7 @@
 """What a step allocates and frees, by phase: every event of PyTorch's allocators, on a CPU and on a GPU alike.
 
 The allocators report to the profiler, address by address, so its events miss nothing: scratch inside operators, C++
-kernels and backward's threads too. Phases stand among them as marks on the same clock.
+kernels and backward's threads too. Phases are marks among them, on the same clock.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from lowtide.profile.phases import END, Phase, PhaseMarks, mended
+from lowtide.profile.phases import END, Phase, PhaseMarks, with_whole_recomputes
 
-_MARK = "lowtide phase: "
-_WEIGHTS = "lowtide weights: "
+_MARK = "lowtide mark: "
 _STEP = "lowtide step"
 _ENGINE = "autograd::engine::evaluate_function: "
 
@@ -31,10 +31,10 @@ class Block:
     Attributes:
         address: Where.
         bytes: How many; on a GPU as its allocator rounds them.
-        begin: The number of the event that made it.
-        end: Of the one that freed it; None where it outlives the recording.
-        operation: The outermost operation that it was made in.
-        phase: The number of the phase (of `Recording.phases`) that it was made in.
+        begin: The number of the event that allocated it.
+        operation: The outermost operation that allocated it.
+        phase: The number of its phase in `Recording.phases`.
+        end: The number of the event that freed it; None if it outlives the recording.
     """
 
     address: int
@@ -44,6 +44,22 @@ class Block:
     phase: int
     end: int | None = None
 
+    def is_live_before(self, event: int) -> bool:
+        """Return whether the block is live just before the event of a number."""
+        return self.begin < event and (self.end is None or self.end >= event)
+
+
+class Event(NamedTuple):
+    """An allocation or a free: its time, bytes (negative: freed), address, and the number of its block.
+
+    The block is None for a free of what was there before the recording.
+    """
+
+    time_ns: int
+    bytes: int
+    address: int
+    block: int | None
+
 
 @dataclass
 class Recording:
@@ -51,21 +67,15 @@ class Recording:
 
     Attributes:
         blocks: Every allocation, in order.
-        times_ns: When each event (an allocation or a free) was.
-        deltas: Bytes that each allocated, or freed (below 0).
-        event_blocks: The number of each event's block; None for a free of what was there before.
-        freed_before: The addresses of what was there before and freed in the step, by the event's number.
+        events: Every allocation and free, in order of time.
         phases: In order; the last is the step's end.
         begins: The number of the first event in each phase.
         begins_ns: When each phase began.
-        weights: The numbers of the events after which an address held a module's weights, as it was about to read them.
+        weights: For addresses, the numbers of the events before which a module's weights were there, about to be read.
     """
 
     blocks: list[Block] = field(default_factory=list)
-    times_ns: list[int] = field(default_factory=list)
-    deltas: list[int] = field(default_factory=list)
-    event_blocks: list[int | None] = field(default_factory=list)
-    freed_before: dict[int, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     begins_ns: list[int] = field(default_factory=list)
@@ -73,127 +83,110 @@ class Recording:
 
     def totals(self) -> list[int]:
         """Return the bytes that are live after each event, above what was live when the recording began."""
-        found, total = [], 0
-        for delta in self.deltas:
-            total += delta
-            found.append(total)
-        return found
-
-    def live_at(self, event: int) -> Iterator[tuple[int, Block]]:
-        """Yield the blocks, and their numbers, that are live when an event has happened."""
-        for number, block in enumerate(self.blocks):
-            if block.begin > event:
-                return
-            if block.end is None or block.end > event:
-                yield number, block
+        return list(accumulate(event.bytes for event in self.events))
 
 
 @contextmanager
 def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
-    """Record one step's allocations on one kind of device; the recording is filled when the block ends.
-
-    Also where the block ends by an error: what was allocated until then is what is asked for most.
+    """Record one step's allocations on one kind of device, up to the error if it fails.
 
     Args:
-        marks: What tells the phases.
+        marks: Which phase the step is in.
         device: Which kind.
 
     Yields:
-        The `Recording`, empty until then.
+        The `Recording`, empty until the block ends.
     """
-    found = Recording()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 lets two lines a profile through to stderr
-    before = marks.tell
+    recording = Recording()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 prints two lines per profile to stderr
+    before = marks.on_begin
+    marked: list[Phase | set[int]] = []  # a phase that begins, or the addresses of weights about to be read
 
-    def tell(phase: Phase) -> None:
+    def mark(what: Phase | set[int]) -> None:
+        marked.append(what)
+        # not by an operator, which a selective checkpoint would count
+        with torch._C._profiler._RecordFunctionFast(f"{_MARK}{len(marked) - 1}"):
+            pass
+
+    def on_begin(phase: Phase) -> None:
         before(phase)
-        _mark(_MARK + phase.to_text())
+        mark(phase)
 
-    addresses: list[set[int]] = []
+    def on_weights(module: nn.Module) -> None:
+        mark(set(storages(module.parameters(), device)))
 
-    def see_weights(module: nn.Module) -> None:
-        addresses.append(set(storages(module.parameters(), device)))
-        _mark(f"{_WEIGHTS}{len(addresses) - 1}")
-
-    marks.tell, marks.see_weights = tell, see_weights
+    marks.on_begin, marks.on_weights = on_begin, on_weights
     # Without the CUDA activity: both allocators report to the CPU side, and what kernels do is for the trace.
     profiler = profile(use_kineto=True, profile_memory=True)
     try:
         # The tree of some versions lacks an event that no operation surrounds: what Python frees between two of them.
         with profiler, torch._C._profiler._RecordFunctionFast(_STEP):
-            yield found
+            yield recording
     finally:
-        marks.tell, marks.see_weights = before, lambda _: None
+        marks.on_begin, marks.on_weights = before, lambda _: None
         if profiler.kineto_results is not None:
-            _fill(found, profiler.kineto_results.experimental_event_tree(), device.type, addresses)
-
-
-def _mark(name: str) -> None:
-    """Put a name among the events, not by an operator: a selective checkpoint would count that."""
-    with torch._C._profiler._RecordFunctionFast(name):
-        pass
+            _fill(recording, profiler.kineto_results.experimental_event_tree(), device.type, marked)
 
 
 def storages(tensors: Iterable[Any], device: torch.device) -> dict[int, int]:
     """Return address and bytes of the tensors' storages on one kind of device, each once; of shards their own."""
-    found = {}
+    sizes = {}
     with torch.no_grad():
         for tensor in tensors:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if isinstance(local, Tensor) and local.device.type == device.type:
                 storage = local.untyped_storage()
                 if storage.nbytes():
-                    found[storage.data_ptr()] = storage.nbytes()
-    return found
+                    sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
-def _fill(found: Recording, tree: list[Any], kind: str, addresses: list[set[int]]) -> None:
-    """Read the events of one kind of device, and the marks, out of a finished profile."""
-    events = sorted(_events(tree, ""), key=lambda event: event[0])  # stable: equal times keep the order of arrival
+def _fill(recording: Recording, tree: list[Any], kind: str, marked: list[Phase | set[int]]) -> None:
+    """Read the events of one kind of device, and the marks, from a finished profile."""
+    profiled = sorted(_events(tree), key=lambda event: event[0])  # stable: equal times keep the order of arrival
     live: dict[int, int] = {}
-    for time_ns, operation, node in events:
-        if node is None and operation.startswith(_WEIGHTS):
-            for address in addresses[int(operation.removeprefix(_WEIGHTS))]:
-                found.weights.setdefault(address, []).append(len(found.deltas))
-            continue
+
+    def begin(phase: Phase, time_ns: int) -> None:
+        recording.phases.append(phase)
+        recording.begins.append(len(recording.events))
+        recording.begins_ns.append(time_ns)
+
+    for time_ns, operation, node in profiled:
+        event = len(recording.events)
         if node is None:
-            found.phases.append(Phase.from_text(operation.removeprefix(_MARK)))
-            found.begins.append(len(found.deltas))
-            found.begins_ns.append(time_ns)
+            mark = marked[int(operation.removeprefix(_MARK))]
+            if isinstance(mark, Phase):
+                begin(mark, time_ns)
+                continue
+            for address in mark:
+                recording.weights.setdefault(address, []).append(event)
             continue
-        told = node.extra_fields
-        if str(told.device).partition(":")[0] != kind or not told.alloc_size:
+        allocation = node.extra_fields
+        address, size = allocation.ptr, allocation.alloc_size
+        if str(allocation.device).partition(":")[0] != kind or not size:
             continue
-        event, number = len(found.deltas), None
-        if told.alloc_size > 0:
-            number = live[told.ptr] = len(found.blocks)
-            phase = max(len(found.phases) - 1, 0)
-            found.blocks.append(Block(told.ptr, told.alloc_size, event, operation, phase))
-        elif told.ptr in live:
-            number = live.pop(told.ptr)
-            found.blocks[number].end = event
-        else:
-            found.freed_before[event] = told.ptr
-        found.times_ns.append(time_ns)
-        found.deltas.append(told.alloc_size)
-        found.event_blocks.append(number)
-    if not found.phases or found.phases[-1].kind != END:  # an error ended the step
-        found.phases.append(Phase(END))
-        found.begins.append(len(found.deltas))
-        found.begins_ns.append(events[-1][0] if events else 0)
-    found.phases[:] = mended(found.phases)
+        if size > 0:
+            block: int | None = len(recording.blocks)
+            live[address] = len(recording.blocks)
+            recording.blocks.append(Block(address, size, event, operation, max(len(recording.phases) - 1, 0)))
+        elif (block := live.pop(address, None)) is not None:
+            recording.blocks[block].end = event
+        recording.events.append(Event(time_ns, size, address, block))
+    if not recording.phases or recording.phases[-1].kind != END:  # an error ended the step
+        begin(Phase(END), profiled[-1][0] if profiled else 0)
+    recording.phases[:] = with_whole_recomputes(recording.phases)
 
 
-def _events(tree: list[Any], outer: str) -> Iterator[tuple[int, str, Any]]:
+def _events(tree: list[Any]) -> Iterator[tuple[int, str, Any]]:
     """Yield time, outermost operation and node of each allocation; time, name and None of each mark."""
-    stack = [(node, outer) for node in reversed(tree)]
+    stack = [(node, "") for node in reversed(tree)]
     while stack:
         node, operation = stack.pop()
         if type(node.extra_fields).__name__ == "_ExtraFields_Allocation":
             yield node.start_time_ns, operation, node
             continue
         name = node.name
-        if name.startswith((_MARK, _WEIGHTS)):
+        if name.startswith(_MARK):
             yield node.start_time_ns, name, None
             continue
         inside = operation or ("" if name == _STEP else name.removeprefix(_ENGINE))

@@ -1,4 +1,4 @@
-"""``lowtide profile``: each implementation in a process of its own, then tables, picture, page and json."""
+"""``lowtide profile``: each implementation in its own process, then tables, plot, page and json."""
 
 from __future__ import annotations
 
@@ -6,207 +6,198 @@ import dataclasses
 import importlib.util
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowtide.bench.harness import chosen_device, chosen_dtype
-from lowtide.bench.results import Files, begin, replace
-from lowtide.bench.ways import LIGER, Way, language_part
-from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Row, Run, chosen_device
+from lowtide.bench.results import Files, replace
+from lowtide.bench.way import LOWTIDE, Way
+from lowtide.bench.ways import language_part
+from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
-from lowtide.measure.units import parse_gib
-from lowtide.profile.config import AUTO, ProfileConfig
-from lowtide.profile.flops import device_peak, step_flop
-from lowtide.profile.include import include, read_profiles
-from lowtide.profile.looks import title_of
+from lowtide.memory.planner.gpus import DEFAULT as ANY_GPU
+from lowtide.memory.planner.gpus import GPUS, known_as
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_costs import attention_flop, gemm_sizes
+from lowtide.memory.planner.shapes import read_shape
+from lowtide.profile.config import AUTO, NO_PLOT, ProfileConfig
 from lowtide.profile.page import write_page
 from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
-from lowtide.profile.picture import draw_profile
-from lowtide.profile.table import line, tables
-from lowtide.profile.way_run import measure
+from lowtide.profile.plot import draw_profile
+from lowtide.profile.steps import measure
+from lowtide.profile.tables import ROWS, tables, title_of
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 GPU_MODEL, GPU_TOKENS, CPU_TOKENS = "llama-3.2-1b", 8192, 1024
-NO_PICTURES = "pip install 'lowtide[plot]'"
-_PACKAGES = ("liger-kernel", "peft", "bitsandbytes")
+_OWN = ("json", "png", "html", "output", "impl", "policy", "fsdp", "include")  # settings of this process alone
+_SAME_JOB = (
+    "model", "seq_len", "batch_size", "dtype", "device", "optimizer", "lora", "offload_params", "sharding", "gpus",
+)  # fmt: skip
+_SAME_MACHINE = ("gpu", "cpu", "torch", "transformers")
 
 
-def run(config: ProfileConfig, say: Callable[[str], object]) -> dict[str, Any]:
-    """Profile each implementation, tell its row as it is known, write all files, and return what the json tells.
+def _check(config: ProfileConfig) -> None:
+    config.check_here()
+    if config.ways:
+        config.check_device(chosen_device(config.device).type, gpus=torch.cuda.device_count())
+        _language_model(config)
 
-    Args:
-        config: What.
-        say: Gets the text.
 
-    Raises:
-        UnsupportedError: There is no such device, or too few GPUs; a package that was asked for is not installed.
-        ArgumentValueError: There is no such model, or a file cannot be written.
-    """
-    earlier = read_profiles(config.include)
-    _check_names(config, earlier)
-    files, told = _begin(config) if config.ways else _begin_again(config, earlier[0])
-    include(told, earlier)
-    say(f"{title_of(told)}\n\n")
-    for row in told["implementations"]:
-        say(line(row))
+def _measure(run: Run[ProfileConfig]) -> None:
+    """Measure each implementation, show the included ones beside them, and write the plot and the page."""
+    config = run.config
+    if config.ways:
+        _describe_job(run)
+    else:
+        first = config.earlier[0]
+        gpu = first["machine"]["gpu"] if first["settings"]["device"] == "cuda" else None
+        run.files = Files.prepare(config.output, f"{first['date']}-profile", gpu)
+        run.result = {**first, "command": config.command()}
+    stem = run.files.json.with_suffix("")
+    if config.json is not None:
+        run.files = Files(Path(config.json))
+    rows: list[Row] = []
+    run.result["implementations"] = rows
+    included = _included_rows(run.result, config.earlier)
+    if config.earlier:
+        run.result["included"] = [*run.result.get("included", ()), *(other["command"] for other in config.earlier)]
+    run.say(f"{title_of(run.result)}\n\n{ROWS.header}")
+    for row in included:
+        run.add(row, rows, ROWS)
     for name, way in config.ways.items():
-        stem = files.json.with_name(f"{files.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}")
-        ended = _in_children(way, told["settings"], stem)
+        ended = _in_children(way, run.result["settings"], f"{stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}")
         row = {"name": name, "impl": way.impl, "policy": way.policy, **_result(ended)}
-        _add_rates(row, told["step_tflop"], told["peak_tflops"])
-        told["implementations"].append(row)
-        say(line(row))
-        files.write_json(told)
-    written = _write(config, files, told)
-    say(tables(told))
-    for file in written:
-        say(f"written: {file}\n")
-    if importlib.util.find_spec("matplotlib") is None:
-        say(f"no picture: matplotlib is not installed. {NO_PICTURES}\n")
-    return told
+        add_rates(row, run.result["step_tflop"], run.result["peak_tflops"])
+        run.add(row, rows, ROWS)
+    run.say(tables(run.result))
+    _write_pages(run)
 
 
-def _begin(config: ProfileConfig) -> tuple[Files, dict[str, Any]]:
-    """Return the files of a run, and what its json tells first."""
-    device = chosen_device(config.device)
-    settings = _settings(config, device)
-    _check(config, device)
-    whole = model_config(settings["model"], vocab_size=settings["vocab_size"])
-    model = language_part(whole)
+def _describe_job(run: Run[ProfileConfig]) -> None:
+    """Add to the result what is measured: settings without "auto", the model, its FLOP and the device's peak."""
+    config, cuda = run.config, run.device.type == "cuda"
+    name = _model_name(config, cuda=cuda)
+    whole, model = _language_model(config)
+    settings = {
+        **{name: value for name, value in dataclasses.asdict(config).items() if name not in _OWN},
+        "model": name,
+        "seq_len": config.seq_len or (GPU_TOKENS if cuda else CPU_TOKENS),
+        "vocab_size": TrainConfig.vocab_size,
+        "dtype": run.dtype_name,
+        "device": run.device.type,
+        "sharding": config.sharding,
+        "memory_limit": config.memory_limit_gib,
+    }
     inside = "" if model is whole else f", the {model.model_type} inside"
-    peak = device_peak(device, getattr(torch, settings["dtype"]))
-    flop, why_not = step_flop(model.to_dict(), settings["seq_len"], settings["batch_size"], lora=config.lora > 0)
-    files, about = begin(config.output, "profile", config.command(), device, _PACKAGES)
-    return files, {
-        **about,
+    text = model.get_text_config()
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
+    peak = device_peak(run.device, run.dtype)
+    flop, why_not = step_flop(model.to_dict(), settings["seq_len"], config.batch_size, lora=config.lora > 0)
+    run.result |= {
         "settings": settings,
-        "model": {"name": _name(settings["model"]) + inside, **_shape(model)},
+        "model": {
+            "name": title_name(name) + inside,
+            "model_type": text.model_type,
+            **{size: getattr(text, size, None) for size in sizes},
+        },
         "peak_tflops": None if peak is None else peak / 1e12,
         "step_tflop": {kind: value / 1e12 for kind, value in flop.items()},
         "flop_note": why_not,
-        "implementations": [],
     }
 
 
-def _begin_again(config: ProfileConfig, first: dict[str, Any]) -> tuple[Files, dict[str, Any]]:
-    """Return the same where nothing is to be measured: what the first profile told, but for its implementations."""
-    gpu = first["machine"]["gpu"] if first["settings"]["device"] == "cuda" else None
-    files = Files.prepare(config.output, f"{first['date']}-profile", gpu)
-    return files, {**first, "command": config.command(), "implementations": []}
+def _model_name(config: ProfileConfig, *, cuda: bool) -> str:
+    return (GPU_MODEL if cuda else DEFAULT) if config.model == AUTO else config.model
 
 
-def _check_names(config: ProfileConfig, earlier: list[dict[str, Any]]) -> None:
-    """Raise where two implementations have one name."""
-    names = [*(row["name"] for one in earlier for row in one["implementations"]), *config.ways]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        hint = "Call one of them NAME:POLICY."
-        raise ArgumentValueError(message("include", "each name once", f"{', '.join(twice)} twice", hint))
+def _language_model(config: ProfileConfig) -> tuple[Any, Any]:
+    """Return the config of the model, and of the causal language model inside it, which may be itself."""
+    name = _model_name(config, cuda=chosen_device(config.device).type == "cuda")
+    whole = model_config(name, vocab_size=TrainConfig.vocab_size)
+    return whole, language_part(whole)
 
 
-def _settings(config: ProfileConfig, device: torch.device) -> dict[str, Any]:
-    """Return what a child needs, with nothing left to choose."""
-    cuda = device.type == "cuda"
-    own = {"json", "png", "html", "output", "impl", "policy", "fsdp", "include"}
-    kept = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
-    return {
-        **kept,
-        "model": (GPU_MODEL if cuda else DEFAULT) if config.model == AUTO else config.model,
-        "seq_len": config.seq_len or (GPU_TOKENS if cuda else CPU_TOKENS),
-        "vocab_size": TrainConfig.vocab_size,
-        "dtype": str(chosen_dtype(config.dtype, device)).removeprefix("torch."),
-        "device": device.type,
-        "sharding": config.sharding,
-        "memory_limit": 0.0 if config.memory_limit is None else parse_gib("memory_limit", config.memory_limit),
-    }
-
-
-def _check(config: ProfileConfig, device: torch.device) -> None:
-    """Raise where what was asked for cannot begin."""
-    for way in config.ways.values():
-        way.check_installed()
-        if way.impl == LIGER and device.type != "cuda":
-            raise UnsupportedError(message("impl", "a GPU for liger", "a CPU", "Leave liger out."))
-    if config.lora and importlib.util.find_spec("peft") is None:
-        raise UnsupportedError(message("lora", "the package peft to be installed", "none", "pip install peft."))
-    if config.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        hint = "pip install bitsandbytes, or take another."
-        raise UnsupportedError(message("optimizer", "the package bitsandbytes to be installed", "none", hint))
-    if config.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError(message("png", "matplotlib to be installed", "none", NO_PICTURES))
-    if config.memory_limit is not None and device.type != "cuda":
-        raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", "Leave it out: a CPU's memory has no limit."))
-    if device.type == "cuda" and config.gpus > torch.cuda.device_count():
-        raise UnsupportedError(message("gpus", f"at most the {torch.cuda.device_count()} here", config.gpus))
-    for name in ("json", "png", "html"):
-        file = getattr(config, name)
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise ArgumentValueError(message(name, "a file in a folder that exists", file))
-
-
-def _name(model: str) -> str:
-    """Return what a title calls a model: its built-in name, else that of its folder or file."""
+def title_name(model: str) -> str:
+    """Return a model's name in titles: its built-in name, else that of its folder or file."""
     path = Path(model).expanduser()
     if model in SHAPES or not path.exists():
         return model
-    return (
-        path.resolve().parent.name
-        if path.name == "config.json"
-        else path.stem
-        if path.is_file()
-        else path.resolve().name
+    if path.is_file() and path.name != "config.json":
+        return path.stem
+    path = path.resolve()
+    return path.parent.name if path.is_file() else path.name
+
+
+def _included_rows(result: Mapping[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the implementations of earlier profiles, with a note if they ran on another machine or version.
+
+    Raises:
+        ArgumentValueError: One of them measured another job, so nothing in it can be compared.
+    """
+    rows = []
+    for other in earlier:
+        for name in _SAME_JOB:
+            here, there = result["settings"][name], other["settings"].get(name)
+            if here != there:
+                raise ArgumentValueError(message("include", f"a profile with {name} {here}, as now", there))
+        machine, theirs = result["machine"], other["machine"]
+        differs = [f"{name} {theirs.get(name)}" for name in _SAME_MACHINE if theirs.get(name) != machine.get(name)]
+        for row in other["implementations"]:
+            notes = [row["note"]] if "note" in row else []
+            notes += [f"measured on {', '.join(differs)}"] if differs else []
+            rows.append({**row, "note": "; ".join(notes)} if notes else row)
+    return rows
+
+
+def step_flop(
+    settings: Mapping[str, Any], seq_len: int, batch_size: int, *, lora: bool
+) -> tuple[dict[str, float], str | None]:
+    """Return the FLOP of a step's GEMMs by kind of phase, and why there are none if the model cannot be counted.
+
+    Two per multiply-add; causal attention without the masked half; backward twice forward; recompute does not count.
+    GEMMs with frozen weights have one gradient, not two.
+
+    Args:
+        settings: The model's config.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences.
+        lora: Whether weights are frozen; the adapters' own GEMMs do not count.
+    """
+    try:
+        shape = read_shape(settings)
+    except LowtideError as error:
+        return {}, str(error).partition(". ")[0]  # without the planner's hint
+    job = Job(  # the formulas read neither GPU, dtype nor optimizer
+        shape=shape, seq_len=seq_len, batch_size=batch_size, gpu=GPUS[ANY_GPU], dtype=torch.bfloat16, optimizer="adamw"
     )
+    gemms, attention = 2 * job.tokens * sum(map(sum, gemm_sizes(job))), attention_flop(job)
+    head = 2.0 * job.tokens * shape.vocab_params
+    gradients = 1 if lora else 2
+    flop = {
+        FORWARD: shape.layers * (gemms + attention),
+        HEAD: head,
+        HEAD_BACKWARD: gradients * head,
+        BACKWARD: shape.layers * (gradients * gemms + 2 * attention),
+    }
+    return flop, None
 
 
-def _shape(model: Any) -> dict[str, Any]:
-    """Return the sizes that a reader wants to see, as far as the config has them."""
-    text = model.get_text_config()
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
-    return {"model_type": text.model_type, **{name: getattr(text, name, None) for name in names}}
+def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the device's FLOP per second for a dtype according to its data sheet, None if we have none."""
+    name = known_as(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if name is None:
+        return None
+    return GPUS[name].peak32 if dtype == torch.float32 else GPUS[name].peak
 
 
-def _in_children(way: Way, settings: dict[str, Any], stem: Path) -> list[ChildResult]:
-    """Run an implementation's ranks, each a process, and return how they ended, the first first."""
-    arguments = (dataclasses.asdict(way), settings, str(stem))
-    if settings["sharding"] == "none":
-        return [run_child(measure, *arguments, env=ALLOCATOR)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = settings["gpus"]
-    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-    def rank(number: int) -> ChildResult:
-        return run_child(
-            measure, *arguments, env={**ALLOCATOR, **group, "RANK": str(number), "LOCAL_RANK": str(number)}
-        )
-
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(rank, range(world)))
-
-
-def _result(ended: list[ChildResult]) -> dict[str, Any]:
-    """Return what the first rank tells, or why it tells nothing: the last line of a rank that failed."""
-    if ended[0].value is not None:
-        return dict(ended[0].value)
-    failed = next((one for one in ended if one.returncode not in (0, -15)), ended[0])
-    lines = [text for text in failed.stderr.strip().splitlines() if text.strip()]
-    errors = [text for text in lines if re.match(r"[\w.]+(Error|Exception)\b", text)]
-    if failed.returncode < 0:
-        hint = " (the system kills what takes too much host memory)" if failed.returncode == -9 else ""
-        return {"failed": f"ended by signal {-failed.returncode}{hint}"}
-    last = (errors or lines or [f"ended with status {failed.returncode}"])[-1]
-    return {"failed": last.removeprefix("lowtide.errors.UnsupportedError: ")[:300]}
-
-
-def _add_rates(row: dict[str, Any], tflop: dict[str, float], peak_tflops: float | None) -> None:
-    """Add the TFLOP a second of the parts and of the whole step, and the share of the device's peak."""
+def add_rates(row: dict[str, Any], tflop: Mapping[str, float], peak_tflops: float | None) -> None:
+    """Add TFLOP/s of the parts and of the whole step, and the share of the device's peak."""
     if not tflop or "seconds" not in row:
         return
     times = row["time_by_kind_ms"]
@@ -221,18 +212,57 @@ def _add_rates(row: dict[str, Any], tflop: dict[str, float], peak_tflops: float 
         row["mfu"] = row["tflops"]["step"] / peak_tflops
 
 
-def _write(config: ProfileConfig, files: Files, told: dict[str, Any]) -> list[Path]:
-    """Write the json, the picture and the page where they are to lie, and return where that is."""
-    if config.json is not None:
-        files.json.unlink()
-        files = Files(Path(config.json))
-    files.write_json(told)
-    written = [files.json]
-    page = Path(config.html) if config.html is not None else files.json.with_suffix(".html")
-    picture = Path(config.png) if config.png is not None else files.json.with_suffix(".png")
-    drawn = any("peak" in row for row in told["implementations"])
-    if drawn and importlib.util.find_spec("matplotlib") is not None:
-        replace(picture, lambda at: draw_profile(at, told))
-        written.append(picture)
-    replace(page, lambda at: write_page(at, files.json.read_text()))
-    return [*written, page]
+def _in_children(way: Way, settings: dict[str, Any], stem: str) -> list[ChildResult]:
+    """Run an implementation's ranks, each a process, and return how they ended, in order."""
+    arguments = (dataclasses.asdict(way), settings, stem)
+    if settings["sharding"] == "none":
+        return [run_child(measure, *arguments, env=ALLOCATOR)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = settings["gpus"]
+    group = {**ALLOCATOR, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def run_rank(rank: int) -> ChildResult:
+        return run_child(measure, *arguments, env={**group, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run_rank, range(world)))
+
+
+def _result(ended: list[ChildResult]) -> dict[str, Any]:
+    """Return the first rank's result, or why there is none: the last line of a rank that failed."""
+    if ended[0].value is not None:
+        return dict(ended[0].value)
+    failed = next((one for one in ended if one.returncode not in (0, -15)), ended[0])
+    if failed.returncode < 0:
+        hint = " (the system kills processes that take too much host memory)" if failed.returncode == -9 else ""
+        return {"failed": f"ended by signal {-failed.returncode}{hint}"}
+    lines = [text for text in failed.stderr.strip().splitlines() if text.strip()]
+    errors = [text for text in lines if re.match(r"[\w.]+(Error|Exception)\b", text)]
+    last = (errors or lines or [f"ended with status {failed.returncode}"])[-1]
+    return {"failed": last.removeprefix("lowtide.errors.UnsupportedError: ")[:300]}
+
+
+def _write_pages(run: Run[ProfileConfig]) -> None:
+    """Write the json, the plot and the page, and print their paths; the harness prints the json's."""
+    config, result = run.config, run.result
+    run.save()
+    page = Path(config.html) if config.html is not None else run.files.json.with_suffix(".html")
+    plot = Path(config.png) if config.png is not None else run.files.json.with_suffix(".png")
+    if importlib.util.find_spec("matplotlib") is None:
+        run.say(f"no plot: matplotlib is not installed. {NO_PLOT}\n")
+    elif any("peak" in row for row in result["implementations"]):
+        replace(plot, lambda at: draw_profile(at, result))
+        run.say(f"written: {plot}\n")
+    replace(page, lambda at: write_page(at, run.files.json.read_text()))
+    run.say(f"written: {page}\n")
+
+
+PROFILE = Benchmark(
+    name="profile",
+    measure=_measure,
+    failed=lambda row: row["impl"] == LOWTIDE and not row.get("failed", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY),
+    packages=("liger-kernel", "peft", "bitsandbytes"),
+    check=_check,
+)

@@ -1,4 +1,4 @@
-"""A recording as what is drawn: memory over the step's time, by owner; the peak's owners; its largest blocks."""
+"""A recording as the json has it: memory over the step's time, by owner; the peak's owners; its largest blocks."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from itertools import pairwise
 from typing import Any
 
 from lowtide.measure.units import gib
-from lowtide.profile.owners import ACTIVATIONS, OTHER, OWNERS, Known, Owned, owners_of
+from lowtide.profile.owners import ACTIVATIONS, OTHER, OWNERS, Known, owners_of
 from lowtide.profile.phases import FORWARD, KINDS, Phase
 from lowtide.profile.recording import Recording
 
 POINTS = 2500  # of a timeline, at most
-TOLERANCE = 1 / 2000  # of the peak, by which what is drawn may be off: less than a pixel
+TOLERANCE = 1 / 2000  # of the peak, the error of what is drawn: less than a pixel
 LARGEST = 8  # blocks at the peak that are listed
 
 
 def segments(phases: Sequence[Phase], lengths_ms: Sequence[float]) -> list[dict[str, Any]]:
-    """Return the phases of a step with begin and end in ms, neighbours that are the same as one.
+    """Return the phases of a step with begin and end in ms, equal neighbours merged.
 
     Args:
         phases: In order; the last is the step's end.
         lengths_ms: Of all but the last.
     """
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     now = 0.0
     for phase, length in zip(phases, lengths_ms, strict=False):
-        if found and found[-1]["name"] == str(phase):
-            found[-1]["end_ms"] = now + length
-        else:
-            told = {"name": str(phase), "kind": phase.kind, "layer": phase.layer}
-            found.append({**told, "begin_ms": now, "end_ms": now + length})
+        if not parts or parts[-1]["name"] != str(phase):
+            parts.append({"name": str(phase), "kind": phase.kind, "layer": phase.layer, "begin_ms": now})
         now += length
-    return found
+        parts[-1]["end_ms"] = now
+    return parts
 
 
 def describe(recording: Recording, known: Known, lengths_ms: Sequence[float]) -> dict[str, Any]:
@@ -42,76 +40,88 @@ def describe(recording: Recording, known: Known, lengths_ms: Sequence[float]) ->
     Args:
         recording: Of a step.
         known: What was on the device before, and what is known by identity.
-        lengths_ms: Of each phase but the last, as steps without a recording took them.
+        lengths_ms: Of each phase but the last, in steps without recording.
     """
-    owned = owners_of(recording, known)
-    totals = recording.totals()
-    peak = max(range(len(totals)), key=totals.__getitem__, default=-1)
-    if peak >= 0 and totals[peak] < 0:
-        peak = -1  # nothing was ever above what was there before
-    at = _places(recording, lengths_ms)
+    owners, totals = owners_of(recording, known), recording.totals()
+    peak = max(range(-1, len(totals)), key=lambda event: totals[event] if event >= 0 else 0)  # -1: before the step
+    highest = known.baseline + (totals[peak] if peak >= 0 else 0)
+    tolerance = highest * TOLERANCE
+    while len(rows := drawn(*_changes(recording, known, owners), tolerance, peak)) > POINTS:
+        tolerance *= 2
+    at_peak = next(sizes for event, sizes in rows if event == peak)
+    blocks = zip(recording.blocks, owners, strict=True)
+    live = [(block, owner) for block, owner in blocks if block.is_live_before(peak + 1)]
+    at = _times(recording, lengths_ms)
+    layers: dict[str, int] = defaultdict(int)
+    for block, owner in live:
+        if owner == ACTIVATIONS:
+            phase = recording.phases[block.phase]
+            layers[f"layer {phase.layer}" if phase.kind == FORWARD else str(phase)] += block.bytes
+    reached = max((n for n, begin in enumerate(recording.begins) if begin <= max(peak, 0)), default=0)
     return {
-        "timeline": _timeline(recording, known, owned, at, peak),
+        "timeline": {
+            "ms": [round(at[event], 4) if event >= 0 else 0.0 for event, _ in rows],
+            "gib": [_short(sum(sizes)) for _, sizes in rows],
+            "owners": {owner: [_short(sizes[i]) for _, sizes in rows] for i, owner in enumerate(OWNERS)},
+            "tolerance_gib": _short(int(tolerance)),
+        },
         "peak": {
-            "gib": gib(known.baseline + (totals[peak] if peak >= 0 else 0)),
+            "gib": gib(highest),
             "ms": at[peak] if peak >= 0 else 0.0,
-            "phase": str(_phase_at(recording, peak)),
-            **_at_peak(recording, known, owned, peak),
+            "phase": str(recording.phases[reached]),
+            "owners_gib": {owner: gib(size) for owner, size in zip(OWNERS, at_peak, strict=True)},
+            "activations_gib": {layer: gib(size) for layer, size in layers.items()},
+            "largest": [
+                {
+                    "gib": gib(block.bytes),
+                    "operation": block.operation,
+                    "phase": str(recording.phases[block.phase]),
+                    "owner": owner,
+                }
+                for block, owner in sorted(live, key=lambda one: -one[0].bytes)[:LARGEST]
+            ],
         },
         "allocations": len(recording.blocks),
     }
 
 
-def _phase_at(recording: Recording, event: int) -> Phase:
-    """Return the phase in which an event happened."""
-    number = max((n for n, begin in enumerate(recording.begins) if begin <= max(event, 0)), default=0)
-    return recording.phases[number]
+def _times(recording: Recording, lengths_ms: Sequence[float]) -> list[float]:
+    """Return the time of each event in ms of a step that was not recorded: each phase is stretched to its length there.
 
-
-def _places(recording: Recording, lengths_ms: Sequence[float]) -> list[float]:
-    """Return when each event was, in ms of a step that nobody recorded: each phase is stretched to its length there.
-
-    On a GPU the allocator runs ahead of the kernels: an event stands where its phase stands, not where the host was.
+    On a GPU the allocator runs ahead of the kernels: an event is drawn in its phase, not at the host's time.
     """
-    found: list[float] = []
     now = 0.0
-    bounds = [*recording.begins, len(recording.deltas)]
+    bounds = [*recording.begins, len(recording.events)]
+    times = [0.0] * bounds[0]  # before the first phase
     for number, (first, last) in enumerate(pairwise(bounds)):
         if number >= len(lengths_ms):  # after the step's end
-            found += [now] * (last - first)
+            times += [now] * (last - first)
             continue
         length, begin = lengths_ms[number], recording.begins_ns[number]
         span = max(recording.begins_ns[number + 1] - begin, 1)
-        found += [now + length * (recording.times_ns[event] - begin) / span for event in range(first, last)]
+        times += [now + length * (event.time_ns - begin) / span for event in recording.events[first:last]]
         now += length
-    return [0.0] * (len(recording.deltas) - len(found)) + found  # before the first phase
+    return times
 
 
-def _timeline(
-    recording: Recording, known: Known, owned: Sequence[Owned], at: Sequence[float], peak: int
-) -> dict[str, Any]:
-    """Return time, bytes in all, and bytes by owner, at the events that a picture needs."""
+def _changes(recording: Recording, known: Known, owners: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the bytes of each owner before the step, and of each event the owner's place and the change."""
+    before = dict.fromkeys(OWNERS, 0)
+    for owner, size in known.before.values():
+        before[owner] += size
+    before[OTHER] += known.baseline - sum(before.values())  # workspaces, and other processes' tensors
+    place = {owner: i for i, owner in enumerate(OWNERS)}
     changes = []
-    for event, (delta, number) in enumerate(zip(recording.deltas, recording.event_blocks, strict=True)):
-        owner = owned[number].owner if number is not None else _owner_before(recording, known, event)
-        changes.append((OWNERS.index(owner), delta))
-    before = list(_before(known).values())
-    top = max(known.baseline, known.baseline + max(recording.totals(), default=0))
-    tolerance = top * TOLERANCE
-    while len(rows := drawn(before, changes, tolerance, peak)) > POINTS:
-        tolerance *= 2
-    return {
-        "ms": [round(at[event], 4) if event >= 0 else 0.0 for event, _ in rows],
-        "gib": [_short(sum(sizes)) for _, sizes in rows],
-        "owners": {owner: [_short(sizes[i]) for _, sizes in rows] for i, owner in enumerate(OWNERS)},
-        "tolerance_gib": _short(int(tolerance)),
-    }
+    for event in recording.events:
+        freed_before, _ = known.before.get(event.address, (OTHER, 0))
+        changes.append((place[freed_before if event.block is None else owners[event.block]], event.bytes))
+    return list(before.values()), changes
 
 
 def drawn(
     before: Sequence[int], changes: Sequence[tuple[int, int]], tolerance: float, always: int
 ) -> list[tuple[int, list[int]]]:
-    """Return the events at which a step function of several parts has to be drawn, and the parts behind each.
+    """Return the events at which a step function of several parts has to be drawn, and the parts after each.
 
     Between two of them neither a part nor the sum is further than the tolerance from what is drawn.
 
@@ -122,65 +132,20 @@ def drawn(
         always: An event that is drawn whatever it changes.
     """
     live, shown, total, shown_total = list(before), list(before), sum(before), sum(before)
-    found = [(-1, list(before))]
+    rows = [(-1, list(before))]
     for event, (part, delta) in enumerate(changes):
         live[part] += delta
         total += delta
         far = abs(live[part] - shown[part]) > tolerance or abs(total - shown_total) > tolerance
         if far or event in (always, len(changes) - 1):
             shown, shown_total = list(live), total
-            found.append((event, shown))
-    return found
+            rows.append((event, shown))
+    return rows
 
 
 def _short(size: int) -> float:
-    """Return GiB with as many digits as a picture can show of a model of any size."""
+    """Return GiB with as many digits as a plot can show of a model of any size."""
     return float(f"{gib(size):.6g}")
-
-
-def _before(known: Known) -> dict[str, int]:
-    live = dict.fromkeys(OWNERS, 0)
-    for owner, size in known.before.values():
-        live[owner] += size
-    live[OTHER] += known.baseline - sum(live.values())  # workspaces, and what others hold
-    return live
-
-
-def _owner_before(recording: Recording, known: Known, event: int) -> str:
-    return known.before.get(recording.freed_before.get(event, 0), (OTHER, 0))[0]
-
-
-def _at_peak(recording: Recording, known: Known, owned: Sequence[Owned], peak: int) -> dict[str, Any]:
-    """Return the peak's bytes by owner, its activations by layer, and its largest blocks."""
-    owners = _before(known)
-    layers: dict[str, int] = defaultdict(int)
-    live = list(recording.live_at(peak)) if peak >= 0 else []
-    for number, block in live:
-        owners[owned[number].owner] += block.bytes
-        if owned[number].owner == ACTIVATIONS:
-            layers[owned[number].detail] += block.bytes
-    for event in recording.freed_before:
-        if event <= peak:
-            owners[_owner_before(recording, known, event)] += recording.deltas[event]
-    largest = sorted(live, key=lambda one: -one[1].bytes)[:LARGEST]
-    return {
-        "owners_gib": {owner: gib(owners[owner]) for owner in OWNERS},
-        "activations_gib": {_of_layer(detail): gib(size) for detail, size in layers.items()},
-        "largest": [
-            {
-                "gib": gib(block.bytes),
-                "operation": block.operation,
-                "phase": str(recording.phases[block.phase]),
-                "owner": owned[number].owner,
-            }
-            for number, block in largest
-        ],
-    }
-
-
-def _of_layer(detail: str) -> str:
-    phase = Phase.from_text(detail)
-    return f"layer {phase.layer}" if phase.kind == FORWARD else str(phase)
 
 
 def time_by_kind(parts: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
+from lowtide.train.model import count
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
 from lowtide.train.settings import Settings
 
@@ -206,7 +207,7 @@ def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> It
 def _adapters(model: Any) -> Adapters | int:
     """Return peft's adapters as the planner has them; else how many parameters they are."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    numbers = sum(p.numel() for p in trained.values())
+    numbers = count(trained.values())
     ranks = {len(p) for name, p in trained.items() if _LORA_A in name}
     targets = {name.partition(_LORA_A)[0].rpartition(".")[2] for name in trained if _LORA_A in name}
     if len(ranks) != 1 or not targets <= set(PROJECTIONS):

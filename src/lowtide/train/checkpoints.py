@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -26,11 +27,12 @@ MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
 TOKENS = "tokens.bin"
 COMPLETE = "complete"  # in a checkpoint, written last
-_STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
+STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 _RUN_FILE_ASIDE = f"{RUN_FILE}.new"
 _BEFORE_RUN_FILE = {_RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.json", f"{TOKENS}.part"}
-_LEFTOVERS = {RUN_FILE, _STAGING, LOG_FILE, "runs", *_BEFORE_RUN_FILE}
+_LEFTOVERS = {RUN_FILE, STAGING, LOG_FILE, "runs", *_BEFORE_RUN_FILE}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ALMOST_FULL = 2**24  # bytes
 # how PyTorch's archives report that the disk is full or the folder gone
 _NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
 
@@ -155,7 +157,7 @@ def write_run_file(output: Path, content: dict[str, Any]) -> None:
     aside = output / _RUN_FILE_ASIDE
     try:
         output.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(output / _STAGING, ignore_errors=True)
+        shutil.rmtree(output / STAGING, ignore_errors=True)
         for path in output.glob("checkpoint-*"):
             if not (path / COMPLETE).is_file():
                 shutil.rmtree(path, ignore_errors=True)
@@ -195,7 +197,7 @@ def write_folder(final: Path, write: Callable[[Path], object], *, publish: bool 
     Raises:
         SaveError: it could not be written.
     """
-    staged = final.parent / _STAGING / final.name
+    staged = final.parent / STAGING / final.name
     try:
         write(staged)
         if publish:
@@ -205,7 +207,7 @@ def write_folder(final: Path, write: Callable[[Path], object], *, publish: bool 
                 final.rename(old)
             staged.rename(final)
             _flush(final.parent)
-            shutil.rmtree(final.parent / _STAGING, ignore_errors=True)
+            shutil.rmtree(final.parent / STAGING, ignore_errors=True)
     except Exception as error:
         shutil.rmtree(staged, ignore_errors=True)
         if not is_not_written(error):
@@ -226,7 +228,7 @@ def is_not_written(error: BaseException) -> bool:
 
 def save_error(path: Path, error: BaseException) -> SaveError:
     """Return the error for something that could not be written."""
-    reason = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = getattr(error, "strerror", None) or _system_reason(path, error)
     complete = checkpoints(path.parent)
     left = (
         f"{complete[-1].name} is complete: go on from it with --resume_from_checkpoint true"
@@ -236,8 +238,23 @@ def save_error(path: Path, error: BaseException) -> SaveError:
     return SaveError(f"could not write {path} ({reason}). Make room or choose another --output. {left}.")
 
 
+def _system_reason(path: Path, error: BaseException) -> str:
+    """Return what the system would call an error of PyTorch's or safetensors' writers."""
+    text = str(error)
+    if found := re.search(r"\(os error (\d+)\)", text):
+        return os.strerror(int(found[1]))
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if shutil.disk_usage(folder).free < _ALMOST_FULL:
+        return os.strerror(errno.ENOSPC)
+    return os.strerror(errno.EIO) if any(sign in text for sign in _NOT_WRITTEN) else (text.splitlines() or ["?"])[0]
+
+
 def why(error: BaseException) -> str:
     """Return an error of whatever kind in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if "PytorchStreamReader" in str(error) or "inline_container" in str(error):
+        return "a file that torch.save wrote is damaged"
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

@@ -23,7 +23,7 @@ from lowtide.train.config import TrainConfig
 from lowtide.train.files import find_data
 from lowtide.train.parallel import launched_ranks
 from lowtide.train.prepare import share_data
-from lowtide.train.quiet import hide_unused, quiet_transformers
+from lowtide.train.quiet import quiet_transformers
 from lowtide.train.report import show_comparison
 from lowtide.train.result import (
     EARLY_STEPS,
@@ -129,11 +129,10 @@ def train_in_child(
     settings: Mapping[str, Any], tokens: str | None, turn: tuple[str, str, str, int] | None, label: str
 ) -> dict[str, Any]:
     """Train without saving and return the result as JSON: the child's side."""
-    config = TrainConfig.from_json(settings)
-    hide_unused(config)
     quiet_transformers()
     callbacks = () if turn is None else (Turns(Path(turn[0]), turn[1], turn[2], turn[3]),)
     file = None if tokens is None else Path(tokens)
+    config = TrainConfig.from_json(settings)
     result = run(config, save=False, label=label, tokens=file, callbacks=callbacks, reports=False)
     return {**result.to_json(), "steps_seconds": result.steps_seconds}
 

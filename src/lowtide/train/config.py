@@ -75,8 +75,8 @@ class TrainConfig:
     )
     tokenizer: str | None = _setting(
         None,
-        "a folder with a tokenizer; without it, the model's own, or for random weights a byte-level BPE trained on the "
-        "data",
+        "a folder with a tokenizer, or the name of a Hub model in the local cache; without it, the model's own, or for "
+        "random weights a byte-level BPE trained on the data",
         metavar="PATH",
         fixed=True,
     )

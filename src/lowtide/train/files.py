@@ -105,6 +105,11 @@ class Sources:
         """Whether all files are text, none of them rows."""
         return all(file.kind == "text" for file in self.files)
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether any of them is read by `datasets`."""
+        return any(file.kind not in ("text", "jsonl") for file in self.files)
+
     def fingerprint(self, *arguments: object) -> str:
         """Return a digest of all files' names, sizes and times of change, and of the arguments' representations.
 

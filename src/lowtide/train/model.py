@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.train.parallel import built_whole, first_does, receives_weights, uses_fsdp
 from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
 
@@ -41,26 +42,41 @@ def model_config(name: str, *, vocab_size: int) -> Any:
 def random_model(config: Any, *, seed: int, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
     """Return the causal language model of a config with random weights, the same ones in each dtype.
 
+    On a process that receives its shard of the first one's weights they are not written, and take no memory.
+
     Raises:
         ArgumentValueError: the config describes no causal language model.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
     own = {"attn_implementation": attention} if attention else {}
-    with _loading(str(getattr(config, "model_type", "config"))):
+    receives = receives_weights()
+    nowhere = init_empty_weights(include_buffers=False) if receives else nullcontext()
+    with _loading(str(getattr(config, "model_type", "config"))), built_whole(), nowhere:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **own)
+    if receives:
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(torch.empty(p.shape), requires_grad=p.requires_grad))
+        model.tie_weights()
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = torch.empty_like(parameter, dtype=dtype) if receives else parameter.data.to(dtype)
     model.config.dtype = dtype
-    return model
+    return _saves_tied_once(model)
 
 
-def pretrained_model(folder: Path, **kwargs: Any) -> Any:
+def pretrained_model(folder: Path, *, dtype: Any = "auto", alone: bool = False, **kwargs: Any) -> Any:
     """Return the model in a folder, with all of its weights.
+
+    On a process that receives its shard of the first one's weights, those of another dtype than the file's are not
+    written, and take no memory; the others are the file's pages.
 
     Args:
         folder: where it is; nothing is downloaded.
+        dtype: of the weights; "auto": the file's.
+        alone: this process reads it by itself, whole; otherwise all do, and ZeRO-3 leaves each its shard.
         kwargs: of ``AutoModelForCausalLM.from_pretrained``.
 
     Raises:
@@ -68,15 +84,37 @@ def pretrained_model(folder: Path, **kwargs: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    with _loading(str(folder)):
+    receives = receives_weights() and not alone and "quantization_config" not in kwargs
+    with _loading(str(folder)), built_whole() if alone else nullcontext():
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True, **kwargs
+            folder, dtype="auto" if receives else dtype, local_files_only=True, output_loading_info=True, **kwargs
         )
     if lacking := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
         got = f"{folder}, which lacks {len(lacking)}, {lacking[0]} among them"
         hint = "They would be random: save the whole model, or name its config.json to train from scratch."
         raise ArgumentValueError(message("model", "a folder with all the model's weights", got, hint))
+    if uses_fsdp() and not alone:
+        dtypes, model.config.dtype = first_does(lambda: (_dtypes(model), model.config.dtype))
+        for name, parameter in model.named_parameters():
+            if receives and parameter.dtype != dtypes[name]:
+                parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
+    return _saves_tied_once(model)
+
+
+def _dtypes(model: Any) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+def _saves_tied_once(model: Any) -> Any:
+    """Leave the second name of tied weights out of saved files, as for one process; FSDP and DeepSpeed untie copies."""
+    if tied := getattr(model, "all_tied_weights_keys", None):
+        model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *tied}
     return model
+
+
+def count(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Return how many numbers parameters have in all processes together; ZeRO-3 leaves each one its shard."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
 def check_model(model: Any, *, seq_len: int) -> None:

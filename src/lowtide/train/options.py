@@ -100,14 +100,10 @@ def parse(
 
 def _check(name: str, value: Any, *, fine_tunes: bool) -> None:
     """Raise where there is no such option."""
-    own, known = (
-        {field for field in TrainConfig.__dataclass_fields__ if field != "options"},
-        names(fine_tunes=fine_tunes),
-    )
-    hint = _OLD_VALUES.get(name, {}).get(str(value)) or (_OLD.get(name) if name not in own else None)
-    if hint:
-        expected = "TRL's name of the option"
-        raise ArgumentValueError(message(_flag(name), expected, f"one of an earlier version. Use {hint}"))
+    own, known = set(TrainConfig.__dataclass_fields__) - {"options"}, names(fine_tunes=fine_tunes)
+    if hint := _OLD_VALUES.get(name, {}).get(str(value)) or (_OLD.get(name) if name not in own else None):
+        expected = "TRL's name of the option" if name in _OLD else "true or false"
+        raise ArgumentValueError(message(_flag(name), expected, "one of an earlier version", f"Use {hint}"))
     if name in own or name in ALIASES or known is None or name.removeprefix("no_") in known:
         return
     if not fine_tunes and (of_trl := names(fine_tunes=True)) and name.removeprefix("no_") in of_trl:

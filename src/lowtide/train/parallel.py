@@ -10,12 +10,14 @@ import contextlib
 import gc
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.train.files import find_data
 
 if TYPE_CHECKING:
     from lowtide.train.config import TrainConfig
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+# of accelerate's configurations, what a run does not have
+_UNKNOWN = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _FIRST_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _FIRST_REPORTS_SECONDS = 3.0
 # accelerate's names in its files, where the variable is not ACCELERATE_ and the name in capitals
@@ -61,28 +65,34 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     """Set accelerate's variables for the engine of a run, while it lasts.
 
     Raises:
-        ArgumentValueError: the launcher is configured for another engine, or DeepSpeed is not installed.
+        ArgumentValueError: the launcher is configured for another engine, or one that a run does not have, or DeepSpeed
+            is not installed.
     """
+    for name in filter(_is_on, _UNKNOWN):
+        hint = "Choose none of it in accelerate's configuration: DDP, FSDP2 and DeepSpeed's ZeRO work."
+        raise ArgumentValueError(message("parallel", "an engine of lowtide train", f"{name}=true", hint))
     own = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
+    deepspeed = _USE_DEEPSPEED in own or uses_deepspeed() or bool(config.options.get("deepspeed"))
     for name in (_USE_FSDP, _USE_DEEPSPEED):
         if config.parallel != AUTO and _is_on(name) and name not in own:
             hint = "Name the engine in one place: leave --parallel out, or start with torchrun."
             got = f"{config.parallel}, and {name}=true from accelerate's configuration"
             raise ArgumentValueError(message("parallel", "what the launcher is configured for", got, hint))
-    installed = importlib.util.find_spec("deepspeed") is not None
-    if (_USE_DEEPSPEED in own or uses_deepspeed()) and not installed:
+    if deepspeed and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or take --parallel fsdp2."
         raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
     before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED, _FIRST_READS)}
     os.environ.update(own)
-    if launched_ranks() > 1 and installed:
-        # accelerate imports it in any run where it is installed. Functions of it have the group of that moment as a
-        # default argument: one that is there already would never end, nor its threads (see leave_group).
-        with contextlib.suppress(Exception):  # a broken one concerns only those who use it
-            importlib.import_module("deepspeed")
+    # accelerate and transformers import these wherever they are installed: seconds, and 200 MiB. Functions of DeepSpeed
+    # have the process group of that moment as a default argument, which could not end then (see leave_group)
+    unused = {"deepspeed": not deepspeed, "datasets": not config.fine_tunes and not find_data(config.data).has_tables}
+    hidden = [name for name, is_unused in unused.items() if is_unused and name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
     finally:
+        for name in hidden:
+            del sys.modules[name]
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -100,9 +110,20 @@ def uses_deepspeed() -> bool:
     return _is_on(_USE_DEEPSPEED)
 
 
+def zero_stage() -> int | None:
+    """Return DeepSpeed's stage; None where a configuration of its own has it."""
+    stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
+    return int(stage) if stage.isdecimal() else None
+
+
 def all_read() -> None:
     """Let each rank have all of the weights before FSDP shards them, until `engine_of` ends."""
     os.environ[_FIRST_READS] = "false"
+
+
+def receives_weights() -> bool:
+    """Return whether FSDP gives this process its shard of the first one's weights, whatever it has itself."""
+    return uses_fsdp() and _is_on(_FIRST_READS) and not is_first_rank()
 
 
 @contextlib.contextmanager
@@ -127,8 +148,8 @@ def engine_line(name: str) -> str | None:
     if ranks == 1:
         return None if name == AUTO else f"parallel one process, so nothing is sharded ({name})"
     if uses_deepspeed():
-        stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
-        return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage.isdecimal() else "")
+        stage = zero_stage()
+        return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
     if uses_fsdp():
         return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are sharded"
     return f"parallel {ranks} processes, DDP: each has the whole model"
@@ -141,7 +162,7 @@ def settle(accelerator: Any) -> None:
         ArgumentValueError: FSDP is configured in its first version.
     """
     import torch
-    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 
     state = accelerator.state
     if uses_fsdp() and state.distributed_type == DistributedType.MULTI_CPU:
@@ -149,7 +170,7 @@ def settle(accelerator: Any) -> None:
         state.fsdp_plugin = FullyShardedDataParallelPlugin()
         if state.mixed_precision != "no":
             state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
-        state.distributed_type = DistributedType.FSDP
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is None:
         return

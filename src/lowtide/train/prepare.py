@@ -20,9 +20,9 @@ from lowtide.train.bpe import load_tokenizer, train_tokenizer
 from lowtide.train.checkpoints import TOKENS
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data
-from lowtide.train.metrics import StepMetrics
-from lowtide.train.model import check_model, check_vocabulary, model_config, pretrained_model, random_model
-from lowtide.train.parallel import built_whole, first_does
+from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
+from lowtide.train.monitor import StepMetrics
+from lowtide.train.parallel import first_does
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
 from lowtide.train.tokens import write_tokens
@@ -119,7 +119,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, settings, sources)
         check_vocabulary(shape, len(tokenizer))
         if run.tokens is None:
-            _write_tokens(file, config, settings, sources, tokenizer)
+            _write_tokens(file, config, settings, sources, tokenizer, resumes=run.checkpoint is not None)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -127,10 +127,9 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     shape.pad_token_id = tokenizer.pad_token_id
     blocks, held_out = Blocks(file, "train"), Blocks(file, "held_out")
     run.lines.append(f"tokens   {len(blocks) * run.seq_len:,} in {len(blocks):,} sequences, {len(held_out)} held out")
-    with built_whole():
-        dtype = getattr(torch, settings.model.dtype)
-        run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
-    check_model(run.model, seq_len=run.seq_len)
+    dtype = getattr(torch, settings.model.dtype)
+    run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
+    first_does(lambda: check_model(run.model, seq_len=run.seq_len))  # another may have no weights
     _patch(run)
     args.eval_on_start = run.checkpoint is None
     run.trainer = PreTrainer(
@@ -166,6 +165,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
             check=lambda row: _check_template(tokenizer, row),
             check_key=str(tokenizer.chat_template),
         )
+    args.dataset_text_field = "text"  # whatever the column's name was in the files
     run.seq_len = args.max_length or max(map(len, rows[0].values()))
     skipped = f", {notes.skipped:,} with nothing to train on skipped" if notes.skipped else ""
     run.lines.append(f"rows     {describe(rows)}{skipped}")
@@ -202,7 +202,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     except (ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
-        why = " ".join(str(error).split())[:400]
+        why = " ".join(str(error).split())[:400].rstrip(".")
         raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
     run.lines += _learned(run.trainer.train_dataset, tokenizer)
 
@@ -217,7 +217,7 @@ def _patch(run: Run) -> None:
 def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) -> Any:
     """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
     if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer)
+        return load_tokenizer(model_folder(config.tokenizer) or config.tokenizer)
     return train_tokenizer(
         sources,
         vocab_size=config.vocab_size,
@@ -227,7 +227,9 @@ def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) ->
     )
 
 
-def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any) -> None:
+def _write_tokens(
+    file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any, *, resumes: bool = False
+) -> None:
     """Tokenise as much of the data as the run's steps take."""
     args = settings.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -241,6 +243,7 @@ def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: 
         held_out=config.held_out,
         blocks=args.max_steps * rows if args.max_steps > 0 else None,
         seed=args.seed,
+        resumes=resumes,
     )
 
 
@@ -248,7 +251,7 @@ def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
     """Return the tokenizer of a pretrained model, its chat template and end-of-text token as the options say."""
     from transformers import AutoTokenizer
 
-    where = Path(config.tokenizer).expanduser() if config.tokenizer else folder
+    where = (model_folder(config.tokenizer) or config.tokenizer) if config.tokenizer else folder
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             where, local_files_only=True, trust_remote_code=args.trust_remote_code
@@ -300,8 +303,8 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"length   the config is for {positions:,} positions: the model has not been trained on those after them"
     if run.config.offload_states and not run.config.memory_budget:
         yield "states   the optimizer states are in host memory from forward on, and come back in backward"
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    if trained < sum(p.numel() for p in run.model.parameters()):
+    trained = count(p for p in run.model.parameters() if p.requires_grad)
+    if trained < count(run.model.parameters()):
         yield f"adapters {trained / 1e6:,.2f} M parameters are trained"
     elif run.settings.model.dtype == "bfloat16":
         yield (

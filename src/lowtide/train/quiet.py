@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
-
-from lowtide.train.config import TrainConfig
-from lowtide.train.files import find_data
 
 
 def quiet_transformers() -> None:
@@ -18,6 +14,10 @@ def quiet_transformers() -> None:
     # which lowtide computes without logits
     warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(trl|transformers|peft|accelerate)\.")
+    # DeepSpeed calls the collectives by their old names
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    # transformers' save_pretrained reads the storage of each weight
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
     # peft imports it wherever it is installed
     for name in ("bitsandbytes", "datasets", "accelerate", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -42,22 +42,3 @@ def stay_offline(*, pushes: bool) -> None:
     if not pushes:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ.setdefault(name, "1")
-
-
-def hide_unused(config: TrainConfig) -> None:
-    """Let no library import DeepSpeed or `datasets` in this process where a run has no use for them.
-
-    accelerate and transformers import them wherever they are installed, which takes seconds and 200 MiB. Call it before
-    these are imported: nothing is hidden that is there already.
-
-    Args:
-        config: the run's settings.
-    """
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
-    if not uses_deepspeed and not config.parallel.startswith("zero") and not config.options.get("deepspeed"):
-        sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
-    resumes = config.options.get("resume_from_checkpoint")  # another config
-    if "transformers" in sys.modules or resumes or config.fine_tunes:
-        return
-    if all(file.kind in ("text", "jsonl") for file in find_data(config.data).files):  # tables are read with it
-        sys.modules.setdefault("datasets", None)  # type: ignore[arg-type]

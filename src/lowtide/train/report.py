@@ -12,6 +12,7 @@ from rich.table import Table
 from lowtide.measure.units import mib
 from lowtide.train.checkpoints import MERGED
 from lowtide.train.config import TrainConfig
+from lowtide.train.model import count
 from lowtide.train.parallel import engine_line
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
 def show_start(console: Console, run: Run) -> None:
     """Print what is about to be trained on what."""
     config, args, model = run.config, run.settings.args, run.model
-    parameters, vocabulary = sum(p.numel() for p in model.parameters()), model.config.get_text_config().vocab_size
+    parameters, vocabulary = count(model.parameters()), model.config.get_text_config().vocab_size
     loss = "patched by lowtide" if run.patched else "stock"
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     length = f"{steps:,} steps" if (steps := args.max_steps) > 0 else f"{args.num_train_epochs:g} epochs"

@@ -102,7 +102,8 @@ def load_rows(
     notes, notes_file = Notes(), cache / "notes.json"
 
     def converted(notes: Notes) -> Iterator[tuple[Row, object]]:
-        for row, place in (found for source in sources.files for found in _read(source)):
+        name = columns.get("text", text_field)
+        for row, place in (found for source in sources.files for found in _read(source, name)):
             try:
                 one = _convert(_renamed(row, columns), "text" if columns else text_field, notes)
                 if one is not None and check is not None:
@@ -162,13 +163,13 @@ def _kinds(row: Row) -> dict[str, str]:
 
 
 def _as_json(value: Any) -> Any:
-    """Return JSON text for datasets' Json: of an object, `datasets` itself would round the numbers to ten digits."""
+    """Return JSON text for datasets' Json: of an object, `datasets` itself would write ten digits of a number."""
     return [_as_json(one) for one in value] if isinstance(value, list) else json.dumps(value, default=str)
 
 
 def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
     """Return a row's columns under the names that the user gave them; the row itself where there are none."""
-    if not columns or isinstance(row, _Text):
+    if not columns:
         return row
     if absent := [name for name in columns.values() if name not in row]:
         raise Malformed(f"no column {absent[0]!r}, but {', '.join(map(str, row))}")
@@ -182,11 +183,12 @@ def _convert(row: Row, text_field: str, notes: Notes) -> Row | None:
     Raises:
         Malformed: it has none of the formats.
     """
-    if isinstance(row, _Text):
-        return dict(row) if row["text"] else None
     found = [names for names in ((text_field,), *_FORMATS) if all(name in row for name in names)]
     full = [names for names in found if all(row[name] is not None for name in names)]
     match next(iter(full or found), None):
+        case [name] if name == text_field:
+            text = _text(row, name)
+            return {"text": text} if text else None
         case ["messages" | "conversations" as name]:
             system = _text(row, "system") if name == "conversations" else ""
             opening = [{"role": "system", "content": system}] if system else []
@@ -198,9 +200,6 @@ def _convert(row: Row, text_field: str, notes: Notes) -> Row | None:
         case ["instruction", "output"]:
             parts = [_text(row, "instruction"), _text(row, "input")]
             prompt, completion = "".join(f"{part}\n\n" for part in parts if part), _text(row, "output")
-        case [_]:
-            text = _text(row, text_field)
-            return {"text": text} if text else None
         case _:
             columns = ", ".join(map(str, row)) or "none"
             raise Malformed(
@@ -276,12 +275,8 @@ def _bad_row(error: Exception, place: object) -> ArgumentValueError:
     return ArgumentValueError(f"data: {place}: {why}")
 
 
-class _Text(dict[str, Any]):
-    """A row that is a part of a text file, whatever the columns of other files are."""
-
-
-def _read(source: Source) -> Iterator[tuple[Row, object]]:
-    """Yield the rows of a source and the place of each.
+def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
+    """Yield the rows of a source and the place of each; those of a text file have one column of the given name.
 
     Raises:
         ArgumentValueError: it cannot be read.
@@ -289,7 +284,7 @@ def _read(source: Source) -> Iterator[tuple[Row, object]]:
     path = source.path
     if source.kind == "text":
         for begin in range(0, source.size, _TEXT_BYTES):
-            yield _Text(text=read_text(path, begin, begin + _TEXT_BYTES)), Place(path, begin)
+            yield {text_name: read_text(path, begin, begin + _TEXT_BYTES)}, Place(path, begin)
     elif source.kind == "jsonl":
         yield from read_lines(path, 0, source.size)
     else:
@@ -298,7 +293,7 @@ def _read(source: Source) -> Iterator[tuple[Row, object]]:
             yield from ((row, f"row {number:,} of {path}") for number, row in enumerate(rows, start=1))
         except OSError as error:
             raise unreadable(path, error) from error
-        except (ValueError, RecursionError, csv.Error) as error:  # pyarrow's and datasets' errors are ValueErrors
+        except (ValueError, RuntimeError, csv.Error) as error:  # which those of pyarrow and datasets are
             got = f"{path} ({' '.join(str(error).split())[:300]})"
             raise ArgumentValueError(message("data", "a file or dataset of rows", got)) from error
 

@@ -22,14 +22,13 @@ from lowtide.train.checkpoints import Complete, why, write_folder
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.files import find_data
-from lowtide.train.logs import JsonLog
-from lowtide.train.metrics import Recorder
 from lowtide.train.model import pretrained_model, stored_dtype
+from lowtide.train.monitor import Monitor
 from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_group
 from lowtide.train.prepare import Run, prepare
-from lowtide.train.progress import ProgressDisplay
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
+from lowtide.train.resuming import check_engine, readable
 from lowtide.train.settings import trainer_settings
 from lowtide.train.shapes import model_folder
 
@@ -116,7 +115,10 @@ class _Runner:
             raise
 
     def _result(self, tokens: Path | None, callbacks: tuple[Any, ...]) -> TrainResult | Terminated:
-        config, began = self.config, None if self.checkpoint is None else checkpoints.read_run_file(self.output)
+        config, began = self.config, None
+        if self.checkpoint is not None:
+            check_engine(self.checkpoint)
+            began = checkpoints.read_run_file(self.output)
         text = find_data(config.data).is_text
         settings = trainer_settings(config, self.output, save=self.save, text=text)
         args = settings.args
@@ -125,7 +127,7 @@ class _Runner:
             args = settings.args
         self.run = one = Run(config, settings, self.output, checkpoint=self.checkpoint, tokens=tokens)
         stop = SaveAndStop(saves=self.save)
-        one.callbacks = [*callbacks, Recorder(one.metrics), stop, *self._displays(one, args)]
+        one.callbacks = [*callbacks, *self._callbacks(one, args), stop]
         prepare(one)
         one.trainer.remove_callback(PrinterCallback)
         if config.offload_states:
@@ -159,12 +161,10 @@ class _Runner:
             show_result(self.console, result, config)
         return result
 
-    def _displays(self, one: Run, args: Any) -> list[Any]:
-        callbacks: list[Any] = []
-        if args.disable_tqdm:
-            callbacks.append(ProgressDisplay(self.console, one.metrics, self.label))
-        if self.save and args.should_log:
-            callbacks.append(JsonLog(self.output / checkpoints.LOG_FILE, one.metrics))
+    def _callbacks(self, one: Run, args: Any) -> list[Any]:
+        file = self.output / checkpoints.LOG_FILE if self.save else None
+        console = self.console if args.disable_tqdm else None
+        callbacks: list[Any] = [Monitor(one.metrics, console=console, label=self.label, file=file)]
         if self.save:
             callbacks.append(Complete(one.settings.keep))
         if self.config.early_stopping_patience:
@@ -194,7 +194,11 @@ class _Runner:
             ArgumentValueError: the checkpoint cannot be read.
         """
         try:
-            one.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+            if self.checkpoint is None:
+                one.trainer.train()
+            else:
+                with readable(self.checkpoint, one.trainer, self.output / checkpoints.STAGING) as folder:
+                    one.trainer.train(resume_from_checkpoint=str(folder))
         except Exception as error:
             if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
@@ -227,7 +231,7 @@ class _Runner:
 
         base = model_folder(self.config.model)
         assert base is not None
-        model = pretrained_model(base, dtype=torch.float32)
+        model = pretrained_model(base, dtype=torch.float32, alone=True)
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
         merged.to(stored_dtype(base)).save_pretrained(folder)
         assert self.run is not None

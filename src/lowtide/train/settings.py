@@ -22,10 +22,12 @@ _ALWAYS = {  # of every run
     "logging_first_step": True,
     "logging_nan_inf_filter": False,  # a NaN is logged as one
     "log_on_each_node": False,
+    "log_level_replica": "error",
     "disable_tqdm": True,
     "report_to": "none",
     "save_strategy": "steps",
     "save_steps": 100,
+    "eval_steps": 100,  # transformers' default is logging_steps
     "save_total_limit": 2,
     # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
     "ddp_find_unused_parameters": False,
@@ -106,6 +108,13 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if args.mixed_precision != precision:  # the launcher's, which would be used
+        expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."
+        raise ArgumentValueError(message("mixed_precision of accelerate", expected, repr(args.mixed_precision), hint))
+    if args.fp16 and args.device.type == "cpu":
+        hint = "Take --bf16 or float32 on a CPU."
+        raise ArgumentValueError(message("--fp16", "a GPU, as float16 is for GPUs only", "a CPU", hint))
     if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; several GPUs are torchrun's to start
         args._n_gpu = 1
     keep, args.save_total_limit = args.save_total_limit, None  # a checkpoint is removed once a newer one is complete
@@ -137,6 +146,7 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
         raise ArgumentValueError(message("early_stopping_patience", expected, "none", hint))
     if config.early_stopping_patience:
         own |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        own["save_steps"] = options.get("eval_steps", own["eval_steps"])  # every model that may be the best is saved
     return {name: value for name, value in own.items() if name not in options}
 
 

@@ -29,7 +29,7 @@ from lowtide.train.files import Sources, read_lines, read_text
 
 IGNORED = -100  # the label of a token that is not predicted
 _PIECE_BYTES_PER_TOKEN = 32  # of a block: some eight blocks a piece
-_BATCH_CHARACTERS = 2**18  # tokenised at once
+_BATCH_BYTES = 2**18  # tokenised at once
 
 
 class Pieces:
@@ -48,16 +48,16 @@ class Pieces:
     def __init__(self, sources: Sources, *, text_field: str, seq_len: int, seed: int) -> None:
         self._files = [file for file in sources.files if file.kind in ("text", "jsonl")]
         self._text_field = text_field
-        sizes = [file.size for file in self._files]
+        self._sizes = [file.size for file in self._files]
         if tables := tuple(file for file in sources.files if file.kind not in ("text", "jsonl")):
             from lowtide.train.rows import load_rows
 
             self._rows = load_rows(Sources(tables), columns={"text": text_field}, text_field=text_field)[0]
-            sizes.append(self._rows.data.nbytes)
-        self.bytes = sum(sizes)
+            self._sizes.append(self._rows.data.nbytes)
+        self.bytes = sum(self._sizes)
         most = min(max(_PIECE_BYTES_PER_TOKEN * seq_len, self.bytes >> 20), 2**20)
         self._piece_bytes = max(64, min(most, self.bytes // 32))  # a tenth is held out: that has to be some pieces
-        self._ends = list(itertools.accumulate(-(-size // self._piece_bytes) for size in sizes))
+        self._ends = list(itertools.accumulate(-(-size // self._piece_bytes) for size in self._sizes))
         self.order: list[int] = _permutation(self._ends[-1], str(seed)).tolist()
 
     def documents(self, piece: int) -> list[str]:
@@ -66,18 +66,26 @@ class Pieces:
         Raises:
             ArgumentValueError: a file was removed, is not UTF-8, or a row has no text.
         """
-        index = bisect.bisect_right(self._ends, piece)
-        begin = (piece - (self._ends[index - 1] if index else 0)) * self._piece_bytes
-        end = begin + self._piece_bytes
+        index, begin, end = self._range(piece)
         if index == len(self._files):
-            rows, size = len(self._rows), self._rows.data.nbytes
-            return list(self._rows[begin * rows // size : min(end, size) * rows // size]["text"])
+            rows, size = len(self._rows), self._sizes[index]
+            return list(self._rows[begin * rows // size : end * rows // size]["text"])
         file = self._files[index]
         if file.kind == "text":
             texts = [read_text(file.path, begin, end)]
         else:
             texts = [self._text(row, place) for row, place in read_lines(file.path, begin, end)]
         return [text for text in texts if text]
+
+    def bytes_of(self, piece: int) -> int:
+        """Return the size of one piece as files have it, which a line that begins in it may exceed."""
+        _, begin, end = self._range(piece)
+        return end - begin
+
+    def _range(self, piece: int) -> tuple[int, int, int]:
+        index = bisect.bisect_right(self._ends, piece)
+        begin = (piece - (self._ends[index - 1] if index else 0)) * self._piece_bytes
+        return index, begin, min(begin + self._piece_bytes, self._sizes[index])
 
     def _text(self, row: dict[str, Any], place: object) -> str:
         text = row.get(self._text_field)
@@ -99,6 +107,7 @@ def write_tokens(
     held_out: int,
     blocks: int | None,
     seed: int,
+    resumes: bool = False,
 ) -> None:
     """Tokenise text into a file for `Blocks`; a file with as many blocks of the same text is left as it is.
 
@@ -114,20 +123,25 @@ def write_tokens(
         held_out: blocks to hold out; fewer where a tenth of the text has fewer.
         blocks: blocks to train on, fewer where the text has fewer; None: all of the text.
         seed: fixes the order of the text.
+        resumes: the run has begun: a file with enough blocks is taken whatever became of the text.
 
     Raises:
-        ArgumentValueError: a file cannot be read, or the text is too short for one block of each part.
+        ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one
+            block of each part.
     """
     tokenizer("a")  # which sets truncation and padding, parts of the fingerprint
     inner = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = inner.to_str() if inner else sorted(tokenizer.get_vocab().items())
     key = sources.fingerprint(vocabulary, text_field, seq_len, held_out, seed)
     header, header_file = read_header(file), _header_file(file)
-    if (
-        header
-        and header["fingerprint"] == key
-        and (header["whole"] or (blocks is not None and blocks <= header["train"]))
-    ):
+    most = 2**62 // seq_len if blocks is None else blocks
+    if header and resumes:
+        if header["train"] >= most:
+            return
+        if header["fingerprint"] != key:
+            hint = "Restore them, or leave --max-steps as it was."
+            raise ArgumentValueError(message("data", "the files that the run began with", "changed ones", hint))
+    if header and header["fingerprint"] == key and (header["whole"] or header["train"] >= most):
         return
     pieces = Pieces(sources, text_field=text_field, seq_len=seq_len, seed=seed)
     code = "H" if len(tokenizer) <= 2**16 else "I"
@@ -135,22 +149,22 @@ def write_tokens(
     held, passed, size = array(code), list[tuple[int, "array[int]"]](), 0
     while len(held) < held_out * seq_len and (piece := next(tokens, None)) is not None:
         if size + piece[0] <= pieces.bytes // 10:
-            held, size = held + piece[1], size + piece[0]
-            continue
-        passed.append(piece)
-        if len(held) >= seq_len:  # else it is one long document, and a shorter one is held out
-            break
+            held.extend(piece[1])
+            size += piece[0]
+        else:
+            passed.append(piece)
+            if len(held) >= seq_len:  # else it is one long document, and a shorter one is held out
+                break
     held_blocks = min(held_out, len(held) // seq_len)
-    limit = (blocks or 0) * seq_len
     written, aside = 0, file.with_name(file.name + ".part")
     try:
         with aside.open("wb") as out:
             held[: held_blocks * seq_len].tofile(out)
             for _, ids in itertools.chain(passed, tokens):
-                taken = ids if blocks is None else ids[: limit - written]
+                taken = ids[: most * seq_len - written]
                 taken.tofile(out)
                 written += len(taken)
-                if written == limit:
+                if written == most * seq_len:
                     break
             train = written // seq_len
             out.truncate((held_blocks + train) * seq_len * held.itemsize)
@@ -160,7 +174,7 @@ def write_tokens(
                 raise ArgumentValueError(message("data", f"{part} text of {seq_len} tokens or more", "less", hint))
         header_file.unlink(missing_ok=True)  # the old one does not fit the new file
         aside.replace(file)
-        counts = {"held_out": held_blocks, "train": train, "whole": blocks is None or written < limit}
+        counts = {"held_out": held_blocks, "train": train, "whole": written < most * seq_len}
         known = {**counts, "seq_len": seq_len, "seed": seed, "itemsize": held.itemsize, "fingerprint": key}
         aside.write_text(json.dumps(known))
         aside.replace(header_file)
@@ -264,22 +278,24 @@ def _tokens(pieces: Pieces, tokenizer: Any, code: str) -> Iterator[tuple[int, ar
     (before, after), end = _frame(tokenizer), [tokenizer.eos_token_id]
     numbers = iter(pieces.order)
     while batch := list(_batch(pieces, numbers)):
-        texts = [text for documents in batch for text in documents]
+        texts = [text for _, documents in batch for text in documents]
         # verbose=False: a document longer than the model's limit is no mistake here, it is cut into blocks
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
-        for documents in batch:
+        for size, documents in batch:
             tokens = array(code)
             for ids in itertools.islice(encoded, len(documents)):
                 whole = ids if ids[: len(before)] == before else before + ids
                 whole = whole if whole[len(whole) - len(after) :] == after else whole + after
                 tokens.extend(whole if whole[-1:] == end else whole + end)
-            yield sum(len(text.encode()) for text in documents), tokens
+            yield size, tokens
 
 
-def _batch(pieces: Pieces, numbers: Iterator[int]) -> Iterator[list[str]]:
-    size = 0
-    while size < _BATCH_CHARACTERS and (number := next(numbers, None)) is not None:
+def _batch(pieces: Pieces, numbers: Iterator[int]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the bytes and the documents of the next pieces."""
+    read = 0
+    while read < _BATCH_BYTES and (number := next(numbers, None)) is not None:
         documents = pieces.documents(number)
-        size += 1 + sum(map(len, documents))
-        yield documents
+        size = max(pieces.bytes_of(number), sum(len(text.encode()) for text in documents))
+        read += size
+        yield size, documents

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from lowtide.train.metrics import StepMetrics
+from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import settle
 
 

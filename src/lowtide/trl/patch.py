@@ -5,11 +5,9 @@ from types import ModuleType
 from typing import Any
 
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.trl.report import TrlReport
-from lowtide.trl.seam import SEAMS, stock_function, trl_version
-from lowtide.trl.stand_in import StandIn
+from lowtide.trl.stand_in import FUNCTIONS, StandIn, TrlReport, stock_function, trl_version
 
-# The stand-ins in force: none, or one for each seam, which share a report.
+# The active stand-ins: none, or one for each function, which share a report.
 _stand_ins: list[StandIn] = []
 
 
@@ -22,15 +20,15 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
     ``ChunkedDivergenceFunction`` by `lowtide.linear_divergence`. No option of a trainer needs to be set, and none
     changes its meaning.
 
-    Before anything is replaced, both are asked for a small call's answer, which must be lowtide's own. A call with
-    arguments outside of what lowtide knows goes to TRL's own function, and the report counts it with the reason.
+    Before anything is replaced, both compute a small call, and must agree with lowtide. A call with arguments that
+    lowtide does not support goes to TRL's own function, and the report counts it with the reason.
 
-    Patching again returns the same report, with the new ``options`` in force. Modules of TRL that are imported after it
-    get what was put there; call it again to see them in the report.
+    Patching again returns the same report and sets the new ``options``. Modules of TRL that are imported later refer to
+    the replacements; call it again to see them in the report.
 
     Args:
-        options: How the heads are to run: see `HeadOptions`. A backend asked for by name runs or raises, in the
-            trainer's step: ``"exp"`` where `linear_token_stats` has it, never for divergences.
+        options: How the heads run: see `HeadOptions`. An explicit backend runs or raises, in the trainer's step:
+            ``"exp"`` where `linear_token_stats` has it, never for divergences.
 
     Returns:
         TrlReport: What was replaced where. Its counts are live; print it.
@@ -47,18 +45,14 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
     """
     check_options(options)
     if not _stand_ins:
-        version = trl_version()
-        report = TrlReport(version)
-        stocks = [stock_function(seam, version) for seam in SEAMS]
-        _stand_ins.extend(
-            StandIn(stock, seam.kind, seam.call, report, options) for seam, stock in zip(SEAMS, stocks, strict=True)
-        )
+        report = TrlReport(trl_version())
+        stocks = [(stock_function(*function, report.version), function[-1]) for function in FUNCTIONS]
+        _stand_ins.extend(StandIn(stock, call, report, options) for stock, call in stocks)
     for stand_in in _stand_ins:
         stand_in.options = options
         _replace(stand_in.stock, stand_in)
-        stand_in.report.replaced[stand_in.__name__] = [
-            f"{module.__name__}.{name}" for module, name in _places(stand_in)
-        ]
+        places = [f"{module.__name__}.{name}" for module, name in _places(stand_in)]
+        stand_in.report.replaced[stand_in.__name__] = places
     return _stand_ins[0].report
 
 

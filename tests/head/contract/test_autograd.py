@@ -38,7 +38,7 @@ from head.contract.cases import (
 )  # fmt: skip
 from lowtide import HeadOptions
 from lowtide.errors import LowtideError, UnsupportedError
-from support import in_float64, relative_error
+from support import assert_near, in_float64, relative_error
 
 RECOMPUTED = {name: mode for name, mode in MODES.items() if not mode.stored}
 every_recomputed = pytest.mark.parametrize("mode", RECOMPUTED.values(), ids=RECOMPUTED)
@@ -182,8 +182,7 @@ def test_strided_inputs(mode: Mode, dtype: torch.dtype) -> None:
             found = mode.run(leaves)
             results.append((total(found), torch.autograd.grad(total(found), [leaves[n] for n in trained(leaves)])))
         assert relative_error(results[0][0], results[1][0]) <= (1e-13 if dtype == torch.float64 else 1e-6), kind
-        for g, e in zip(results[0][1], results[1][1], strict=True):
-            assert relative_error(g, e) <= (1e-12 if dtype == torch.float64 else 1e-3), kind
+        assert_near(results[0][1], results[1][1], (1e-12 if dtype == torch.float64 else 1e-3), kind)
 
 
 def block_of(mode: Mode, kwargs: Arguments) -> Callable[..., Tensor]:
@@ -309,6 +308,17 @@ def test_transforms_and_forward_mode_are_errors_that_name_the_way_out(mode: Mode
             assert isinstance(caught.value, LowtideError)
         with torch.autograd.forward_ad.dual_level(), pytest.raises(LowtideError, match="forward-mode"):
             run(torch.autograd.forward_ad.make_dual(one, torch.ones_like(one)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@every_mode
+def test_gradients_of_several_outputs_at_once_and_a_trace_of_torchscript_are_refused(mode: Mode) -> None:
+    kwargs = mode.arguments(4, dtype=torch.float32)
+    out = next(value for value in mode.run(kwargs).values() if value.requires_grad)
+    with pytest.raises(UnsupportedError, match="one gradient of its output at a time"):
+        torch.autograd.grad(out, kwargs["input"], torch.randn(3, *out.shape), is_grads_batched=True)
+    with pytest.raises(UnsupportedError, match=r"^input: expected .* inside torch\.jit\.trace\. Use torch\.compile"):
+        torch.jit.trace(lambda x: total(mode.run(kwargs | {"input": x})), (kwargs["input"].detach(),))
 
 
 @every_recomputed

@@ -23,7 +23,7 @@ from lowtide import (
     linear_logprobs,
     linear_token_stats,
 )
-from support import divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
+from support import assert_near, divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
 
 if torch.cuda.is_available():
     pytest.skip("on a GPU tests/gpu runs these kernels", allow_module_level=True)
@@ -87,7 +87,7 @@ def test_every_pair_of_options(name: str, dtypes: list[torch.dtype], kernels: li
         kernels.clear()
         dtype = choice.pop("dtype")
         if dtype != SINGLE and choice.get("logit_scale") == "trained":
-            choice["logit_scale"] = "tensor"  # test_trained_scale.py
+            choice["logit_scale"] = "tensor"  # test_scaling.py
         check(name, choice, dtype, seed=i, D=24, V=61, **bounds)
         exp = dtype == SINGLE and name != "linear_divergence"
         exp &= not (choice["softcap"] and choice.get("label_smoothing"))
@@ -389,8 +389,7 @@ def test_tokens_of_every_kind(V: int, ruled_out: bool) -> None:
         least = 1e-15 * abs(float(kwargs["token_weight"][i]))  # float64's own, of what is left of softmax - 1
         assert (g.double() - e).norm() <= loose * e.norm() + least, i
     assert (got_x[~kept] == 0).all()
-    for g, e in zip(rest, others, strict=True):
-        assert relative_error(g, e) < loose
+    assert_near(rest, others, loose)
 
     with torch.no_grad():
         kwargs["input"][3] = torch.nan
@@ -422,5 +421,4 @@ def test_a_target_without_a_chance(reduction: str) -> None:
         assert reduction == "sum" or got[7] == lost
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
         true = torch.autograd.grad(want.sum(), [wide[n] for n in ("input", "linear_weight", "linear_bias")])
-        for g, e in zip(torch.autograd.grad(got.sum(), leaves), true, strict=True):
-            assert relative_error(g, e) < 1e-5
+        assert_near(torch.autograd.grad(got.sum(), leaves), true, 1e-5)

@@ -59,7 +59,7 @@ def test_low_precision_with_every_pair_of_options(name: str) -> None:
     fixed = {"leading": [(3, 70)], "ignored": ["some"], "workspace_mib": [None], "accumulate": ["auto"]}
     options = FUNCTIONS[name].options | fixed | {"dtype": NARROW}
     if "logit_scale" in options:
-        options["logit_scale"] = [1.0, 0.5, "tensor"]  # a trained one: test_trained_scale.py
+        options["logit_scale"] = [1.0, 0.5, "tensor"]  # a trained one: test_scaling.py
     for i in range(2):
         for j, case in enumerate(pairs(options, seed=i)):
             check(name, case, case.pop("dtype"), 100 * i + j, D=24, V=97)

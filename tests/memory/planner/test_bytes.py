@@ -11,17 +11,20 @@ from lowtide import HeadOptions, plan_head
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import (
+from lowtide.memory.planner.layer_costs import (
+    HOST_FORWARD,
     PAGES,
+    attention_flop,
     backward_transients,
     checkpoint_bytes,
     forward_transients,
-    kept_by_operation,
+    layer_cost,
+    saved_by_operation,
 )
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import WORKSPACE, Memory, placed
-from lowtide.memory.planner.times import BESIDE, HOST_FORWARD, Times, attention_flop, layer_time
+from lowtide.memory.planner.times import BESIDE, Times
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096
@@ -49,15 +52,15 @@ def test_a_layer_keeps(policy: ActivationPolicy, bytes_per_token: int) -> None:
 
 
 def test_what_each_operation_keeps() -> None:
-    kept = kept_by_operation(LLAMA, 0)
+    kept = saved_by_operation(LLAMA, 0)
     assert kept["queries, keys, values"] == 2 * (32 + 8 + 8) * 128
     assert kept["gate and up"] == 2 * 2 * 14336
     wide = replace(LLAMA, dtype=torch.float32)
-    assert sum(kept_by_operation(wide, 0).values()) == 2 * 27 * H + NORMS + LSE
+    assert sum(saved_by_operation(wide, 0).values()) == 2 * 27 * H + NORMS + LSE
     gemma, qwen = (replace(LLAMA, shape=read_shape(SHAPES[name])) for name in ("gemma-2-2b", "qwen3-8b"))
-    behind = kept_by_operation(gemma, 1)["outputs of attention and MLP before their norms"]
+    behind = saved_by_operation(gemma, 1)["outputs of attention and MLP before their norms"]
     assert behind == 2 * 2 * 2304
-    heads = kept_by_operation(qwen, 1)["queries and keys before their norms"]
+    heads = saved_by_operation(qwen, 1)["queries and keys before their norms"]
     assert heads == 2 * (32 + 8) * 128 + 4 * (32 + 8)
 
 
@@ -135,7 +138,7 @@ def test_autocast_keeps_the_stream_wide_and_copies_attention_s_weights() -> None
     head = next(phase for phase in memory.phases([(ALL, 32)]) if phase.name == "head")
     held = 4 * T * H + 4 * 128_256 * H + job.head_plan.scratch_bytes + job.head_plan.cast_bytes
     assert head.head == held + job.head_plan.accumulator_bytes
-    assert Times(job).of(ALL).forward < 1.3 * Times(LLAMA).of(ALL).forward
+    assert layer_cost(job, ALL).forward < 1.3 * layer_cost(LLAMA, ALL).forward
 
 
 def test_gradients_that_stay_are_there_in_every_phase() -> None:
@@ -192,16 +195,16 @@ def test_operations_of_attention() -> None:
 
 
 def test_what_recompute_costs() -> None:
-    all_, all1, attention, input_ = (layer_time(LLAMA, p) for p in (ALL, ALL1, ATTENTION, INPUT))
+    all_, all1, attention, input_ = (layer_cost(LLAMA, p) for p in (ALL, ALL1, ATTENTION, INPUT))
     assert all_.flop == 0
     assert all1.flop == pytest.approx(2 * 2 * T * H * 14336)
     assert attention.flop == 2 * T * (218_112_000 - 2 * H - H * 14336)  # but for the down projection
-    assert layer_time(LLAMA, ActivationPolicy(keep="attention", mlp_level=1)).flop == attention.flop
+    assert layer_cost(LLAMA, ActivationPolicy(keep="attention", mlp_level=1)).flop == attention.flop
     assert input_.flop - attention.flop == attention_flop(LLAMA)
     assert all_.backward < all1.backward < attention.backward < input_.backward
     assert all_.forward == input_.forward
     assert attention.forward == pytest.approx(all_.forward, rel=0.01)
-    assert layer_time(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
+    assert layer_cost(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
 
 
 def test_offloaded_states_by_phase() -> None:
@@ -248,7 +251,7 @@ def test_states_that_travel_hold_no_layer_up() -> None:
     away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
     for groups in ([(ALL, 32)], [(away, 32)], [(INPUT, 4), (away, 8), (ALL1, 20)]):
         times = Times(LLAMA)
-        each = [times.of(policy) for policy, n in groups for _ in range(n)]
+        each = [times.layers[policy] for policy, n in groups for _ in range(n)]
         moves = [n for _, n, goes in placed(groups) for n in [goes] * n]
         bus = LLAMA.gpu.pcie
         portion = times.travels(groups) / 31  # with each forward but the last
@@ -266,12 +269,12 @@ def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
     slow = replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e9))
     away = ActivationPolicy(keep="input", mlp_level=0, offload=True)
     each = 2 * T * H / 1e9
-    assert each > layer_time(slow, away).backward
+    assert each > layer_cost(slow, away).backward
     moved = 32 - 2
     difference = (
         Times(slow).step([(away, 32)])
         - Times(slow).fixed
-        - 2 * sum((one.forward + one.backward) for one in [layer_time(slow, away)])
+        - 2 * sum((one.forward + one.backward) for one in [layer_cost(slow, away)])
     )
     assert difference == pytest.approx(moved * 2 * each * (1 + BESIDE))
     quick = Times(LLAMA).step([(away, 32)]) - Times(LLAMA).step([(INPUT, 32)])
@@ -279,12 +282,12 @@ def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
 
 
 def test_nothing_is_faster_than_the_host() -> None:
-    short = layer_time(replace(LLAMA, seq_len=1), ALL)
-    longer = layer_time(replace(LLAMA, seq_len=64), ALL)
+    short = layer_cost(replace(LLAMA, seq_len=1), ALL)
+    longer = layer_cost(replace(LLAMA, seq_len=64), ALL)
     assert (short.forward, short.backward) == pytest.approx((longer.forward, longer.backward), rel=0.01)
     assert short.forward > HOST_FORWARD
 
 
 def test_memory_that_costs_nothing_is_spent_where_the_host_sets_the_pace() -> None:
     short = replace(LLAMA, seq_len=64)
-    assert layer_time(short, ALL).backward < layer_time(short, ALL1).backward
+    assert layer_cost(short, ALL).backward < layer_cost(short, ALL1).backward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import warnings
 from typing import Any
@@ -16,10 +17,11 @@ from lowtide.memory import ActivationPolicy, Adapters, apply_policy
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.layer_costs import checkpoint_bytes
 from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
+from lowtide.memory.policy_words import word_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,100 +40,95 @@ POLICIES = {
 }
 
 
-def live_after_forward(
-    model_type: str,
-    layers: int,
-    dtype: torch.dtype,
-    policy: ActivationPolicy,
-    *,
-    autocast: bool = False,
-    adapters: Adapters | None = None,
-    packed: bool = False,
-    fused_mlp: bool = True,
-    **sizes: int,
-) -> int:
-    """Return the bytes that a second forward leaves behind, everything that is made once made in the first."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": layers})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).train()
-    if "num_local_experts" in sizes:
-        model.set_experts_implementation("grouped_mm")
-    if adapters is not None:
-        lora = LoraConfig(r=adapters.rank, target_modules=list(adapters.targets), task_type="CAUSAL_LM")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
-            model = get_peft_model(model, lora)
-    lowtide.patch(model, mlp=fused_mlp)
-    apply_policy(model, policy)
-    ids = torch.randint(1, 160, (B, T))
-    places = {"position_ids": torch.arange(T // 2).repeat(2).expand(B, T)} if packed else {}
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer, and how it runs."""
 
-    def forward() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(input_ids=ids, labels=ids, **places).loss
+    model_type: str
+    policy: ActivationPolicy
+    dtype: torch.dtype = torch.bfloat16
+    autocast: bool = False
+    adapters: Adapters | None = None
+    packed: bool = False  # documents, apart by a mask
+    fused_mlp: bool = True
+    sizes: tuple[tuple[str, int], ...] = ()
 
-    forward().backward()
-    model.zero_grad()
-    gc.collect()
-    with track_allocations() as seen:
-        loss = forward()
-    assert loss.requires_grad
-    return seen.events[-1].total_bytes
+    def __str__(self) -> str:
+        autocast, packed = "-autocast" * self.autocast, "-packed" * self.packed
+        groups = "".join(f"-{size}" for _, size in self.sizes)
+        return f"{self.model_type}-{word_of(self.policy)}-{self.dtype}{autocast}{packed}{groups}"
 
+    def config(self, layers: int) -> Any:
+        settings = {**SIZES, **dict(self.sizes), "num_hidden_layers": layers}
+        return transformers.AutoConfig.for_model(self.model_type, **settings)
 
-def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **kwargs: Any) -> int:
-    """Return the bytes by which one layer more makes a forward leave more."""
-    least = 2 if kwargs.get("adapters") else 1  # whose first layer has an input that needs no gradient
-    few, more = (live_after_forward(model_type, least + one, dtype, policy, **kwargs) for one in (0, 1))
-    random_state = 0 if policy.keep == "all" else torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
-    return more - few - random_state
+    def live_after_forward(self, layers: int) -> int:
+        """Return the bytes that a second forward leaves behind, everything that is made once made in the first."""
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(self.config(layers), attn_implementation="sdpa")
+        model = model.to(self.dtype).train()
+        if "num_local_experts" in dict(self.sizes):
+            model.set_experts_implementation("grouped_mm")
+        if self.adapters is not None:
+            targets = list(self.adapters.targets)
+            lora = LoraConfig(r=self.adapters.rank, target_modules=targets, task_type="CAUSAL_LM")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
+                model = get_peft_model(model, lora)
+        lowtide.patch(model, mlp=self.fused_mlp)
+        apply_policy(model, self.policy)
+        ids = torch.randint(1, 160, (B, T))
+        places = {"position_ids": torch.arange(T // 2).repeat(2).expand(B, T)} if self.packed else {}
+        # 16-bit weights with adapters imply autocast
+        autocast = self.autocast or (self.adapters is not None and self.dtype == torch.bfloat16)
 
+        def forward() -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return model(input_ids=ids, labels=ids, **places).loss
 
-def planned(
-    model_type: str,
-    dtype: torch.dtype,
-    policy: ActivationPolicy,
-    *,
-    autocast: bool = False,
-    adapters: Adapters | None = None,
-    packed: bool = False,
-    fused_mlp: bool = True,
-    **sizes: int,
-) -> int:
-    """Return the bytes by the planner."""
-    config: Any = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": 2})
-    more: dict[str, Any] = {"autocast": autocast, "adapters": adapters, "attention_mask": packed}
-    more["fused_mlp"] = fused_mlp
-    return checkpoint_bytes(Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd", **more), policy)
+        forward().backward()
+        model.zero_grad()
+        gc.collect()
+        with track_allocations() as seen:
+            loss = forward()
+        assert loss.requires_grad
+        return seen.events[-1].total_bytes
 
+    def measured(self) -> int:
+        """Return the bytes by which one layer more makes a forward leave more."""
+        least = 2 if self.adapters else 1  # whose first layer has an input that needs no gradient
+        few, more = (self.live_after_forward(least + one) for one in (0, 1))
+        random_state = torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
+        return more - few - (0 if self.policy.keep == "all" else random_state)
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_llama_layer_keeps_what_is_planned_to_the_byte(name: str, dtype: torch.dtype) -> None:
-    assert kept_by_a_layer("llama", dtype, POLICIES[name]) == planned("llama", dtype, POLICIES[name])
+    def planned(self) -> int:
+        """Return the bytes by the planner."""
+        more: dict[str, Any] = {"autocast": self.autocast, "adapters": self.adapters, "fused_mlp": self.fused_mlp}
+        shape = read_shape(self.config(2))
+        job = Job(shape, T, B, GPUS["h100"], self.dtype, "sgd", attention_mask=self.packed, **more)
+        return checkpoint_bytes(job, self.policy)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "gemma", "gemma3_text"])
-@pytest.mark.parametrize("name", ["all/0", "all/1", "attention/0"])
-def test_layers_of_other_kinds_too(model_type: str, name: str) -> None:
-    policy = POLICIES[name]
-    assert kept_by_a_layer(model_type, torch.bfloat16, policy) == planned(model_type, torch.bfloat16, policy)
+WIDE, EVERY = torch.float32, ("all/0", "all/1", "attention/0", "input/0")
+CASES = [Case("llama", policy, dtype) for policy in POLICIES.values() for dtype in (WIDE, torch.bfloat16)]
+for kind in ("mistral", "qwen2", "qwen3", "gemma", "gemma3_text"):
+    CASES += [Case(kind, POLICIES[name]) for name in EVERY[:3]]
+for kind in ("llama", "qwen3", "gemma3_text"):
+    CASES += [Case(kind, POLICIES[name], WIDE, autocast=True) for name in EVERY]
+CASES += [Case("llama", ActivationPolicy(), WIDE, autocast, fused_mlp=False) for autocast in (False, True)]
+# Phi3's values are a view of all that their product puts out; one copy of each input serves the whole stack.
+for keep, autocast, packed in (("all", False, False), ("all", True, True), ("attention", True, False)):
+    phi3 = Case("phi3", ActivationPolicy(keep=keep), WIDE, autocast, packed=packed, fused_mlp=False)  # type: ignore[arg-type]
+    CASES += [dataclasses.replace(phi3, sizes=(("num_key_value_heads", groups),)) for groups in (2, 8)]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("name", ["all/0", "all/1", "attention/0", "input/0"])
-def test_layers_under_autocast_too(model_type: str, name: str) -> None:
-    policy = POLICIES[name]
-    measured = kept_by_a_layer(model_type, torch.float32, policy, autocast=True)
-    assert measured == planned(model_type, torch.float32, policy, autocast=True)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer_saves_what_is_planned_to_the_byte(case: Case) -> None:
+    assert case.measured() == case.planned()
 
 
-# weights, whether the products run under autocast, and what is planned with: 16-bit weights imply it with adapters
-PRECISIONS = {
-    "bfloat16": (torch.bfloat16, True, False),
-    "autocast": (torch.float32, True, True),
-    "float32": (torch.float32, False, False),
-}
+# weights, and whether the products run under autocast by the plan
+PRECISIONS = {"bfloat16": (torch.bfloat16, False), "autocast": (torch.float32, True), "float32": (torch.float32, False)}
 
 
 @pytest.mark.parametrize(
@@ -146,65 +143,38 @@ PRECISIONS = {
         ("qwen3", PROJECTIONS, "all/1", "bfloat16"),
         ("gemma3_text", PROJECTIONS, "all/0", "float32"),
         ("gemma3_text", ("o_proj",), "all/0", "bfloat16"),
+        ("llama", PROJECTIONS, "not fused", "bfloat16"),
+        ("llama", ("up_proj",), "not fused", "autocast"),
     ],
 )
-def test_a_layer_with_adapters_keeps_what_is_planned(
+def test_a_layer_with_adapters_saves_what_is_planned(
     model_type: str, targets: tuple[str, ...], name: str, precision: str
 ) -> None:
-    dtype, autocast, said = PRECISIONS[precision]
-    adapters = Adapters(3, targets)
-    measured = kept_by_a_layer(model_type, dtype, POLICIES[name], autocast=autocast, adapters=adapters)
+    fused, policy = name != "not fused", POLICIES.get(name, ActivationPolicy())
+    case = Case(model_type, policy, *PRECISIONS[precision], adapters=Adapters(3, targets), fused_mlp=fused)
     # on the host: what each product is multiplied with; and an empty place for an input that is not kept
-    scalings = 8 * sum(target in ATTENTION for target in targets)
-    expected = planned(model_type, dtype, POLICIES[name], autocast=said, adapters=adapters)
-    assert measured == pytest.approx(expected + scalings, abs=4)
+    scalings = 8 * sum(target in (ATTENTION if fused else PROJECTIONS) for target in targets)
+    assert case.measured() == pytest.approx(case.planned() + scalings, abs=4 if fused else 0)
 
 
 @pytest.mark.parametrize(("name", "autocast"), [("all/0", True), ("all/1", False), ("attention/0", True)])
-def test_layers_whose_attention_has_a_mask_keep_it_and_repeated_keys(name: str, autocast: bool) -> None:
-    measured = kept_by_a_layer("llama", torch.float32, POLICIES[name], autocast=autocast, packed=True)
-    assert measured == planned("llama", torch.float32, POLICIES[name], autocast=autocast, packed=True)
-    plain = planned("llama", torch.float32, POLICIES[name], autocast=autocast)
-    assert (measured > plain + B * T * T) == name.startswith("all")
+def test_layers_whose_attention_has_a_mask_save_it_and_repeated_keys(name: str, autocast: bool) -> None:
+    case = Case("llama", POLICIES[name], WIDE, autocast, packed=True)
+    measured = case.measured()
+    assert measured == case.planned()
+    assert (measured > dataclasses.replace(case, packed=False).planned() + B * T * T) == name.startswith("all")
 
 
-@pytest.mark.parametrize(
-    ("targets", "precision"), [((), "float32"), ((), "autocast"), (PROJECTIONS, "bfloat16"), (("up_proj",), "autocast")]
-)
-def test_an_mlp_that_is_not_fused_keeps_four_tensors(targets: tuple[str, ...], precision: str) -> None:
-    policy, (dtype, autocast, said) = ActivationPolicy(), PRECISIONS[precision]
-    settings: dict[str, Any] = {"adapters": Adapters(3, targets) if targets else None, "fused_mlp": False}
-    measured = kept_by_a_layer("llama", dtype, policy, autocast=autocast, **settings)
-    assert measured == planned("llama", dtype, policy, autocast=said, **settings) + 8 * len(targets)
+def test_mlps_that_are_not_fused_have_no_levels() -> None:
     job = Job(read_shape(CONFIG), T, B, GPUS["h100"], torch.bfloat16, "sgd", fused_mlp=False)
     assert {one.mlp_level for one in ladder(job, offload=True)} == {None}
 
 
-@pytest.mark.parametrize("groups", [2, 8])
-@pytest.mark.parametrize(
-    ("keep", "autocast", "packed"), [("all", False, False), ("all", True, True), ("attention", True, False)]
-)
-def test_layers_of_stacked_projections_keep_what_is_planned(
-    keep: Any, autocast: bool, packed: bool, groups: int
-) -> None:
-    """Phi3's values are a view of all that their product puts out; one copy of each input serves the whole stack."""
-    policy = ActivationPolicy(keep=keep)
-    settings: dict[str, Any] = {
-        "autocast": autocast,
-        "packed": packed,
-        "fused_mlp": False,
-        "num_key_value_heads": groups,
-    }
-    measured = kept_by_a_layer("phi3", torch.float32, policy, **settings)
-    assert measured == planned("phi3", torch.float32, policy, **settings)
-
-
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-def test_experts_keep_about_what_is_planned(model_type: str) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
-    policy = ActivationPolicy()
-    measured = kept_by_a_layer(model_type, torch.bfloat16, policy, **experts)
-    assert measured == pytest.approx(planned(model_type, torch.bfloat16, policy, **experts), rel=0.02)
+def test_experts_save_about_what_is_planned(model_type: str) -> None:
+    experts = (("num_local_experts", 4), ("num_experts_per_tok", 2), ("moe_intermediate_size", 176))
+    case = Case(model_type, ActivationPolicy(), sizes=experts)
+    assert case.measured() == pytest.approx(case.planned(), rel=0.02)
 
 
 @pytest.mark.parametrize("keep_gradients", [False, True])

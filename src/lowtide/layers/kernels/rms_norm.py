@@ -90,16 +90,15 @@ def normalize_rows(
     """Write ``x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row, in float32.
 
     Args:
-        x_ND: float32, bfloat16 or float16; rows of any stride, columns beside each other; D up to `LONGEST`.
+        x_ND: float32, bfloat16 or float16; rows of any stride, columns contiguous; D up to `LONGEST`.
         weight_D: Of the same dtypes.
         eps: Added to the mean square.
         offset: Added to the weight.
         round_first: Round ``x * rstd`` to x's dtype before the weight.
-        residual_ND: Added to x first, None for nothing. Then ``sum_ND`` takes the sum, and the rows are the sum's, as
-            rounded to the dtype of ``sum_ND``.
-        out_ND: Takes the result, contiguous.
-        sum_ND: See ``residual_ND``; contiguous.
-        rstd_N: float32, takes the factors.
+        residual_ND: Added to x first, or None. The sum, rounded to the dtype of ``sum_ND``, is what is normalised.
+        out_ND: For the result, contiguous.
+        sum_ND: For the sum with ``residual_ND``; contiguous.
+        rstd_N: float32, for the factors.
     """
     N, D = x_ND.shape
     tile = _tile(D)
@@ -124,17 +123,17 @@ def normalize_rows_backward(
 
         dx = rstd (h - n mean(n h)) + g_sum          dw = sum over rows of g n
 
-    Sums are float32, and of a fixed order: each of P programs adds up rows of its own, and then the P are added up.
+    Sums are float32, in a fixed order: each of P programs sums its own rows, then the P partial sums are added.
 
     Args:
         g_ND: Gradient of the result, rows of any stride.
         x_ND: The rows that were normalised.
-        weight_D: As forward had it.
-        rstd_N: As forward left it.
-        offset: As forward had it.
-        g_sum_ND: Gradient that reached the rows by another way, None for nothing.
-        dx_ND: Takes the rows' gradient, contiguous; None: not wanted.
-        dw_D: Takes the weight's gradient; None: not wanted.
+        weight_D: As in forward.
+        rstd_N: Forward's factors.
+        offset: As in forward.
+        g_sum_ND: Gradient of the sum itself, or None.
+        dx_ND: For the rows' gradient, contiguous; None: not needed.
+        dw_D: For the weight's gradient; None: not needed.
     """
     N, D = x_ND.shape
     tile = _tile(D)

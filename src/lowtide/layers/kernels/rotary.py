@@ -20,7 +20,7 @@ def _heads(  # type: ignore[no-untyped-def]
     """Rotate all heads of one token, HEADS at a time."""
     column = tl.arange(0, HALF)
     for start in range(0, H, HEADS):
-        head = (start + tl.arange(0, HEADS)).to(tl.int64)  # heads first, one lies T * d values behind another
+        head = (start + tl.arange(0, HEADS)).to(tl.int64)  # heads can be T * d values apart
         inside = (head < H)[:, None] & (column < half)[None, :]
         x_at = x_ptr + head[:, None] * x_stride_h + column[None, :]
         out_at = out_ptr + head[:, None] * out_stride_h + column[None, :]
@@ -76,13 +76,13 @@ def rotate_heads(
     """Write ``x * cos + rotate_half(x) * sin``, or the transpose of that map, computed in float32.
 
     Args:
-        q: [B, Hq, T, d], strided; a head's values lie beside each other.
+        q: [B, Hq, T, d], strided; a head's values are contiguous.
         k: [B, Hk, T, d], likewise.
         cos: [B or 1, T, r], r even and at most d; the last axis contiguous.
         sin: Likewise.
-        q_out: Takes the result; of q's shape, strided.
+        q_out: For the result; of q's shape, strided.
         k_out: Likewise.
-        inverse: Apply the transpose, which takes gradients back.
+        inverse: Apply the transpose, which rotates gradients.
     """
     B, Hq, T, d = q.shape
     r = cos.shape[-1]

@@ -1,26 +1,29 @@
-"""The GPU that is planned for: one of the table, or the one at hand, measured and remembered."""
+"""The GPU that is planned for: one of the table, or the one at hand, measured once and cached in a file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.measure.cached import CachedTable
 from lowtide.measure.timing import time_side_by_side
 from lowtide.memory.planner.gpus import DEFAULT, GPUS, HALF_LENGTH, HALF_RATE, Gpu, gpu_named, known_as
 
-IN_A_ROW = 40  # products that are timed together: after some milliseconds a GPU lowers its clock
+IN_A_ROW = 40  # GEMMs that are timed together: after some milliseconds a GPU lowers its clock
+MEASURED = CachedTable(  # by GPU and version of PyTorch
+    "gpus.json", lambda fields: Gpu(**{**fields, "capability": tuple(fields["capability"])})
+)
 
 
 def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
     """Return the GPU that is planned for.
 
     Args:
-        device: A name of `GPUS`, in any case, with ``rtx`` and hyphens or without, or as its driver has it;
+        device: A name of `GPUS`, in any case, with ``rtx`` and hyphens or without, or as its driver reports it;
             ``"a100"`` is the one of 80 GB. ``"cuda"`` (or a CUDA device): the one at hand, measured; a `Gpu`; None:
             the one at hand by its name (measured where the table lacks it), and an H100 where there is none.
 
@@ -44,7 +47,7 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
 
 
 def measured_gpu(device: torch.device) -> Gpu:
-    """Return the GPU at hand, measured in some seconds, or as it was measured before with this PyTorch.
+    """Return the GPU at hand, measured in some seconds, or from the cache where this PyTorch measured it before.
 
     Raises:
         UnsupportedError: There is none.
@@ -63,29 +66,23 @@ def measured_gpu(device: torch.device) -> Gpu:
     return known
 
 
-def _of_fields(fields: dict[str, Any]) -> Gpu:
-    return Gpu(**{**fields, "capability": tuple(fields["capability"])})
-
-
-MEASURED = CachedTable("gpus.json", _of_fields)  # by GPU and version of PyTorch
-
-
 def _measure(device: torch.device) -> Gpu:
-    """Measure products, attention, copies and transfers, each some times, and keep the medians."""
+    """Measure GEMMs, attention, copies and transfers, each some times; the rates are of the medians."""
     about = torch.cuda.get_device_properties(device)
     dtype = torch.bfloat16 if about.major >= 8 else torch.float16
     with torch.cuda.device(device):
         narrow, wide = (_attention_rates(dtype, head_dim) for head_dim in (64, 128))
+        bandwidth, pcie = _copy_rates()
         found = Gpu(
             name=about.name,
             memory_gib=about.total_memory / 2**30,
-            bandwidth=_copy_rate(),
+            bandwidth=bandwidth,
             gemm=_gemm_rate(dtype),
             gemm32=_gemm_rate(torch.float32),
             attention=narrow[0],
             attention_backward=narrow[1],
             wide_head=(wide[0] / narrow[0] + wide[1] / narrow[1]) / 2,
-            pcie=_transfer_rate(),
+            pcie=pcie,
             capability=(about.major, about.minor),
             measured=True,
         )
@@ -102,35 +99,28 @@ def _gemm_rate(dtype: torch.dtype) -> float:
     x, w = (torch.randn(rows, D, device="cuda", dtype=dtype) for rows in (N, F))
     out = torch.empty(N, F, device="cuda", dtype=dtype)
 
-    def products() -> None:
+    def gemms() -> None:
         for _ in range(IN_A_ROW):
             torch.mm(x, w.T, out=out)
 
-    return 2 * N * (D * F + HALF_RATE) * IN_A_ROW / _seconds(products)
+    return 2 * N * (D * F + HALF_RATE) * IN_A_ROW / _seconds(gemms)
 
 
 def _attention_rates(dtype: torch.dtype, head_dim: int) -> tuple[float, float]:
     T, heads = 16384, 16
     q, k, v = (torch.randn(1, heads, T, head_dim, device="cuda", dtype=dtype).requires_grad_() for _ in range(3))
-
-    def forward() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    out, upstream = forward(), torch.randn(1, heads, T, head_dim, device="cuda", dtype=dtype)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    upstream = torch.randn_like(out)
     flop = 2 * T * (T + HALF_LENGTH) * heads * head_dim
+    forward = _seconds(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
     backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True))
-    return flop / _seconds(forward), 2.5 * flop / backward
+    return flop / forward, 2.5 * flop / backward
 
 
-def _copy_rate() -> float:
-    here = torch.empty(2**29, device="cuda", dtype=torch.uint8)
-    there = torch.empty_like(here)
-    return 2 * here.numel() / _seconds(lambda: there.copy_(here))
-
-
-def _transfer_rate() -> float:
+def _copy_rates() -> tuple[float, float]:
+    """Return the bytes per second that a copy on the GPU reads and writes, and those between host and GPU."""
+    here, there = (torch.empty(2**29, device="cuda", dtype=torch.uint8) for _ in range(2))
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-    here = torch.empty(2**28, device="cuda", dtype=torch.uint8)
-    out = _seconds(lambda: host.copy_(here, non_blocking=True))
-    back = _seconds(lambda: here.copy_(host, non_blocking=True))
-    return host.numel() / max(out, back)
+    part = here[: host.numel()]
+    ways = (lambda: host.copy_(part, non_blocking=True), lambda: part.copy_(host, non_blocking=True))
+    return 2 * here.numel() / _seconds(lambda: there.copy_(here)), host.numel() / max(map(_seconds, ways))

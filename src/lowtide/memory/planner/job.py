@@ -16,23 +16,7 @@ from lowtide.memory.planner.shapes import ModelShape
 
 @dataclass(frozen=True)
 class Job:
-    """A training step that is planned: what of, how long, and with what.
-
-    Attributes:
-        shape: The model.
-        seq_len: Tokens of a sequence.
-        batch_size: Sequences.
-        gpu: Where.
-        dtype: Of parameters, activations, gradients and optimizer states.
-        optimizer: A name of `OPTIMIZERS`.
-        keep_gradients: Whether gradients stay between backward passes, as they do where they are accumulated.
-        head: How the loss is to run.
-        autocast: Whether the products run in bfloat16 under autocast, with ``dtype`` float32.
-        adapters: The float32 adapters in the layers that are all that is trained (LoRA), or how many numbers they have,
-            what they keep then not counted; None: the model is.
-        attention_mask: Whether attention takes a [T, T] mask for each sequence.
-        fused_mlp: Whether the MLPs are lowtide's, and so have levels.
-    """
+    """A training step that is planned; what the fields mean is said at `plan_memory`'s arguments."""
 
     shape: ModelShape
     seq_len: int
@@ -45,11 +29,11 @@ class Job:
     autocast: bool = False
     adapters: int | Adapters | None = None
     attention_mask: bool = False
-    fused_mlp: bool = True
+    fused_mlp: bool = True  # the MLPs are lowtide's, and have levels
 
     @property
     def trained_adapters(self) -> int | None:
-        """Return how many numbers adapters have, None where the model is trained."""
+        """Return how many parameters adapters have, None where the model is trained."""
         return self.adapters.numbers(self.shape) if isinstance(self.adapters, Adapters) else self.adapters
 
     @property
@@ -64,17 +48,22 @@ class Job:
 
     @property
     def operand(self) -> torch.dtype:
-        """Return the dtype of what the products read and write."""
+        """Return the dtype that GEMMs read and write."""
         return torch.bfloat16 if self.autocast else self.dtype
 
     @property
     def narrow(self) -> int:
-        """Return the bytes of a number that a product reads or writes."""
+        """Return the bytes of a number that a GEMM reads or writes."""
         return self.operand.itemsize
+
+    @property
+    def gemm_rate(self) -> float:
+        """Return the FLOP per second of the GEMMs."""
+        return self.gpu.gemm32 if self.operand == torch.float32 else self.gpu.gemm
 
     @cached_property
     def head_plan(self) -> HeadPlan:
-        """Return what the output layer will do, by its own reckoning."""
+        """Return what the output layer and its loss run, and their bytes."""
         return plan_head(
             self.tokens,
             self.shape.hidden,

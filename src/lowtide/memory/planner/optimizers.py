@@ -1,4 +1,4 @@
-"""Optimizers that are planned for, and dtypes, by name."""
+"""Optimizers and dtypes that can be planned, by name."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,12 @@ DTYPES = ("bfloat16", "float16", "float32")  # as torch has them
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Bytes an optimizer takes for each byte, or each number, of the parameters.
+    """What an optimizer takes for the parameters that it trains."""
 
-    Attributes:
-        states: Tensors of the parameters' size and dtype that it keeps.
-        bytes_each: Bytes it keeps for each number besides.
-        temporary: Tensors of all parameters' size that its step makes.
-        traffic: Times that a copy would read or write the parameters' bytes in the time of a step, as measured.
-    """
-
-    states: int
-    bytes_each: float = 0.0
-    temporary: int = 0
-    traffic: float = 3.0
+    states: int  # tensors of the parameters' size and dtype
+    bytes_each: float = 0.0  # bytes per parameter besides
+    temporary: int = 0  # tensors of all parameters' size that its step makes
+    traffic: float = 3.0  # times that a copy would read or write the parameters' bytes in its step's time, as measured
 
 
 OPTIMIZERS = {

@@ -1,8 +1,8 @@
-"""What `plan_memory` found, to read, to draw, to paste."""
+"""`MemoryPlan`: the result of `plan_memory`, as a table, a chart, Python to paste, and JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -10,70 +10,40 @@ from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.search import Candidate, largest_batch, longest_sequence
-from lowtide.memory.planner.step_bytes import Phase
-from lowtide.memory.planner.times import LayerTime
+from lowtide.memory.planner.layer_costs import LayerCost
+from lowtide.memory.planner.search import Candidate, Search
+from lowtide.memory.planner.step_bytes import PARTS, Phase
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.policy_words import word_of
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12
 LEAST_CHART, BESIDE_CHART = 30, 12  # letters: the narrowest chart, and what stands left of one
 FRONT_LINES = 10
-FRONT_INDENT = 30  # letters before the last column of the front's table
+FRONT_INDENT = 32  # letters before the last column of the front's table
 RUNGS = """\
-all: what backward reads but the MLP's product (/0), or but its gate and up too (/1);
-attention: the layer's input and attention's output; input: its input; backward computes the rest again"""
-_KINDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "activations": "activations",
-    "head": "output layer and loss",
-    "transients": "temporaries",
-    "other": "workspaces, positions",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One policy, for one layer.
-
-    Attributes:
-        policy: Which.
-        bytes_per_token: What it keeps for backward, wherever that lies.
-        hidden_multiples: The same in hidden sizes, h: bytes a token over the hidden size.
-        kept_bytes: The same for all tokens.
-        recompute_flop: Operations that backward repeats.
-        time: Seconds.
-    """
-
-    policy: ActivationPolicy
-    bytes_per_token: float
-    hidden_multiples: float
-    kept_bytes: int
-    recompute_flop: float
-    time: LayerTime
+all: what backward reads but the MLP's product (/0), or but gate and up too (/1);
+attention: the layer's input and attention's output; input: its input; backward recomputes the rest"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What fits, and what to do: print it for a table.
+    """A training step that fits in a budget: print it for a table.
 
     Attributes:
         policies: One `ActivationPolicy` for each layer, as `lowtide.memory.apply_policy` takes them.
         peak_bytes: The most that tensors take on the GPU at once.
-        seconds: Of a step.
+        seconds: Step time.
         tokens_per_second: Of training.
         phase: When the peak is reached, and by what.
         phases: The moments that were compared.
         host_bytes: Pinned host memory that offloaded layers and optimizer states take.
-        budget_bytes: What was to spend on the GPU.
-        requested_bytes: The budget that was requested, more than that where the GPU's allocator needs the rest.
-        host_budget_bytes: What was to spend on the host.
+        budget_bytes: GPU memory that tensors may take.
+        requested_bytes: The requested budget: more than that where the GPU's allocator needs the rest.
+        host_budget_bytes: Pinned host memory that may be taken.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
-        ladder: What each policy keeps and costs, for one layer.
+        ladder: What each policy stores and takes, for one layer.
         offload_states: Whether optimizer states may be offloaded.
-        job: What was planned: the model's shape, the GPU, dtype and optimizer.
+        job: The step: the model's shape, the GPU, dtype and optimizer.
         chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded.
         notes: What the figures assume.
     """
@@ -89,11 +59,14 @@ class MemoryPlan:
     requested_bytes: int
     host_budget_bytes: int
     front: tuple[Candidate, ...]
-    ladder: tuple[Rung, ...]
+    ladder: tuple[LayerCost, ...]
     offload_states: bool
     job: Job
     chosen: Candidate
     notes: tuple[str, ...]
+
+    def _search(self) -> Search:
+        return Search(self.job, self.host_budget_bytes, offload_states=self.offload_states)
 
     @cached_property
     def longest_sequence(self) -> int:
@@ -101,68 +74,60 @@ class MemoryPlan:
 
         Searched for when it is first read: another search, in steps, while what was planned fits in any case.
         """
-        job, offload_states = self.job, self.offload_states
-        found = longest_sequence(job, self.budget_bytes, self.host_budget_bytes, offload_states=offload_states)
-        return max(found, job.seq_len)
+        return max(self._search().longest_sequence(self.budget_bytes), self.job.seq_len)
 
     @cached_property
     def largest_batch(self) -> int:
         """The largest that fits at this sequence length; searched for when it is first read."""
-        job, offload_states = self.job, self.offload_states
-        found = largest_batch(job, self.budget_bytes, self.host_budget_bytes, offload_states=offload_states)
-        return max(found, job.batch_size)
-
-    def lines(self) -> str:
-        """Return the lines of Python that put the plan to work on ``model``, and on ``optimizer`` where states move."""
-        names = {policy: f"p{i}" for i, (policy, _) in enumerate(self.chosen.groups)}
-        policies = [f"{name} = {_constructor(policy)}" for policy, name in names.items()]
-        layers = " + ".join(f"[{names[policy]}] * {n}" for policy, n in self.chosen.groups)
-        states = self.chosen.states
-        layers_move = any(policy.offload for policy in self.policies)
-        host = f", host_gib={gib(self.host_budget_bytes):g}" if layers_move else ""
-        amount = "" if self.states_gib is None else f", gib={self.states_gib:g}"
-        late = ", late=True" if self.chosen.late else ""
-        offload = [f"offload_optimizer(optimizer, model{amount}{late})"] if states else []
-        if states and self.job.keep_gradients and not late:  # a late one comes back behind all of them
-            offload.insert(0, "# with backwards_per_step=N, for N backward passes of a step:")
-        return "\n".join(
-            [
-                "import lowtide",
-                f"from lowtide.memory import ActivationPolicy, apply_policy{', offload_optimizer' if states else ''}",
-                "",
-                "model.config.use_cache = False",
-                f"lowtide.patch(model{_options(self.job)})",
-                *policies,
-                f"apply_policy(model, {layers}{host})",
-                *offload,
-            ]
-        )
+        return max(self._search().largest_batch(self.budget_bytes), self.job.batch_size)
 
     @property
     def states_gib(self) -> float | None:
         """The optimizer states to offload as `lowtide.memory.offload_optimizer` takes them: in GiB, None for all."""
         return None if self.chosen.states == self.phases[-1].optimizer else gib(self.chosen.states)
 
-    def chart(self, width: int = CHART_WIDTH) -> str:
-        """Return the front as a picture in characters, so many across: time a step against peak memory."""
-        points = [(gib(one.peak), one.seconds) for one in self.front]
-        least, most = min(x for x, _ in points), max(max(x for x, _ in points), gib(self.budget_bytes))
-        fast, slow = min(y for _, y in points), max(y for _, y in points)
+    def lines(self) -> str:
+        """Return the lines of Python that apply the plan to ``model``, and to ``optimizer`` where states move."""
+        job, late, states = self.job, self.chosen.late, self.chosen.states
+        patched = "" if job.fused_mlp else ", mlp=False"
+        if job.head not in (None, HeadOptions()):
+            patched += f", options=lowtide.{_constructor(job.head)}"
+        names = {policy: f"p{i}" for i, (policy, _) in enumerate(self.chosen.groups)}
+        layers = " + ".join(f"[{names[policy]}] * {n}" for policy, n in self.chosen.groups)
+        moved = any(policy.offload for policy in names)
+        host = f", host_gib={gib(self.host_budget_bytes):g}" if moved else ""
+        lines = [
+            "import lowtide",
+            f"from lowtide.memory import ActivationPolicy, apply_policy{', offload_optimizer' if states else ''}",
+            "",
+            "model.config.use_cache = False",
+            f"lowtide.patch(model{patched})",
+            *(f"{name} = {_constructor(policy, 'keep')}" for policy, name in names.items()),
+            f"apply_policy(model, {layers}{host})",
+        ]
+        if states and job.keep_gradients and not late:  # late ones come back after all of them
+            lines.append("# with backwards_per_step=N, for N backward passes per step:")
+        if states:
+            amount = "" if self.states_gib is None else f", gib={self.states_gib:g}"
+            lines.append(f"offload_optimizer(optimizer, model{amount}{', late=True' if late else ''})")
+        return "\n".join(lines)
 
-        def at(x: float, y: float) -> tuple[int, int]:
-            across = round((x - least) / (most - least or 1) * (width - 1))
-            return across, round((slow - y) / (slow - fast or 1) * (CHART_HEIGHT - 1))
+    def chart(self, width: int = CHART_WIDTH) -> str:
+        """Return the front as a plot in characters, so many across: step time against peak memory."""
+        points = [(gib(one.peak), one.seconds) for one in self.front]
+        least, most = points[0][0], max(points[-1][0], gib(self.budget_bytes))
+        slow, fast = points[0][1], points[-1][1]
+
+        def across(x: float) -> int:
+            return round((x - least) / (most - least or 1) * (width - 1))
 
         grid = [[" "] * width for _ in range(CHART_HEIGHT)]
-        limit = at(gib(self.budget_bytes), slow)[0]
-        for row in grid:
-            if 0 <= limit < width:
+        if 0 <= (limit := across(gib(self.budget_bytes))) < width:
+            for row in grid:
                 row[limit] = ":"
-        for x, y in points:
-            across, down = at(x, y)
-            grid[down][across] = "o"
-        across, down = at(gib(self.chosen.peak), self.chosen.seconds)
-        grid[down][across] = "X"
+        for mark, places in (("o", points), ("X", [(gib(self.chosen.peak), self.chosen.seconds)])):
+            for x, y in places:
+                grid[round((slow - y) / (slow - fast or 1) * (CHART_HEIGHT - 1))][across(x)] = mark
         left = [f"{slow:8.3f} s", *[" " * 10] * (CHART_HEIGHT - 2), f"{fast:8.3f} s"]
         rows = [f"{label} |{''.join(row)}".rstrip() for label, row in zip(left, grid, strict=True)]
         axis = f"{' ' * 10} +{'-' * width}"
@@ -170,21 +135,16 @@ class MemoryPlan:
         return "\n".join([*rows, axis, scale, f"{' ' * 12}o the front, X the choice, : the budget"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain numbers and words, for JSON."""
+        """Return the plan as plain numbers and texts, for JSON."""
         job = self.job
+        settings = ("seq_len", "batch_size", "autocast", "attention_mask", "fused_mlp", "keep_gradients", "optimizer")
         return {
-            "model": {name: getattr(job.shape, name) for name in type(job.shape).__dataclass_fields__},
+            "model": asdict(job.shape),
             "params": job.shape.params,
             "gpu": job.gpu.name,
-            "seq_len": job.seq_len,
-            "batch_size": job.batch_size,
             "dtype": str(job.dtype).removeprefix("torch."),
-            "autocast": job.autocast,
+            **{name: getattr(job, name) for name in settings},
             "adapters": None if job.adapters is None else str(job.adapters),
-            "attention_mask": job.attention_mask,
-            "fused_mlp": job.fused_mlp,
-            "keep_gradients": job.keep_gradients,
-            "optimizer": job.optimizer,
             "budget_gib": gib(self.budget_bytes),
             "host_budget_gib": gib(self.host_budget_bytes),
             "choice": _candidate(self.chosen),
@@ -195,14 +155,14 @@ class MemoryPlan:
             "front": [_candidate(one) for one in self.front],
             "ladder": [
                 {
-                    "policy": word_of(rung.policy),
-                    "bytes_per_token": rung.bytes_per_token,
-                    "recompute_flop": rung.recompute_flop,
-                    "forward_s": rung.time.forward,
-                    "backward_s": rung.time.backward,
-                    "transfer_s": rung.time.transfer,
+                    "policy": word_of(cost.policy),
+                    "bytes_per_token": cost.saved / job.tokens,
+                    "recompute_flop": cost.flop,
+                    "forward_s": cost.forward,
+                    "backward_s": cost.backward,
+                    "transfer_s": cost.transfer,
                 }
-                for rung in self.ladder
+                for cost in self.ladder
             ],
             "longest_sequence": self.longest_sequence,
             "largest_batch": self.largest_batch,
@@ -214,124 +174,88 @@ class MemoryPlan:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """Return all of it, for a terminal of so many letters across; None: as wide as it comes, as for a file."""
+        """Return all of it, for a terminal of so many letters across; None: no line is folded, as for a file."""
         across = CHART_WIDTH if width is None else max(LEAST_CHART, min(CHART_WIDTH, width - BESIDE_CHART))
-        front = folded(self._front(), width, indent=FRONT_INDENT)
-        ladder = f"{self._ladder()}\n{folded(RUNGS, width)}"
-        parts = [folded(self._headline(), width), self._parts(), ladder, front, self.chart(across)]
-        return "\n\n".join([*parts, folded(self._limits(), width), "in a script that has the model:", self.lines()])
+        limits = (
+            f"longest sequence in this budget: {self.longest_sequence:,} tokens at batch {self.job.batch_size};"
+            f" largest batch: {self.largest_batch} at {self.job.seq_len:,} tokens"
+        )
+        parts = [
+            folded(self._headline(), width),
+            self._phase_table(),
+            f"{self._ladder_table()}\n{folded(RUNGS, width)}",
+            folded(self._front_table(), width, indent=FRONT_INDENT),
+            self.chart(across),
+            folded("\n".join([limits, *self.notes]), width),
+            "in a script that has the model:",
+            self.lines(),
+        ]
+        return "\n\n".join(parts)
+
+    @property
+    def title(self) -> str:
+        """What was planned, in one line: the model, the step and the GPU."""
+        job, shape = self.job, self.job.shape
+        model = f"{shape.model_type}, {shape.params / 1e9:.2f} billion parameters in {shape.layers} layers"
+        dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
+        return f"{model}; {job.batch_size} x {job.seq_len} tokens, {dtype}, {job.optimizer}, on {job.gpu.name}"
 
     def _headline(self) -> str:
-        job, host = self.job, ""
-        dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
-        if self.host_budget_bytes:
-            host = f", pinned host memory {gib(self.host_bytes):.2f} of {gib(self.host_budget_bytes):.2f} GiB"
-        return "\n".join(
-            [
-                f"{job.shape.model_type}, {job.shape.params / 1e9:.2f} billion parameters in {job.shape.layers} layers;"
-                f" {job.batch_size} x {job.seq_len} tokens, {dtype}, {job.optimizer},"
-                f" on {job.gpu.name}",
-                *self._cap(),
-                f"keep {self.chosen}",
-                f"peak {gib(self.peak_bytes):.2f} of {gib(self.budget_bytes):.2f} GiB{host};"
-                f" {self.seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s",
-            ]
-        )
+        gpu, lines = self.job.gpu, [self.title]
+        budget, requested = f"{gib(self.budget_bytes):.2f}", f"{gib(self.requested_bytes):.2f}"
+        if self.requested_bytes > self.budget_bytes and budget != requested:
+            left = f"of the {gpu.memory_gib:.2f} GiB of the {gpu.name} its allocator needs 2% and at least 1 GiB"
+            lines.append(f"budget {budget} GiB, not {requested}: {left}")
+        host = f"{gib(self.host_bytes):.2f} of {gib(self.host_budget_bytes):.2f} GiB"
+        pinned = f", pinned host memory {host}" if self.host_budget_bytes else ""
+        peak = f"peak {gib(self.peak_bytes):.2f} of {budget} GiB{pinned}"
+        speed = f"{self.seconds:.3f} s per step, {self.tokens_per_second:,.0f} tokens/s"
+        return "\n".join([*lines, f"policies {self.chosen}", f"{peak}; {speed}"])
 
-    def _cap(self) -> list[str]:
-        gpu, budget, requested = self.job.gpu, f"{gib(self.budget_bytes):.2f}", f"{gib(self.requested_bytes):.2f}"
-        if self.requested_bytes <= self.budget_bytes or budget == requested:
-            return []
-        left = f"of the {gpu.memory_gib:.2f} GiB of the {gpu.name} its allocator needs 2% and at least 1 GiB"
-        return [f"budget {budget} GiB, not {requested}: {left}"]
-
-    def _parts(self) -> str:
+    def _phase_table(self) -> str:
         highest: dict[str, Phase] = {}
         for phase in self.phases:
             if phase.name not in highest or phase.bytes > highest[phase.name].bytes:
                 highest[phase.name] = phase
-        names = ("forward", "head", "backward", "embedding", "optimizer")
-        columns = [highest[name] for name in names if name in highest]
-        rows = [["GiB", *(phase.name for phase in columns)]]
-        rows.append(["", *(f"layer {phase.layer}" if phase.layer >= 0 else "" for phase in columns)])
-        for name, label in _KINDS.items():
-            rows.append([label, *(f"{gib(phase.parts()[name]):.2f}" for phase in columns)])
-        rows.append(["sum", *(f"{gib(phase.bytes):.2f}" for phase in columns)])
-        rows.append(["", *("the peak" if phase.bytes == self.peak_bytes else "" for phase in columns)])
-        return table(rows)
-
-    def _ladder(self) -> str:
-        rows = [
-            ["a layer keeps", "bytes", "in h", "GiB", "TFLOP", "forward", "backward", "PCIe"],
-            ["", "a token", "", "", "again", "ms", "ms", "ms"],
-        ]
-        rows += [
+        columns = [highest[name] for name in ("forward", "head", "backward", "embedding", "optimizer")]
+        return table(
             [
-                word_of(rung.policy),
-                f"{rung.bytes_per_token:,.0f}",
-                f"{rung.hidden_multiples:.1f}h",
-                f"{gib(rung.kept_bytes):.3f}",
-                f"{rung.recompute_flop / 1e12:.2f}",
-                f"{rung.time.forward * 1e3:.2f}",
-                f"{rung.time.backward * 1e3:.2f}",
-                f"{rung.time.transfer * 1e3:.2f}" if rung.time.transfer else "",
+                ["GiB", *(phase.name for phase in columns)],
+                ["", *(f"layer {phase.layer}" if phase.layer >= 0 else "" for phase in columns)],
+                *([label, *(f"{gib(phase.parts()[part]):.2f}" for phase in columns)] for part, label in PARTS.items()),
+                ["sum", *(f"{gib(phase.bytes):.2f}" for phase in columns)],
+                ["", *("the peak" if phase.bytes == self.peak_bytes else "" for phase in columns)],
             ]
-            for rung in self.ladder
+        )
+
+    def _ladder_table(self) -> str:
+        tokens, hidden = self.job.tokens, self.job.shape.hidden
+        rows = [
+            ["a layer saves", "bytes/", "in h", "GiB", "recompute", "forward", "backward", "PCIe"],
+            ["", "token", "", "", "TFLOP", "ms", "ms", "ms"],
         ]
+        for cost in self.ladder:
+            each, seconds = cost.saved / tokens, (cost.forward, cost.backward, cost.transfer)
+            stored = [word_of(cost.policy), f"{each:,.0f}", f"{each / hidden:.1f}h", f"{gib(cost.saved):.3f}"]
+            times = [f"{time * 1e3:.2f}" if time else "" for time in seconds]
+            rows.append([*stored, f"{cost.flop / 1e12:.2f}", *times])
         return table(rows)
 
-    def _front(self) -> str:
+    def _front_table(self) -> str:
         shown = list(self.front[:: -(-len(self.front) // FRONT_LINES)])
-        for one in (self.front[-1], self.chosen):
-            if one not in shown:
-                shown.append(one)
-        rows = [["peak GiB", "host GiB", "s a step", "keep"]]
+        shown += [one for one in dict.fromkeys((self.front[-1], self.chosen)) if one not in shown]
+        rows = [["peak GiB", "host GiB", "s per step", "policies"]]
         for one in sorted(shown, key=lambda one: one.peak):
             mark = " <" if one == self.chosen else ""
             rows.append([f"{gib(one.peak):.2f}", f"{gib(one.host):.2f}", f"{one.seconds:.3f}", f"{one}{mark}"])
         return table(rows, left=(3,))
 
-    def _limits(self) -> str:
-        lines = [
-            f"longest sequence in this budget: {self.longest_sequence:,} tokens at batch {self.job.batch_size};"
-            f" largest batch: {self.largest_batch} at {self.job.seq_len:,} tokens",
-            *self.notes,
-        ]
-        return "\n".join(lines)
 
-
-def rung_of(job: Job, policy: ActivationPolicy, kept_bytes: int, time: LayerTime) -> Rung:
-    """Return a line of the ladder."""
-    each = kept_bytes / job.tokens
-    return Rung(
-        policy=policy,
-        bytes_per_token=each,
-        hidden_multiples=each / job.shape.hidden,
-        kept_bytes=kept_bytes,
-        recompute_flop=time.flop,
-        time=time,
-    )
-
-
-def _constructor(policy: ActivationPolicy) -> str:
-    words = [f"keep={policy.keep!r}".replace("'", '"')]
-    if policy.mlp_level is not None:
-        words.append(f"mlp_level={policy.mlp_level}")
-    if policy.offload:
-        words.append("offload=True")
-    if policy.mlp_tile_tokens is not None:
-        words.append(f"mlp_tile_tokens={policy.mlp_tile_tokens}")
-    return f"ActivationPolicy({', '.join(words)})"
-
-
-def _options(job: Job) -> str:
-    """Return the arguments of `lowtide.patch`: what the plan was made with, where that is not the default."""
-    stock = "" if job.fused_mlp else ", mlp=False"
-    if job.head is None or job.head == HeadOptions():
-        return stock
-    said = [(f.name, getattr(job.head, f.name), f.default) for f in fields(job.head)]
-    words = ", ".join(f"{name}={value!r}" for name, value, default in said if value != default)
-    return stock + f", options=lowtide.HeadOptions({words})".replace("'", '"')
+def _constructor(value: Any, *always: str) -> str:
+    """Return the Python that makes a dataclass: the fields that are not at their defaults, and those of ``always``."""
+    every = [(f.name, getattr(value, f.name), f.default) for f in fields(value)]
+    given = [f"{name}={now!r}" for name, now, default in every if name in always or now != default]
+    return f"{type(value).__name__}({', '.join(given)})".replace("'", '"')
 
 
 def _candidate(one: Candidate) -> dict[str, Any]:

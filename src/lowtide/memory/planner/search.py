@@ -1,7 +1,7 @@
-"""Which layer keeps what: all mixtures of up to three policies, the fastest that fits, and the front of the others.
+"""Which layer saves what: all mixtures of up to three policies, the fastest that fits, and the front of the others.
 
-Layers are alike, so a mixture is a number of layers for each policy. Those that keep less come first: backward reaches
-them last, when what the others kept is free again, and offloaded ones have the longest time to travel. Each is tried
+Layers are alike, so a mixture is a number of layers for each policy. Those that save less come first: backward reaches
+them last, when what the others saved is free again, and offloaded ones have the longest time to travel. Each is tried
 with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE
@@ -29,18 +30,14 @@ ROUND = 2**30 // 16  # bytes: the amounts between none and all are whole sixteen
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mixture of policies: ``peak`` bytes on the GPU, ``host`` bytes in pinned memory, ``seconds`` a step.
-
-    ``states`` are the bytes of optimizer states that are offloaded, ``host`` has them too; ``late`` says that they come
-    back only behind backward.
-    """
+    """A mixture of policies, and what a step with it takes."""
 
     groups: Mixture
-    peak: int
-    host: int
+    peak: int  # bytes on the GPU
+    host: int  # bytes in pinned memory, those of optimizer states among them
     seconds: float
-    states: int = 0
-    late: bool = False
+    states: int = 0  # bytes of optimizer states that are offloaded
+    late: bool = False  # they come back only after backward
 
     @property
     def policies(self) -> tuple[ActivationPolicy, ...]:
@@ -48,24 +45,21 @@ class Candidate:
         return tuple(policy for policy, n in self.groups for _ in range(n))
 
     def __str__(self) -> str:
-        late = " until behind backward" if self.late else ""
+        late = " until after backward" if self.late else ""
         states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
         return words_of(self.groups) + states
 
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
-    """Return the policies of a layer, from what keeps the most on the GPU to what keeps the least."""
+    """Return the policies of a layer, from what saves the most on the GPU to what saves the least."""
     levels = (0, 1) if job.fused_mlp and not job.shape.experts else (None,)
-    places = (False, True) if offload else (False,)
-    found = [ActivationPolicy(mlp_level=level) for level in levels]
-    for place in places:
-        for keep in ("attention", "input"):
-            found += [ActivationPolicy(keep=keep, mlp_level=level, offload=place) for level in levels]
-    return found
+    recomputing = [(keep, place) for place in (False, True)[: 1 + offload] for keep in ("attention", "input")]
+    rungs: Any = [("all", False), *recomputing]
+    return [ActivationPolicy(keep=keep, mlp_level=level, offload=place) for keep, place in rungs for level in levels]
 
 
 class Search:
-    """All that is known of one job's mixtures, for a budget of pinned host memory in bytes.
+    """The mixtures of one job, for a budget of pinned host memory.
 
     Args:
         job: The step.
@@ -74,7 +68,7 @@ class Search:
     """
 
     def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True) -> None:
-        self.job, self.host_bytes = job, host_bytes
+        self.job, self.host_bytes, self.offload_states = job, host_bytes, offload_states
         self.memory, self.times = Memory(job), Times(job)
         self.ladder = ladder(job, offload=host_bytes > 0)
         states = self.memory.states if offload_states and host_bytes else 0
@@ -84,7 +78,7 @@ class Search:
         self._amounts = sorted(rounded - {0})
 
     def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
-        """Return a mixture with its numbers, all optimizer states on the GPU."""
+        """Return a mixture with what it takes, all optimizer states on the GPU."""
         groups = tuple((policy, n) for policy, n in groups if n)
         memory = self.memory
         return Candidate(groups, memory.peak(groups).bytes, memory.host(groups), self.times.step(groups))
@@ -108,12 +102,11 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """Return every mixture of one or two policies, and of three that matter, that the host has room for."""
         layers = self.job.shape.layers
-        lean_first = sorted(self.ladder, key=lambda policy: self.memory.of(policy, moves=policy.offload).on_gpu)
+        lean_first = sorted(self.ladder, key=lambda policy: self._places(policy)[0])
         pairs = [self.candidate([(policy, layers)]) for policy in lean_first]
         for a, b in combinations(lean_first, 2):
             pairs += [self.candidate([(a, n), (b, layers - n)]) for n in range(1, layers)]
-        every = [one for one in pairs if self._moves(one)]
-        pairs = [one for one in every if self._counts(one)]
+        every = [one for one in pairs if _moves(one)]
         used = _used(every)
         step = -(-layers // THIRDS)
         triples = [
@@ -122,16 +115,15 @@ class Search:
             for i in range(step, layers, step)
             for j in range(step, layers - i, step)
         ]
-        mixtures = pairs + [one for one in triples if self._counts(one)]
-        return [each for one in mixtures for each in self.with_states(one)]
+        return [each for one in every + triples if self._counts(one) for each in self.with_states(one)]
+
+    def _places(self, policy: ActivationPolicy) -> tuple[int, int]:
+        """Return the bytes that a layer saves on the GPU and on the host, where one that offloads moves."""
+        return self.memory.layers[policy].places(moves=policy.offload)
 
     def _counts(self, one: Candidate) -> bool:
         """Return whether the host has room for a mixture, and offloading moves anything."""
-        return one.host <= self.host_bytes and self._moves(one)
-
-    def _moves(self, one: Candidate) -> bool:
-        """Return whether a mixture has something on the host where it is to offload: the last layers' stays."""
-        return one.host > 0 or not any(policy.offload for policy, _ in one.groups)
+        return one.host <= self.host_bytes and _moves(one)
 
     @cached_property
     def front(self) -> list[Candidate]:
@@ -146,10 +138,10 @@ class Search:
     def least(self) -> Candidate:
         """Return the mixture of the lowest peak, among one policy for all layers and as many offloaded as fit.
 
-        No other mixture is lower, but for some pages of host memory: the head meets what all layers keep, and each
-        backward what its own layer recomputes. The last layer may keep all: what recomputing takes for a moment, such
-        as numbers of a mask, does not meet what the others keep then. Host memory goes to layers first, or to an amount
-        of optimizer states.
+        No other mixture is lower, but for some pages of host memory: the head coincides with what all layers save, and
+        each backward with what its own layer recomputes. The last layer may keep all: temporaries of a recompute, such
+        as numbers of a mask, do not coincide with what the others save then. Host memory goes to layers first, or to an
+        amount of optimizer states.
         """
         every = (each for one in filter(self._counts, self._lean()) for each in self.with_states(one))
         return min(every, key=lambda one: (one.peak, one.seconds))
@@ -158,18 +150,33 @@ class Search:
         layers = self.job.shape.layers
         left = [self.host_bytes, *(self.host_bytes - self.memory.states_on_host(n) for n in self._amounts)]
         for policy in self.ladder:
-            each = self.memory.of(policy, moves=policy.offload).on_host
-            rooms = {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}
-            for room in rooms:
+            each = self._places(policy)[1]
+            for room in {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
-                    for last in self.ladder:
-                        if last.keep == "all" and last != policy and layers > 1:
-                            yield self.candidate([(policy, layers - 1), (last, 1)])
+                    others = [last for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
+                    yield from (self.candidate([(policy, layers - 1), (last, 1)]) for last in others)
                 else:
-                    for other in self.ladder:
-                        if not other.offload:
-                            yield self.candidate([(policy, room), (other, layers - room)])
+                    others = [other for other in self.ladder if not other.offload]
+                    yield from (self.candidate([(policy, room), (other, layers - room)]) for other in others)
+
+    def fits(self, budget_bytes: int, **changes: Any) -> bool:
+        """Return whether a step with other fields of its `Job` would fit."""
+        other = Search(replace(self.job, **changes), self.host_bytes, offload_states=self.offload_states)
+        return other.least().peak <= budget_bytes
+
+    def longest_sequence(self, budget_bytes: int) -> int:
+        """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does."""
+        return largest(lambda n: self.fits(budget_bytes, seq_len=n * STEP)) * STEP
+
+    def largest_batch(self, budget_bytes: int) -> int:
+        """Return the largest batch that fits at the job's sequence length; 0: none does."""
+        return largest(lambda n: self.fits(budget_bytes, batch_size=n))
+
+
+def _moves(one: Candidate) -> bool:
+    """Return whether a mixture has something on the host where it is to offload: the last layers' stays."""
+    return one.host > 0 or not any(policy.offload for policy, _ in one.groups)
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -194,24 +201,6 @@ def _used(candidates: Sequence[Candidate]) -> set[ActivationPolicy]:
         front = pareto([*front, *by_host[host]])
         found.update(policy for one in front for policy, _ in one.groups)
     return found
-
-
-def longest_sequence(job: Job, budget_bytes: int, host_bytes: int, *, offload_states: bool = True) -> int:
-    """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0 where none does."""
-
-    def fits(steps: int) -> bool:
-        return _fits(replace(job, seq_len=steps * STEP), budget_bytes, host_bytes, offload_states)
-
-    return largest(fits) * STEP
-
-
-def largest_batch(job: Job, budget_bytes: int, host_bytes: int, *, offload_states: bool = True) -> int:
-    """Return the largest batch that fits at the job's sequence length; 0 where none does."""
-    return largest(lambda n: _fits(replace(job, batch_size=n), budget_bytes, host_bytes, offload_states))
-
-
-def _fits(job: Job, budget_bytes: int, host_bytes: int, offload_states: bool) -> bool:
-    return Search(job, host_bytes, offload_states=offload_states).least().peak <= budget_bytes
 
 
 def largest(fits: Callable[[int], bool]) -> int:

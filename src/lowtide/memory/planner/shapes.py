@@ -1,41 +1,47 @@
-"""A model's shape, read from its config by the names of the fields: what the planner's arithmetic begins with."""
+"""A model's shape, read from its config by the names of the fields: where the planner's arithmetic starts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
-# Fields that stand for parts of a layer whose bytes this planner does not know. Where one is set, it refuses.
-_FOREIGN = (
+# Fields of parts of a layer whose bytes the planner has no formula for. It refuses a config that sets one.
+_UNPLANNED = (
     "kv_lora_rank", "q_lora_rank", "ssm_state_size", "state_size", "mamba_d_state", "linear_num_value_heads",
     "cross_attention_layers", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
     "mlp_only_layers", "num_nextn_predict_layers", "is_encoder_decoder", "num_kv_shared_layers",
     "hidden_size_per_layer_input", "attn_output_gate", "quantization_config",
 )  # fmt: skip
 _MEASURE = "Measure its step instead, with `lowtide profile`."
-# Activations of configs that `lowtide.swiglu_mlp` has.
+# Activations, as configs name them, that `lowtide.swiglu_mlp` has.
 _FUSED = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTIONS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """What a model type has and its config does not say."""
+class _Layout:
+    """What all models of a type share and no config gives."""
 
-    layer_norms: int = 2  # over the residual stream, in each layer
+    layer_norms: int = 2  # over the residual stream, in each layer: 4 with norms behind attention and MLP
     head_norms: bool = False  # over each query and key head
-    heads_first: bool = False  # those norms see [heads, tokens], and attention's output is copied back
+    heads_first: bool = False  # those norms see [heads, tokens], so that attention's output is saved in both orders
+    stacked: bool = False  # one GEMM for queries, keys and values, and one for gate and up
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind(_Layout):
+    """A model type: its layout, and the names of its config's fields."""
+
     qkv_bias: bool | None = None  # None: the config's attention_bias, for the output projection too
     expert_fields: tuple[str, ...] = ()  # names of the number of experts, where the layers are mixtures
     expert_width: str = "intermediate_size"
-    stacked: bool = False  # one product for queries, keys and values, and one for gate and up
-    activation: str = "hidden_act"  # the field that names the MLP's
+    activation: str = "hidden_act"
 
 
 _PLAIN = _Kind()
@@ -56,82 +62,46 @@ KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The numbers of a decoder-only language model that memory and time follow from; all its layers are alike.
+class ModelShape(_Layout):
+    """The sizes of a decoder-only language model that memory and time follow from; all its layers are alike."""
 
-    Attributes:
-        model_type: As in the config.
-        layers: Decoder layers.
-        hidden: Width of the residual stream.
-        heads: Query heads of each layer.
-        kv_heads: Key and value heads.
-        head_dim: Size of each head.
-        intermediate: Width of the MLP, or of one expert.
-        vocab: Rows of the output layer.
-        tied: Whether embedding and output layer are one tensor.
-        layer_norms: Norms over the residual stream in a layer: 2, or 4 with norms behind attention and MLP.
-        head_norms: Whether query and key heads have norms of their own.
-        heads_first: Whether queries lie in memory by heads, so that attention's output is kept twice, in both orders.
-        qkv_bias: Whether the projections to queries, keys and values have biases.
-        output_bias: Whether attention's output projection has one.
-        mlp_bias: Whether the MLP's three products have them.
-        experts: Experts of a layer; 0 for a plain MLP.
-        experts_per_token: How many of them a token visits.
-        windows: Tokens that each layer's attention looks back on; 0: all.
-        capped_scores: Whether attention's scores pass a soft cap.
-        positions: Tokens of a sequence that the config says the model is for; 0 where it does not.
-        stacked: Whether queries, keys and values come from one product, and gate and up from another.
-        activation: The MLP's; empty: the config has none where it is looked for, and one that is fused is assumed.
-        stock_mlp: Why `lowtide.patch` leaves the MLPs as they are; empty: it takes them.
-        part_of: The type of a larger model, with vision or audio, whose text part this is; empty: it is all.
-    """
-
-    model_type: str
+    model_type: str  # as in the config
     layers: int
-    hidden: int
-    heads: int
+    hidden: int  # width of the residual stream
+    heads: int  # of queries, in each layer
     kv_heads: int
     head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
-    layer_norms: int = 2
-    head_norms: bool = False
-    heads_first: bool = False
+    intermediate: int  # width of the MLP, or of one expert
+    vocab: int  # rows of the output layer
+    tied: bool  # embedding and output layer are one tensor
     qkv_bias: bool = False
-    output_bias: bool = False
+    output_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False
-    experts: int = 0
+    experts: int = 0  # of a layer; 0: a plain MLP
     experts_per_token: int = 0
-    windows: tuple[int, ...] = ()
-    capped_scores: bool = False
-    positions: int = 0
-    stacked: bool = False
-    activation: str = ""
-    stock_mlp: str = ""
-    part_of: str = ""
+    windows: tuple[int, ...] = ()  # tokens that each layer's attention looks back on; 0: all
+    capped_scores: bool = False  # attention has a soft cap
+    positions: int = 0  # max_position_embeddings; 0: the config has none
+    activation: str = ""  # of the MLP; empty: not where the planner looks for it, and a fused one is assumed
+    stock_mlp: str = ""  # why `lowtide.patch` does not fuse the MLPs; empty: it does
+    part_of: str = ""  # the type of the larger model, with vision or audio, whose text part this is
 
     @property
     def query_width(self) -> int:
-        """Return the numbers of a token's queries, and of attention's output."""
+        """Return the size of a token's queries, and of attention's output."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Return the numbers of a token's keys, and of its values."""
+        """Return the size of a token's keys, and of its values."""
         return self.kv_heads * self.head_dim
 
     @property
     def projection_params(self) -> int:
-        """Return the parameters of attention's four products."""
+        """Return the parameters of attention's four projections."""
         wide = self.query_width + 2 * self.kv_width
         biases = wide * self.qkv_bias + self.hidden * self.output_bias
-        return self.hidden * wide + self.query_width * self.hidden + biases
-
-    @property
-    def attention_params(self) -> int:
-        """Return the parameters of a layer's attention and norms."""
-        return self.projection_params + self.layer_norms * self.hidden + 2 * self.head_dim * self.head_norms
+        return self.hidden * (wide + self.query_width) + biases
 
     @property
     def mlp_params(self) -> int:
@@ -142,11 +112,12 @@ class ModelShape:
     @property
     def layer_params(self) -> int:
         """Return the parameters of one layer."""
-        return self.attention_params + self.mlp_params
+        norms = self.layer_norms * self.hidden + 2 * self.head_dim * self.head_norms
+        return self.projection_params + norms + self.mlp_params
 
     @property
     def vocab_params(self) -> int:
-        """Return the parameters of the output layer, which are the embedding's too where they are tied."""
+        """Return the parameters of the output layer, and of the embedding."""
         return self.vocab * self.hidden
 
     @property
@@ -154,6 +125,7 @@ class ModelShape:
         """Return all parameters."""
         return self.layers * self.layer_params + self.vocab_params * (1 if self.tied else 2) + self.hidden
 
+    @property
     def token_mlp_width(self) -> int:
         """Return the MLP width that one token passes through."""
         return self.intermediate * max(1, self.experts_per_token)
@@ -168,7 +140,7 @@ def read_shape(model_or_config: Any) -> ModelShape:
 
     Raises:
         ArgumentTypeError: It is something else.
-        ArgumentValueError: The config lacks a field, or has one that stands for what cannot be planned; it is named.
+        ArgumentValueError: The config lacks a field, or has one that cannot be planned; the error names it.
     """
     if isinstance(model_or_config, ModelShape):
         return model_or_config
@@ -196,15 +168,14 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
         ArgumentTypeError: As there.
         ArgumentValueError: As there.
     """
-    given = model_or_config
-    config: Any = getattr(given, "config", None) if _is_module(given) else given
+    config: Any = getattr(model_or_config, "config", None) if _is_module(model_or_config) else model_or_config
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
     if callable(getattr(config, "get_text_config", None)):
         return _of_text(config.to_dict(), _text_part(config).to_dict())
     if not isinstance(config, Mapping):
         expected = "a transformers model or config, a dictionary, or the path of a config.json"
-        raise ArgumentTypeError(message("model_or_config", expected, type(given).__name__))
+        raise ArgumentTypeError(message("model_or_config", expected, type(model_or_config).__name__))
     text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
     if not isinstance(text.get("model_type"), str):
         raise ArgumentValueError(message("model_type", "the name of an architecture in the config", "none"))
@@ -224,13 +195,12 @@ def _text_part(config: Any) -> Any:
     try:
         return config.get_text_config()
     except ValueError as error:  # it has several
-        got = f"{config.model_type}, which has several"
-        hint = "Give the config of the one to be planned."
+        got, hint = f"{config.model_type}, which has several", "Pass the config of the one to plan."
         raise ArgumentValueError(message("model_or_config", "one part for text", got, hint)) from error
 
 
 def _of_text(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model's text part; of a larger model with what that says, and its type as ``part_of``."""
+    """Return the fields of a model's text part, with the larger model's type as ``part_of`` where there is one."""
     settings = dict(text)
     if whole.get("model_type") != text.get("model_type"):
         settings["part_of"] = str(whole.get("model_type"))
@@ -240,14 +210,14 @@ def _of_text(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any
 
 
 def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return a config's fields with another number of layers, whose kinds follow each other as before.
+    """Return a config's fields with another number of layers; their kinds repeat in the same order.
 
     Args:
         settings: As `read_settings` returns them.
         layers: How many.
 
     Raises:
-        ArgumentValueError: None at all.
+        ArgumentValueError: Fewer than one.
     """
     if layers < 1:
         raise ArgumentValueError(message("layers", "at least 1", str(layers)))
@@ -261,28 +231,27 @@ def _read_file(path: Path) -> Any:
     try:
         settings = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        got = f"{file} ({error})"
         hint = (
-            "Nothing is fetched from the network: give transformers' config or model, or the path of a downloaded one."
+            "Nothing is fetched from the network: pass transformers' config or model, or the path of a downloaded one."
             " Names such as llama-3.2-1b are for lowtide plan --model."
         )
-        raise ArgumentValueError(message("model_or_config", "the path of a readable config.json", got, hint)) from error
+        expected = "the path of a readable config.json"
+        raise ArgumentValueError(message("model_or_config", expected, f"{file} ({error})", hint)) from error
     if not isinstance(settings, dict):
         raise ArgumentValueError(message("model_or_config", "a JSON object", f"something else in {file}"))
     return settings
 
 
 def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
-    for name in _FOREIGN:
+    model_type = str(settings["model_type"])
+    for name in _UNPLANNED:
         if settings.get(name):
-            hint = f"Its part of {settings['model_type']} is not planned for. {_MEASURE}"
+            hint = f"The planner has no formula for this part of {model_type}. {_MEASURE}"
             raise ArgumentValueError(message(name, "unset", f"{settings[name]!r}", hint))
     if settings.get("decoder_sparse_step", 1) != 1:
         raise ArgumentValueError(message("decoder_sparse_step", "1: all layers alike", settings["decoder_sparse_step"]))
-    model_type = str(settings["model_type"])
     kind = KINDS.get(model_type, _PLAIN)
-    heads = _size(settings, "num_attention_heads")
-    hidden = _size(settings, "hidden_size")
+    heads, hidden = _size(settings, "num_attention_heads"), _size(settings, "hidden_size")
     layers = _size(settings, "num_hidden_layers")
     experts = next((_size(settings, name) for name in kind.expert_fields if settings.get(name) is not None), 0)
     if kind.expert_fields and not experts:
@@ -294,9 +263,11 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
     if experts_per_token > experts:
         expected = f"at most the {experts} experts of a layer"
         raise ArgumentValueError(message("num_experts_per_tok", expected, str(experts_per_token)))
-    given_bias = bool(settings.get("attention_bias", False))
+    biased = bool(settings.get("attention_bias", False))
     activation = str(settings.get(kind.activation) or (_FUSED[0] if model_type in KINDS else ""))
+    stock_mlp = f"their activation is {activation}" if activation and activation not in _FUSED else ""
     return ModelShape(
+        **{field.name: getattr(kind, field.name) for field in fields(_Layout)},
         model_type=model_type,
         layers=layers,
         hidden=hidden,
@@ -305,30 +276,19 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         head_dim=_size(settings, "head_dim", None if hidden % heads else hidden // heads),
         intermediate=_size(settings, kind.expert_width),
         vocab=_size(settings, "vocab_size"),
-        tied=_flag(settings, "tie_word_embeddings"),
-        layer_norms=kind.layer_norms,
-        head_norms=kind.head_norms,
-        heads_first=kind.heads_first,
-        qkv_bias=given_bias if kind.qkv_bias is None else kind.qkv_bias,
-        output_bias=given_bias and kind.qkv_bias is None,
+        tied=_tied(settings),
+        qkv_bias=biased if kind.qkv_bias is None else kind.qkv_bias,
+        output_bias=biased and kind.qkv_bias is None,
         mlp_bias=bool(settings.get("mlp_bias", False)),
         experts=experts,
         experts_per_token=experts_per_token,
         windows=_windows(settings, layers),
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=int(settings.get("max_position_embeddings") or 0),
-        stacked=kind.stacked,
         activation=activation,
-        stock_mlp=_stock_mlp(activation, kind),
+        stock_mlp="gate and up are one projection" if kind.stacked else stock_mlp,
         part_of=str(settings.get("part_of", "")),
     )
-
-
-def _stock_mlp(activation: str, kind: _Kind) -> str:
-    """Return why `lowtide.patch` leaves a model's MLPs as they are, as far as its config tells."""
-    if kind.stacked:
-        return "gate and up are one projection"
-    return f"their activation is {activation}" if activation and activation not in _FUSED else ""
 
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -343,36 +303,32 @@ def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _size(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = settings.get(name)
-    if value is None:
-        value = default
+    value = default if settings.get(name) is None else settings[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        hint = f"Planned for are decoders like Llama; {settings['model_type']!r} may be another. {_MEASURE}"
-        got = f"{value!r}"
-        raise ArgumentValueError(
-            message(name, "a whole number of at least 1 in the config", got, hint if value is None else "")
-        )
+        hint = f"The planner is for decoders like Llama; {settings['model_type']!r} may be another. {_MEASURE}"
+        expected = "a whole number of at least 1 in the config"
+        raise ArgumentValueError(message(name, expected, f"{value!r}", hint if value is None else ""))
     return value
 
 
-def _flag(settings: Mapping[str, Any], name: str) -> bool:
-    value = settings.get(name)
+def _tied(settings: Mapping[str, Any]) -> bool:
+    value = settings.get("tie_word_embeddings")
     if not isinstance(value, bool):
-        hint = "Write it into the config, or install transformers, which knows the default."
-        raise ArgumentValueError(message(name, "true or false in the config", f"{value!r}", hint))
+        hint = "Write it into the config, or install transformers, which has the default."
+        raise ArgumentValueError(message("tie_word_embeddings", "true or false in the config", f"{value!r}", hint))
     return value
 
 
 def _is_module(x: object) -> bool:
-    """Return whether it is a model, without importing torch for what is none."""
+    """Return whether it is a model, without an import of torch."""
     return callable(getattr(x, "named_modules", None))
 
 
 def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
-    """Return the model without weights, to count a type's parameters that nobody has compared yet.
+    """Return the model without weights: its parameters are counted, since its type is not among `KINDS`.
 
     Raises:
-        ArgumentValueError: transformers is not installed, or does not know it.
+        ArgumentValueError: transformers is not installed, or cannot build it.
     """
     import torch
 
@@ -388,13 +344,13 @@ def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
 
 
 def _compare(shape: ModelShape, model: Any) -> None:
-    """Refuse a model whose parameters are not those that its config was read to have."""
+    """Raise where a model's parameters are frozen, or others than its config says."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
-        hint = "Of a model with adapters give the config, and adapters=lowtide.memory.Adapters(rank)."
+        hint = "For a model with adapters pass its config, and adapters=lowtide.memory.Adapters(rank)."
         raise ArgumentValueError(message("model_or_config", "all parameters trained", f"{frozen[0]} frozen", hint))
     found = sum(parameter.numel() for parameter in model.parameters())
     if found != shape.params:
         expected = f"layers of attention, norms and a gated MLP, {shape.params:,} parameters by its config"
-        hint = f"Its layers have parts that this planner does not know. {_MEASURE}"
+        hint = f"The planner has no formula for some part of its layers. {_MEASURE}"
         raise ArgumentValueError(message("model_type", expected, f"{shape.model_type!r} with {found:,}", hint))

@@ -1,71 +1,64 @@
-"""What one training step holds in memory, and when: bytes by phase. Symbols as in `layer_bytes`."""
+"""What one training step holds in memory, and when: bytes by phase. Symbols as in `layer_costs`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import PAGES, LayerBytes, masks_bytes
+from lowtide.memory.planner.layer_costs import PAGES, LayerCosts
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.policy import ActivationPolicy
 
 MIB = 2**20
 # What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.
 WORKSPACE, OLD_WORKSPACE = 32 * MIB, 8 * MIB + MIB // 8
+# The parts of a phase's bytes, and how they are printed.
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "head": "output layer and loss",
+    "transients": "temporaries",
+    "other": "workspaces, positions",
+}
 
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A moment of a step: its name, what it holds by kind, and the layer that is at work, where one is.
+class Phase(NamedTuple):
+    """A moment of a step, and the bytes that it holds by kind: `PARTS`."""
 
-    Attributes:
-        name: "forward", "head", "backward", "embedding" or "optimizer".
-        layer: Index of the layer, -1 where it is none's.
-        weights: Bytes of the parameters.
-        optimizer: Bytes of the optimizer's states.
-        gradients: Bytes of gradients that exist by then.
-        activations: Bytes that layers keep for backward, and what of one was recomputed.
-        head: Bytes of the output layer's scratch, and of the gradients that it holds.
-        transients: Bytes that live within the phase alone.
-        other: Workspaces, position embeddings, token ids.
-        away: Share of the offloaded optimizer states that is on the host then.
-        away_late: The same where they come back only behind backward.
-    """
-
-    name: str
-    layer: int
+    name: str  # "forward", "head", "backward", "embedding" or "optimizer"
+    layer: int  # that is at work; -1: none
     weights: int
+    gradients: int  # that exist by then
     optimizer: int
-    gradients: int
-    activations: int
-    head: int
-    transients: int
-    other: int
-    away: float = 0.0
-    away_late: float = 0.0
+    activations: int  # that layers save for backward, and what of one was recomputed
+    head: int  # the output layer's scratch, and the gradients that it holds
+    transients: int  # within the phase alone
+    other: int  # workspaces, position embeddings, token ids
+    away: float = 0.0  # share of the offloaded optimizer states that is on the host then
+    away_late: float = 0.0  # the same where they come back only after backward
 
     @property
     def bytes(self) -> int:
         """Return the sum."""
-        held = self.weights + self.optimizer + self.gradients + self.activations
-        return held + self.head + self.transients + self.other
+        return sum(self[2:9])
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by kind."""
-        names = ("weights", "optimizer", "gradients", "activations", "head", "transients", "other")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in PARTS}
 
     def __str__(self) -> str:
         return self.name if self.layer < 0 else f"{self.name} of layer {self.layer}"
 
 
 def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
-    """Return the runs with whether what they keep goes to the host: not that of the last offloaded layers."""
+    """Return the runs with whether what they save goes to the host: not that of the last offloaded layers."""
     to_move = max(0, sum(n for policy, n in groups if policy.offload) - ON_DEVICE)
     found = []
     for policy, n in groups:
@@ -79,33 +72,42 @@ class Memory:
     """The bytes of one job, whichever policies its layers have."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
-        shape, e, N = job.shape, job.element, job.tokens
-        self.kind = OPTIMIZERS[job.optimizer]
-        self.weights = shape.params * e
-        self.states = int(shape.params * (self.kind.states * e + self.kind.bytes_each))
-        self.layer_gradients = shape.layer_params * e
-        self.vocab_gradients = shape.vocab_params * e
-        self.all_gradients = shape.params * e
-        if (numbers := job.trained_adapters) is not None:  # float32, whatever the frozen weights are
+        self.job, self.layers = job, LayerCosts(job)
+        shape, e, N, seq_len = job.shape, job.element, job.tokens, job.seq_len
+        kind, numbers = OPTIMIZERS[job.optimizer], job.trained_adapters
+        self.weights, self.all_gradients = shape.params * e, shape.params * e
+        self.states = int(shape.params * (kind.states * e + kind.bytes_each))
+        self.layer_gradients, self.vocab_gradients = shape.layer_params * e, shape.vocab_params * e
+        if numbers is not None:  # float32, whatever the frozen weights are
             self.weights += 4 * numbers
-            self.states = int(numbers * (4 * self.kind.states + self.kind.bytes_each))
+            self.states = int(numbers * (4 * kind.states + kind.bytes_each))
             self.all_gradients = 4 * numbers
             self.layer_gradients, self.vocab_gradients = self.all_gradients // shape.layers, 0
         ids = 2 * 8 * N  # and labels
-        positions = job.seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
+        positions = seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
+        # The masks that all layers share: one of bools, and another for those with a window.
+        masks = max(1, len(set(map(bool, shape.windows)))) * job.batch_size * seq_len**2 * job.attention_mask
         workspace = WORKSPACE if job.gpu.capability >= (9, 0) else OLD_WORKSPACE
-        self.other = 2 * workspace + ids + positions + masks_bytes(job)
+        self.other = 2 * workspace + ids + positions + masks
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
-        self.waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
-        self.stream = N * shape.hidden * e
+        waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
         # Beside the MLP's product stands the gradient of the weight behind it. When that of gate's weight comes, the
         # product is gone, and when that of up's comes, gate is too: with few tokens those later moments hold more.
-        mlp, product = shape.mlp_params * e, N * shape.token_mlp_width() * job.narrow
-        if job.adapters is not None:
-            mlp = 0
-        self.mlp_gradients = mlp if shape.experts else mlp // 3 + 2 * max(0, mlp // 3 - product)
-        self._of: dict[tuple[ActivationPolicy, bool], LayerBytes] = {}
+        mlp, product = shape.mlp_params * e if numbers is None else 0, N * shape.token_mlp_width * job.narrow
+        self._mlp_gradients = mlp if shape.experts else mlp // 3 + 2 * max(0, mlp // 3 - product)
+        self._new = self._mlp_gradients + waiting if job.keep_gradients else 0
+        self._stream = N * shape.hidden * e
+        # The head holds gradients until its backward. An accumulator's is made when the scratch is gone.
+        head = job.head_plan
+        beside = head.scratch_bytes - (self.vocab_gradients if head.accumulator_bytes else 0)
+        self._head = self._stream + self.vocab_gradients + head.accumulator_bytes + max(0, beside) + head.cast_bytes
+        # The embedding's kernel adds up the rows of each token in float32 first.
+        embedding = self._stream + 4 * N * shape.hidden + waiting
+        embedding += self.vocab_gradients if shape.tied or job.keep_gradients else 0  # not the first gradient there
+        self._last = [
+            self._phase("embedding", -1, self.all_gradients, 0, transients=embedding, away_late=1.0),
+            self._phase("optimizer", -1, self.all_gradients, 0, transients=kind.temporary * self.all_gradients),
+        ]
 
     def peak(self, groups: Groups, states: int = 0, *, late: bool = False) -> Phase:
         """Return the phase that holds the most."""
@@ -114,23 +116,20 @@ class Memory:
     def peaks(self, groups: Groups, amounts: Sequence[int]) -> dict[bool, list[int]]:
         """Return the bytes of that phase for several amounts of offloaded states: by whether they come back late."""
         found = [(phase.bytes, phase.away, phase.away_late) for phase in self._phases(groups)]
-        early = [max(held - int(amount * away) for held, away, _ in found) for amount in amounts]
+        early = [max(held - int(n * away) for held, away, _ in found) for n in amounts]
         return {False: early, True: [max(held - int(n * late) for held, _, late in found) for n in amounts]}
 
-    def of(self, policy: ActivationPolicy, *, moves: bool = False) -> LayerBytes:
-        """Return the bytes of one layer, whose checkpoint goes to the host where it ``moves``."""
-        found = self._of.get((policy, moves))
-        if found is None:
-            found = self._of[policy, moves] = LayerBytes(self.job, policy, moves=moves)
-        return found
-
     def kept(self, groups: Groups) -> int:
-        """Return the bytes that all layers keep on the GPU between forward and backward."""
-        return sum(n * self.of(policy, moves=moves).on_gpu for policy, n, moves in placed(groups))
+        """Return the bytes that all layers save on the GPU between forward and backward."""
+        return self._saved(groups)[0]
 
     def host(self, groups: Groups) -> int:
-        """Return the bytes that layers keep in host memory."""
-        return sum(n * self.of(policy, moves=moves).on_host for policy, n, moves in placed(groups))
+        """Return the bytes that layers save in host memory."""
+        return self._saved(groups)[1]
+
+    def _saved(self, groups: Groups) -> tuple[int, int]:
+        found = [(n, self.layers[policy].places(moves=moves)) for policy, n, moves in placed(groups)]
+        return sum(n * on_gpu for n, (on_gpu, _) in found), sum(n * on_host for n, (_, on_host) in found)
 
     def states_on_host(self, states: int) -> int:
         """Return the host memory that so many bytes of optimizer states take."""
@@ -140,59 +139,42 @@ class Memory:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last.
 
         With ``states`` bytes of optimizer states offloaded, also the layers from which on they leave, and by which they
-        are back; in between the bytes are a linear function of the layer. ``late`` ones come back behind backward.
+        are back; in between the bytes are a linear function of the layer. ``late`` ones come back after backward.
         """
         found = self._phases(groups)
-        if not states:  # which the search asks for of every mixture
+        if not states:  # as the search asks for every mixture
             return found
         away = [int(states * (phase.away_late if late else phase.away)) for phase in found]
-        return [replace(phase, optimizer=phase.optimizer - n) for phase, n in zip(found, away, strict=True)]
+        return [phase._replace(optimizer=phase.optimizer - n) for phase, n in zip(found, away, strict=True)]
 
     def _phases(self, groups: Groups) -> list[Phase]:
-        head = self.job.head_plan
-        kept = self.kept(groups) + 2 * self.stream  # and the final norm's input and output
-        held = self.stream + self.vocab_gradients  # gradients that the head holds until its backward
-        new = self.job.shape.tied or self.job.keep_gradients  # the embedding's gradient is not the first there
-        found = self._layers(groups)
-        if self.job.adapters is not None:  # a frozen weight has no gradient to add up
-            held += head.scratch_bytes
-        elif head.accumulator_bytes:  # the gradient itself is made from it when the scratch is gone
-            held += head.accumulator_bytes + max(0, head.scratch_bytes - self.vocab_gradients)
-        else:
-            held += head.scratch_bytes
-        held += head.cast_bytes
-        found.append(self._phase("head", -1, 0, kept, held, away=1.0, away_late=1.0))
-        # its kernel adds up the rows of each token in float32 first
-        beside = self.stream + 4 * self.job.tokens * self.job.shape.hidden + self.waiting
-        beside += self.vocab_gradients if new else 0
-        found.append(self._phase("embedding", -1, self.all_gradients, 0, 0, beside, away_late=1.0))
-        temporary = self.kind.temporary * self.all_gradients
-        found.append(self._phase("optimizer", -1, self.all_gradients, 0, 0, temporary))
-        return found
+        saved = self.kept(groups) + 2 * self._stream  # and the final norm's input and output
+        head = self._phase("head", -1, 0, saved, self._head, away=1.0, away_late=1.0)
+        return [*self._layer_phases(groups), head, *self._last]
 
-    def _layers(self, groups: Groups) -> list[Phase]:
+    def _layer_phases(self, groups: Groups) -> Iterator[Phase]:
         layers = self.job.shape.layers
         turns = (1, layers_to_leave(layers) - 1)
-        found, first, upto, leaving = [], 0, 0, 0
+        first, upto, leaving = 0, 0, 0
         for policy, n, moves in placed(groups):
-            one = self.of(policy, moves=moves)
+            cost = self.layers[policy]
+            on_gpu, on_host = cost.places(moves=moves)
+            again = 0 if policy.keep == "all" else cost.whole - on_gpu
             last = first + n - 1
             for layer in sorted({first, last, *(min(max(first, at), last) for at in turns)}):
-                kept = upto + (layer + 1 - first) * one.on_gpu
+                saved = upto + (layer + 1 - first) * on_gpu
                 # On their way: the checkpoint of the layer before, fetched ahead; in forward its own as well.
-                before = leaving if layer == first else one.on_host
-                away = one.on_host + before
-                left = share_away(layer, layers)
-                found.append(self._phase("forward", layer, 0, kept + away, 0, one.forward, left, left))
-                done = (layers - 1 - layer) * self.layer_gradients + self.vocab_gradients + self.mlp_gradients
-                new = self.mlp_gradients + self.waiting if self.job.keep_gradients else 0
-                left = 1 - share_back(layers - 1 - layer, layers)
-                held = kept + one.again + before
-                found.append(self._phase("backward", layer, done, held, 0, one.backward + new, left, 1.0))
-            leaving = one.on_host
-            upto += n * one.on_gpu
+                before = leaving if layer == first else on_host
+                away, done = share_away(layer, layers), layers - 1 - layer
+                forward = saved + on_host + before
+                yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away)
+                gradients = done * self.layer_gradients + self.vocab_gradients + self._mlp_gradients
+                held, more = saved + again + before, cost.backward_bytes + self._new
+                away = 1 - share_back(done, layers)
+                yield self._phase("backward", layer, gradients, held, 0, more, away, 1.0)
+            leaving = on_host
+            upto += n * on_gpu
             first += n
-        return found
 
     def _phase(
         self,
@@ -205,18 +187,6 @@ class Memory:
         away: float = 0.0,
         away_late: float = 0.0,
     ) -> Phase:
-        if self.job.keep_gradients:
-            gradients = self.all_gradients
-        return Phase(
-            name=name,
-            layer=layer,
-            weights=self.weights,
-            optimizer=self.states,
-            gradients=gradients,
-            activations=activations,
-            head=head,
-            transients=transients,
-            other=self.other,
-            away=away,
-            away_late=away_late,
-        )
+        there = self.all_gradients if self.job.keep_gradients else gradients
+        always = self.weights, there, self.states
+        return Phase(name, layer, *always, activations, head, transients, self.other, away, away_late)

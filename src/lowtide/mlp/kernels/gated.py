@@ -87,8 +87,8 @@ def gated_backward(
 ) -> None:
     """Write the gradients of gate and up, and ``act(gate) * up`` itself, from the product's gradient ``grad``.
 
-    Each goes where it is told, None for nowhere, which may be over any one of the inputs: an element's inputs are read
-    before its results are written. All contiguous, of one shape and dtype.
+    Each is written to its argument, unless that is None; it may be any one of the inputs, since an element's inputs are
+    read before its results are written. All contiguous, of one shape and dtype.
     """
     n = gate.numel()
     if n:

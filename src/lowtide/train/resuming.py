@@ -1,0 +1,129 @@
+"""A checkpoint of one engine for a run of another: FSDP2 reads what one process or DDP wrote, and they what it wrote.
+
+Trainer reads only what its own engine writes. Weights and optimizer states are whole in both formats; FSDP2's names the
+states by parameter, the other one numbers them in the optimizer's order. DeepSpeed's files are read by DeepSpeed alone,
+on as many processes as wrote them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.train.parallel import first_does, is_first_rank, launched_ranks, uses_deepspeed, uses_fsdp, zero_stage
+
+_WHOLE, _FSDP2, _SHARDS = "one process or DDP", "FSDP2", "FSDP2 with SHARDED_STATE_DICT"
+_FSDP_WEIGHTS = "pytorch_model_fsdp"  # accelerate's name of the file, or with its number of the folder of shards
+_FSDP_STATES, _WHOLE_STATES = "optimizer.bin", "optimizer.pt"
+
+
+def check_engine(checkpoint: Path) -> None:
+    """Raise where the engine of this run cannot read a checkpoint.
+
+    Raises:
+        ArgumentValueError: another engine, DeepSpeed stage or number of processes wrote it.
+    """
+    wrote, now = _wrote(checkpoint), _now()
+    if wrote != now and {wrote, now} != {_WHOLE, _FSDP2}:
+        expected = f"{wrote}, which wrote {checkpoint.name}"
+        hint = "Only one process, DDP and FSDP2 with FULL_STATE_DICT read each other's checkpoints."
+        raise ArgumentValueError(message("parallel", expected, now, hint))
+
+
+@contextlib.contextmanager
+def readable(checkpoint: Path, trainer: Any, staging: Path) -> Iterator[Path]:
+    """Give a checkpoint in the format that a trainer reads: itself, or a converted one while this lasts.
+
+    Args:
+        checkpoint: one that `check_engine` lets pass.
+        trainer: before its engine has sharded the model.
+        staging: folder for a converted one, which takes as much room as its weights and states.
+    """
+    wrote, now = _wrote(checkpoint), _now()
+    if wrote == now:
+        yield checkpoint
+        return
+    folder = staging / checkpoint.name
+    try:
+        first_does(lambda: _convert(checkpoint, folder, trainer, for_fsdp2=now == _FSDP2))
+        yield folder
+    finally:
+        if is_first_rank():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wrote(checkpoint: Path) -> str:
+    """Return the engine that wrote a checkpoint."""
+    if states := list(checkpoint.glob("global_step*/*optim_states.pt")):
+        # the weights' files are named by the rank where each rank has a shard of them
+        stage = 3 if list(checkpoint.glob("global_step*/*zero_pp_rank_0_*model_states.pt")) else 2
+        return _deepspeed(stage, len(states))
+    if (checkpoint / f"{_FSDP_WEIGHTS}.bin").exists():
+        return _FSDP2
+    return _SHARDS if (checkpoint / f"{_FSDP_WEIGHTS}_0").exists() else _WHOLE
+
+
+def _now() -> str:
+    """Return the engine of this run."""
+    if uses_deepspeed():
+        return _deepspeed(zero_stage(), launched_ranks())
+    if uses_fsdp():
+        return _FSDP2 if os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT" else _SHARDS
+    return _WHOLE
+
+
+def _deepspeed(stage: int | None, ranks: int) -> str:
+    # ZeRO-1 has the files of ZeRO-2
+    return f"DeepSpeed ZeRO-{3 if stage == 3 else 2} on {ranks} processes"
+
+
+def _convert(checkpoint: Path, folder: Path, trainer: Any, *, for_fsdp2: bool) -> None:
+    """Write a checkpoint in the other format; files that both have are links."""
+    import torch
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        if file.name not in (f"{_FSDP_WEIGHTS}.bin", _FSDP_STATES, _WHOLE_STATES):
+            (folder / file.name).symlink_to(file.absolute())
+    before, after = (_WHOLE_STATES, _FSDP_STATES) if for_fsdp2 else (_FSDP_STATES, _WHOLE_STATES)
+    states = torch.load(checkpoint / before, weights_only=True, map_location="cpu", mmap=True)
+    names = _names(trainer)
+    key: dict[Any, Any] = dict(enumerate(names)) if for_fsdp2 else {name: i for i, name in enumerate(names)}
+    groups = [{**group, "params": [key[one] for one in group["params"]]} for group in states["param_groups"]]
+    torch.save({"state": {key[k]: v for k, v in states["state"].items()}, "param_groups": groups}, folder / after)
+    if for_fsdp2:
+        torch.save(_weights(checkpoint, trainer.model), folder / f"{_FSDP_WEIGHTS}.bin")
+
+
+def _names(trainer: Any) -> list[str]:
+    """Return the names of the parameters in the order in which the trainer's optimizer has them."""
+    of = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    optimizer = trainer.create_optimizer()
+    trainer.optimizer = None  # made anew, of the sharded parameters
+    return [of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _weights(checkpoint: Path, model: Any) -> dict[str, Any]:
+    """Return the weights of a checkpoint, tied ones by each of their names; of adapters those that are trained."""
+    from safetensors.torch import load_file
+
+    if hasattr(model, "peft_config"):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_peft_weights(str(checkpoint), device="cpu"))
+        return {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
+    weights: dict[str, Any] = {}
+    for file in sorted(checkpoint.glob("model*.safetensors")):
+        weights |= load_file(file)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    weights |= {name: weights[source] for name, source in tied.items() if name not in weights}
+    if lacking := model.state_dict().keys() - weights.keys():
+        got = f"{checkpoint.name} without {min(lacking)}"
+        raise ArgumentValueError(message("parallel", "the engine that wrote the checkpoint", got))
+    return weights

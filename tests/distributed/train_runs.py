@@ -1,0 +1,133 @@
+"""Tiny runs of `lowtide train` on ranks: their data, each run made once, and what they leave in their folders."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from chat_data import byte_tokenizer
+from distributed.train_ranks import Ended, shared
+
+SHAPE: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+WORDS = ("the", "tide", "came", "in", "and", "went", "out", "over", "sand")
+STEPS, SEQUENCES = 4, 4  # of a run, and of a step
+# Other batches add the same numbers up in another order: some float32 roundings of each value.
+REORDERED = 1e-5
+
+
+class Runs:
+    """Runs with four sequences a step, whatever the number of ranks, in a folder of their own.
+
+    A kind is "pretrain", from random weights and tied; "tune", pretrained weights on prompts and completions of very
+    different lengths; "adapt", LoRA on those.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ranks = folder, shared()
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False}))
+        model.save_pretrained(folder / "pretrained")
+        byte_tokenizer().save_pretrained(folder / "pretrained")
+        (folder / "shape.json").write_text(json.dumps(SHAPE))
+        rng = random.Random(0)
+        with (folder / "rows.jsonl").open("w") as rows:
+            for _ in range(60):
+                prompt, completion = (" ".join(rng.choices(WORDS, k=rng.randint(1, most))) for most in (3, 12))
+                rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+        (folder / "text.txt").write_text("\n".join(" ".join(rng.choices(WORDS, k=9)) for _ in range(600)))
+        self.made: dict[tuple[str, str], tuple[Path, Ended]] = {}
+
+    def arguments(self, kind: str) -> list[str]:
+        """Return the arguments of a run, without its ranks, rows and output."""
+        both = f"--max-steps {STEPS} --held-out 4 --save_steps 2 --save_total_limit 5"
+        pretrain = "train --model {0}/shape.json --data {0}/text.txt --vocab-size 400 --seq-len 32"
+        tune = "train --model {0}/pretrained --data {0}/rows.jsonl --max_length 64 --lr 1e-3"
+        own = {"pretrain": pretrain, "tune": tune, "adapt": f"{tune} --use_peft --lora_r 4 --lora_dropout 0"}
+        return f"{own[kind]} {both}".format(self.folder).split()
+
+    def spies(self, engine: str, *more: str) -> dict[str, str]:
+        """Return the environment of ranks that tell about themselves."""
+        return {"SPY": " ".join(["head", "result", *more, *(["zero"] if engine.startswith("zero") else [])])}
+
+    def of(self, kind: str, engine: str) -> tuple[Path, Ended]:
+        """Return the folder of a finished run and what its ranks printed: "one" process, or two and an engine."""
+        if (kind, engine) not in self.made:
+            ranks = 1 if engine == "one" else 2
+            rows = SEQUENCES // ranks
+            given: list[object] = [] if ranks == 1 else ["--parallel", engine]
+            if (kind, engine) in ACCUMULATED:
+                rows, given = rows // 2, [*given, "--gradient_accumulation_steps", 2]
+            output = self.folder / f"{kind}-{engine}"
+            given += ["--per_device_train_batch_size", rows, "--output", output]
+            ended = self.ranks.succeed(ranks, *self.arguments(kind), *given, **self.spies(engine))
+            self.made[kind, engine] = output, ended
+        return self.made[kind, engine]
+
+    def copy(self, kind: str, engine: str, output: Path) -> Path:
+        """Copy a run as it was after half of its steps."""
+        shutil.copytree(self.of(kind, engine)[0], output)
+        shutil.rmtree(output / f"checkpoint-{STEPS}")
+        shutil.rmtree(output / "model")
+        return output
+
+    def resume(self, output: Path, ranks: int, *arguments: object, engine: str = "", **options: Any) -> Ended:
+        """Resume a run on so many ranks, with as many sequences a step."""
+        given = ["--per_device_train_batch_size", SEQUENCES // ranks, *(["--parallel", engine] if engine else [])]
+        words = ["train", "--resume_from_checkpoint", "true", "--output", output, *given, *arguments]
+        return self.ranks(ranks, *words, **self.spies(engine), **options)
+
+
+ACCUMULATED = {("pretrain", "fsdp2"), ("tune", "zero3"), ("tune", "ddp")}
+
+
+@cache
+def runs(folder: Path) -> Runs:
+    """Return the runs of a folder, which all test modules of this process share."""
+    return Runs(folder)
+
+
+def spied(out: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield what a rank told about itself."""
+    for line in out.splitlines():
+        if line.startswith(f"spied {kind} "):
+            yield json.loads(line.removeprefix(f"spied {kind} "))
+
+
+def history(output: Path, step: int = STEPS) -> dict[str, list[float]]:
+    """Return the losses and gradient norms of a run's steps."""
+    logs = json.loads((output / f"checkpoint-{step}" / "trainer_state.json").read_text())["log_history"]
+    return {name: [entry[name] for entry in logs if name in entry] for name in ("loss", "grad_norm")}
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a run's final model."""
+    (file,) = (output / "model").glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same(output: Path, other: Path, tolerance: float = REORDERED) -> None:
+    """Compare two runs' steps and their final weights."""
+    got, expected = history(output), history(other)
+    for name, values in expected.items():
+        assert len(values) == STEPS
+        assert all(abs(a - b) <= tolerance * abs(b) for a, b in zip(got[name], values, strict=True)), (
+            name,
+            got,
+            values,
+        )
+    got_weights, expected_weights = weights(output), weights(other)
+    assert got_weights.keys() == expected_weights.keys()
+    for name, value in expected_weights.items():
+        torch.testing.assert_close(got_weights[name], value, rtol=0, atol=tolerance)

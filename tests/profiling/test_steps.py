@@ -1,0 +1,279 @@
+"""One implementation's steps: figures that hang together, memory that runs out, hooks that only look."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.bench import ways
+from lowtide.bench.way import Way
+from lowtide.bench.ways import build_way, make_optimizer
+from lowtide.measure.allocations import track_allocations
+from lowtide.measure.failures import is_out_of_memory
+from lowtide.memory import ActivationPolicy
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_costs import full_bytes
+from lowtide.memory.planner.search import Candidate
+from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.policy_words import parse_policies
+from lowtide.profile import steps as module
+from lowtide.profile.owners import known_before, owners_of
+from lowtide.profile.phases import KINDS, Phase
+from lowtide.profile.recording import record
+from lowtide.profile.steps import Steps, measure
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "model_type": "llama", "vocab_size": 613, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+SETTINGS = {
+    "seq_len": 61, "batch_size": 2, "vocab_size": 613, "dtype": "float32", "device": "cpu", "optimizer": "adamw",
+    "lora": 0, "sharding": "none", "offload_params": False, "gpus": 1, "steps": 1, "warm": 1, "memory_limit": 0.0,
+    "seed": 3, "trace": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("model") / "tiny.json"
+    file.write_text(json.dumps(CONFIG))
+    return {**SETTINGS, "model": str(file)}
+
+
+def run(impl: str, policy: str, settings: dict[str, Any], stem: object = "") -> dict[str, Any]:
+    told = measure({"impl": impl, "policy": policy}, settings, str(stem))
+    assert told is not None
+    return told
+
+
+def parts(told: dict[str, Any]) -> list[str]:
+    return [one["name"] for one in told["segments"]]
+
+
+PLAIN = [
+    "embedding", "forward of layer 0", "forward of layer 1", "head", "backward of the head", "backward of layer 1",
+    "backward of layer 0", "backward of the embedding", "optimizer",
+]  # fmt: skip
+AGAIN = [*PLAIN[:5]]
+for layer in (1, 0):
+    AGAIN += [f"{kind} of layer {layer}" for kind in ("backward", "recompute", "backward")]
+AGAIN += PLAIN[-2:]
+
+
+@pytest.mark.parametrize(
+    ("impl", "policy", "phases"),
+    [
+        ("stock", "all", PLAIN),
+        ("stock", "input", AGAIN),
+        ("stock", "attention", AGAIN),
+        ("stock", "input-offload", AGAIN),
+        ("lowtide", "2 x all/1", PLAIN),
+        ("lowtide", "attention", AGAIN),
+        ("lowtide", "1xinput+1xall", [*AGAIN[:5], "backward of layer 1", *AGAIN[8:]]),
+    ],
+)
+def test_a_step_hangs_together(impl: str, policy: str, phases: list[str], settings: dict[str, Any]) -> None:
+    told = run(impl, policy, settings)
+    assert "failed" not in told
+    assert parts(told) == phases
+    ends = [one["end_ms"] for one in told["segments"]]
+    assert [one["begin_ms"] for one in told["segments"]] == [0, *ends[:-1]]
+    assert ends[-1] == pytest.approx(told["seconds"] * 1e3)
+    assert sum(told["time_by_kind_ms"].values()) == pytest.approx(ends[-1])
+    assert set(told["time_by_kind_ms"]) == set(KINDS)
+    assert told["tokens_per_s"] == pytest.approx(122 / told["seconds"])
+    peak, weights = told["peak"], told["parameters"] * 4 / 2**30
+    assert sum(peak["owners_gib"].values()) == pytest.approx(peak["gib"])
+    assert peak["owners_gib"]["weights"] == pytest.approx(weights)
+    assert peak["owners_gib"]["optimizer"] == pytest.approx(2 * weights, rel=1e-3)
+    assert sum(peak["activations_gib"].values()) == pytest.approx(peak["owners_gib"]["activations"])
+    assert max(told["timeline"]["gib"]) == pytest.approx(peak["gib"], rel=1e-5)
+    assert len(told["losses"]) == 2
+    assert "note" not in told
+
+
+def test_policies_as_a_plan_prints_them() -> None:
+    kinds = [ActivationPolicy(keep=keep, mlp_level=level) for keep in ("all", "attention", "input") for level in (0, 1)]
+    kinds += [
+        ActivationPolicy(keep="input", mlp_level=1, offload=True),
+        ActivationPolicy(keep="attention", offload=True),
+    ]
+    groups = tuple((policy, i + 1) for i, policy in enumerate(kinds))
+    printed = str(Candidate(groups, 0, 0, 0.0))
+    assert "8 x attention offloaded" in printed
+    assert parse_policies(printed, 36) == [policy for policy, n in groups for _ in range(n)]
+
+
+def test_every_way_trains_the_same_model(settings: dict[str, Any]) -> None:
+    losses = [run(impl, policy, settings)["losses"] for impl, policy in (("stock", "input"), ("lowtide", "all"))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][0] > losses[0][1]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_activations_are_the_planners_to_the_byte(level: int, settings: dict[str, Any]) -> None:
+    """The planner's bytes of a layer that keeps everything, which its own tests compare with the allocator's."""
+    steps = Steps(Way(impl="lowtide", policy=f"all-mlp{level}"), settings, CPU, 0)
+    steps.step()
+    known = known_before(steps.model, steps.optimizer, [steps.ids], CPU)
+    with record(steps.marks, CPU) as recording:
+        steps.step()
+    known.gradients = steps.gradients
+    kept: dict[str, int] = {}
+    for block, owned in zip(recording.blocks, owners_of(recording, known), strict=True):
+        if owned == "activations":
+            phase = str(recording.phases[block.phase])
+            kept[phase] = kept.get(phase, 0) + block.bytes
+    job = Job(
+        shape=read_shape(CONFIG), seq_len=61, batch_size=2, gpu=GPUS["h100"], dtype=torch.float32, optimizer="adamw"
+    )
+    # A layer's input is what the one before it made (the embedding): of each layer its output counts in its place.
+    assert kept["forward of layer 0"] == kept["forward of layer 1"] == full_bytes(job, level)
+    assert kept["embedding"] >= 122 * 48 * 4
+
+
+@pytest.mark.parametrize(("impl", "policy"), [("lowtide", "attention"), ("lowtide", "all-mlp1"), ("stock", "input")])
+def test_looking_changes_nothing(impl: str, policy: str, settings: dict[str, Any]) -> None:
+    """Hooks in the wrong place make modules run other code: the same step takes other memory then."""
+    model = build_way(
+        Way(impl=impl, policy=policy), settings["model"], torch.float32, CPU, seed=3, vocab_size=613
+    )  # fmt: skip
+    optimizer = make_optimizer("adamw", list(model.parameters()))
+    ids = torch.randint(0, 613, (2, 61), generator=torch.Generator().manual_seed(3))
+
+    losses = []
+
+    def step() -> None:
+        losses.append(model(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    with track_allocations() as seen:
+        step()
+    watched = Steps(Way(impl=impl, policy=policy), settings, CPU, 0)
+    watched.step()
+    with track_allocations() as told:
+        watched.step()
+    assert told.peak_bytes == seen.peak_bytes
+    assert [event.bytes for event in told.events] == [event.bytes for event in seen.events]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_lora_trains_adapters_alone(settings: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    told = run("stock", "input", {**settings, "lora": 3})
+    assert "failed" not in told, told["failed"]
+    adapters = 3 * 2 * (2 * 48 + 2 * (48 + 24) + 2 * 48 + 3 * (48 + 112))
+    assert told["trained_parameters"] == adapters
+    assert told["peak"]["owners_gib"]["optimizer"] == pytest.approx(2 * adapters * 4 / 2**30, rel=0.01)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_runs_out_is_a_row_with_a_picture(
+    where: str, at: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last layer: by the first step, and by one that counts."""
+    steps = [0]
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        steps[0] += 1
+        if steps[0] > at:
+            full() if where == "forward" else output.register_hook(full)
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        model = build_way(*args, **kwargs)
+        model.model.layers[1].mlp.register_forward_hook(hook)
+        return model
+
+    monkeypatch.setattr(module, "build_way", build)
+    told = run("stock", "all", {**settings, "steps": 2})
+    assert told["failed"].startswith("out of memory at ")
+    assert told["failed"].endswith(f" GiB, in the {where} of layer 1")
+    assert parts(told)[-1] == f"{where} of layer 1"
+    assert all(one["end_ms"] > one["begin_ms"] for one in told["segments"])
+    assert told["note"] == "times are those of the recorded step, which recording slows"
+    assert told["peak"]["owners_gib"]["activations"] > 0
+    assert "seconds" not in told
+    assert len(told["losses"]) == at
+
+
+def test_phases_are_as_long_as_in_the_median_step() -> None:
+    phases = [Phase("embedding"), Phase("head"), Phase("end")]
+    timed = [[(phases[0], a), (phases[1], b), (phases[2], 0.0)] for a, b in ((9, 9), (1, 2), (5, 1), (0.5, 0.5))]
+    others = [[(phases[1], 4.0), (phases[2], 0.0)]] * 3  # went through other phases
+    assert module.median_step([*others, *timed], phases) == timed[1]
+    assert module.median_step(others, phases) is None
+
+
+def test_a_model_that_cannot_be_built_is_a_row_that_says_why(settings: dict[str, Any]) -> None:
+    assert "one for each of 2 layers" in run("lowtide", "5xall", settings)["failed"]
+
+
+def test_host_memory_that_runs_out_is_known_as_such() -> None:
+    with pytest.raises(RuntimeError) as ended:
+        torch.empty(2**61, dtype=torch.uint8)
+    assert is_out_of_memory(ended.value)
+
+
+def test_another_error_is_one(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: Steps) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Steps, "step", step)
+    assert run("stock", "all", settings)["failed"] == "ValueError: broken"
+
+
+def test_the_trace_is_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    told = run("stock", "all", {**settings, "trace": True}, tmp_path / "a")
+    assert told["files"] == {"trace": "a-trace.json.gz"}
+    with gzip.open(tmp_path / "a-trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    assert [file.name for file in tmp_path.iterdir()] == ["a-trace.json.gz"]
+
+
+def test_compiled_layers_are_checkpointed_from_outside(settings: dict[str, Any]) -> None:
+    compiled = []
+
+    def compiler(function: Any) -> Any:
+        compiled.append(getattr(function, "__name__", ""))
+        return function
+
+    way = Way(impl="compile", policy="input")
+    model = build_way(way, settings["model"], torch.float32, CPU, seed=3, vocab_size=613, compiler=compiler)
+    assert len(compiled) == 3  # two layers and the loss
+    assert all(isinstance(layer.forward, ways.Checkpointed) for layer in model.model.layers)
+    built = lambda *args, **kwargs: model  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "build_way", built)
+        told = run("compile", "input", settings)
+    assert parts(told) == AGAIN
+
+
+def test_attention_that_is_not_fused_is_said(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Gemma 2 caps its scores, which PyTorch's fused attention cannot: it runs with its own."""
+    file = tmp_path / "gemma2.json"
+    file.write_text(json.dumps({**CONFIG, "model_type": "gemma2", "head_dim": 12}))
+    told = run("lowtide", "input", {**settings, "model": str(file)})
+    assert "failed" not in told
+    assert told["attention"] == "eager"
+    assert "attention is the model's own (eager), not PyTorch's fused one" in told["note"]
+
+
+def test_a_recording_that_missed_frees_is_not_believed() -> None:
+    for recorded, counted, says in ((4.42, 2.30, True), (2.32, 2.30, False), (2.1, 2.30, False), (4.42, None, False)):
+        told = {"peak": {"gib": recorded}, **({} if counted is None else {"allocated_gib": counted})}
+        assert ("frees were missed" in (module.missed_frees(told) or "")) == says

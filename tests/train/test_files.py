@@ -1,0 +1,287 @@
+"""Finding data and models: what a name stands for, what a folder holds, and the errors, without heavy imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import ArgumentValueError
+from lowtide.train.files import Place, Source, Sources, find_data, hub_snapshot, load_json, read_lines, read_text
+
+PNG = bytes(range(256))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the Hub, for this test alone."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path / "hf" / "hub"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    (path / "sub").mkdir(parents=True)
+    (path / "b.txt").write_text("text\n")
+    (path / "sub" / "a.md").write_text("more text\n")
+    return path
+
+
+def names(sources: Sources) -> list[tuple[str, str]]:
+    return [(file.path.name, file.kind) for file in sources.files]
+
+
+def error_of(*paths: str) -> str:
+    with pytest.raises(ArgumentValueError) as raised:
+        find_data(paths)
+    return str(raised.value)
+
+
+def snapshot(cache: Path, name: str, commit: str, *, main: bool = True) -> Path:
+    repository = cache / name
+    path = repository / "snapshots" / commit
+    path.mkdir(parents=True)
+    if main:
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+    return path
+
+
+def test_a_format_is_found_by_the_suffix(tmp_path: Path) -> None:
+    files = dict.fromkeys(("a.txt", "a.py", "noend"), "text") | dict.fromkeys(("a.JSONL", "a.ndjson"), "jsonl")
+    files |= {"a.json": "json", "a.csv": "csv", "a.tsv": "csv", "a.parquet": "parquet"}
+    for name in files:
+        (tmp_path / name).write_text("PAR1")
+    sources = find_data([str(tmp_path / name) for name in files])
+    assert names(sources) == list(files.items())
+    assert sources.bytes == 4 * len(files)
+    assert not sources.is_text
+    assert find_data([str(tmp_path / "a.txt")]).is_text
+
+
+def test_a_folder_is_searched_and_what_holds_no_data_is_counted(folder: Path) -> None:
+    (folder / "picture.png").write_bytes(PNG)
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (folder / "empty.txt").write_text("")
+    (folder / "torn.parquet").write_text("{}")
+    (folder / ".hidden.txt").write_text("hidden")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "x.txt").write_text("hidden")
+    (folder / "LICENSE").write_text("without a suffix")
+    run = folder / "run"
+    run.mkdir()
+    (run / "run.json").write_text('{"lowtide": "0.1"}')
+    (run / "log.jsonl").write_text("{}\n")
+    sources = find_data([str(folder)])
+    assert (names(sources), sources.skipped) == ([("b.txt", "text"), ("a.md", "text")], 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [('[{"text": "x"}]', "json"), ('\ufeff [\n {"a": 1}]', "json"), ('{"a": 1}', "text"), ("[1, 2]", "text")],
+)
+def test_a_json_in_a_folder_is_rows_only_if_it_is_a_list_of_objects(folder: Path, text: str, kind: str) -> None:
+    (folder / "x.json").write_text(text)
+    assert ("x.json", kind) in names(find_data([str(folder)]))
+
+
+def test_a_file_with_two_names_is_taken_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is held out under one name is trained on under the other."""
+    monkeypatch.chdir(folder)
+    (folder.parent / "link.txt").symlink_to(folder / "b.txt")
+    sources = find_data(["b.txt", str(folder), "../link.txt", "../data/sub/a.md"])
+    assert [file.path for file in sources.files] == [Path("b.txt"), folder / "sub" / "a.md"]
+
+
+def test_saved_datasets_are_found_by_their_files(folder: Path) -> None:
+    for name, files in {"one": ("dataset_info.json", "state.json"), "many": ("dataset_dict.json",)}.items():
+        (folder / name).mkdir()
+        for file in (*files, "data.arrow"):
+            (folder / name / file).write_text("{}")
+    assert names(find_data([str(folder / "one")])) == [("one", "saved")]
+    assert names(find_data([str(folder)])) == [("many", "saved"), ("one", "saved"), ("b.txt", "text"), ("a.md", "text")]
+    assert find_data([str(folder / "one")]).bytes == 6
+
+
+def test_without_names_it_is_the_standard_library() -> None:
+    first, second = find_data(()), find_data(())
+    assert first == second
+    assert first.is_text
+    assert first.bytes > 2**20
+    assert not [file for file in first.files if {"site-packages", "test", "tests"} & {*file.path.parts}]
+
+
+def test_no_standard_library_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert f"none in {tmp_path}. Name text to train on with --data." in error_of()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("{0}/data/c.txt", "data/c.txt (No such file or directory). Did you mean b.txt?"),
+        ("./gone", "./gone (No such file or directory)."),
+        ("~nobody/x", "~nobody/x (No such file or directory)."),
+        ("gone.jsonl", "gone.jsonl (No such file or directory)."),
+        ("a/b/c", "a/b/c (No such file or directory)."),
+        ("two words", "two words (No such file or directory)."),
+        ("org/OpenHermes-2.5", "hf download org/OpenHermes-2.5 --repo-type dataset"),
+        ("org/name:config", "hf download org/name --repo-type dataset"),
+        ("squad", "a Hub dataset in {0}/hf/hub, got squad, which is none of them."),
+        ("{0}/empty.txt", "empty.txt, which is empty."),
+        ("{0}/binary.bin", "binary.bin, which is binary. Give UTF-8 text"),
+        ("{0}/latin.txt", "latin.txt, which is not UTF-8 text."),
+        ("{0}/torn.parquet", "torn.parquet, which is not a Parquet file."),
+        ("{0}/nothing", "nothing, which has none. Files without a suffix"),
+        ("/dev/null", "/dev/null, which is not a regular file."),
+        ("{0}/broken.txt", "broken.txt (No such file or directory)."),
+    ],
+)
+def test_a_name_that_is_no_data_is_one_clear_error(name: str, expected: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.bin").write_bytes(b"\0text")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (tmp_path / "torn.parquet").write_text("{}")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "gone")
+    assert expected.format(tmp_path) in error_of(name.format(tmp_path))
+
+
+def test_a_character_that_the_probe_cuts_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 8190 + "🌊")
+    assert find_data([str(tmp_path / "a.txt")]).is_text
+
+
+def test_a_hub_dataset_is_found_in_the_cache(cache: Path) -> None:
+    old = snapshot(cache, "datasets--org--name", "old")
+    new = snapshot(cache, "datasets--org--name", "new", main=False)
+    (old / "x.jsonl").write_text("{}\n")
+    assert hub_snapshot("org/name", "datasets") == old, "the branch main, though there is a newer one"
+    assert hub_snapshot("org/name", "models") is None
+    assert hub_snapshot("org/na:me", "datasets") is None
+    (source,) = find_data(["org/name:big"]).files
+    assert source == Source(old, "hub", "big", 3)
+    (cache / "datasets--org--name" / "refs" / "main").unlink()
+    assert hub_snapshot("org/name", "datasets") == max((old, new), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_a_model_is_found_in_the_cache_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, (name, value, below) in enumerate(
+        [("XDG_CACHE_HOME", "xdg", "huggingface/hub"), ("HF_HUB_CACHE", "c", "")]
+    ):
+        monkeypatch.delenv("HF_HOME", raising=False)
+        monkeypatch.setenv(name, str(tmp_path / value))
+        path = snapshot(tmp_path / value / below, "models--gpt2", str(number))
+        assert hub_snapshot("gpt2", "models") == path
+
+
+def test_a_path_wins_over_a_hub_name(cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot(cache, "datasets--data", "main")
+    monkeypatch.chdir(folder.parent)
+    assert [file.kind for file in find_data(["data"]).files] == ["text", "text"]
+
+
+def test_the_fingerprint_follows_names_sizes_times_and_arguments(folder: Path) -> None:
+    def digest(*arguments: object) -> str:
+        return find_data([str(folder)]).fingerprint(*arguments)
+
+    seen = {digest(), digest(1), digest(2)}
+    (folder / "b.txt").write_text("texts\n")
+    seen.add(digest())
+    (folder / "b.txt").rename(folder / "c.txt")
+    seen.add(digest())
+    stat = (folder / "c.txt").stat()
+    os.utime(folder / "c.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    seen.add(digest())
+    assert len(seen) == 6
+    assert digest() in seen
+    sources = find_data([str(folder)])
+    (folder / "c.txt").unlink()
+    with pytest.raises(ArgumentValueError, match=r"c\.txt \(No such file"):
+        sources.fingerprint()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranges_of_a_text_are_the_text(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    alphabet = "ab\n" if seed % 2 else "aé漢🌊\n" if seed % 4 else "é漢🌊"  # the last has no line end to cut at
+    text = "".join(rng.choices(alphabet, k=rng.randint(1, 5000)))
+    path = tmp_path / "a.txt"
+    path.write_text(text, newline="")
+    size = path.stat().st_size
+    step = rng.randint(max(8, size // 50), size + 10)
+    parts = [read_text(path, at, at + step) for at in range(0, size, step)]
+    assert "".join(parts) == text
+    if "\n" in alphabet:
+        assert all(part.endswith("\n") for part in parts[:-1] if part)
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 1000, 10**6])
+def test_every_line_is_in_one_range_with_its_place(tmp_path: Path, step: int) -> None:
+    rng = random.Random()
+    rows = [{"text": "é\n" * rng.randint(1, 30) + str(i)} for i in range(60)]
+    lines = [json.dumps(row, ensure_ascii=bool(i % 2)) + "\n" * rng.randint(1, 3) for i, row in enumerate(rows)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\ufeff" + "".join(lines))
+    found = [one for at in range(0, path.stat().st_size, step) for one in read_lines(path, at, at + step)]
+    assert [row for row, _ in found] == rows
+    number = 1
+    for line, (_, place) in zip(lines, found, strict=True):
+        assert str(place) == f"line {number} (byte {place.byte}) of {path}"
+        number += line.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        (b"{", "no valid JSON (Expecting property name"),
+        (b"[1]", "another JSON value"),
+        (b'{"a": "\xff"}', "no valid JSON ('utf-8' codec can't decode"),
+        (b'{"a": "\\ud83d"}', "surrogates not allowed"),
+        (b'{"\\udcff": 1}', "surrogates not allowed"),
+        (b"[" * 100_000, "no valid JSON (maximum recursion depth"),
+    ],
+)
+def test_a_bad_line_is_named(line: bytes, got: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": "\\ud83c\\udf0a"}\n\n' + line + b"\n")
+    rows = read_lines(path, 0, path.stat().st_size)
+    assert next(rows)[0] == {"a": "🌊"}
+    with pytest.raises(ArgumentValueError) as raised:
+        next(rows)
+    assert got in str(raised.value)
+    assert f"line 3 (byte 23) of {path}. Fix the line." in str(raised.value)
+
+
+def test_numbers_that_no_table_holds() -> None:
+    assert load_json(b"[NaN, -Infinity, 9007199254740993, -1e400, 18446744073709551616]")[:3] == [None, None, 2**53 + 1]
+    assert load_json(b"18446744073709551616") == 2.0**64
+
+
+def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"fine\n" * 10 + b"caf\xe9\n")
+    with pytest.raises(ArgumentValueError, match=r"line 11 \(byte 53\) of .*a\.txt on\. Fix the file"):
+        read_text(path, 0, 100)
+    place = Place(path, 53)
+    path.unlink()
+    assert str(place) == f"the line at byte 53 of {path}"
+    for read in (lambda: read_text(path, 0, 9), lambda: list(read_lines(path, 0, 9)), lambda: find_data([str(path)])):
+        with pytest.raises(ArgumentValueError, match=r"a\.txt \(No such file or directory\)"):
+            read()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    heavy = "{'torch', 'transformers', 'datasets', 'huggingface_hub'}"
+    code = f"import sys, lowtide.train.files; print({heavy} & {{*sys.modules}})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,399 @@
+"""Tokens of text: nothing lost, nothing twice, an order of sizes and seed alone, and a longer run begins alike."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import random
+import tracemalloc
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
+
+from chat_data import byte_tokenizer
+from lowtide.errors import ArgumentValueError
+from lowtide.train import tokens as room
+from lowtide.train.bpe import END_OF_TEXT, load_tokenizer, train_tokenizer
+from lowtide.train.files import find_data
+from lowtide.train.tokens import IGNORED, Blocks, Pieces, read_header, write_tokens
+
+SEQ_LEN = 16
+
+
+def framed(before: str = "", after: str = "") -> Any:
+    """A tokenizer of bytes that puts special tokens around a text, as Llama's and BERT's do."""
+    tokenizer = byte_tokenizer(None)
+    special = [token for token in (before, after) if token]
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": special})
+        pairs = [(token, tokenizer.convert_tokens_to_ids(token)) for token in special]
+        template = " ".join(one for one in (before, "$A", after) if one)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=pairs
+        )
+    return tokenizer
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return framed()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Texts and .jsonl of random lengths, most of them shorter than a piece and some far longer."""
+    folder, rng = tmp_path / "data", random.Random()
+    folder.mkdir()
+    for i in range(8):
+        lines = [f"file {i} line {j} é {rng.random()}\n" for j in range(rng.choice([3, 20, 300]))]
+        (folder / f"{i}.txt").write_text("".join(lines))
+    rows = [{"text": f"row {j} 漢 " + "x" * rng.randint(0, 200)} for j in range(200)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": ""}]))
+    return folder
+
+
+def write(file: Path, folder: Path, tokenizer: Any, **options: Any) -> dict[str, Any]:
+    options = {"text_field": "text", "seq_len": SEQ_LEN, "held_out": 4, "blocks": None, "seed": 1} | options
+    write_tokens(file, find_data([str(folder)]), tokenizer, **options)
+    header = read_header(file)
+    assert header is not None
+    return header
+
+
+def ids_of(file: Path, part: Any) -> list[list[int]]:
+    blocks = Blocks(file, part)
+    return [blocks[i]["input_ids"].tolist() for i in range(len(blocks))]
+
+
+def text_of(tokenizer: Any, file: Path, part: Any) -> str:
+    return tokenizer.decode([*itertools.chain.from_iterable(ids_of(file, part))])
+
+
+def expected_tokens(folder: Path, tokenizer: Any, seed: int = 1) -> list[list[int]]:
+    """The tokens of each piece, one text after the other, by the tokenizer's plainest call."""
+    pieces = Pieces(find_data([str(folder)]), text_field="text", seq_len=SEQ_LEN, seed=seed)
+    ids = [
+        [*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for i in pieces.order for text in pieces.documents(i)
+    ]
+    return [one[:-1] if one[-2:-1] == one[-1:] else one for one in ids]
+
+
+def error_of(*args: Any, **options: Any) -> str:
+    with pytest.raises(ArgumentValueError) as raised:
+        write(*args, **options)
+    return str(raised.value)
+
+
+def test_pieces_are_all_of_the_text_once(data: Path) -> None:
+    pieces = Pieces(find_data([str(data)]), text_field="text", seq_len=SEQ_LEN, seed=1)
+    assert sorted(pieces.order) == list(range(len(pieces.order)))
+    assert pieces.order != sorted(pieces.order)
+    found = [text for piece in range(len(pieces.order)) for text in pieces.documents(piece)]
+    rows = [json.loads(line)["text"] for line in (data / "rows.jsonl").read_text().splitlines()]
+    texts = [(data / f"{i}.txt").read_text() for i in range(8)]
+    assert found[-200:] == rows[:200]
+    assert "".join(found[:-200]) == "".join(texts)
+    assert len(found) > 208, "a long file is several documents"
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("<s>", ""), ("<s>", "</s>"), ("", "<|endoftext|>")])
+def test_blocks_are_the_documents_with_their_frames_and_one_end(
+    data: Path, before: str, after: str, tmp_path: Path
+) -> None:
+    tokenizer = framed(before, after)
+    header = write(tmp_path / "tokens", data, tokenizer)
+    expected = list(itertools.chain.from_iterable(expected_tokens(data, tokenizer)))
+    held, trained = ids_of(tmp_path / "tokens", "held_out"), ids_of(tmp_path / "tokens", "train")
+    assert list(itertools.chain.from_iterable(held)) == expected[: 4 * SEQ_LEN]
+    train = list(itertools.chain.from_iterable(trained))
+    assert any(train == expected[at : at + len(train)] for at in range(len(expected) - len(train) + 1))
+    assert header == {**header, "held_out": 4, "train": len(trained), "whole": True, "itemsize": 2}
+    assert len(train) > 0.8 * len(expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("<s>", ""), ("<s>", "<|endoftext|>")])
+def test_special_tokens_that_are_written_out_are_not_doubled(before: str, after: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    texts = ["the tide", f"{before}came in", "and<|endoftext|>", f"{before}out<|endoftext|>", "<|endoftext|>", "é"]
+    (tmp_path / "a" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 200))
+    tokenizer = framed(before, after)
+    write(tmp_path / "tokens", tmp_path / "a", tokenizer)
+    found = text_of(tokenizer, tmp_path / "tokens", "train").split("<|endoftext|>")[1:-1]
+    assert {*found} == {f"{before}{text}" for text in ("the tide", "came in", "and", "out", "", "é")}
+
+
+def test_a_vocabulary_without_letters(tmp_path: Path) -> None:
+    inner = Tokenizer(models.BPE({"t": 0, "i": 1, "<end>": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    (tmp_path / "a.txt").write_text("the tide came in\n" * 100)
+    pieces = Pieces(find_data([str(tmp_path / "a.txt")]), text_field="text", seq_len=SEQ_LEN, seed=0)
+    tokens = [list(ids) for _, ids in room._tokens(pieces, tokenizer, "H")]
+    assert all(ids[:-1] == [0, 0, 1, 1] * (len(ids) // 4) and ids[-1] == 2 for ids in tokens)
+    assert sum(map(len, tokens)) == 400 + len(tokens)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_file_with_more_blocks_begins_with_the_same_ones(
+    data: Path, tokenizer: Any, seed: int, tmp_path: Path
+) -> None:
+    files = {count: tmp_path / str(count) for count in (1, 5, 60, None)}
+    counts = [write(file, data, tokenizer, blocks=count, seed=seed)["train"] for count, file in files.items()]
+    assert counts[:3] == [1, 5, 60]
+    whole = ids_of(files[None], "train")
+    for count, file in files.items():
+        assert ids_of(file, "train") == whole[:count]
+        assert ids_of(file, "held_out") == ids_of(files[None], "held_out")
+    assert read_header(files[60])["whole"] is False  # type: ignore[index]
+
+
+def test_the_order_follows_sizes_and_seed_alone(data: Path, tokenizer: Any, tmp_path: Path) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    write(first, data, tokenizer)
+    write(other, data, tokenizer, seed=2)
+    assert ids_of(first, "train") != ids_of(other, "train")
+    for path in sorted(data.iterdir()):
+        os.utime(path, ns=(1, 1))
+    data.rename(data.with_name("moved"))
+    write(other, data.with_name("moved"), tokenizer)
+    assert first.read_bytes() == other.read_bytes()
+
+
+def test_held_out_text_is_at_most_a_tenth_and_never_trained_on(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    lines = [f"{i:05} {'x' * (i % 7)}" for i in range(3000)]
+    (tmp_path / "a" / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    header = write(tmp_path / "tokens", tmp_path / "a", tokenizer, held_out=10**6)
+    held, trained = (text_of(tokenizer, tmp_path / "tokens", part) for part in ("held_out", "train"))
+    seen = [{*text.split(END_OF_TEXT)[1:-1]} for text in (held, trained)]
+    assert not seen[0] & seen[1]
+    assert len(seen[0] | seen[1]) > 2990
+    assert 0.05 < header["held_out"] / (header["held_out"] + header["train"]) <= 0.11
+
+
+def test_one_document_of_most_of_the_bytes_is_trained_on(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    texts = ["tide " * 4_000, *["short " * 20] * 100]
+    for at in (0, 50, 100):
+        rows = [json.dumps({"text": text}) + "\n" for text in (*texts[1 : at + 1], texts[0], *texts[at + 1 :])]
+        (tmp_path / "a" / "a.jsonl").write_text("".join(rows))
+        for seed in range(2):
+            write(tmp_path / "tokens", tmp_path / "a", tokenizer, seed=seed)
+            assert "tide" not in text_of(tokenizer, tmp_path / "tokens", "held_out")
+            assert "tide" in text_of(tokenizer, tmp_path / "tokens", "train")
+
+
+def test_a_file_is_written_again_only_where_it_is_another(
+    data: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, calls = tmp_path / "tokens", 0
+    pieces = room.Pieces
+
+    def counted(*args: Any, **options: Any) -> Pieces:
+        nonlocal calls
+        calls += 1
+        return pieces(*args, **options)
+
+    monkeypatch.setattr(room, "Pieces", counted)
+    changes: list[tuple[dict[str, Any], int]] = [
+        ({"blocks": 5}, 1),
+        ({"blocks": 3}, 1),
+        ({"blocks": 6}, 2),
+        ({"blocks": None}, 3),
+        ({"blocks": 6}, 3),
+        ({"seed": 2}, 4),
+        ({"seed": 2, "held_out": 2}, 5),
+        ({"seed": 2, "held_out": 2, "seq_len": 8}, 6),
+    ]
+    for options, count in changes:
+        write(file, data, tokenizer, **options)
+        assert calls == count, options
+    options = changes[-1][0]
+    write(file, data, framed("<s>"), **options)
+    assert calls == 7, "another tokenizer"
+    os.utime(data / "0.txt")
+    write(file, data, framed("<s>"), **options)
+    assert calls == 8, "a file was written to"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert read_header(file) is None, "it was cut"
+    write(file, data, framed("<s>"), **options)
+    assert calls == 9
+
+
+def test_a_run_that_is_killed_leaves_no_file_that_is_not_whole(
+    data: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out" / "tokens"
+    file.parent.mkdir()
+    write(file, data, tokenizer, blocks=2)
+    before = file.read_bytes()
+    monkeypatch.setattr(room.Pieces, "documents", lambda self, piece: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(file, data, tokenizer, blocks=3)
+    assert (file.read_bytes(), len(list(file.parent.iterdir()))) == (before, 2)
+    monkeypatch.undo()
+    replace, calls = Path.replace, 0
+
+    def stops(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", stops)
+    with pytest.raises(KeyboardInterrupt):
+        write(file, data, tokenizer, blocks=3)
+    assert read_header(file) is None, "the new blocks with the old counts"
+    assert list(file.parent.iterdir()) == [file]
+    with pytest.raises(ArgumentValueError, match=r"file: expected a whole file of tokens, got .*tokens"):
+        Blocks(file, "train")
+
+
+def test_blocks_are_labelled_and_shuffled_by_epoch(data: Path, tokenizer: Any, tmp_path: Path) -> None:
+    write(tmp_path / "tokens", data, tokenizer)
+    blocks = Blocks(tmp_path / "tokens", "train")
+    first = blocks[0]
+    assert {name: (value.dtype, value.shape) for name, value in first.items()} == dict.fromkeys(
+        ("input_ids", "labels"), (torch.int64, (SEQ_LEN,))
+    )
+    assert first["labels"].tolist() == [IGNORED, *first["input_ids"].tolist()[1:]]
+    for bad in (-1, len(blocks)):
+        with pytest.raises(IndexError):
+            blocks[bad]
+    orders = []
+    for epoch in (0, 1, 2, 1):
+        blocks.set_epoch(epoch)
+        orders.append([tuple(blocks[i]["input_ids"].tolist()) for i in range(len(blocks))])
+    assert orders[0] == [tuple(one) for one in ids_of(tmp_path / "tokens", "train")]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1] != orders[2]
+    assert orders[1] == orders[3]
+    copy = pickle.dumps(blocks)
+    assert len(copy) < 100_000
+    assert torch.equal(pickle.loads(copy)[3]["input_ids"], blocks[3]["input_ids"])
+
+
+def test_a_large_vocabulary_takes_four_bytes(data: Path, tmp_path: Path) -> None:
+    tokenizer = framed()
+    tokenizer.add_tokens([f"<{i}>" for i in range(66_000)])
+    (data / "last.txt").write_text("<65999>" * 2000)
+    assert write(tmp_path / "tokens", data, tokenizer)["itemsize"] == 4
+    assert max(map(max, ids_of(tmp_path / "tokens", "train"))) == len(tokenizer) - 1 >= 2**16
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_tables_are_read_in_ranges_of_rows(
+    kind: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a").mkdir()
+    rows = [{"body": f"row {i}"} for i in range(777)]
+    table = datasets.Dataset.from_list(rows)
+    path = tmp_path / "a" / f"a.{kind}"
+    {
+        "json": lambda: path.write_text(json.dumps(rows)),
+        "csv": lambda: table.to_csv(path),
+        "parquet": lambda: table.to_parquet(path),
+    }[kind]()
+    (tmp_path / "a" / "b.txt").write_text("text")
+    sources = find_data([str(tmp_path / "a")])
+    pieces = Pieces(sources, text_field="body", seq_len=SEQ_LEN, seed=0)
+    assert len(pieces.order) > 20
+    found = [text for piece in range(len(pieces.order)) for text in pieces.documents(piece)]
+    assert found == ["text", *(row["body"] for row in rows)]
+    assert write(tmp_path / "tokens", tmp_path / "a", tokenizer, text_field="body")["train"] > 300
+    assert f"row 1 of {path}: no column 'text', but body" in error_of(tmp_path / "x", tmp_path / "a", tokenizer)
+
+
+def test_text_that_is_too_short_or_has_no_such_field(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "a.txt"
+    path.write_text("word\n" * 20)
+    expected = "held-out text of 16 tokens or more, got less. Give more text with --data, or lower --seq-len."
+    assert expected in error_of(tmp_path / "x", tmp_path / "a", tokenizer)
+    path.write_text("word\n" * 2)
+    assert "training text of 16 tokens or more" in error_of(tmp_path / "x", tmp_path / "a", tokenizer, held_out=0)
+    assert not list(tmp_path.glob("x*"))
+    path.write_text("word\n" * 3)
+    header = write(tmp_path / "x", tmp_path / "a", tokenizer, held_out=0)
+    assert (header["held_out"], header["train"]) == (0, 1)
+    path = path.rename(path.with_suffix(".jsonl"))
+    for row, got in [
+        ({"body": "x"}, "line 2 (byte 14) of {} with the fields body"),
+        ({"text": 1}, "another value in line 2 (byte 14) of {}"),
+        ({}, "with the fields none"),
+    ]:
+        path.write_text('{"text": "x"}\n' + json.dumps(row) + "\n")
+        found = error_of(tmp_path / "x", tmp_path / "a", tokenizer)
+        assert f"expected a text in the field 'text' of each row, got {got.format(path)}" in found or got in found
+        assert "Name the field with --text-field. Conversations need a pretrained model" in found
+
+
+def test_a_tokenizer_is_trained_on_text_that_is_not_held_out(data: Path, tmp_path: Path) -> None:
+    sources = find_data([str(data)])
+    options = {"vocab_size": 300, "text_field": "text", "seq_len": SEQ_LEN, "seed": 1}
+    tokenizer = train_tokenizer(sources, **options)
+    assert (len(tokenizer), tokenizer.eos_token, tokenizer.model_max_length) == (300, END_OF_TEXT, SEQ_LEN)
+    assert tokenizer.decode(tokenizer("é漢🌊 file")["input_ids"]) == "é漢🌊 file"
+    assert len(tokenizer("file 1 line")["input_ids"]) < 11
+    assert train_tokenizer(sources, **options).get_vocab() == tokenizer.get_vocab()
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_sample_of_a_tokenizer_is_limited(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.train import bpe
+
+    pieces = Pieces(find_data([str(data)]), text_field="text", seq_len=SEQ_LEN, seed=1)
+    every = [text for piece in reversed(pieces.order) for text in pieces.documents(piece)]
+    assert list(bpe._sample(pieces)) == every
+    monkeypatch.setattr(bpe, "TRAINING_CHARACTERS", 2000)
+    sample = list(bpe._sample(pieces))
+    assert sample == every[: len(sample)]
+    assert sum(map(len, sample[:-1])) < 2000 <= sum(map(len, sample))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    cases = {
+        "gone": "which is no folder",
+        "empty": "a folder with a tokenizer in the Hugging Face format, got",
+        "endless": "an end-of-text token, got none in",
+    }
+    (tmp_path / "empty").mkdir()
+    tokenizer = framed()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    for name, why in cases.items():
+        with pytest.raises(ArgumentValueError, match=why):
+            load_tokenizer(tmp_path / name)
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Any) -> None:
+    peaks = []
+    for size in (2**20, 2**23):
+        (tmp_path / str(size)).mkdir()
+        (tmp_path / str(size) / "a.txt").write_text("the tide came in\n" * (size // 17))
+        pieces = Pieces(find_data([str(tmp_path / str(size))]), text_field="text", seq_len=256, seed=0)
+        tracemalloc.start()
+        deque(room._tokens(pieces, WholeTexts(), "H"), maxlen=0)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+class WholeTexts:
+    """A tokenizer of one token a text."""
+
+    eos_token_id = 0
+
+    def __call__(self, texts: Any, **options: Any) -> dict[str, list[Any]]:
+        return {"input_ids": [[1] for _ in texts], "special_tokens_mask": [0]}
