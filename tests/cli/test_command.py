@@ -21,7 +21,7 @@ import torch
 
 import lowtide
 from distributed.train_ranks import shared
-from lowtide.cli import OF_TRAIN, _parser, main
+from lowtide.cli import EXTRAS, _parser, main
 from lowtide.train import TrainConfig
 from lowtide.train.options import parse
 from lowtide.train.shapes import SHAPES
@@ -58,7 +58,7 @@ def test_help_has_every_setting_its_default_and_examples(capsys: pytest.CaptureF
         main(["train", "--help"])
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(TrainConfig):
+    for field in (field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata):
         flag = field.name.replace("_", "-")
         assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
         if field.default not in (None, (), True, False):
@@ -107,16 +107,19 @@ def test_the_first_help_says_how_to_begin(capsys: pytest.CaptureFixture[str]) ->
         assert callable(_parser().parse_args(shlex.split(command)).main)
 
 
+PLAN = ["plan", "--model", "x", "--seq-len", "4"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plan", "--model", "x", "--seq-len", "4", "--budgets=4"], "Did you mean --budget?"),
-        (["plan", "--xyzzy"], "unknown arguments: --xyzzy (see"),
-        (["plan", "."], "unknown arguments: . (see"),
+        ([*PLAN, "--budgets=4"], "Did you mean --budget?"),
+        ([*PLAN, "--xyzzy"], "unknown arguments: --xyzzy (see"),
+        ([*PLAN, "."], "unknown arguments: . (see"),
         (["tarin"], "Did you mean train?"),
         (["bench", "haed"], "Did you mean head?"),
         (["plan", "--optimizer", "adamv"], "Did you mean adamw?"),
-        (["plan", "--epochs", "3"], "unknown arguments: --epochs 3 (see"),
+        ([*PLAN, "--epochs", "3"], "unknown arguments: --epochs 3 (see"),
     ],
 )
 def test_an_option_that_is_not_known_names_its_nearest(
@@ -206,11 +209,15 @@ def test_a_package_that_is_missing_is_one_line(
 
 def test_the_packages_whose_lack_is_explained_are_those_of_the_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {re.split(r"[>=<]", line)[0] for line in [*extras["hf"], *extras["train"]]}
-    assert named - {"lowtide[hf]"} == set(OF_TRAIN)
+    extras["train"] += extras["hf"]
+    listed = {(name, re.split(r"[>=<]", line)[0]) for name in ("train", "trl", "peft") for line in extras[name]}
+    modules = {"pyyaml": "yaml"}
+    named = {(modules.get(package, package), name) for name, package in listed if not package.startswith("lowtide")}
+    assert named | {("datasets", "trl")} == {(name, extra.split(",")[-1]) for name, extra in EXTRAS.items()}
 
 
 def test_another_package_that_is_missing_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(lowtide.memory.plan_memory)  # imported on first use
     monkeypatch.setitem(sys.modules, "lowtide.memory.planner", None)
     monkeypatch.delattr("lowtide.memory.plan_memory")
     monkeypatch.setitem(sys.modules, "lowtide.memory", None)

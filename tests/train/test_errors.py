@@ -91,7 +91,7 @@ FROM_RANDOM_WEIGHTS: dict[str, tuple[Write, list[str]]] = {
     "early stopping alone": (given("--early-stopping-patience", "2"), ["early_stopping_patience", "--eval_strategy"]),
     "scheduler": (given("--lr_scheduler_kwargs", '{"colour": 1}'), ["colour"]),
     "optimizer's numbers": (given("--adam_beta1", "7"), ["beta"]),
-    "unknown attention": (given("--attn_implementation", "flash_attention_2"), ["flash_attention_2"]),
+    "unknown attention": (given("--attn_implementation", "flash_attention_2"), ["model", "FlashAttention2"]),
     "attention with a typo": (given("--attn_implementation", "spda"), ["spda"]),
     "launcher": (given("--write-launch-file", "FOLDER/x.yaml"), ["write_launch_file", "--parallel"]),
 }
@@ -139,6 +139,11 @@ def without_weights(folder: Path) -> list[str]:
     return ["--model", str(model.parent)]
 
 
+def untied_head(folder: Path) -> list[str]:
+    model = save_model(folder / "m", tie_word_embeddings=False)
+    return ["--model", str(model), "--use_peft", "--lora_target_modules", "lm_head"]
+
+
 def mixed(folder: Path) -> list[str]:
     rows = [{"text": "a text"}, {"prompt": "a", "completion": "b"}] * 20
     return ["--data", str(write_rows(folder / "x.jsonl", rows))]
@@ -164,7 +169,7 @@ FINE_TUNING: dict[str, tuple[Write, list[str]]] = {
         file("--chat_template_path", "t.jinja", "{% for m in messages %}{{ m['content'] }}{% endfor %}"),
         ["generation"],
     ),
-    "adapter on the head": (given("--use_peft", "--lora_target_modules", "lm_head"), ["options", "lm_head"]),
+    "adapter on the head": (untied_head, ["options", "lm_head"]),
     "adapter nowhere": (given("--use_peft", "--lora_target_modules", "qproj"), ["options", "qproj"]),
     "no adapter to merge": (given("--lora-merge"), ["lora_merge", "--use_peft"]),
     "padding-free without packing": (given("--padding_free"), ["options", "padding_free"]),

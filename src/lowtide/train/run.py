@@ -191,7 +191,7 @@ class _Runner:
         """Let the trainer train.
 
         Raises:
-            ArgumentValueError: the checkpoint cannot be read.
+            ArgumentValueError: the checkpoint cannot be read, or the optimizer or its schedule cannot be made.
         """
         try:
             if self.checkpoint is None:
@@ -206,6 +206,9 @@ class _Runner:
                 got = f"{self.checkpoint}, which cannot be read ({why(error)})"
                 hint = "If it is damaged, remove it, to resume from an older one."
                 raise ArgumentValueError(message(f"--{_RESUME}", "a complete checkpoint", got, hint)) from error
+            if one.trainer.lr_scheduler is None and isinstance(error, ValueError | TypeError | ImportError):
+                expected = "an optimizer and a schedule with these settings"
+                raise ArgumentValueError(message("options", expected, why(error))) from error
             raise
 
     def _save_model(self, one: Run) -> Path:
