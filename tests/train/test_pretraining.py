@@ -135,7 +135,7 @@ def test_the_log_has_a_line_for_each_step_and_evaluation(finished: Path) -> None
 def test_a_resumed_log_forgets_what_will_be_written_again_and_half_lines(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from lowtide.train.logs import JsonLog
+    from  import JsonLog
     from lowtide.train.metrics import StepMetrics
 
     file = tmp_path / "log.jsonl"

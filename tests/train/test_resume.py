@@ -159,6 +159,18 @@ def test_a_finished_run_is_given_more_steps_and_saves_its_model_again(
     assert "checkpoint-12, which cannot be read" in err
 
 
+def test_a_run_is_resumed_from_another_folder(
+    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it has written into the folder of its data is no data."""
+    monkeypatch.chdir(tmp_path / "text")
+    assert lowtide(*tiny, "--data", ".", "--model", "../tiny.json", "--output", "out")[0] == 0
+    shutil.rmtree(tmp_path / "text" / "out" / "checkpoint-6")
+    monkeypatch.chdir(tmp_path)
+    assert lowtide("train", "--resume_from_checkpoint", "true", "--output", "text/out")[::2] == (0, "")
+    assert max(losses(tmp_path / "text" / "out")) == 6
+
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "rate": (["--lr", "1.0"], "lr: expected None, as the run began, got 1.0. A resumed run keeps its model"),
     "rate by TRL's name": (["--learning_rate", "1"], "lr: expected None, as the run began"),
@@ -284,7 +296,7 @@ FULL = {
     "second checkpoint": ("transformers.Trainer._save", 2, "checkpoint", ["checkpoint-3"]),
     "its mark": ("lowtide.train.checkpoints._flush_all", 2, "checkpoint-6", ["checkpoint-3"]),
     "model": ("transformers.Trainer._save", 3, MODEL, ["checkpoint-3", "checkpoint-6"]),
-    "log": ("lowtide.train.logs.os.write", 4, "log.jsonl", ["checkpoint-3"]),
+    "log": (".os.write", 4, "log.jsonl", ["checkpoint-3"]),
 }
 
 
