@@ -84,7 +84,7 @@ def measure(run: Run[GenerateConfig]) -> None:
             run.say(f"  {name:12}{row[name]['median_s']:9.4f} s, at least {row[name]['least_s']:.4f}\n")
 
 
-GENERATE = Benchmark(name="generate", measure=measure, failed=lambda _: False, packages=["transformers"])
+GENERATE = Benchmark(measure=measure, failed=lambda _: False, packages=["transformers"])
 
 if __name__ == "__main__":
     sys.exit(main(GENERATE, GenerateConfig, __doc__))

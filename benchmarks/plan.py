@@ -122,7 +122,7 @@ def measure(run: Run[PlanConfig]) -> None:
         run.add(row, rows, TABLE)
 
 
-PLAN = Benchmark(name="plan", measure=measure, failed=lambda row: "failed" in row)
+PLAN = Benchmark(measure=measure, failed=lambda row: "failed" in row)
 
 if __name__ == "__main__":
     sys.exit(main(PLAN, PlanConfig, __doc__))

@@ -38,10 +38,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
-from lowtide.bench.limit import bare_gemms, limit_rows
 from lowtide.bench.problem import make_problem
 from lowtide.bench.results import begin
 from lowtide.bench.shapes import Shape
+from lowtide.bench.task import bare_gemms, limit_rows
 from lowtide.measure.collectives import counted_collectives
 from lowtide.measure.timing import peak_above, time_side_by_side
 

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.bench.harness import Benchmark
+from lowtide.bench.settings import Settings
 from lowtide.cli.parser import add_options, given
 from lowtide.errors import LowtideError
 
 
-def main(benchmark: Benchmark[Any], config: type, about: str | None) -> int:
+def main(benchmark: Benchmark[Any], config: type[Settings], about: str | None) -> int:
     """Measure what the command line asks for, and return the exit status."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, config, {})
+    add_options(parser, config, {key: ", ".join(names) for key, names in config.known.items()})
     asked = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), config)}
     try:
         return benchmark.run(config(**asked), lambda text: print(text, end="", flush=True)).status

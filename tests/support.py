@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fuzz import references
+
 
 class Sharded(Tensor):
     """What a DTensor shows of itself."""
@@ -146,32 +148,17 @@ def oracle(
 
 
 def stats_oracle(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    linear_bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float | Tensor = 1.0,
-    ignore_index: int = -100,
-    topk: int = 1,
+    input: Tensor, linear_weight: Tensor, target: Tensor | None = None, *, topk: int = 1, **kwargs: Any
 ) -> dict[str, Tensor]:
     """Every statistic of `linear_token_stats`, from whole logits."""
-    z = logits_of(input, linear_weight, linear_bias, softcap, logit_scale)
-    p, logp = z.softmax(-1), z.log_softmax(-1)
-    stats = {
-        "entropy": -(p * logp.clamp(min=-1e4)).sum(-1),  # also of classes that are ruled out
-        "lse": z.logsumexp(-1),
-        "mean_logit": z.mean(-1),
-        "argmax": z.argmax(-1),
-        "sum_sq_prob": p.square().sum(-1).detach(),
-        "topk_values": z.topk(topk).values.detach(),
-        "topk_ids": z.topk(topk).indices,
-    }
+    names = ["entropy", "lse", "mean_logit", "sum_sq_prob", *(["logprob"] if target is not None else [])]
+    values = references.token_stats(input, linear_weight, target, (*names, "topk"), topk=topk, **kwargs)
+    stats = dict(zip((*names, "topk_values"), values, strict=True))
+    ignore_index = kwargs.pop("ignore_index", -100)
+    z = logits_of(input, linear_weight, **kwargs)
+    stats |= {"argmax": z.argmax(-1), "topk_ids": z.topk(topk).indices}
     if target is not None:
         several = target if target.dim() == input.dim() else target[..., None]
-        logp = F.log_softmax(z, -1).gather(-1, several.clamp(min=0)).view(target.shape)
-        stats["logprob"] = logp.masked_fill(target == ignore_index, 0)
         stats["is_top1"] = (several == z.argmax(-1, keepdim=True)).view(target.shape) & (target != ignore_index)
     return stats
 
@@ -203,55 +190,10 @@ def divergence_of(log_s: Tensor, log_t: Tensor, kind: str, beta: float = 0.5) ->
     return kl(t, log_t, log_s) if forward else kl(s, log_s, log_t)
 
 
-def divergence_oracle(
-    input: Tensor,
-    linear_weight: Tensor,
-    teacher_input: Tensor | None = None,
-    teacher_weight: Tensor | None = None,
-    *,
-    kind: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float | Tensor = 1.0,
-    linear_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    teacher_topk: tuple[Tensor, Tensor, str] | None = None,
-    mask: Tensor | None = None,
-    reduction: str = "none",
-    num_items: float | Tensor | None = None,
-    softcap: float | None = None,
-    teacher_softcap: float | None = None,
-) -> Tensor:
+def divergence_oracle(*args: Any, **kwargs: Any) -> Tensor:
     """`linear_divergence` from whole logits, for a teacher of as many classes or fewer, or its top k."""
-    log_s = F.log_softmax(logits_of(input, linear_weight, linear_bias, softcap) / temperature, -1)
-    if teacher_topk is None:
-        assert teacher_input is not None
-        assert teacher_weight is not None
-        teacher = logits_of(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
-        log_t = F.log_softmax(teacher / temperature, -1)
-        log_t = F.pad(log_t, (0, log_s.shape[-1] - log_t.shape[-1]), value=-1e4)
-    else:
-        log_s, log_t = outcomes(log_s, *teacher_topk)
-    value = divergence_of(log_s, log_t.detach(), kind, beta)
-    value = value if mask is None else value.masked_fill(~mask, 0)
-    if reduction == "none":
-        return value
-    count = value.numel() if mask is None else mask.sum()
-    return value.sum() / (1 if reduction == "sum" else count if num_items is None else num_items)
-
-
-def outcomes(log_s: Tensor, ids: Tensor, logprobs: Tensor, tail: str) -> tuple[Tensor, Tensor]:
-    """Both sides' log-probabilities of what a teacher's top k leaves of the vocabulary; -1e4 for what is impossible."""
-    known, V = logprobs > -torch.inf, log_s.shape[-1]
-    s, t = (side.masked_fill(~known, -1e4) for side in (log_s.gather(-1, ids.where(known, 0)), logprobs))
-    if tail == "renormalise":
-        s, t = (side.log_softmax(-1).masked_fill(~known, -1e4) for side in (s, t))
-    if tail == "bucket":
-        taken = log_s.new_zeros(*log_s.shape[:-1], V + 1, dtype=torch.bool).scatter(-1, ids.where(known, V), True)
-        rest = log_s.masked_fill(taken[..., :V], -1e4).logsumexp(-1, keepdim=True)
-        left = (1 - t.exp().sum(-1, keepdim=True)).clamp(min=0).log().clamp(min=-1e4)
-        left = left.masked_fill(taken[..., :V].all(-1, keepdim=True), -1e4)
-        s, t = torch.cat((s, rest), -1), torch.cat((t, left), -1)
-    return s, t
+    value: Tensor = references.divergence(*args, **kwargs)[0]
+    return value
 
 
 def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

@@ -13,16 +13,13 @@ import torch
 import torch.distributed as dist
 
 from lowtide.bench import longest, longest_way
-from lowtide.bench.longest_config import WAYS, LongestBenchConfig
-from lowtide.bench.longest_fit import Fit, moves, parameter_sizes, pinned_bytes
+from lowtide.bench.longest import Fit, moves, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
-from lowtide.cli import main
+from lowtide.bench.train_config import LongestBenchConfig
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure.child import ChildResult
-from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.policy_words import parse_policies, word_of
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -218,7 +215,7 @@ def test_the_fastest_that_should_fit(train: Any) -> None:
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LongestBenchConfig.known["ways"])
 def test_the_longest_that_should_fit(way: str, train: Any) -> None:
     fit = replace(FIT, way=way, train=train)
     longest = fit.longest(8192)
@@ -227,18 +224,6 @@ def test_the_longest_that_should_fit(way: str, train: Any) -> None:
     assert longest % 8192 == 0
     if way != "lowtide":
         assert longest < replace(FIT, train=train).longest(8192)
-
-
-def test_a_policy_and_its_word() -> None:
-    words = {
-        "input": "input", "all-mlp0": "all/0", "attention-mlp1-offload": "attention/1 offloaded",
-        "input-mlp1-tile16384-offload": "input/1 by 16384 offloaded",
-    }  # fmt: skip
-    for given, printed in words.items():
-        policy = parse_policies(given)
-        assert isinstance(policy, ActivationPolicy)
-        assert word_of(policy) == printed
-        assert parse_policies(printed) == policy
 
 
 class Machine:
@@ -319,8 +304,9 @@ def test_a_process_that_ends_is_a_row(status: int, memory: str | None, says: str
     assert rows[0].get("out_of") == memory
     assert says in rows[0]["failed"]
     assert found["longest"] == 0
-    if memory != "host memory":  # what is no want of memory does not end by asking for less
+    if memory != "host memory":  # what is no want of memory does not end with a shorter sequence
         assert len(rows) == 1
+    assert [longest.LONGEST.failed(row) for row in rows] == [memory is None] * len(rows), "the exit status"
 
 
 @pytest.mark.parametrize("each", [400.0, 1200.0])
@@ -337,33 +323,3 @@ def test_the_rate_takes_of_each_ways_time(each: float, tmp_path: Path, monkeypat
     else:
         assert (machine.asked, machine.left) == ([24, 24], [1000.0] * 2)
     assert all("that are left" in way["ended"] for way in told["ways"])
-
-
-@needs_ranks
-@pytest.mark.usefixtures("forked_children")
-def test_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--way lowtide --model lowtide-small --layers 1 --tokens 24 --no-search --tile 8 --warm 0 --reps 1"
-    run = ["bench", "longest", *arguments.split(), "--device", "cpu", "--host", "2GiB"]
-    assert main([*run, "--output", str(tmp_path)]) == 0
-    (file,) = tmp_path.glob("*-longest-cpu.json")
-    told = json.loads(file.read_text())
-    assert told["command"].startswith("lowtide bench longest --way lowtide --model lowtide-small --layers 1")
-    assert {"commit", "date", "machine", "dtype", "config"} <= set(told)
-    (rate,) = told["rows"]
-    assert (rate["tokens"], rate["kept"]) == (24, "1 x input/1 by 8")
-    assert rate["tokens_per_s"] == pytest.approx(24 / rate["seconds"], rel=1e-3)
-    assert told["ways"] == []
-    assert "1 x input/1 by 8" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"train": "half"}, {"way": ("nobody",)}, {"way": ()}, {"layers": 0}, {"tokens": 1}, {"tokens": -3},
-        {"search": False, "tokens": 0}, {"start": 1}, {"step": 0}, {"tile": 0}, {"seconds": 0.0},
-        {"seconds": float("inf")}, {"sdpa": "own"}, {"budget": "much"}, {"host": "-1"}, {"reps": 0},
-    ],
-)  # fmt: skip
-def test_settings_that_no_search_could_use(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentValueError):
-        LongestBenchConfig(**wrong)

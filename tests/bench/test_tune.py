@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from torch import Tensor
 
 from lowtide.bench import tune as tuning
 from lowtide.bench.config import TuneConfig
-from lowtide.bench.shapes import parse_shape
-from lowtide.bench.tune import CALLS, CANDIDATES, NO_TIME, Chunk, Trial, build_kernel, fastest, in_order, tune
+from lowtide.bench.harness import Row
+from lowtide.bench.shapes import HEADS
+from lowtide.bench.tune import CALLS, CANDIDATES, NO_TIME, Chunk, build_kernel, fastest, in_order, tune
+from lowtide.cli import main
 from lowtide.errors import UnsupportedError
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import TABLE, GemmConfig
 from lowtide.measure.timing import Timing
 
-SHAPE = parse_shape("24,16,72")
+SHAPE = HEADS.one("24,16,72")
 A, B, C = (GemmConfig(columns=32, group=group) for group in (1, 2, 3))
 KIB = 1024
 
@@ -50,7 +53,7 @@ class Gpu:
     ms: Mapping[GemmConfig, float] = field(default_factory=dict)
     seconds: Mapping[GemmConfig, float] = field(default_factory=dict)
     mm: Mapping[GemmConfig, float] = field(default_factory=dict)
-    spoil: Callable[[Chunk, Tensor, int], None] = lambda chunk, sums, call: None
+    spoil: Callable[[Chunk, Tensor, int], Any] = lambda chunk, sums, call: None
     broken: Mapping[GemmConfig, Exception] = field(default_factory=dict)
     now: float = 100.0
     built: list[GemmConfig] = field(default_factory=list)
@@ -81,7 +84,7 @@ class Gpu:
         times = {"kernel": self.ms.get(config, 1.0), "mm": self.mm.get(config, 0.5)}
         return {name: Timing((9e9, CALLS * times[name], 0.0)) for name in functions}
 
-    def tune(self, chunk: Chunk, *candidates: GemmConfig, seconds: float = 1e9) -> list[Trial]:
+    def tune(self, chunk: Chunk, *candidates: GemmConfig, seconds: float = 1e9) -> list[Row]:
         end = self.now + seconds
         return list(tune(candidates, chunk, self.build, self.timer, end=end, clock=lambda: self.now))
 
@@ -89,53 +92,35 @@ class Gpu:
 def test_the_fastest_beside_the_product_of_its_own_rounds(chunk: Chunk) -> None:
     gpu = Gpu(ms={A: 1.0, B: 0.8, C: 0.9}, mm={C: 0.9})
     trials = gpu.tune(chunk, A, B, C)
-    assert [(trial.config, trial.ms, trial.mm_ms) for trial in trials] == [(A, 1.0, 0.5), (B, 0.8, 0.5), (C, 0.9, 0.9)]
-    assert [trial.share for trial in trials] == pytest.approx([0.5, 0.625, 1.0])
+    assert [(row["config"], row["ms"], row["mm_ms"]) for row in trials] == [(A, 1.0, 0.5), (B, 0.8, 0.5), (C, 0.9, 0.9)]
+    assert [row["share"] for row in trials] == pytest.approx([0.5, 0.625, 1.0])
     best = fastest(trials)
     assert best is not None
-    assert best.config == C
+    assert best["config"] == C
 
 
 def one_sum(chunk: Chunk, sums: Tensor, call: int) -> None:
     sums[-1, -1] *= 1.05
 
 
-def one_exponential(chunk: Chunk, sums: Tensor, call: int) -> None:
-    chunk.e_CV[3, 4] *= 1.02
+SPOILS: dict[str, Callable[[Chunk, Tensor, int], Any]] = {
+    "one sum": one_sum,
+    "one exponential": lambda chunk, sums, call: chunk.e_CV[3, 4].mul_(1.02),
+    "the target": lambda chunk, sums, call: chunk.e_CV[0, chunk.y_C[0]].fill_(1.0),
+    "a sum that is no number": lambda chunk, sums, call: sums[0, 0].fill_(torch.nan),
+    "nothing written": lambda chunk, sums, call: chunk.e_CV.fill_(0.0),
+    "a race": lambda chunk, sums, call: one_sum(chunk, sums, call) if call > 1 else None,
+}
 
 
-def the_target(chunk: Chunk, sums: Tensor, call: int) -> None:
-    chunk.e_CV[0, chunk.y_C[0]] = 1.0
-
-
-def nan_sum(chunk: Chunk, sums: Tensor, call: int) -> None:
-    sums[0, 0] = torch.nan
-
-
-def nothing_written(chunk: Chunk, sums: Tensor, call: int) -> None:
-    chunk.e_CV.fill_(0.0)
-
-
-@pytest.mark.parametrize("spoil", [one_sum, one_exponential, the_target, nan_sum, nothing_written])
-def test_wrong_results_are_rejected_untimed(chunk: Chunk, spoil: Callable[[Chunk, Tensor, int], None]) -> None:
-    gpu = Gpu(ms={B: 0.1}, spoil=spoil)
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_wrong_results_are_rejected(chunk: Chunk, spoil: str) -> None:
+    gpu = Gpu(ms={B: 0.1}, spoil=SPOILS[spoil])
     a, b, c = gpu.tune(chunk, A, B, C)
-    assert b.skipped is not None
-    assert b.skipped.startswith("wrong: ")
-    assert b.ms is None
-    assert gpu.timed == [A, C]
+    assert b["failed"].startswith("wrong: a row's sum is off by " if "sum" in spoil or "race" in spoil else "wrong: ")
+    assert not {"ms", "share"} & set(b)
+    assert gpu.timed == ([A, B, C] if spoil == "a race" else [A, C]), "untimed, where the first run shows it"
     assert fastest([a, b, c]) in (a, c)
-
-
-def test_what_is_wrong_in_later_runs_is_rejected(chunk: Chunk) -> None:
-    def race(chunk: Chunk, sums: Tensor, call: int) -> None:
-        if call > 1:
-            one_sum(chunk, sums, call)
-
-    _, b = Gpu(ms={B: 0.1}, spoil=race).tune(chunk, A, B)
-    assert b.skipped is not None
-    assert b.skipped.startswith("wrong: a row's sum is off by ")
-    assert b.share == 0
 
 
 def test_what_another_candidate_left_is_not_taken_for_a_result(chunk: Chunk) -> None:
@@ -147,8 +132,8 @@ def test_what_another_candidate_left_is_not_taken_for_a_result(chunk: Chunk) -> 
         return (kernel if config == A else lambda: None), sums
 
     a, b = tune((A, B), chunk, build, gpu.timer, end=1e9, clock=lambda: 0.0)
-    assert a.skipped is None
-    assert b.skipped == "wrong: a row's sum is off by nan of it"
+    assert "failed" not in a
+    assert b["failed"] == "wrong: a row's sum is off by nan of it"
 
 
 def test_one_that_fails_says_why_and_the_others_go_on(chunk: Chunk) -> None:
@@ -157,26 +142,24 @@ def test_one_that_fails_says_why_and_the_others_go_on(chunk: Chunk) -> None:
 
     gpu = Gpu(broken={A: OutOfResources("out of resource: shared memory, Required: 300000\nlong"), B: ValueError()})
     a, b, c = gpu.tune(chunk, A, B, C)
-    assert a.skipped == "OutOfResources: out of resource: shared memory, Required: 300000"
-    assert b.skipped == "ValueError"
-    assert c.share == 0.5
+    assert a["failed"] == "OutOfResources: out of resource: shared memory, Required: 300000"
+    assert b["failed"] == "ValueError"
+    assert c["share"] == 0.5
     assert fastest([a, b]) is None
-    assert a.line().endswith("Required: 300000\n")
+    assert tuning.TABLE.line(a).endswith("Required: 300000\n")
 
 
 def test_a_candidate_is_begun_only_if_the_longest_yet_would_end_in_time(chunk: Chunk) -> None:
     gpu = Gpu(seconds={A: 2.0, B: 5.0, C: 1.0})
     begun = gpu.now
     trials = gpu.tune(chunk, A, B, C, A, seconds=10.0)  # after A and B 3 s are left, and one took 5
-    assert [trial.skipped for trial in trials] == [None, None, NO_TIME, NO_TIME]
+    assert [row.get("failed") for row in trials] == [None, None, NO_TIME, NO_TIME]
     assert gpu.now - begun <= 10.0
-    assert [trial.skipped for trial in Gpu().tune(chunk, A, B, C, seconds=3.0)] == [None] * 3
+    assert [row.get("failed") for row in Gpu().tune(chunk, A, B, C, seconds=3.0)] == [None] * 3
 
-
-def test_the_first_is_tried_however_short_the_time(chunk: Chunk) -> None:
-    gpu = Gpu()
+    gpu = Gpu()  # and the first, however short the time
     trials = gpu.tune(chunk, A, B, C, seconds=-1.0)
-    assert [trial.skipped for trial in trials] == [None, NO_TIME, NO_TIME]
+    assert [row.get("failed") for row in trials] == [None, NO_TIME, NO_TIME]
     assert gpu.built == [A]
 
 
@@ -223,7 +206,7 @@ def test_the_kernel_itself() -> None:
     gpu = Gpu(ms={config: 2.0})
     gpu.built.append(config)
     (trial,) = tune((config,), chunk, build_kernel, gpu.timer, end=0.0, clock=lambda: 0.0)
-    assert trial == Trial(config=config, ms=2.0, mm_ms=0.5)
+    assert trial == {"config": config, "ms": 2.0, "mm_ms": 0.5, "share": 0.25}
 
 
 @pytest.fixture
@@ -243,7 +226,12 @@ def run(config: TuneConfig, clock: Callable[[], float] = time.monotonic) -> tupl
     return found, "".join(said)
 
 
-def test_the_winner_is_kept(unknown_gpu: Gpu, gemm_file: Path) -> None:
+def test_the_winner_is_kept_but_not_by_a_dry_run(unknown_gpu: Gpu, gemm_file: Path) -> None:
+    found, said = run(TuneConfig(shape="24,16,72", dry_run=True))
+    assert found == CANDIDATES[4]
+    assert said.endswith("not written: --dry-run\n")
+    assert not gemm_file.exists()
+    unknown_gpu.built.clear()
     found, said = run(TuneConfig(shape="24,16,72"))
     assert found == CANDIDATES[4] == configs.lookup("unknown")
     assert unknown_gpu.built == list(in_order(GemmConfig()))
@@ -252,24 +240,20 @@ def test_the_winner_is_kept(unknown_gpu: Gpu, gemm_file: Path) -> None:
     assert len(lines) == 2 + len(CANDIDATES) + 2
     assert lines[6].split() == ["128", "x", "128", "x", "64", "4", "8", "1", "1", "8", "0.600", "0.833"]
     assert lines[-2] == "fastest: 0.833 of torch.mm, 1.667 times the speed of what was in use"
-    assert lines[-1] == f"kept in {gemm_file}"
+    assert lines[-1] == f"written: {gemm_file}"
     unknown_gpu.built.clear()
     run(TuneConfig(shape="24,16,72"))
     assert unknown_gpu.built[0] == CANDIDATES[4]
 
 
-def test_a_dry_run_keeps_nothing(unknown_gpu: Gpu, gemm_file: Path) -> None:
-    found, said = run(TuneConfig(shape="24,16,72", dry_run=True))
-    assert found == CANDIDATES[4]
-    assert said.endswith("not kept: --dry-run\n")
-    assert not gemm_file.exists()
-
-
-def test_nothing_is_kept_where_no_candidate_could_be_used(unknown_gpu: Gpu, gemm_file: Path) -> None:
-    unknown_gpu.broken = {config: RuntimeError("no") for config in CANDIDATES}
-    found, said = run(TuneConfig(shape="24,16,72"))
-    assert found is None
-    assert said.count("RuntimeError: no") == len(CANDIDATES)
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_command_fails_where_no_candidate_could_be_used(
+    status: int, unknown_gpu: Gpu, gemm_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown_gpu.broken = {config: RuntimeError("no") for config in CANDIDATES} if status else {}
+    command = ["bench", "tune", "--dry-run", "--seconds", "1e9", "--shape", "24,16,72", "--warm", "0", "--reps", "1"]
+    assert main(command) == status
+    assert capsys.readouterr().out.count("RuntimeError: no") == status * len(CANDIDATES)
     assert not gemm_file.exists()
 
 

@@ -1,147 +1,295 @@
-"""``lowtide bench`` from arguments to files."""
+"""What every ``lowtide bench`` promises: its help, its errors, a small run from arguments to files, its exit status."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cli.results import result
-from lowtide.bench import head as benchmark
-from lowtide.bench import pictures
-from lowtide.bench import tune as tuning
-from lowtide.bench.config import HeadBenchConfig, TuneConfig
-from lowtide.bench.peers import PEERS
-from lowtide.bench.problem import SETTINGS
-from lowtide.bench.shapes import SHAPES
-from lowtide.cli import main
-from lowtide.head.kernels.configs import GemmConfig
+from lowtide.bench import plots
+from lowtide.bench.config import HEAD_PEERS, SweepBenchConfig
+from lowtide.bench.harness import Run
+from lowtide.bench.settings import RunSettings
+from lowtide.bench.shapes import APPLY_SHAPES, MLPS, PAIR_SHAPES, SHAPES
+from lowtide.cli import _parser, bench, main
+from lowtide.cli.parser import given
+from lowtide.errors import ArgumentValueError
 
+CONFIGS = {config.benchmark: config for config in bench.BENCHMARKS}
+KINDS = ("head", "sweep", "stats", "divergence", "apply", "layers", "step", "longest", "mlp", "models", "tune")
+WRITING = [kind for kind in KINDS if kind != "tune"]
+SHAPED = {
+    "head": SHAPES, "sweep": SHAPES, "stats": SHAPES, "divergence": PAIR_SHAPES, "apply": APPLY_SHAPES,
+    "mlp": (*MLPS.named, *MLPS.groups),
+}  # fmt: skip
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
-
-def head(*arguments: object) -> int:
-    return main(["bench", "head", *map(str, arguments)])
-
-
-def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    sweep = ["--sweep", "--workspace-mib", 0.05, 0.5, "--settings", "--tokens", 16, 32]
-    only = ["--only", "lowtide", "naive", "liger", "--dtype", "bfloat16"]
-    assert head("--shape", "64,16,256", *only, *sweep, *QUICK, "--output", tmp_path) == 0
-    told = result(tmp_path)
-    assert told["command"].startswith("lowtide bench head --shape 64,16,256 --only lowtide naive liger --sweep")
-    assert told["machine"]["torch"]
-    assert "liger-kernel" in told["machine"]
-    assert {"commit", "date", "warm", "reps"} <= set(told)
-    (shape,) = told["shapes"]
-    assert (shape["N"], shape["D"], shape["V"], shape["dtype"]) == (64, 16, 256, "bfloat16")
-    lowtide, naive, liger = shape["table"]
-    for row in (lowtide, naive):
-        assert {"ms", "share", "peak_mib", "loss_error", "dx_error", "dw_error"} <= set(row)
-    assert {"dx_floor", "dw_floor", "plan"} <= set(lowtide)
-    assert liger == {"name": "liger", "setting": "mean", "tokens": 64, "failed": "runs on GPUs only"}
-    assert [row["workspace_mib"] for row in shape["sweep"]] == [0.05, 0.5]
-    assert {row["setting"] for row in shape["settings"]} == {setting.name for setting in SETTINGS}
-    assert [row["tokens"] for row in shape["tokens"]] == [16, 16, 16, 32, 32, 32]
-    assert [limit["tokens"] for limit in shape["limits"]] == [64] * (1 + len(SETTINGS)) + [16, 32]
-    stem = next(tmp_path.glob("*.json")).stem
-    assert stem.endswith("-head-cpu")
-    pictures = {file.name for file in tmp_path.glob("*.png")}
-    assert pictures == {f"{stem}-64-16-256.png", f"{stem}-64-16-256-tokens.png"}
-    out = capsys.readouterr().out
-    assert "runs on GPUs only" in out
-    assert "of the floor" in out
+# A run of one case; below the rows of it, as its result file has them.
+SMALL = {
+    "head": "--shape 32,8,64 --only lowtide naive --no-error",
+    "sweep": "--shape 9,4,30 --tokens 9 --hidden none --vocab none --only lowtide naive --no-error",
+    "stats": "--shape 32,8,64 --work logprob --only lowtide naive --no-error",
+    "divergence": "--shape 32,8,64,12 --work jsd --only lowtide naive --no-error",
+    "apply": "--shape 32,8,64 --only focal",
+    "layers": "--op norm --only lowtide eager --tokens 64 --hidden 32",
+    "step": "--tokens 16 --model lowtide-small --peer stock --policy all",
+    "longest": "--way lowtide --model lowtide-small --layers 1 --tokens 24 --no-search --host 2GiB",
+    "mlp": "--shape 1,8,4,6,1 --only lowtide-0 naive",
+    "models": "--kind causal --only gpt2 xglm --workers 1",
+}
+MEASURED = {"ms", "peak_mib"}
+IN_ROWS = {
+    **dict.fromkeys(("head", "stats", "divergence"), MEASURED | {"name", "limit_ms", "share", "spread"}),
+    "sweep": MEASURED | {"name", "limit_ms", "tflops"},
+    "apply": MEASURED | {"function", "name", "of_naive", "value", "value_error", "dx_error", "dw_error", "db_error"},
+    "layers": {"op", "peer", "forward_ms", "ms", "forward_gb_per_s", "gb_per_s", "kept_mib", "error"},
+    "step": {"way", "tokens", "seconds", "spread", "tokens_per_s", "peak_gib", "losses", "attention"},
+    "longest": {"way", "train", "tokens", "kept", "seconds", "gpu_gib_predicted", "host_gib_predicted", "host_gib"},
+    "mlp": MEASURED | {"name", "gemms", "forward_ms", "backward_ms", "limit_ms", "over", "kept_bytes", "again_gb"},
+    "models": {"kind", "type", "status", "why", "seconds", "cases", "parts", "tolerances"},
+}
 
 
-def test_settings_alone_have_no_table_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--shape", "64,16,256", "--only", "lowtide", "--settings", "--no-table", "--no-error"]
-    assert head(*run, *QUICK, "--output", tmp_path) == 0
-    (shape,) = result(tmp_path)["shapes"]
-    said = [limit["setting"] for limit in shape["limits"]]
-    assert said == [row["setting"] for row in shape["settings"]] != []
-    assert capsys.readouterr().out.count("bare GEMMs") == len(said)
+def rows_of(kind: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a result, wherever its benchmark has them."""
+    if kind == "sweep":
+        return [row for point in told["points"] for row in point["rows"]]
+    tables = {"head": "table", "apply": "rows", "mlp": "rows", "stats": "tables", "divergence": "tables"}
+    if kind not in tables:
+        return told["rows"]
+    found = [row for shape in told["shapes"] for row in shape[tables[kind]]]
+    return [row for table in found for row in table["rows"]] if tables[kind] == "tables" else found
 
 
-def test_the_default_sweep_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run = ["--shape", "32,8,4096", "--only", "lowtide", "--sweep", "--no-table", "--no-error"]
-    assert head(*run, *QUICK, "--output", tmp_path) == 0
-    (shape,) = result(tmp_path)["shapes"]
-    rows = [row["plan"]["chunk_rows"] for row in shape["sweep"]]
-    assert rows == sorted(set(rows))
-    assert 2 <= len(rows) <= benchmark.SWEEP_POINTS
-    assert "table" not in shape
+def run(kind: str, folder: Path, *more: str) -> int:
+    quick = [] if kind == "models" else QUICK
+    return main(["bench", kind, *SMALL[kind].split(), *quick, "--output", str(folder), *more])
 
 
-def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> Any:
-        raise RuntimeError("broken")
-
-    run = ["--shape", "32,8,64", "--only", "lowtide", "naive", "--no-error", *QUICK, "--output"]
-    naive, lowtide = PEERS["naive"], PEERS["lowtide"]
-    monkeypatch.setitem(PEERS, "naive", dataclasses.replace(naive, build=fail))
-    assert head(*run, tmp_path / "a") == 0
-    assert result(tmp_path / "a")["shapes"][0]["table"][1]["failed"] == "RuntimeError: broken"
-    monkeypatch.setitem(PEERS, "lowtide", dataclasses.replace(lowtide, build=fail))
-    assert head(*run, tmp_path / "b") == 1
+def parsed(command: str) -> Any:
+    """Return the settings that a command line means, as its benchmark gets them."""
+    arguments, unknown = _parser().parse_known_args(shlex.split(command)[1:])
+    assert not unknown, unknown
+    return arguments.config(**given(arguments, arguments.config))
 
 
-def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = benchmark.make_problem
-
-    def interrupted(shape: Any, *args: Any, **kwargs: Any) -> Any:
-        if shape.N == 33:
-            raise KeyboardInterrupt
-        return make(shape, *args, **kwargs)
-
-    monkeypatch.setattr(benchmark, "make_problem", interrupted)
-    run = ["--shape", "32,8,64", "33,8,64", "--only", "naive", "--no-error", *QUICK, "--output", tmp_path]
-    assert head(*run) == 130
-    (shape,) = result(tmp_path)["shapes"]
-    assert len(shape["table"]) == 1
+def help_of(kind: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        _parser().parse_args(["bench", *kind.split(), "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--shape", "llama-1b"], "shape: expected three numbers C,D,V above 0, got 'llama-1b'"),
-        (["--shape", "1,0,8"], "shape: expected three numbers"),
-        (["--seconds", "0"], "seconds: expected a number above 0, got 0.0"),
-        (["--seconds", "nan"], "seconds: expected a number above 0"),
-        (["--reps", "0"], "reps: expected a whole number of at least 1"),
-        (["--warm", "-1"], "warm: expected a whole number of at least 0"),
-        (["--seed", str(2**32)], "seed: expected a whole number below 2**32"),
-        ([], "device: expected a GPU that PyTorch can use, got none"),
-    ],
-)
-def test_tune_without_a_gpu_or_with_bad_input_is_one_line(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_all_kinds_are_here(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = re.findall(r"^    ([a-z]+)(?:  |$)", help_of("", capsys), re.MULTILINE)
+    assert tuple(listed) == tuple(CONFIGS) == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_has_every_setting_every_name_and_examples_that_run(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, config = help_of(kind, capsys), CONFIGS[kind]
+    words = " ".join(out.split())
+    for field in dataclasses.fields(config):
+        flag = field.name.replace("_", "-")
+        assert f"--no-{flag}" in words if field.default is True else f"--{flag}" in words
+    assert "{" not in re.sub(r"\{[a-z0-9,]+\}", "", words), "a name that nothing stands for"
+    listed = words.replace("- ", "-")  # where a line ended in a name
+    assert all(name in listed for name in (*SHAPED.get(kind, ()), *config.known.get("peers", ())))
+    assert "Exit status 1 where" in words
+    _, _, examples = out.partition("examples:\n")
+    commands = [line.strip() for line in examples.splitlines() if line.strip().startswith("lowtide bench")]
+    assert len(commands) >= 3
+    for command in commands:
+        assert command.startswith(f"lowtide bench {kind}"), command
+        asked = parsed(command)
+        if kind != "tune":  # and a config's own command means the same config
+            assert parsed(asked.command()) == dataclasses.replace(asked, output=".")
+    if kind == "tune":
+        return
+    assert f"The result is DIR/<date>-{kind}-" in words
+    if kind != "models":
+        names = [field.name for field in sorted(dataclasses.fields(config), key=lambda f: f.metadata["last"])]
+        common = [field.name for field in dataclasses.fields(RunSettings)]
+        assert set(common) == set(names[-len(common) :])
+        assert "--device cpu" in examples
+
+
+TOKENS = {
+    "--shape nonsense": "shape: expected",
+    "--shape 1,2": "shape: expected",
+    "--shape 1,2,3,0": "shape: expected",
+    "--work nonsense": "work: expected names out of",
+    "--only nonsense": "only: expected names out of lowtide",
+    "--only naive --skip naive": "skip: expected at least one peer that is left",
+}
+COMMON = {
+    "--reps 0": "reps: expected a whole number of at least 1",
+    "--warm -1": "warm: expected a whole number of at least 0",
+    f"--seed {2**32 - 1}": "seed: expected a whole number below",
+    "--seed -1": "seed: expected a whole number of at least 0",
+    "--output=": "output: expected a name",
+}
+BAD = {
+    "head": {
+        **COMMON,
+        "--shape nonsense": "shape: expected llama-1b",
+        "--shape 1,2": "shape: expected",
+        "--shape 0,2,3": "shape: expected",
+        "--shape ²,2,3": "shape: expected",
+        "--only nobody": "only: expected names out of lowtide",
+        "--skip nobody": "skip: expected names out of lowtide",
+        f"--skip {' '.join(HEAD_PEERS)}": "skip: expected at least one peer that is left",
+        "--workspace-mib 4": "workspace_mib: expected --sweep beside it, got 4",
+        "--sweep --workspace-mib 0": "workspace_mib: expected numbers above 0",
+        "--sweep --workspace-mib x": "workspace_mib: expected numbers, got 'x'",
+        "--sweep --workspace-mib nan": "workspace_mib: expected numbers above 0",
+        "--tokens 1.5": "tokens: expected numbers",
+        "--tokens -1": "tokens: expected whole numbers above 0",
+        "--no-table": "table: expected --sweep, --settings or --tokens",
+    },
+    "mlp": {
+        **COMMON,
+        "--shape nonsense": "shape: expected published-1, ",
+        "--shape 1,2,3,4": "shape: expected published-1, ",
+        "--shape 1,2,3,4,0": "shape: expected published-1, ",
+        "--only nobody": "only: expected names out of lowtide-0",
+        "--only naive --skip naive": "skip: expected at least one peer",
+    },
+    "apply": {
+        **COMMON,
+        "--shape nonsense": "shape: expected 4x4096, 64x512",
+        "--only nobody": "only: expected names out of cross-entropy",
+        "--no-table": "table: expected --train or --grpo beside --no-table",
+        "--steps 0": "steps: expected a whole number of at least 1",
+        "--seq-len 7": "seq_len: expected a whole number of at least 8",
+    },
+    "sweep": {
+        **COMMON,
+        "--shape all": "shape: expected",
+        "--only nobody": "only: expected names out of lowtide",
+        f"--skip {' '.join(SweepBenchConfig.usual_peers)}": "skip: expected at least one peer that is left",
+        "--tokens 0": "tokens: expected whole numbers above 0, or none",
+        "--hidden x": "hidden: expected numbers",
+        "--seconds 0": "seconds: expected a number above 0",
+        "--tokens none --hidden none --vocab none": "tokens: expected one line that is not none",
+    },
+    "stats": {**COMMON, **TOKENS},
+    "divergence": {**COMMON, **TOKENS},
+    "layers": {
+        **COMMON,
+        "--op mlp": "op: expected names out of norm",
+        "--head-dim 7": "head_dim: expected an even number",
+        "--tokens 1": "tokens: expected a whole number of at least 64",
+        "--hidden 0": "hidden: expected a whole number of at least 1",
+    },
+    "step": {
+        **COMMON,
+        "--tokens 1": "tokens: expected whole numbers above 1",
+        "--tokens many": "tokens: expected numbers",
+        "--peer nobody": "peer: expected names out of liger",
+        "--policy some": "policy: expected all, attention",
+        "--batch 0": "batch: expected a whole number of at least 1",
+        **{
+            f"--policy {text}": "policy: expected all, attention"
+            for text in ("all@", "all@state", "all@states=", "all@states=0", "all@states=-1", "@states", "all@states@")
+        },
+    },
+    "longest": {
+        **COMMON,
+        "--way nobody": "way: expected names out of lowtide",
+        "--layers 0": "layers: expected a whole number of at least 1",
+        "--tokens 1": "tokens: expected 0, or a whole number above 1",
+        "--tokens -3": "tokens: expected 0, or a whole number above 1",
+        "--no-search --tokens 0": "search: expected --tokens above 0",
+        "--start 1": "start: expected a whole number of at least 2",
+        "--step 0": "step: expected a whole number of at least 1",
+        "--tile 0": "tile: expected a whole number of at least 1",
+        "--seconds 0": "seconds: expected a number above 0",
+        "--seconds inf": "seconds: expected a number above 0",
+        "--budget much": "budget: expected a size",
+        "--host -1": "host: expected a size",
+    },
+    "models": {
+        "--workers 0": "workers: expected a whole number of at least 1",
+        "--kind audio": "kind: expected names out of causal",
+        "--output=": "output: expected a name",
+    },
+    "tune": {
+        "--shape llama-1b": "shape: expected numbers above 0: C,D,V, got 'llama-1b'",
+        "--shape 1,0,8": "shape: expected numbers above 0",
+        "--seconds 0": "seconds: expected a number above 0, got 0.0",
+        "--seconds nan": "seconds: expected a number above 0",
+        "--reps 0": "reps: expected a whole number of at least 1",
+        "--warm -1": "warm: expected a whole number of at least 0",
+        f"--seed {2**32}": "seed: expected a whole number below 2**32",
+    },
+}
+UNFIT = {  # by this machine, or by files: found with torch
+    "step --model nonsense --device cpu": "model: expected",
+    "longest --model nonsense --device cpu": "model: expected",
+    "models --only no-such-type": "only: expected",
+    "models --only gpt2 --resume no-such-file.json": "resume: expected",
+    "head --sweep --device cpu": "sweep and tokens: expected matplotlib",
+    "sweep --device cpu": "sweep: expected matplotlib",
+    "tune": "device: expected a GPU that PyTorch can use, got none",
+    "head --device cuda": "device: expected a GPU that PyTorch can use, got none",
+}
+ALONE = """
+import contextlib, io, json, sys, time
+from lowtide.cli import main
+bad = json.load(sys.stdin)
+for words in [["bench", "--help"], *(["bench", kind, "--help"] for kind in bad)]:
+    began = time.process_time()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(words)
+    print(time.process_time() - began)
+for kind, arguments in bad.items():
+    for words in arguments:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            status = main(["bench", kind, *words.split()])
+        assert status == 2 and said.getvalue().count("\\n") == 1, (kind, words, said.getvalue())
+        assert said.getvalue().startswith(f"lowtide bench {kind}: {arguments[words]}"), (kind, words, said.getvalue())
+heavy = {"torch", "transformers", "tokenizers", "accelerate", "triton"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_and_bad_arguments_load_no_torch_and_an_error_is_one_line() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ALONE], input=json.dumps(BAD), capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert set(BAD) == set(KINDS)
+    seconds = [float(line) for line in ended.stdout.split()]
+    assert len(seconds) == 1 + len(KINDS)
+    assert max(seconds) < 0.5, "CPU seconds: a busy machine makes wall time of any length"
+
+
+@pytest.mark.parametrize("arguments", UNFIT)
+def test_what_cannot_run_here_is_one_line_and_writes_nothing(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "tune", *arguments]) == 2
+    if "matplotlib" in UNFIT[arguments]:
+        monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lowtide bench tune: {says}")
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(("found", "status"), [(GemmConfig(), 0), (None, 1)])
-def test_tune_takes_its_options_and_says_whether_it_found_anything(
-    found: GemmConfig | None, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[TuneConfig] = []
-
-    def run(config: TuneConfig, say: Any) -> GemmConfig | None:
-        asked.append(config)
-        return found
-
-    monkeypatch.setattr(tuning, "run", run)
-    assert main(["bench", "tune", "--dry-run", "--seconds", "2.5", "--shape", "8,16,32"]) == status
-    assert asked == [TuneConfig(dry_run=True, seconds=2.5, shape="8,16,32")]
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"lowtide bench {arguments.split()[0]}: {UNFIT[arguments]}")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("arguments", [["bench", "tail"], ["bench", "head", "--dtype", "int8"]])
@@ -152,22 +300,149 @@ def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_pictures_without_matplotlib_are_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def needs(kind: str) -> None:
+    if kind in ("step", "longest", "models"):
+        pytest.importorskip("transformers")
+    if kind == "sweep":
+        pytest.importorskip("matplotlib")
+
+
+@pytest.mark.usefixtures("forked_children")
+@pytest.mark.parametrize("kind", WRITING)
+def test_from_arguments_to_a_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda _: None)
-    assert head("--sweep", *QUICK, "--output", tmp_path) == 2
-    assert "lowtide[plot]" in capsys.readouterr().err
+    needs(kind)
+    monkeypatch.setattr("lowtide.bench.sweep.draw_sweep", lambda told, files: files.json)
+    assert run(kind, tmp_path) == 0
+    told = result(tmp_path)
+    stem = f"mlp-{told['dtype']}" if kind == "mlp" else kind
+    (file,) = tmp_path.glob("*.json")
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{stem}-cpu", file.stem)
+    assert {"command", "date", "commit", "machine"} <= set(told)
+    asked = ["lowtide", "bench", kind, *SMALL[kind].split(), *([] if kind == "models" else QUICK)]
+    assert parsed(told["command"]) == parsed(shlex.join(asked))
+    assert told["machine"]["torch"]
+    rows = rows_of(kind, told)
+    assert rows
+    for row in rows:
+        assert IN_ROWS[kind] <= set(row), row
+        assert "failed" not in row
+        assert "--no-error" not in SMALL[kind] or not [key for key in row if "error" in key]
+    out = capsys.readouterr().out
+    assert out.endswith(f"written: {file}\n")
+    module = import_module(f"lowtide.bench.{kind}")
+    benchmark = getattr(module, kind.upper())
+    assert tuple(benchmark.peers) == tuple(CONFIGS[kind].known.get("peers", ()))
+    assert {peer.package for peer in benchmark.peers.values()} - {""} <= set(told["machine"])
 
 
-def test_a_command_says_what_it_did() -> None:
-    config = HeadBenchConfig(shape=("llama-1b", "1,2,3"), sweep=True, error=False, reps=3, output="/somewhere")
-    assert config.command() == "lowtide bench head --shape llama-1b 1,2,3 --sweep --no-error --reps 3"
+def broken(*_: object, **__: object) -> Any:
+    raise RuntimeError("broken")
 
 
-def test_all_is_every_shape_and_every_number_of_tokens() -> None:
-    config = HeadBenchConfig(shape=("all",), tokens=("all",))
-    assert config.shapes == tuple(SHAPES.values())
-    assert (config.token_counts[0], config.token_counts[-1]) == (1024, 262144)
-    assert [shape.name for shape in HeadBenchConfig().shapes] == ["llama-1b"]
-    assert len(HeadBenchConfig(shape=("llama-1b", "llama-1b")).shapes) == 1
+FAILING = {  # how a peer fails and how lowtide does: a function that is replaced, or an option
+    "apply": ("lowtide.bench.apply.linear_cross_entropy", "lowtide.bench.apply.linear_apply"),
+    "layers": ("lowtide.bench.layers._hf_norm", "lowtide.bench.layers.rms_norm"),
+    "step": ("--peer=liger", "--policy=5xall"),
+}
+
+
+@pytest.mark.usefixtures("forked_children")
+@pytest.mark.parametrize("kind", [kind for kind in WRITING if kind not in ("models", "longest")])
+def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(kind)
+    monkeypatch.setattr("lowtide.bench.sweep.draw_sweep", lambda told, files: files.json)
+    peers = getattr(import_module(f"lowtide.bench.{kind}"), kind.upper()).peers
+    for status, how in enumerate(FAILING.get(kind, ("naive", next(iter(peers), "")))):
+        more = ["--only", "cross-entropy"] if kind == "apply" else []
+        with monkeypatch.context() as patched:
+            if peers:
+                patched.setitem(peers, how, dataclasses.replace(peers[how], build=broken))
+            elif how.startswith("--"):
+                more = how.split("=")
+            else:
+                patched.setattr(how, broken)
+            assert run(kind, tmp_path / str(status), *more) == status
+        rows = rows_of(kind, result(tmp_path / str(status)))
+        reasons = [row["failed"] for row in rows if "failed" in row]
+        assert 0 < len(reasons) < len(rows)
+        assert kind == "step" or set(reasons) == {"RuntimeError: broken"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRITING if kind not in ("models", "longest")])
+def test_what_is_known_is_written_at_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row does not come: Ctrl-C."""
+    needs(kind)
+    monkeypatch.setattr("lowtide.bench.sweep.draw_sweep", lambda told, files: files.json)
+    add, rows = Run.add, []
+
+    def interrupted(self: Any, row: Any, *where: Any) -> None:
+        rows.append(row)
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+        add(self, row, *where)
+
+    monkeypatch.setattr(Run, "add", interrupted)
+    if kind == "step":
+        ended = SimpleNamespace(value=[{"tokens": 16, "failed": "measured"}])
+        monkeypatch.setattr("lowtide.bench.step.run_child", lambda *_, **__: ended)
+    assert run(kind, tmp_path) == 130
+    assert len(rows_of(kind, result(tmp_path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("head --shape llama-1b 1,2,3 --sweep --no-error --reps 3",
+         {"shape": ("llama-1b", "1,2,3"), "sweep": True, "error": False, "reps": 3}),
+        ("stats", {}),
+        ("divergence --work jsd --no-error", {"work": ("jsd",), "error": False}),
+    ],
+)  # fmt: skip
+def test_a_command_repeats_its_run(command: str, settings: dict[str, Any]) -> None:
+    config = CONFIGS[command.split()[0]](**settings, output="/somewhere")
+    assert config.command() == f"lowtide bench {command}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "names"),
+    [
+        ("head", (), ["llama-1b"]), ("head", ("all",), [*SHAPES]), ("head", ("llama-1b", "llama-1b"), ["llama-1b"]),
+        ("stats", (), ["qwen-4k"]), ("stats", ("all",), [*SHAPES]),
+        ("divergence", (), ["llama-8b-to-1b"]), ("divergence", ("all",), ["llama-8b-to-1b", "llama-8b-to-8b"]),
+        ("apply", (), ["4x4096"]), ("apply", ("all",), ["4x4096", "64x512"]),
+        ("mlp", (), ["llama-8b-32k"]), ("mlp", ("published",), [f"published-{i}" for i in range(1, 6)]),
+        ("mlp", ("models", "llama-8b-8k"), ["llama-8b-8k", "llama-8b-32k", "llama-70b-8k", "llama-70b-32k"]),
+    ],
+)  # fmt: skip
+def test_shapes_by_name(kind: str, shape: tuple[str, ...], names: list[str]) -> None:
+    assert [shape.name for shape in CONFIGS[kind](shape=shape).shapes] == names
+
+
+def test_the_published_sizes() -> None:
+    published = [(s.batch, s.seq, s.D, s.F, s.layers) for s in MLPS.read("published")]
+    assert published == [
+        (16, 128, 512, 2048, 2), (32, 128, 512, 2048, 2), (8, 512, 1024, 4096, 3), (16, 512, 1024, 4096, 3),
+        (4, 1024, 4096, 16384, 5),
+    ]  # fmt: skip
+    models = [(s.N, s.D, s.F) for s in MLPS.read("models")]
+    assert models == [(8192, 4096, 14336), (32768, 4096, 14336), (8192, 8192, 28672), (32768, 8192, 28672)]
+    assert [(s.N, s.D, s.V) for s in APPLY_SHAPES.values()] == [(16384, 4096, 128256), (32768, 768, 32000)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("step", {"sdpa": "own"}),
+        ("step", {"dtype": "int8"}),
+        ("step", {"device": "tpu"}),
+        ("longest", {"train": "half"}),
+    ],
+)
+def test_a_choice_is_checked_where_no_parser_does(kind: str, wrong: dict[str, str]) -> None:
+    (name,) = wrong
+    with pytest.raises(ArgumentValueError, match=f"^{name}: expected .* or "):
+        CONFIGS[kind](**wrong)

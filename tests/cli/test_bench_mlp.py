@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cli.results import result
-from lowtide.bench import mlp_peers
-from lowtide.bench.config import MlpBenchConfig
-from lowtide.bench.mlp_peers import MLP_PEERS, bare_products, make_stack, parse_mlp
+from lowtide.bench.mlp import MLP_PEERS, bare_layers, make_stack
+from lowtide.bench.shapes import MLPS
 from lowtide.cli import main
 from lowtide.mlp import elementwise
 
@@ -76,20 +74,20 @@ def test_the_peak_of_a_step_that_adds_to_gradients_is_the_sum_in_the_docs(
 
 
 def test_the_bare_products_are_as_many_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = make_stack(parse_mlp("2,8,4,6,2")[0], torch.float32, torch.device("cpu"), 0)
+    stack = make_stack(MLPS.one("2,8,4,6,2"), torch.float32, torch.device("cpu"), 0)
     calls: list[str] = []
     for name in ("mm", "addmm"):
         original = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, f=original, n=name, **k: (calls.append(n), f(*a, **k))[1])
     for gemms in (9, 11):
         calls.clear()
-        bare_products(stack, gemms)()
+        bare_layers(stack, gemms)()
         assert len(calls) == 2 * gemms
         assert stack.shape.flops(gemms) == len(calls) * 2 * 16 * 4 * 6
 
 
 def test_everyone_computes_the_same() -> None:
-    stack = make_stack(parse_mlp("2,8,16,24,2")[0], torch.float64, torch.device("cpu"), 0)
+    stack = make_stack(MLPS.one("2,8,16,24,2"), torch.float64, torch.device("cpu"), 0)
     values = {}
     for name in ("lowtide-0", "lowtide-1", "naive"):
         layer = MLP_PEERS[name].build(stack)
@@ -98,25 +96,3 @@ def test_everyone_computes_the_same() -> None:
     for name in ("lowtide-0", "lowtide-1"):
         for got, expected in zip(values[name], values["naive"], strict=True):
             torch.testing.assert_close(got, expected)
-
-
-def test_one_that_fails_is_a_row_and_lowtides_own_is_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> Any:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(mlp_peers, "swiglu_mlp", fail)
-    run = ["--shape", "1,8,4,6,1", *QUICK, "--output"]
-    assert bench(*run, tmp_path / "a", "--only", "naive", "lowtide-1-tiled") == 0
-    assert bench(*run, tmp_path / "b", "--only", "lowtide-0") == 1
-    assert result(tmp_path / "b")["shapes"][0]["rows"][0]["failed"] == "RuntimeError: broken"
-
-
-def test_groups() -> None:
-    published = [(s.batch, s.seq, s.D, s.F, s.layers) for s in MlpBenchConfig(shape=("published",)).shapes]
-    assert published == [
-        (16, 128, 512, 2048, 2), (32, 128, 512, 2048, 2), (8, 512, 1024, 4096, 3), (16, 512, 1024, 4096, 3),
-        (4, 1024, 4096, 16384, 5),
-    ]  # fmt: skip
-    models = [(s.N, s.D, s.F) for s in MlpBenchConfig(shape=("models", "llama-8b-8k")).shapes]
-    assert models == [(8192, 4096, 14336), (32768, 4096, 14336), (8192, 8192, 28672), (32768, 8192, 28672)]
-    assert [shape.name for shape in MlpBenchConfig().shapes] == ["llama-8b-32k"]

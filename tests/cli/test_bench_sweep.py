@@ -13,11 +13,12 @@ pytest.importorskip("matplotlib")
 import torch
 
 from cli.results import result
-from lowtide.bench import pictures, sweep
+from lowtide.bench import plots as figures
+from lowtide.bench import sweep
+from lowtide.bench.config import SweepBenchConfig
 from lowtide.bench.harness import Peer
-from lowtide.bench.limit import Bench
-from lowtide.bench.peers import PEERS
-from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
+from lowtide.bench.loss_peers import PEERS
+from lowtide.bench.task import Bench
 from lowtide.cli import main
 from lowtide.measure import plots
 
@@ -50,10 +51,10 @@ def test_from_arguments_to_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, worst: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[dict[str, Any]] = []
-    monkeypatch.setattr(pictures, "draw_panels", lambda *a, **k: (drawn.append(a[2]), plots.draw_panels(*a, **k)))
+    monkeypatch.setattr(figures, "draw_panels", lambda *a, **k: (drawn.append(a[2]), plots.draw_panels(*a, **k)))
     assert bench(*SMALL, *QUICK, "--dtype", dtype, "--output", tmp_path) == 0
     told = result(tmp_path)
-    assert told["command"].startswith("lowtide bench sweep --shape 20,6,90 --tokens 5 20 --hidden 6 12 --vocab 90 33")
+    assert "--shape 20,6,90 --tokens 5 20 --hidden 6 12 --vocab 90 33" in told["command"]
     assert told["machine"]["torch"]
     assert {"commit", "date", "asked"} <= set(told)
     assert told["finished"] is True
@@ -110,7 +111,7 @@ def test_a_run_that_was_killed_goes_on_with_the_next_row(
     assert told["points"][0] == first
     assert [[row["name"] for row in point["rows"]] for point in told["points"]] == [["lowtide", "naive", "liger"]] * 3
     assert len(measured) == 5 + 5
-    assert "going on with" in capsys.readouterr().out
+    assert "continuing " in capsys.readouterr().out
     assert bench(*run) == 0  # what is finished is not gone on with
     assert len(list(tmp_path.glob("*.json"))) == 2
 
@@ -191,7 +192,7 @@ def test_lines_are_powers_of_two_around_the_shape() -> None:
     assert config.sizes("vocab")[-1] == 524288
     assert len(config.shapes) == 3 * 7 - 2
     assert (config.shapes[0].N, config.shapes[0].D, config.shapes[0].V) == (16384, 2048, 131072)
-    assert set(config.peers) == set(SWEEP_PEERS)
+    assert set(config.peers) == set(SweepBenchConfig.usual_peers)
     assert [shape.N for shape in SweepBenchConfig(shape="3,5,7", hidden=("none",), vocab=("none",)).shapes] == [
         3,
         1,

@@ -114,7 +114,7 @@ def test_every_named_shape_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
         ("--gpu h10", "got 'h10'. Did you mean h100?"),
         ("--model nobody", "model: expected a folder with a config.json"),
         ("--model .", "model: expected a folder with a config.json, a config as a .json file, or"),
-        ("--model .", "got ., a folder without one. Models are not fetched"),
+        ("--model .", "got ., a folder without one. Models are not downloaded"),
         ("--model qwen3", "got 'qwen3'. Did you mean qwen3-"),
         ("--model lama", "got 'lama'. Did you mean llama-3.2-1b?"),
         ("--model ''", "got ''."),

@@ -69,6 +69,7 @@ def test_two_implementations_from_arguments_to_files(written: Path, tiny: Path) 
     stock, lowtide = told["implementations"]
     assert [one["name"] for one in (stock, lowtide)] == ["stock", "lowtide:2xall/1"]
     assert stock["losses"] == pytest.approx(lowtide["losses"], rel=1e-4)
+    assert stock["losses"][0] > stock["losses"][-1]
     assert lowtide["peak"]["owners_gib"]["head"] < stock["peak"]["owners_gib"]["head"]
     assert lowtide["peak"]["gib"] < stock["peak"]["gib"]
     # 2 a multiplication; half of attention's scores; backward twice forward

@@ -54,9 +54,9 @@ def every_option() -> None:
         function, backend = FUNCTIONS[name], "row" if name == "linear_divergence" else "exp"
         fewer = FEWER | FEW | ({"workspace_mib": [0.004]} if DEVICE != "cpu" else {})
         loss = name == "linear_cross_entropy"
-        fewer |= {"schedule": ["chunks", "blocks"], "huge": [False, True]} if loss else {}
-        options = function.options | {o: v for o, v in fewer.items() if o in function.options or loss}
-        for i, choice in enumerate(pairs(options | {"dtype": dtypes}, seed=2)):
+        options = function.options | {option: values for option, values in fewer.items() if option in function.options}
+        options |= {"dtype": dtypes} | ({"schedule": ["chunks", "blocks"], "huge": [False, True]} if loss else {})
+        for i, choice in enumerate(pairs(options, seed=2)):
             dtype, schedule, huge = choice.pop("dtype"), choice.pop("schedule", "chunks"), choice.pop("huge", False)
             kwargs = problem(name, choice, i, V=61, D=24, dtype=dtype)
             most = {"values": near}

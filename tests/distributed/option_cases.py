@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,8 +14,24 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.vocab_cases import WAYS, D, V, mesh, near, part_of, plain, shard_of, spread, whole
+from distributed.vocab_cases import (
+    WAYS,
+    D,
+    V,
+    exchanged,
+    mesh,
+    near,
+    of_all_ranks,
+    part_of,
+    plain,
+    plain_part,
+    shard_of,
+    spread,
+    whole,
+    with_each,
+)
 from head.contract.cases import FUNCTIONS, KINDS, TAILS, Arguments, arguments, counting, flat, pairs, total, trained
+from lowtide.errors import ArgumentValueError
 from support import in_float64, relative_error
 
 IN_PARTS = {"input": False, "teacher_input": False}  # and whether it is the vocabulary's axis that is cut
@@ -154,6 +171,57 @@ def all_ignored() -> None:
     for gradient, items in itertools.product(("auto", "recompute"), (None, 2.5)):
         kwargs = problem("linear_cross_entropy", {"ignored": "all", "gradient": gradient, "num_items": items}, 0)
         compare("linear_cross_entropy", kwargs, WAYS, (gradient, items))
+
+
+ALONE: list[tuple[str, Arguments]] = [  # functions whose weight one rank trains, or whose hidden states
+    ("linear_cross_entropy", {"label_smoothing": 0.1}),
+    ("linear_cross_entropy", {"shift": True, "gradient": "recompute"}),
+    *(("linear_cross_entropy", {"weight": True, "gradient": gradient}) for gradient in ("auto", "recompute")),
+    ("linear_logprobs", {}),
+    ("linear_token_stats", {"want": ("entropy", "logprob")}),
+    ("linear_divergence", {"kind": ("jsd", 0.5)}),
+    ("linear_divergence", {"tail": "bucket", "softcap": 3.0, "gradient": "recompute"}),
+    ("linear_divergence", {"tail": "bucket", "reduction": "mean"}),
+]
+
+
+def trained_on_one_rank() -> None:
+    """A weight that one rank trains on frozen hidden states: the others, which have no backward, keep step with it."""
+    for (way, recording), (name, choice) in itertools.product(with_each((True, False)), ALONE):
+        rank = 0 if recording else dist.get_world_size() - 1
+        here, what = dist.get_rank() == rank, (way, recording, name, choice)
+        kwargs = problem(name, {"workspace_mib": 0.001, "linear_bias": False, **choice}, 0)
+        kwargs |= {n: kwargs[n].detach() for n in trained(kwargs) if n != "linear_weight"}
+        wide = in_float64(kwargs)
+        want = total(flat(FUNCTIONS[name].truth(**wide)))
+        ours = in_parts(kwargs, way, 0)
+        ours["linear_weight"].requires_grad_(here)
+        with exchanged() as seen, torch.set_grad_enabled(here or recording):
+            got = total({key: plain(value) for key, value in flat(FUNCTIONS[name].run(**ours)).items()})
+            assert got.requires_grad == here
+            for _ in range(2 if here else 0):
+                (grad,) = torch.autograd.grad(got, ours["linear_weight"], retain_graph=True)
+        near(got.detach(), want.detach(), what)
+        if here:
+            (true,) = torch.autograd.grad(want, wide["linear_weight"])
+            mine = plain_part(grad)
+            near(mine, true[-len(mine) :] if rank else true[: len(mine)], what)
+        asked = of_all_ranks(seen)
+        assert all(other == seen for other in asked), (what, asked)
+
+
+def unlike_grad_modes() -> None:
+    """Hidden states that get a gradient on some ranks alone, by no_grad or by themselves: an error on every rank."""
+    first = dist.get_rank() == 0
+    for way, (name, choice) in itertools.product(WAYS, [ALONE[0], *ALONE[2:3], *ALONE[4:6], ALONE[-1]]):
+        kwargs = problem(name, {"linear_bias": False, **choice}, 0)
+        for hidden, recording in ((True, first), (first, True)):
+            ours = in_parts(kwargs | {"input": kwargs["input"].detach().requires_grad_(hidden)}, way, 0)
+            with (
+                torch.set_grad_enabled(recording),
+                pytest.raises(ArgumentValueError, match=r"input: .*every rank.*it on ranks \[0\] of"),
+            ):
+                FUNCTIONS[name].run(**ours)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from lowtide.head.ranks import shard as vocab_shard
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.measure.collectives import seen_collectives
 from lowtide.measure.timing import peak_above
-from support import divergence_oracle, oracle, relative_error, stats_oracle
 from support import head as head_on_host
+from support import oracle, relative_error
 
 V, D, LEADING = 50, 6, (2, 7)
 WAYS = ("replicated", "sequence", "local")
@@ -165,90 +165,6 @@ def uses_of_autograd() -> None:
         got = torch.autograd.grad(loss, (qx, qw))
         assert all(g.dtype == torch.float32 for g in got)
         assert relative_error(whole(way, got[1], of_vocab=True), true[1]) < 3e-2
-
-
-def trained_on_one_rank() -> None:
-    """A weight that one rank trains on frozen hidden states: the others, which have no backward, keep step with it."""
-    x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=12, bias=False)
-    tx, tw, _, _ = head(LEADING, D + 1, V, dtype=torch.float64, seed=13, bias=False)
-    logp = F.linear(tx, tw).log_softmax(-1).detach().topk(4)
-    known, q = (logp.indices, logp.values, "bucket"), rand(V, seed=8)
-
-    def functions(x: Any, w: Any, tx: Any, tw: Any, **kwargs: Any) -> list[Any]:
-        once, again = (
-            lowtide.HeadOptions(workspace_mib=0.001, gradient=g, backend="torch") for g in ("auto", "recompute")
-        )
-        stats = {"want": ("entropy", "logprob")}
-        return [
-            lambda: lowtide.linear_cross_entropy(x, w, y, label_smoothing=0.1, options=once, **kwargs),
-            lambda: lowtide.linear_cross_entropy(x, w, y, shift=True, options=again, **kwargs),
-            lambda: lowtide.linear_cross_entropy(x, w, y, weight=q, options=once, **kwargs),
-            lambda: lowtide.linear_cross_entropy(x, w, y, weight=q, options=again, **kwargs),
-            lambda: lowtide.linear_logprobs(x, w, y, options=once, **kwargs),
-            lambda: lowtide.linear_token_stats(x, w, y, **stats, options=once, **kwargs).entropy,
-            lambda: lowtide.linear_divergence(x, w, tx, tw, kind="jsd", options=once, **kwargs),
-            lambda: lowtide.linear_divergence(
-                x, w, None, None, teacher_topk=known, softcap=3.0, options=again, **kwargs
-            ),
-            lambda: lowtide.linear_divergence(
-                x, w, None, None, teacher_topk=known, reduction="mean", options=once, **kwargs
-            ),
-        ]
-
-    of_tokens, x = stats_oracle(x.detach(), w, y), x.detach()
-    divergence = functools.partial(divergence_oracle, x, w)
-    want = [
-        oracle(x, w, y, label_smoothing=0.1),
-        oracle(x, w, y, shift=True),
-        *(oracle(x, w, y, weight=q) for _ in "ab"),
-        of_tokens["logprob"],
-        of_tokens["entropy"],
-        divergence(tx, tw, kind="jsd"),
-        divergence(None, None, teacher_topk=known, softcap=3.0),
-        divergence(None, None, teacher_topk=known, reduction="mean"),
-    ]
-    for way, recording in with_each((True, False)):
-        rank = 0 if recording else dist.get_world_size() - 1
-        trained = dist.get_rank() == rank
-        parts = [spread(way, t.detach(), of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw))]
-        kwargs = shard_of(way, parts[1])
-        parts[1].requires_grad_(trained)
-        for i, call in enumerate(functions(*parts, **kwargs)):
-            what = (way, recording, i)
-            with exchanged() as seen, torch.set_grad_enabled(trained or recording):
-                got = plain(call())
-                assert got.requires_grad == trained
-                for _ in range(2 if trained else 0):
-                    (grad,) = torch.autograd.grad(got.sum(), parts[1], retain_graph=True)
-            near(got.detach(), want[i].detach(), what)
-            if trained:
-                (true,) = torch.autograd.grad(want[i].sum(), w, retain_graph=True)
-                mine = plain_part(grad)
-                near(mine, true[-len(mine) :] if rank else true[: len(mine)], what)
-            asked = of_all_ranks(seen)
-            assert all(other == seen for other in asked), (what, asked)
-
-
-def unlike_grad_modes() -> None:
-    """Hidden states that get a gradient on some ranks alone, by no_grad or by themselves: an error on every rank."""
-    x, w, _, y = head(LEADING, D, V, bias=False)
-    tx, tw, _, _ = head(LEADING, D, V, bias=False)
-    calls: list[Any] = [
-        lambda x, w, _t, **shard: lowtide.linear_cross_entropy(x, w, y, **shard),
-        lambda x, w, _t, **shard: lowtide.linear_cross_entropy(x, w, y, weight=torch.ones(V), **shard),
-        lambda x, w, _t, **shard: lowtide.linear_logprobs(x, w, y, **shard),
-        lambda x, w, _t, **shard: lowtide.linear_token_stats(x, w, y, want=("entropy", "logprob"), **shard),
-        lambda x, w, t, **shard: lowtide.linear_divergence(x, w, *t, reduction="mean", **shard),
-    ]
-    for way, call in itertools.product(WAYS, calls):
-        px, pw, qx, qw = (spread(way, t, of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw)))
-        shard, first = shard_of(way, pw), dist.get_rank() == 0
-        for hidden, recording in ((px, first), (px if first else px.detach(), True)):
-            with (
-                torch.set_grad_enabled(recording),
-                pytest.raises(ArgumentValueError, match=r"input: .*every rank.*it on ranks \[0\] of"),
-            ):
-                call(hidden, pw, (qx.detach(), qw.detach()), **shard)
 
 
 def unlike_scales() -> None:

@@ -185,10 +185,6 @@ def pair_loss(
     )
 
 
-def name_of(x: str) -> str:
-    return {"other": "old_logprob", "ref": "ref_logprob"}.get(x, x)
-
-
 POLICY = [
     "ppo_loss",
     "grpo_loss",
@@ -201,13 +197,6 @@ POLICY = [
     "reinforce_loss",
 ]
 ALONE = ["sft_loss", "dft_loss", "focal_loss", "label_smoothed_loss", "z_loss", "gkd_loss", "sampled_distillation_loss"]
-DEFAULT_REDUCTION = {
-    "grpo_loss": "sequence",
-    "dr_grpo_loss": "sequence_sum",
-    "gspo_loss": "sequence",
-    "sapo_loss": "sequence",
-    "reinforce_loss": "sequence_sum",
-}
 
 
 def draw_tokens(w: Writer, case: Case, name: str, text: str, trained: str = "") -> None:

@@ -205,7 +205,7 @@ def expected_refusal(case: Case, error: LowtideError) -> bool:
 def run_reference(
     program: Program, space: dict[str, Any], t: dict[str, Tensor], leaves: list[str], ups: list[Tensor], times: int
 ) -> tuple[list[Tensor], list[Tensor | None], dict[str, Any]]:
-    references.NOTES.clear()
+    references.NOTES.update(kept=True)
     dtype_is_truth = all(x.dtype == torch.float64 for x in t.values() if x.is_floating_point())
     f = function_of(space, list(t), program.reference, None if dtype_is_truth else program.autocast)
     outs = list(f(*t.values()))
@@ -215,7 +215,9 @@ def run_reference(
         for out, up in zip(trained, ups, strict=False):
             out.backward((times * up.double()).to(out.dtype), retain_graph=True)
         grads = [t[n].grad for n in leaves]
-    return outs, grads, dict(references.NOTES)
+    notes = dict(references.NOTES)
+    references.NOTES.clear()
+    return outs, grads, notes
 
 
 def judge(case: Case) -> float:

@@ -16,8 +16,9 @@ NOTES = {}
 
 
 def note(**what):
-    """Keep what bounds are made of, for who looks at `NOTES`: see `bounds.Scales`."""
-    NOTES.update(what)
+    """Keep what bounds are made of, for who has put something into `NOTES`: see `bounds.Scales`."""
+    if NOTES:
+        NOTES.update(what)
 
 
 def wide(x):
@@ -151,7 +152,7 @@ def divergence(
     linear_bias=None, teacher_bias=None, teacher_topk=None, mask=None, reduction="none", num_items=None, softcap=None,
     teacher_softcap=None,
 ):  # fmt: skip
-    mask = torch.ones(input.shape[:-1], dtype=torch.bool) if mask is None else mask
+    mask = input.new_ones(input.shape[:-1], dtype=torch.bool) if mask is None else mask
     a = logits_of(kept_rows(input, mask), linear_weight, linear_bias, softcap)
     if teacher_topk is None:
         teacher_input = kept_rows(teacher_input.detach(), mask)
@@ -162,6 +163,7 @@ def divergence(
         log_s, log_t = (a / temperature).log_softmax(-1), (b / temperature).log_softmax(-1)
     else:
         ids, log_t, tail = teacher_topk
+        ids = ids.where(log_t > -math.inf, 0)  # what stands in a place that is not used
         whole = (a / temperature).log_softmax(-1)
         log_s, log_t = whole.gather(-1, ids), wide(log_t).to(whole.dtype)
         log_s = log_s.masked_fill(log_t == -math.inf, -math.inf)
@@ -181,7 +183,10 @@ def divergence(
     if kind == "tv":
         value = (log_s.exp() - log_t.exp()).abs().sum(-1) / 2
     elif kind == "jsd" and 0 < beta < 1:
-        log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+        none = (log_s == -math.inf) & (log_t == -math.inf)  # on neither side: nothing to differentiate
+        log_m = torch.logaddexp(
+            log_t.masked_fill(none, 0) + math.log(beta), log_s.masked_fill(none, 0) + math.log1p(-beta)
+        )
         value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
     elif kind == "forward_kl" or (kind == "jsd" and beta == 0):
         value = kl(log_t, log_s)

@@ -73,19 +73,11 @@ def beside(
 
 CCE_SHAPES = [(256, 512, 128), (252, 507, 128), (252, 507, 123)]  # tokens, vocabulary, hidden size
 CCE_FORWARD = [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)]
-CCE_BACKWARD = [(torch.float32, 5e-4), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)]
-CCE_FORWARD_CASES = list(itertools.product(CCE_SHAPES, CCE_FORWARD, [None, 20.0], [None, 0.01], [0, 2], [False, True]))
-CCE_BACKWARD_CASES = list(
-    itertools.product(
-        CCE_SHAPES,
-        CCE_BACKWARD,
-        [None, 20.0],
-        [None, 0.02],
-        [False, True],
-        [False, True],
-        ["none", "mean", "sum"],
-        [0.0, 1.0],
-    )
+CCE_BACKWARD = [(torch.float32, 5e-4), *CCE_FORWARD[1:]]
+CCE_REDUCED = [["none", "mean", "sum"], [0.0, 1.0]]
+CCE_CASES = (  # values alone, and with gradients
+    [*itertools.product(CCE_SHAPES, CCE_FORWARD, [None, 20.0], [None, 0.01], [0, 2], [False, True])],
+    [*itertools.product(CCE_SHAPES, CCE_BACKWARD, [None, 20.0], [None, 0.02], *[[False, True]] * 2, *CCE_REDUCED)],
 )
 
 
@@ -117,29 +109,20 @@ def cce(seed: int, case: Any, *, backward: bool) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_cce_forward(part: int) -> None:
-    """144 sets of options."""
-    for seed, case in enumerate(CCE_FORWARD_CASES):
-        if seed % 4 == part and (seed // 4) % 12 == part:
-            cce(seed, case, backward=False)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_cce_backward(part: int) -> None:
-    """864 sets of options, of which each run without --slow takes some."""
-    for seed, case in enumerate(CCE_BACKWARD_CASES):
-        if seed % 4 == part and (seed // 4) % 54 == part:
-            cce(seed, case, backward=True)
+@pytest.mark.parametrize("backward", [False, True])
+def test_cce(backward: bool, part: int) -> None:
+    """144 sets of options of the loss and 864 of its gradients, of which each run without --slow takes some."""
+    for seed, case in enumerate(CCE_CASES[backward]):
+        if seed % 4 == part and (seed // 4) % (54 if backward else 12) == part:
+            cce(seed, case, backward=backward)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_all_of_cce(part: int) -> None:
-    """144 of the loss, and 864 of its gradients."""
-    for seed, case in enumerate(CCE_FORWARD_CASES[part::8]):
-        cce(seed, case, backward=False)
-    for seed, case in enumerate(CCE_BACKWARD_CASES[part::8]):
-        cce(seed, case, backward=True)
+    for backward, cases in enumerate(CCE_CASES):
+        for seed, case in enumerate(cases[part::8]):
+            cce(seed, case, backward=bool(backward))
 
 
 LIGER_HEAD = {  # tokens, hidden size, vocabulary; atol and rtol by dtype, for "mean" and "sum"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+
+import lowtide
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 488, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -41,3 +44,18 @@ def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """Return the squared norm of what gradients differ by, relative to the true ones'."""
     assert got.keys() == true.keys()
     return float(sum((got[n] - true[n]).square().sum() for n in true) / sum(t.square().sum() for t in true.values()))
+
+
+def no_further_than_stock(stock: Any, precision: str, inputs: dict[str, Tensor]) -> Any:
+    """Compare a patched model's loss and gradients with float64 and with the stock model's; return the report."""
+    model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    report = lowtide.patch(model)
+    true_loss, true = gradients(exact, inputs)
+    (loss, ours), (_, theirs) = (gradients(m, inputs, autocast=precision == "autocast") for m in (model, stock))
+    if precision == "float32":
+        assert abs(loss - true_loss) < 1e-5
+        assert distance(ours, true) < 1e-10
+    else:
+        assert abs(loss - true_loss) < 3e-2
+        assert distance(ours, true) < 1.3 * distance(theirs, true)
+    return report

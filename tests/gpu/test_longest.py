@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.longest_way import ON_GPU, measure
+from lowtide.bench.train_config import LongestBenchConfig
 from lowtide.measure.child import allocator_setting, run_child
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

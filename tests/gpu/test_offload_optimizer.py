@@ -52,6 +52,13 @@ def same_gradients(models: tuple[Any, ...], seed: int) -> None:
             p.grad = gradient.clone()
 
 
+def step_both(models: tuple[Any, ...], optimizers: tuple[Optimizer, ...], seed: int) -> None:
+    same_gradients(models, seed)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x.cuda(), y.cuda()) for x, y in zip(a, b, strict=True))
 
@@ -76,10 +83,7 @@ def test_same_to_the_bit(name: str, late: bool) -> None:
     handle = offload_optimizer(ours, model, late=late)
     for k in range(6):
         model(ids).backward()
-        same_gradients((model, stock), k)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        step_both((model, stock), (ours, theirs), k)
     assert handle.host_bytes >= handle.offloaded_bytes > 0
     assert equal(list(model.parameters()), list(stock.parameters()))
     assert equal(states(ours), states(theirs))
@@ -95,10 +99,7 @@ def test_beside_layers_that_are_offloaded_too() -> None:
         losses = [m(ids) for m in (model, stock)]
         assert torch.equal(*losses)
         losses[0].backward()
-        same_gradients((model, stock), k)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        step_both((model, stock), (ours, theirs), k)
     assert equal(states(ours), states(theirs))
 
 

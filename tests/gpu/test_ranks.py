@@ -13,8 +13,8 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
 ON_A_CPU = ("what_is_left_alone", "an_error_inside", "memory")  # would show the same on a GPU
 FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: each file starts torch once for all of its
-    "option_cases": ["every_option", "few_tokens", "few_classes", "all_ignored"],
-    "vocab_cases": ["uses_of_autograd", "trained_on_one_rank", "the_same_on_every_rank", "what_is_exchanged"],
+    "option_cases": ["every_option", "few_tokens", "few_classes", "all_ignored", "trained_on_one_rank"],
+    "vocab_cases": ["uses_of_autograd", "the_same_on_every_rank", "what_is_exchanged"],
     "kernel_cases": ["every_option"],
     "fsdp_cases": ["patched_models", "functional_head", "mixed_precision", "accumulation"],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],

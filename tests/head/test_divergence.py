@@ -208,6 +208,7 @@ def test_a_teachers_top_k(tail: str, kind: str, beta: float, dtype: torch.dtype,
     tolerance = 1e-10
     if dtype == torch.float32:  # in 1 - sum t digits cancel
         tolerance = 2e-5 + (3e-7 / (1 - logprobs.exp().sum(-1)).min().item() if tail == "bucket" else 0)
+    expected = expected.where(expected.abs() > 1e-15, 0)  # the truth's own rounding
     assert relative_error(value, expected) <= tolerance
     if expected.abs().max() > 1e-12:
         check_gradients(value, expected, [x, w, b], true, tolerance)

@@ -19,7 +19,10 @@ from lowtide import losses
 
 pytest.importorskip("trl", reason="TRL comes with the test extra")
 
-SEEDS = range(5)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(5))
 
 
 class Accelerator:
@@ -113,7 +116,6 @@ def of_kind(kind: str, b: Batch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", losses.DPO_KINDS)
 def test_dpo(kind: str, seed: int) -> None:
     b, logprob, ref = answers(seed)
@@ -127,7 +129,6 @@ def test_dpo(kind: str, seed: int) -> None:
     agree(ours, theirs, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "discopop"])
 @pytest.mark.parametrize(
     ("ours", "theirs"), [("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")]
@@ -141,7 +142,6 @@ def test_f_dpo(kind: str, ours: str, theirs: str, seed: int) -> None:
     agree(got, true, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_dpo_and_sft_together(seed: int) -> None:
     b, logprob, ref = answers(seed)
     theirs = trl_dpo(b, logprob, ref, loss_types=["apo_zero", "sft"], loss_weights=[0.7, 0.2])
@@ -149,7 +149,6 @@ def test_dpo_and_sft_together(seed: int) -> None:
     agree(ours + 0.2 * losses.sft_loss(logprob[:4], b.mask[:4]), theirs, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_wpo(seed: int) -> None:
     b, logprob, ref = answers(seed)
     weights = losses.wpo_weights(logprob, b.sum_sq_prob, b.mask)
@@ -157,7 +156,6 @@ def test_wpo(seed: int) -> None:
     agree((pairs * weights[:4] * weights[4:]).mean(), trl_dpo(b, logprob, ref, use_weighting=True), logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("kind", "theirs"), [("kto", "kto"), ("apo_zero", "apo_zero_unpaired")])
 def test_kto(kind: str, theirs: str, seed: int) -> None:
     from trl.trainer.kto_trainer import KTOTrainer
@@ -179,7 +177,6 @@ def test_kto(kind: str, theirs: str, seed: int) -> None:
     agree(got, true, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.15])
 @pytest.mark.parametrize("kind", ["sigmoid", "simpo"])
 def test_cpo_and_simpo(kind: str, smoothing: float, seed: int) -> None:
@@ -201,7 +198,6 @@ def test_cpo_and_simpo(kind: str, smoothing: float, seed: int) -> None:
     agree(got, true, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_orpo(seed: int) -> None:
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
@@ -215,7 +211,6 @@ def test_orpo(seed: int) -> None:
     agree(got, true, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("count", [None, 41])
 @pytest.mark.parametrize(("kind", "ours"), [("nll", losses.sft_loss), ("dft", losses.dft_loss)])
 def test_sft(kind: str, ours: Any, count: int | None, seed: int) -> None:
@@ -274,7 +269,6 @@ GRPO = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("name", GRPO)
 def test_policy_gradients(name: str, beta: float, seed: int) -> None:
@@ -289,7 +283,6 @@ def test_policy_gradients(name: str, beta: float, seed: int) -> None:
     agree(got, theirs, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_entropy_bonus(seed: int) -> None:
     b, logprob, ref = answers(seed)
     theirs = trl_grpo(b, logprob, ref, loss_type="bnpo", _entropy_bonus_enabled=True, entropy_coef=0.2)
@@ -297,7 +290,6 @@ def test_entropy_bonus(seed: int) -> None:
     agree(got, theirs, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_the_unbiased_kl_is_a_product_of_two_parts(seed: int) -> None:
     b, logprob, ref = answers(seed)
     theirs = trl_grpo(b, logprob, ref, beta=0.1, use_bias_correction_kl=True)
@@ -307,7 +299,6 @@ def test_the_unbiased_kl_is_a_product_of_two_parts(seed: int) -> None:
     agree(got + 0.1 * losses.reduce_tokens(kl, b.mask, reduction="sequence"), theirs, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 def test_rloo(seed: int) -> None:
     from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -325,7 +316,6 @@ def test_rloo(seed: int) -> None:
     agree(got, theirs, logprob)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("count", [None, 19])
 def test_gkd(beta: float, count: int | None, seed: int) -> None:
@@ -380,7 +370,6 @@ def trl_rollout(reward: Tensor, old: Tensor, sampler: Tensor, lengths: list[int]
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 @pytest.mark.parametrize(("low", "high"), [(None, 2.0), (0.8, 1.2)])
-@pytest.mark.parametrize("seed", SEEDS)
 def test_sampler_correction(mode: str, low: float | None, high: float, seed: int) -> None:
     b = batch(seed, 8, 6, dtype=torch.float32)
     lengths = [6, 3, 1, 5, 2, 6, 4, 4]
@@ -397,7 +386,6 @@ def test_sampler_correction(mode: str, low: float | None, high: float, seed: int
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("seed", SEEDS)
 def test_group_advantages(scale: str, seed: int) -> None:
     b = batch(seed, 8, 6, empty=False)
     old = b.old.where(b.mask, 0)

@@ -25,6 +25,12 @@ def test_whose_memory(error: Exception, free: int | None, monkeypatch: pytest.Mo
     assert is_the_gpus(error) == (isinstance(error, torch.OutOfMemoryError) or (error in ON_EITHER and free == 0))
 
 
+def test_a_real_lack_of_host_memory() -> None:
+    with pytest.raises(RuntimeError) as ended:
+        torch.empty(2**61, dtype=torch.uint8)
+    assert is_out_of_memory(ended.value)
+
+
 @pytest.mark.parametrize(
     "error",
     [RuntimeError("shapes cannot be multiplied"), ValueError("out of memory"), UnsupportedError("out of memory")],

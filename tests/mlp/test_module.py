@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import parametrizations
 
-from lowtide import nn, swiglu_mlp
+from lowtide import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.mlp.projections import why_not_plain
 
@@ -21,25 +21,19 @@ def written_out(mlp: nn.SwiGLU, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_values_and_gradients(level: int) -> None:
-    mlp = nn.SwiGLU(7, 11, checkpoint_level=level, dtype=torch.float64)
-    x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
-    leaves = (x, *mlp.parameters())
-    got, expected = (torch.autograd.grad(f(x).square().sum(), leaves) for f in (mlp, lambda x: written_out(mlp, x)))
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g, e)
-
-
-def test_it_is_a_llamas_mlp() -> None:
+def test_it_is_a_llamas_mlp(level: int) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     config = transformers.LlamaConfig(hidden_size=16, intermediate_size=40, num_attention_heads=2)
-    theirs, ours = LlamaMLP(config), nn.SwiGLU(16, 40)
+    theirs, ours = LlamaMLP(config), nn.SwiGLU(16, 40, checkpoint_level=level)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 5, 16)
+    x = torch.randn(2, 5, 16, requires_grad=True)
     torch.testing.assert_close(ours(x), theirs(x))
+    got, expected = (torch.autograd.grad(f(x).square().sum(), (x, *f.parameters())) for f in (ours, theirs))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e)
 
 
 def test_arguments() -> None:
@@ -52,19 +46,14 @@ def test_arguments() -> None:
         nn.SwiGLU(7, 11, checkpoint_level=3)
 
 
-def test_the_level_is_an_attribute_that_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def watch(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append(kwargs["checkpoint_level"])
-        return swiglu_mlp(*args, **kwargs)
-
-    monkeypatch.setattr(nn, "swiglu_mlp", watch)
-    mlp = nn.SwiGLU(7, 11)
-    for level in (1, 0):
+def test_the_level_is_an_attribute_that_may_change() -> None:
+    mlp, x = nn.SwiGLU(7, 11), torch.randn(3, 7, requires_grad=True)
+    for level, saved in ((1, 0), (0, 2 * 3 * 11)):  # gate and up
         mlp.checkpoint_level = level
-        mlp(torch.randn(3, 7))
-    assert seen == [1, 0]
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=sizes: (to.append(t.numel()), t)[1], lambda t: t):
+            mlp(x)
+        assert sum(size for size in sizes if size == 3 * 11) == saved
 
 
 class LoraLinear(torch.nn.Module):
@@ -79,41 +68,23 @@ class Scaled(torch.nn.Linear):
         return 2 * super().forward(input)
 
 
-def _lora(mlp: nn.SwiGLU) -> None:
-    mlp.up_proj = LoraLinear(mlp.up_proj)
+def _replace(make: Any) -> Any:
+    return lambda mlp: setattr(mlp, "up_proj", make(mlp.up_proj))
 
 
-def _subclass(mlp: nn.SwiGLU) -> None:
-    mlp.up_proj = Scaled(7, 11, bias=False)
-
-
-def _own_forward(mlp: nn.SwiGLU) -> None:
-    mlp.up_proj.forward = lambda x: x  # as accelerate's hooks do
-
-
-def _hook(mlp: nn.SwiGLU) -> None:
-    mlp.up_proj.register_forward_hook(lambda *_: None)
-
-
-def _pre_hook(mlp: nn.SwiGLU) -> None:
-    mlp.up_proj.register_forward_pre_hook(lambda *_: None)
-
-
-def _backward_hook(mlp: nn.SwiGLU) -> None:
-    mlp.up_proj.register_full_backward_hook(lambda *_: None)
-
-
-def _backward_pre_hook(mlp: nn.SwiGLU) -> None:
-    mlp.up_proj.register_full_backward_pre_hook(lambda *_: None)
+def _hook(kind: str) -> Any:
+    return lambda mlp: getattr(mlp.up_proj, f"register_{kind}_hook")(lambda *_: None)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_lora, "a LoraLinear"), (_subclass, "a Scaled with a forward"), (_own_forward, "a forward of its own"),
-        (_hook, "hooks"), (_pre_hook, "hooks"), (_backward_hook, "hooks"), (_backward_pre_hook, "hooks"),
+        (_replace(LoraLinear), "a LoraLinear"),
+        (_replace(lambda _: Scaled(7, 11, bias=False)), "a Scaled with a forward"),
+        (lambda mlp: setattr(mlp.up_proj, "forward", lambda x: x), "a forward of its own"),  # as accelerate's hooks do
+        *((_hook(kind), "hooks") for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")),
     ],
-)  # fmt: skip
+)
 def test_what_would_be_left_out_is_refused(change: Any, reason: str) -> None:
     mlp = nn.SwiGLU(7, 11)
     change(mlp)

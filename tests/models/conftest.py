@@ -180,6 +180,32 @@ def types_of(model: nn.Module) -> dict[str, type]:
     return {name: type(module) for name, module in model.named_modules()}
 
 
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return each module's class, the names of its attributes, and a forward of its own."""
+    return {
+        name: (type(module), sorted(vars(module)), {k: id(v) for k, v in vars(module).items() if k == "forward"})
+        for name, module in model.named_modules()
+    }
+
+
+def called_without_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return lazy logits of which nothing was computed yet."""
+    logits: Tensor = model(input_ids=batch["input_ids"], num_items_in_batch=3).logits
+    return logits
+
+
+class OwnFunction(torch.autograd.Function):
+    """A custom autograd function, which PyTorch calls past `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 5.0  # not the gradient of forward, so that going around it shows
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "any_model" in metafunc.fixturenames:
         metafunc.parametrize("any_model", MODELS)

@@ -214,45 +214,12 @@ def test_a_plain_accelerate_loop(precision: str) -> None:
     assert (reports[0].calls_fused, reports[0].calls_materialised) == (6, 0)
 
 
-WORDS = ("the", "tide", "came", "in", "and", "went", "out")
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {word: i for i, word in enumerate(("<pad>", "<eos>", *WORDS))}
-    built = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=built, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
-
-
 def trl_trainer(kind: str, folder: Path, *callbacks: Any, peft_config: Any = None) -> Any:
-    trl = pytest.importorskip("trl", reason="TRL comes with the trl extra")
-    datasets = pytest.importorskip("datasets")
-    columns = {
-        "SFT": {"text": ["the tide came in", "and the tide went out"] * 4},
-        "DPO": {"prompt": ["the tide"] * 6, "chosen": [" came in"] * 6, "rejected": [" went out and"] * 6},
-        "GRPO": {"prompt": ["the tide", "and the tide"] * 4},
-    }[kind]
-    own: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
-    model = build()
-    model.save_pretrained(folder / "start")  # from where a trainer loads its reference
-    model.config._name_or_path = str(folder / "start")
-    if kind == "GRPO":
-        own["reward_funcs"] = lambda completions, **_: [float(text.count("tide")) for text in completions]
-        settings = {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}
-    arguments = getattr(trl, f"{kind}Config")(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, learning_rate=0.01, logging_steps=1,
-        report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, save_strategy="no", seed=0,
-        dataloader_pin_memory=False, gradient_checkpointing=False, **settings,
-    )  # fmt: skip
-    return getattr(trl, f"{kind}Trainer")(
-        model=model, args=arguments, train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
-        callbacks=list(callbacks), peft_config=peft_config, **own,
-    )  # fmt: skip
+    pytest.importorskip("trl", reason="TRL comes with the trl extra")
+    from trl_patch import conftest
+
+    settings = {"gradient_checkpointing": False, "max_steps": 2}
+    return conftest.trl_trainer(folder, kind, build(), *callbacks, peft_config=peft_config, **settings)
 
 
 @pytest.mark.parametrize(("kind", "adapters"), [("SFT", False), ("SFT", True), ("DPO", True), ("GRPO", False)])

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
+from models.conftest import OwnFunction, called_without_loss
 
 
 @pytest.mark.parametrize("how", ["fused", "foreach", "plain", "sgd", "data.mul_", "data ="])
@@ -125,11 +126,6 @@ MADE_OF_THEM = {
 }
 
 
-def called_without_loss(model, batch):
-    """Lazy logits of which nothing was computed yet."""
-    return model(input_ids=batch["input_ids"], num_items_in_batch=3).logits
-
-
 @pytest.mark.parametrize("hook", ["register_hook", "retain_grad", "autograd.grad", "backward"])
 @pytest.mark.parametrize("made", MADE_OF_THEM)
 def test_what_went_past_the_logits_is_not_hooked_in_silence(made, hook, patched, batch):
@@ -180,20 +176,11 @@ def test_the_gradient_of_a_fused_loss_by_its_logits_is_an_error(patched, batch):
 
 
 def test_a_custom_function_of_hooked_logits_is_an_error(patched, batch):
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     model, _, _ = patched("llama", mlp=False)
     logits = called_without_loss(model, batch)
     logits.register_hook(lambda grad: grad * 3)
     with pytest.raises(UnsupportedError, match="got a custom autograd function"):
-        Double.apply(logits).sum().backward()
+        OwnFunction.apply(logits).sum().backward()
 
 
 def test_an_instance_of_the_patched_class_is_a_stock_model(patched, batch):

@@ -198,13 +198,13 @@ def test_a_read_model_runs_what_its_process_has(patched, batch, monkeypatch):
     model, _, _ = patched("llama")
     file = io.BytesIO()
     torch.save(model, file)
-    kinds = {type(module) for module in model.modules() if hasattr(type(module), "_lowtide_watch")}
+    kinds = {type(module) for module in model.modules() if hasattr(type(module), "_lowtide_probed")}
     for kind in kinds:  # what reading finds in a new process
-        monkeypatch.setattr(kind._lowtide_watch, "_code", None)
+        monkeypatch.setattr(kind._lowtide_probed, "_code", None)
     expected = step(model, batch)
-    assert all(kind._lowtide_watch._code is not None for kind in kinds)
+    assert all(kind._lowtide_probed._code is not None for kind in kinds)
     for kind in kinds:
-        monkeypatch.setattr(kind._lowtide_watch, "_code", None)
+        monkeypatch.setattr(kind._lowtide_probed, "_code", None)
     monkeypatch.setattr(llama.LlamaMLP, "forward", times(llama.LlamaMLP.forward))
     file.seek(0)
     read = torch.load(file, weights_only=False)

@@ -34,7 +34,7 @@ def test_a_type_never_builds_logits(kind, model_type):
 @pytest.mark.slow
 def test_no_type_is_silently_different(tmp_path):
     from lowtide.bench.models import MODELS
-    from lowtide.bench.models_config import ModelsBenchConfig
+    from lowtide.bench.train_config import ModelsBenchConfig
 
     rows = MODELS.run(ModelsBenchConfig(output=str(tmp_path), timeout=300), print).rows
     assert [row for row in rows if row["status"] == DIFFERENT] == []

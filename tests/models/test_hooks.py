@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 import lowtide
 from lowtide.errors import UnsupportedError
+from models.conftest import called_without_loss
 
 hooks = pytest.importorskip("accelerate.hooks")
 
@@ -153,7 +154,7 @@ def test_what_is_put_around_all_modules_runs_once(change, patched, batch, assert
 
 def test_a_hook_between_forward_and_loss_is_an_error(patched, batch):
     model, _, _ = patched("llama", mlp=False)
-    logits = called(model, batch)
+    logits = called_without_loss(model, batch)
     accelerate(Doubled)(model)
     with pytest.raises(UnsupportedError, match=r"got a change since.*Doubled"):
         loss_of(logits, batch)
@@ -164,16 +165,11 @@ def test_a_hook_inside_lora_between_forward_and_read_is_an_error(build, batch):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
     lowtide.patch(model, mlp=False)
-    logits = called(model, batch)
+    logits = called_without_loss(model, batch)
     inner = next(module for name, module in model.named_modules() if name.endswith("lora_A.default"))
     inner.register_forward_hook(lambda module, args, out: None)
     with pytest.raises(UnsupportedError, match=r"got a change since.*LoRA has hooks"):
         logits.masked_fill(logits > 0, 0)
-
-
-def called(model, batch):
-    """Logits of which nothing was computed yet."""
-    return model(input_ids=batch["input_ids"], num_items_in_batch=3).logits
 
 
 def loss_of(logits, batch):
@@ -225,7 +221,7 @@ def test_hooks_on_the_graph_fire_as_in_stock(name, patched, batch, assert_same_g
     records = []
     for m in (model, stock):
         records.append([])
-        ON_THE_GRAPH[name](called(m, batch), m.lm_head.weight, batch, records[-1]).backward()
+        ON_THE_GRAPH[name](called_without_loss(m, batch), m.lm_head.weight, batch, records[-1]).backward()
     assert len(records[0]) == len(records[1])
     assert name == "register_prehook" or records[1]
     for ours, theirs in zip(*records, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
-from models.conftest import COPIES
+from models.conftest import COPIES, state_of
 
 # torch.compile warns of what it does itself, and lowtide of a whole model that is compiled
 pytestmark = [
@@ -19,13 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
 ]
-
-
-def state_of(model):
-    return {
-        name: (type(module), sorted(vars(module)), {k: id(v) for k, v in vars(module).items() if k == "forward"})
-        for name, module in model.named_modules()
-    }
 
 
 def assert_fuses(model, report, batch):

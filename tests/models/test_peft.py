@@ -12,7 +12,7 @@ from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
 from lowtide.models import adapters, mlp_part
 from lowtide.models.instance import part_of
-from models.conftest import COPIES, types_of
+from models.conftest import COPIES, OwnFunction, state_of, types_of
 
 peft = pytest.importorskip("peft")
 
@@ -24,6 +24,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
 ]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def pytest_generate_tests(metafunc):
+    if "order" in metafunc.fixturenames:
+        metafunc.parametrize("order", ["peft first", "patch first"])
 
 
 def lora(**settings):
@@ -84,7 +89,6 @@ HEADS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias=True.* was passed:UserWarning")
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
 def test_loss_without_logits_and_every_gradient(config, order, both, batch, assert_same_gradients):
     model, stock, report = both(config, order=order)
@@ -172,7 +176,6 @@ def test_in_bfloat16_no_further_from_the_truth(autocast, adapter_dtype, both, ba
     assert report.calls_fused == 4
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("which", [["up_proj"], ["gate_proj", "down_proj"], MLP])
 def test_mlps_run_fused_with_their_adapters(which, order, both, batch, ran, assert_same_gradients):
     model, stock, report = both(lora(target_modules=which), order=order)
@@ -243,7 +246,6 @@ def lora_layers(model):
     return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer) and "more0" in m.scaling]
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_changes_after_patching_are_followed(order, both, batch, ran, assert_same_gradients):
     second = lora(target_modules=["lm_head", "down_proj", "q_proj"], r=4, lora_alpha=9)
     model, stock, report = both(lora(target_modules=["lm_head", *MLP]), second, order=order)
@@ -275,7 +277,6 @@ def test_changes_after_patching_are_followed(order, both, batch, ran, assert_sam
     assert types_of(plain) == types_of(expected)
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_saved_heads_of_several_adapters(order, both, batch, assert_same_gradients):
     config = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     model, stock, report = both(config, config, order=order)
@@ -314,7 +315,6 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize(("config", "reason"), OTHERS.values(), ids=OTHERS)
 def test_other_tuners_run_as_they_came(config, reason, order, both, batch, ran, assert_same_gradients, request):
     name = "llama-tied" if "tied tokens" in request.node.name else "llama"
@@ -345,7 +345,6 @@ def test_prompts_are_fused(config, both, batch, assert_same_gradients):
     assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch, assert_same_gradients):
     config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
     model, stock, report = both(config, order=order)
@@ -399,7 +398,6 @@ def test_logits_of_a_call_without_adapters_stay_without(grad, both, batch):
         assert ours.requires_grad == theirs.requires_grad
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("reference", ["adapters off", "another adapter"])
 def test_a_saved_heads_logits_after_those_of_the_reference(reference, order, both, batch, assert_same_gradients):
     """As DPO has it: both forward passes, and then the loss of both. They are two heads of one wrapper."""
@@ -444,17 +442,8 @@ def test_a_gradient_that_reaches_lazy_logits(both, batch):
     """Through a custom function's own node, which asks for the vector-Jacobian product of the head."""
     model, stock, _ = both(lora(target_modules=["lm_head", "q_proj"], lora_bias=False))
 
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, logits):
-            return logits * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     for m in (model, stock):
-        Double.apply(m(**batch).logits).square().mean().backward()
+        OwnFunction.apply(m(**batch).logits).square().mean().backward()
     for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
@@ -565,7 +554,6 @@ def test_copies(through, kind, both, batch, ran, assert_same_gradients):
     assert part_of(model.get_base_model()) == "loss"
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("kind", ["all", "saved, MLP"])
 def test_checkpoints_of_peft_are_stock(order, kind, both, build, batch, tmp_path):
     model, stock, _ = both(HEADS[kind], order=order)
@@ -606,9 +594,7 @@ def test_taken_off_before_it_ran(undo, way, both, batch, assert_same_gradients):
 def test_undone_before_it_ran(kind, both):
     model, stock, _ = both(HEADS[kind], HEADS[kind], order="patch first")
     lowtide.unpatch(model)
-    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == {
-        n: (type(m), sorted(vars(m))) for n, m in stock.named_modules()
-    }
+    assert state_of(model) == state_of(stock)
 
 
 def test_patched_twice_and_undone(both, batch):
@@ -618,9 +604,7 @@ def test_patched_twice_and_undone(both, batch):
     assert {n: type(m) for n, m in model.named_modules()} == classes
     assert lowtide.patch(model.get_base_model()) is report
     lowtide.unpatch(model)
-    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == {
-        n: (type(m), sorted(vars(m))) for n, m in stock.named_modules()
-    }
+    assert state_of(model) == state_of(stock)
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lowtide.errors import UnsupportedError
+from models.conftest import OwnFunction
 
 V = 97
 
@@ -166,16 +167,7 @@ def test_what_comes_back_is_no_change(patched, batch, assert_same_gradients):
 @pytest.mark.parametrize("frozen", ["at the forward", "since"])
 @pytest.mark.parametrize("read", ["loss", "logsumexp", "logits", "own function"])
 def test_what_is_trained_is_what_was_at_the_forward(kind, frozen, read, patched, batch):
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 3
-
-    reads = {**READS, "own function": lambda z, y: Own.apply(z * 0.5)}
+    reads = {**READS, "own function": lambda z, y: OwnFunction.apply(z * 0.5)}
     model, stock, _ = patched("phi", mlp=False)
     graphs = []
     for m in (model, stock):

@@ -237,13 +237,18 @@ def test_a_models_step_byte_by_byte() -> None:
     assert saving == {Phase(EMBEDDING), *layers[0]}
 
 
-def test_what_a_layers_own_hook_gathers_is_of_its_phase_and_a_weight() -> None:
-    """FSDP2 gathers weights in a hook that was there first, and puts them on the module."""
+@pytest.mark.parametrize("owner", ["weights", "transients"])
+def test_what_fsdp_allocates_in_its_hook_is_no_activation(owner: str) -> None:
+    """In a hook that was there first FSDP2 gathers weights, on the module; its buffers outlive forwards."""
     model, gathered = Model(), []
 
     def gather(module: Any, args: Any) -> None:
-        gathered.append(module.linear.weight.detach().clone())
-        module.linear.weight.data = gathered[-1]
+        if owner == "weights":
+            gathered.append(module.linear.weight.detach().clone())
+            module.linear.weight.data = gathered[-1]
+        else:
+            with torch.profiler.record_function("FSDP::pre_forward (layers.1)"):
+                gathered.append(torch.ones(12345))
 
     model.layers[1].register_forward_pre_hook(gather)
     marks = PhaseMarks()
@@ -253,32 +258,15 @@ def test_what_a_layers_own_hook_gathers_is_of_its_phase_and_a_weight() -> None:
     known = known_before(model, optimizer, [ids], CPU)
     with record(marks, CPU) as recording:
         known.gradients = step(model, optimizer, ids, marks)
-    (block,) = [block for block in recording.blocks if block.address == gathered[0].data_ptr()]
-    assert recording.phases[block.phase] == Phase(FORWARD, 1)
     owners = owners_of(recording, known)
-    assert (owners.count("weights"), owners.count("gradients")) == (1, len(list(model.parameters())))
-
-
-def test_what_fsdp_has_on_its_way_is_no_activation() -> None:
-    """Its buffer of gathered weights outlives the embedding's forward and a layer's, as what they keep does."""
-    model, buffers = Model(), []
-
-    def gather(module: Any, args: Any) -> None:
-        with torch.profiler.record_function("FSDP::pre_forward (layers.1)"):
-            buffers.append(torch.ones(12345))
-
-    model.layers[1].register_forward_pre_hook(gather)
-    marks = PhaseMarks()
-    marks.install(model, children=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.randint(0, 71, (9,))
-    known = known_before(model, optimizer, [ids], CPU)
-    with record(marks, CPU) as recording:
-        step(model, optimizer, ids, marks)
-    owned = owners_of(recording, known)
-    ((number, _),) = [(i, block) for i, block in enumerate(recording.blocks) if block.bytes == 12345 * 4]
-    assert owned[number] == "transients"
-    assert owned.count("activations") > 1
+    found = [b for b in recording.blocks if (b.address, b.bytes) == (gathered[0].data_ptr(), gathered[0].nbytes)]
+    (block,) = found
+    number = recording.blocks.index(block)
+    assert owners[number] == owner
+    assert recording.phases[block.phase] == Phase(FORWARD, 1)
+    assert owners.count("weights") == (owner == "weights")
+    assert owners.count("gradients") == len(list(model.parameters()))
+    assert owners.count("activations") > 1
 
 
 def test_a_recompute_is_a_phase_of_its_own() -> None:

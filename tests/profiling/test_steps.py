@@ -14,7 +14,6 @@ from lowtide.bench import ways
 from lowtide.bench.way import Way
 from lowtide.bench.ways import build_way, make_optimizer
 from lowtide.measure.allocations import track_allocations
-from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
@@ -109,12 +108,6 @@ def test_policies_as_a_plan_prints_them() -> None:
     printed = str(Candidate(groups, 0, 0, 0.0))
     assert "8 x attention offloaded" in printed
     assert parse_policies(printed, 36) == [policy for policy, n in groups for _ in range(n)]
-
-
-def test_every_way_trains_the_same_model(settings: dict[str, Any]) -> None:
-    losses = [run(impl, policy, settings)["losses"] for impl, policy in (("stock", "input"), ("lowtide", "all"))]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert losses[0][0] > losses[0][1]
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -220,12 +213,6 @@ def test_phases_are_as_long_as_in_the_median_step() -> None:
 
 def test_a_model_that_cannot_be_built_is_a_row_that_says_why(settings: dict[str, Any]) -> None:
     assert "one for each of 2 layers" in run("lowtide", "5xall", settings)["failed"]
-
-
-def test_host_memory_that_runs_out_is_known_as_such() -> None:
-    with pytest.raises(RuntimeError) as ended:
-        torch.empty(2**61, dtype=torch.uint8)
-    assert is_out_of_memory(ended.value)
 
 
 def test_another_error_is_one(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from lowtide.train import TrainConfig, prepare
 from lowtide.train.files import find_data
+from lowtide.train.monitor import Monitor, StepMetrics
 from lowtide.train.quiet import stay_offline
 from lowtide.train.run import run
 from train.conftest import Run, log, losses, options
@@ -133,21 +135,17 @@ def test_the_log_has_a_line_for_each_step_and_evaluation(finished: Path) -> None
 
 
 def test_a_resumed_log_forgets_what_will_be_written_again_and_half_lines(tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    from  import JsonLog
-    from lowtide.train.metrics import StepMetrics
-
-    file = tmp_path / "log.jsonl"
+    file, args = tmp_path / "log.jsonl", SimpleNamespace(device=torch.device("cpu"))
     lines = [f'{{"step": {step}}}\n' for step in range(5)]
     file.write_text("".join(lines) + '{"step": 3, "lo')
-    state = SimpleNamespace(is_world_process_zero=True, global_step=3)
-    JsonLog(file, StepMetrics()).on_train_begin(None, state, None)
-    assert file.read_text() == "".join(lines[:4])
-    JsonLog(file, StepMetrics()).on_log(None, state, None, {"eval_loss": float("nan"), "name": "x"})
+    state = SimpleNamespace(is_world_process_zero=True, global_step=3, log_history=[{"step": 2, "loss": 5.0}])
+    monitor = Monitor(StepMetrics(), file=file)
+    monitor.on_train_begin(args, state, None)
+    assert (file.read_text(), monitor.metrics.losses) == ("".join(lines[:4]), {2: 5.0})
+    monitor.on_log(args, state, None, {"eval_loss": float("nan"), "name": "x"})
     assert json.loads(file.read_text().splitlines()[-1])["eval_loss"] is None
     state.global_step = 0
-    JsonLog(file, StepMetrics()).on_train_begin(None, state, None)
+    monitor.on_train_begin(args, state, None)
     assert file.read_text() == "", "a run that begins again"
 
 

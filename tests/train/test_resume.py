@@ -296,7 +296,7 @@ FULL = {
     "second checkpoint": ("transformers.Trainer._save", 2, "checkpoint", ["checkpoint-3"]),
     "its mark": ("lowtide.train.checkpoints._flush_all", 2, "checkpoint-6", ["checkpoint-3"]),
     "model": ("transformers.Trainer._save", 3, MODEL, ["checkpoint-3", "checkpoint-6"]),
-    "log": (".os.write", 4, "log.jsonl", ["checkpoint-3"]),
+    "log": ("lowtide.train.monitor.os.write", 4, "log.jsonl", ["checkpoint-3"]),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,28 +103,30 @@ def tiny_model() -> Callable[..., Any]:
     return build_model
 
 
+def trl_trainer(folder: Path, kind: str, model: Any, *callbacks: Any, peft_config: Any = None, **settings: Any) -> Any:
+    """Return one of TRL's trainers by its name, on the CPU, logging every step."""
+    own: dict[str, Any] = {} if peft_config is None else {"peft_config": peft_config}
+    model.save_pretrained(folder / "start")  # from where a trainer loads its reference
+    model.config._name_or_path = str(folder / "start")
+    if kind in ("GRPO", "RLOO"):
+        own["reward_funcs"] = reward
+    if kind == "Distillation":
+        own["teacher_model"] = build_model(9, vocab_size=model.config.vocab_size, hidden_size=24)
+    arguments = getattr(trl, f"{kind}Config")(
+        **{
+            "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 0.01,
+            "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 1,
+            "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "seed": 0,
+            "dataloader_pin_memory": False, **_SETTINGS[kind], **settings,
+        }
+    )  # fmt: skip
+    return getattr(trl, f"{kind}Trainer")(
+        model=model, args=arguments, train_dataset=rows(kind), processing_class=tokenizer(),
+        callbacks=list(callbacks), **own,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Any]:
-    """One of TRL's trainers by its name, on the CPU, logging every step."""
-
-    def make(kind: str, model: Any, **settings: Any) -> Any:
-        own: dict[str, Any] = {}
-        model.save_pretrained(tmp_path / "start")  # from where a trainer loads its reference
-        model.config._name_or_path = str(tmp_path / "start")
-        if kind in ("GRPO", "RLOO"):
-            own["reward_funcs"] = reward
-        if kind == "Distillation":
-            own["teacher_model"] = build_model(9, vocab_size=model.config.vocab_size, hidden_size=24)
-        arguments = getattr(trl, f"{kind}Config")(
-            **{
-                "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 0.01,
-                "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 1,
-                "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "seed": 0,
-                "dataloader_pin_memory": False, **_SETTINGS[kind], **settings,
-            }
-        )  # fmt: skip
-        return getattr(trl, f"{kind}Trainer")(
-            model=model, args=arguments, train_dataset=rows(kind), processing_class=tokenizer(), **own
-        )
-
-    return make
+    """`trl_trainer` in a folder of the test's own."""
+    return functools.partial(trl_trainer, tmp_path)

@@ -1,11 +1,13 @@
-"""The benchmark of `linear_apply`: functions of the logits beside the logits in full, and training with both."""
+"""The benchmark of `linear_apply`: functions of the logits beside the same on all logits, and training with both."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,29 +15,30 @@ from torch import Tensor
 
 from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
-from lowtide.bench.limit import NAME
-from lowtide.bench.problem import ROWS, blocks, make_problem
-from lowtide.bench.reference import exact_products, relative_error
+from lowtide.bench.problem import Problem, make_problem
 from lowtide.bench.shapes import Shape
+from lowtide.bench.task import NAME, Function, Task, Values, relative_error, truth
+from lowtide.bench.ways import VOCABULARY
+from lowtide.errors import ArgumentValueError, message
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
 from lowtide.measure.timing import peak_above, time_side_by_side
 from lowtide.measure.units import mib
+from lowtide.train.model import model_config
+from lowtide.train.shapes import DEFAULT
 
-NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"
-FUSED, COMPILED, TWO_COMPILED = "linear_cross_entropy", "default, compiled", "two chunks, compiled"
+NAIVE = "naive"
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each token's cross entropy."""
-    return F.cross_entropy(logits, labels, reduction="none")
+cross_entropy = partial(F.cross_entropy, reduction="none")  # of each token
 
 
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
     """Return each token's focal loss, gamma 2."""
-    logp = -F.cross_entropy(logits, labels, reduction="none")
+    logp = -cross_entropy(logits, labels)
     return -((1 - logp.exp()) ** 2) * logp
 
 
@@ -70,61 +73,46 @@ TABLE = Table(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Hidden states [N, D], weight [V, D], bias [V] (leaves) and labels [N]."""
+class ApplyTask(Task):
+    """The mean of a function of each token's logits and label; ``function`` is its name."""
 
-    shape: Shape
-    x: Tensor
-    w: Tensor
-    b: Tensor
-    y: Tensor
+    function: str
 
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what gets a gradient."""
-        return self.x, self.w, self.b
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        for leaf in self.leaves:
-            leaf.grad = None
-
-    def step(self, mean: Callable[[], Tensor]) -> Tensor:
-        """Run forward and backward, and return the value."""
-        self.clear()
-        value = mean()
-        value.backward()  # type: ignore[no-untyped-call]
-        return value.detach()
-
-    def plan(self, options: HeadOptions) -> HeadPlan:
-        """Return what `plan_head` says of `linear_apply` with these options."""
-        N, D, V = self.shape.N, self.shape.D, self.shape.V
-        return plan_head(N, D, V, self.x.dtype, self.x.device, options, function=True)
+    def values_of(self, z: Tensor, rows: slice) -> Values:
+        """See `Task`."""
+        return {"value": FUNCTIONS[self.function](z, self.head.y[rows])}
 
 
-def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Return random inputs whose labels are drawn from the model's own softmax."""
+def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Problem:
+    """Return random inputs with a bias, whose labels are drawn from the softmax without it."""
     problem = make_problem(shape, dtype, device, seed=seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     b = torch.randn(shape.V, device=device, generator=generator).to(dtype).requires_grad_()
-    return Inputs(shape=shape, x=problem.x, w=problem.w, b=b, y=problem.y)
+    return dataclasses.replace(problem, b=b)
 
 
-def in_two_chunks(inputs: Inputs) -> HeadOptions:
+def plan_of(inputs: Problem, options: HeadOptions) -> HeadPlan:
+    """Return the `plan_head` of `linear_apply` with these options."""
+    N, D, V = inputs.shape.N, inputs.shape.D, inputs.shape.V
+    return plan_head(N, D, V, inputs.dtype, inputs.device, options, function=True)
+
+
+def in_two_chunks(inputs: Problem) -> HeadOptions:
     """Return the least workspace with which the plan has two chunks."""
     low, high = 0.0, 1.0
-    while inputs.plan(HeadOptions(workspace_mib=high)).chunks > 2:
+    while plan_of(inputs, HeadOptions(workspace_mib=high)).chunks > 2:
         low, high = high, 2 * high
     for _ in range(30):
         middle = (low + high) / 2
-        enough = inputs.plan(HeadOptions(workspace_mib=middle)).chunks <= 2
+        enough = plan_of(inputs, HeadOptions(workspace_mib=middle)).chunks <= 2
         low, high = (low, middle) if enough else (middle, high)
     return HeadOptions(workspace_mib=high)
 
 
-def ways(name: str, inputs: Inputs) -> dict[str, tuple[Callable[[], Tensor], HeadOptions | None]]:
+def ways(name: str, inputs: Problem) -> dict[str, tuple[Callable[[], Tensor], HeadOptions | None]]:
     """Return each way to compute the mean of a function, with the options of lowtide's."""
-    fn, (x, w, b), y, N = FUNCTIONS[name], inputs.leaves, inputs.y, inputs.shape.N
+    fn, x, w, b, y, N = FUNCTIONS[name], inputs.x, inputs.w, inputs.b, inputs.y, inputs.shape.N
+    wide = torch.promote_types(x.dtype, torch.float32)
 
     def total(logits: Tensor, labels: Tensor) -> Tensor:
         return fn(logits, labels).sum() / N
@@ -134,67 +122,48 @@ def ways(name: str, inputs: Inputs) -> dict[str, tuple[Callable[[], Tensor], Hea
 
     two, default = in_two_chunks(inputs), HeadOptions()
     found: dict[str, tuple[Callable[[], Tensor], HeadOptions | None]] = {
-        NAIVE: (lambda: fn(F.linear(x, w, b).to(_wide(x.dtype)), y).mean(), None),
-        TWO_CHUNKS: (summed(two), two),
-        DEFAULT: (summed(default), default),
-        TOKEN: (lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default),
+        NAIVE: (lambda: fn(F.linear(x, w, b).to(wide), y).mean(), None),
+        "two chunks": (summed(two), two),
+        "default": (summed(default), default),
+        "default, per token": (lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default),
     }
     if name in FUSIBLE and x.is_cuda:
-        found[TWO_COMPILED] = (summed(two, compile=True), two)
-        found[COMPILED] = (summed(default, compile=True), default)
+        found["two chunks, compiled"] = (summed(two, compile=True), two)
+        found["default, compiled"] = (summed(default, compile=True), default)
     if name == "cross-entropy":
-        found[FUSED] = (lambda: linear_cross_entropy(x, w, y, linear_bias=b), None)
+        found["linear_cross_entropy"] = (lambda: linear_cross_entropy(x, w, y, linear_bias=b), None)
     return found
 
 
-def exact(name: str, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return a function's mean and gradients by autograd on some rows of logits at a time, from wider inputs.
-
-    float64 for float32 inputs, float32 for narrower ones, with exact products.
-    """
-    dtype = torch.float64 if inputs.x.dtype == torch.float32 else torch.float32
-    w, b = (t.detach().to(dtype) for t in (inputs.w, inputs.b))
-    dx, dw, db = torch.empty_like(inputs.x, dtype=dtype), torch.zeros_like(w), torch.zeros_like(b)
-    value = torch.zeros((), dtype=torch.float64, device=w.device)
-    with exact_products():
-        for rows in blocks(inputs.shape.N, ROWS):
-            x = inputs.x[rows].detach().to(dtype)
-            z = torch.addmm(b, x, w.T).requires_grad_()
-            mean = FUNCTIONS[name](z, inputs.y[rows]).sum() / inputs.shape.N
-            (dz,) = torch.autograd.grad(mean, z)
-            value += mean.detach()
-            dx[rows] = dz @ w
-            dw.addmm_(dz.T, x)
-            db += dz.sum(0)
-    return value, (dx, dw, db)
-
-
-def rows_of(name: str, inputs: Inputs, *, warm: int, reps: int) -> Iterator[Row]:
+def rows_of(name: str, inputs: Problem, *, warm: int, reps: int) -> Iterator[Row]:
     """Yield the row of each way to compute a function's mean and its gradients; one that fails says why.
 
     A row has the ``function`` and the way's ``name``; ``ms``, the median time of forward and backward; ``peak_mib``,
     the most memory at once above the inputs, gradients included, and ``of_naive``, that over the naive way's; the
-    ``value``, and ``value_error``, its absolute difference from exact products in a wider dtype; the gradients'
-    relative errors against the same (``dx_error``, ``dw_error``, ``db_error``); and lowtide's the ``plan``.
+    ``value``, and ``value_error``, its absolute difference from the exact one; the gradients' relative errors
+    (``dx_error``, ``dw_error``, ``db_error``); and lowtide's ``plan``.
     """
-    device = inputs.x.device
-    value, gradients = exact(name, inputs)
+    device = inputs.device
+    task = ApplyTask(head=inputs, names=("value",), upstream={"value": inputs.g}, function=name)
+    true = truth(task)
     release(device)
     naive_mib = None
     for way, (mean, options) in ways(name, inputs).items():
         row: Row = {"function": name, "name": way}
         if options is not None:
-            row["plan"] = dataclasses.asdict(inputs.plan(options))
+            row["plan"] = dataclasses.asdict(plan_of(inputs, options))
         with reason_in(row):
-            step = {way: partial(inputs.step, mean)}
-            row["ms"] = time_side_by_side(step, device, warm=warm, reps=reps)[way].median_ms
+            run = task.run_of(partial(_as_values, mean))
+            row["ms"] = time_side_by_side({way: run}, device, warm=warm, reps=reps)[way].median_ms
             inputs.clear()
-            got: list[Tensor] = []
-            row["peak_mib"] = mib(peak_above(partial(_keep, got, inputs, mean), device))
-            row |= {"value": got[0].item(), "value_error": (got[0].double() - value).abs().item()}
-            for leaf, error, true in zip(inputs.leaves, ("dx_error", "dw_error", "db_error"), gradients, strict=True):
+            got: list[Values] = []
+            row["peak_mib"] = mib(peak_above(partial(_keep, got, run), device))
+            value = got[0]["value"]
+            row |= {"value": value.item(), "value_error": (value.double() - true.values["value"].mean()).abs().item()}
+            for leaf, error, exact in zip(inputs.leaves, ("dx", "dw", "db"), (true.dx, true.dw, true.db), strict=True):
                 assert leaf.grad is not None
-                row[error] = relative_error(leaf.grad.view(len(true), -1), true.view(len(true), -1))
+                assert exact is not None
+                row[f"{error}_error"] = relative_error(leaf.grad.view(len(exact), -1), exact.view(len(exact), -1))
             naive_mib = row["peak_mib"] if way == NAIVE else naive_mib
             if naive_mib is not None:
                 row["of_naive"] = row["peak_mib"] / naive_mib
@@ -203,8 +172,158 @@ def rows_of(name: str, inputs: Inputs, *, warm: int, reps: int) -> Iterator[Row]
         yield row
 
 
-def _keep(into: list[Tensor], inputs: Inputs, mean: Callable[[], Tensor]) -> None:
-    into.append(inputs.step(mean))
+def _as_values(mean: Callable[[], Tensor]) -> Values:
+    return {"value": mean()}
+
+
+def _keep(into: list[Values], run: Function) -> None:
+    into.append(run())
+
+
+CLIP, BETA, GROUP = 0.2, 0.04, 2
+LEARNING_RATE = 3e-5
+
+Data = list[dict[str, Tensor]]
+Loss = Callable[[Any, dict[str, Tensor]], Tensor]
+
+
+def grpo(logits: Tensor, ids: Tensor, old: Tensor, reference: Tensor, advantage: Tensor) -> Tensor:
+    """Return each token's term of GRPO's objective, to be minimised."""
+    logp = -cross_entropy(logits, ids)
+    ratio = (logp - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    return BETA * ((reference - logp).exp() - (reference - logp) - 1) - gain
+
+
+def _hidden(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    hidden: Tensor = model.model(input_ids=batch["ids"]).last_hidden_state
+    return hidden[:, :-1]
+
+
+def _stock(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(input_ids=batch["ids"], labels=batch["ids"]).loss
+    return loss
+
+
+def _applied(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    losses: Tensor = linear_apply(cross_entropy, _hidden(model, batch), model.lm_head.weight, batch["ids"][:, 1:])
+    return losses.mean()
+
+
+def _masked_mean(terms: Tensor, mask: Tensor) -> Tensor:
+    return (terms.where(mask, 0).sum(-1) / mask.sum(-1)).mean()
+
+
+def _naive_grpo(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["ids"]).logits[:, :-1].float()
+    old, reference, advantage = (batch[name].flatten() for name in ("old", "reference", "advantage"))
+    terms = grpo(logits.flatten(0, 1), batch["ids"][:, 1:].flatten(), old, reference, advantage)
+    return _masked_mean(terms.view_as(batch["mask"]), batch["mask"])
+
+
+def _applied_grpo(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    args = (batch["ids"][:, 1:], batch["old"], batch["reference"], batch["advantage"])
+    terms = linear_apply(grpo, _hidden(model, batch), model.lm_head.weight, *args, mask=batch["mask"])
+    return _masked_mean(terms, batch["mask"])
+
+
+LOSSES: dict[str, dict[str, Loss]] = {
+    "train": {"stock": _stock, "linear_apply": _applied},
+    "grpo": {"naive": _naive_grpo, "linear_apply": _applied_grpo},
+}
+
+
+def compare(objective: str, run: Run[ApplyBenchConfig]) -> dict[str, Any]:
+    """Train by an objective, "train" or "grpo", with each loss from the same weights on the same data.
+
+    Returns:
+        dict: both curves, and how they differ.
+
+    Raises:
+        ArgumentValueError: there is no such model.
+    """
+    config, device = run.config, run.device
+    name = config.model if config.model != "auto" else "llama-3.2-1b" if device.type == "cuda" else DEFAULT
+    settings = model_config(name, vocab_size=VOCABULARY)
+    result: dict[str, Any] = {"model": name, "steps": config.steps, "batch": config.batch, "seq_len": config.seq_len}
+    sizes = f"{config.steps} steps of {config.batch} x {config.seq_len} tokens"
+    run.say(f"\n{objective}: {name}, {sizes}, {run.dtype}\n")
+    curves: dict[str, list[float]] = {}
+    for way, loss in LOSSES[objective].items():
+        model = _model(settings, run.dtype, device, config.seed)
+        data = _data(model, objective, config, device)
+        result[way] = trained = _trained(model, loss, data)
+        curve = curves[way] = trained["losses"]
+        peak = f", peak {trained['peak_mib']:.0f} MiB" if device.type == "cuda" else ""
+        run.say(f"{way:16}loss {curve[0]:.6f} to {curve[-1]:.6f}, {trained['seconds']:.1f} s{peak}\n")
+        del model, data
+        release(device)
+    one, other = curves.values()
+    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    result["largest_difference"] = max(differences)
+    result["largest_relative_difference"] = max(d / max(abs(a), 1e-6) for d, a in zip(differences, one, strict=True))
+    run.say(f"the curves differ by {max(differences):.2e} at most\n")
+    return result
+
+
+def _model(settings: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype).to(device)
+    if not isinstance(getattr(model, "lm_head", None), torch.nn.Linear) or not hasattr(model, "model"):
+        raise ArgumentValueError(message("model", "a model with .model and .lm_head", type(model).__name__))
+    return model.train()
+
+
+def _data(model: Any, objective: str, config: ApplyBenchConfig, device: torch.device) -> Data:
+    """Return a batch for each step: runs of a few words each, which can be learned; for GRPO with rewards."""
+    generator = torch.Generator().manual_seed(config.seed)
+    V, T = model.get_input_embeddings().num_embeddings, config.seq_len
+    data = []
+    for _ in range(config.steps):
+        start = torch.randint(0, V, (config.batch, 1), generator=generator)
+        stride = torch.randint(1, 4, (config.batch, 1), generator=generator)
+        strays = torch.rand(config.batch, T, generator=generator) < 0.1
+        noise = strays * torch.randint(0, V, (T,), generator=generator)
+        batch = {"ids": ((start + stride * torch.arange(T) + noise) % V).to(device)}
+        if objective == "grpo":
+            batch |= _rollout(model, batch["ids"], generator)
+        data.append(batch)
+    return data
+
+
+@torch.no_grad()
+def _rollout(model: Any, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return log-probabilities of an older and of a reference policy, advantages within groups, and a mask."""
+    B, T = ids.shape[0], ids.shape[1] - 1
+    logp = -linear_apply(cross_entropy, _hidden(model, {"ids": ids}), model.lm_head.weight, ids[:, 1:])
+    shifted = [logp + 0.1 * torch.randn(B, T, generator=generator).to(logp.device) for _ in range(2)]
+    reward = torch.randn(B, 1, generator=generator)
+    group = min(GROUP, B)
+    groups = reward[: B // group * group].view(-1, group)
+    spread = groups.std(1, correction=0, keepdim=True) + 1e-4
+    reward[: groups.numel()] = ((groups - groups.mean(1, keepdim=True)) / spread).view(-1, 1)
+    mask = torch.arange(T).expand(B, T) >= T // 4
+    return {
+        "old": shifted[0], "reference": shifted[1], "advantage": reward.expand(B, T).contiguous().to(logp.device),
+        "mask": mask.to(logp.device),
+    }  # fmt: skip
+
+
+def _trained(model: Any, loss: Loss, data: Data) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    losses: list[Tensor] = []
+    reset_cuda_peak()
+    start = time.perf_counter()
+    for batch in data:
+        value = loss(model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.detach())
+    curve = torch.stack(losses).tolist()  # waits for the device
+    return {"losses": curve, "seconds": time.perf_counter() - start, "peak_mib": mib(cuda_peak_bytes())}
 
 
 def measure(run: Run[ApplyBenchConfig]) -> None:
@@ -227,15 +346,9 @@ def measure(run: Run[ApplyBenchConfig]) -> None:
         del inputs
         release(run.device)
     if config.train or config.grpo:
-        from lowtide.bench.apply_train import compare
-
         for objective in [name for name in ("train", "grpo") if getattr(config, name)]:
             run.result[objective] = compare(objective, run)
             run.save()
 
 
-APPLY = Benchmark(name="apply", measure=measure, failed=lambda row: "failed" in row and "plan" in row)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+APPLY = Benchmark(measure=measure, failed=lambda row: "failed" in row and "plan" in row)

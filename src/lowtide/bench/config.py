@@ -1,73 +1,56 @@
-"""Every setting of the benchmarks, its default and its meaning, once; the command line is made from it."""
+"""The settings of the benchmarks of single operations: each field's default and meaning, and each one's help."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
-from lowtide.bench.divergence import KINDS, PAIR_SHAPES, parse_pair
-from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
-from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES, MlpShape, parse_mlp
-from lowtide.bench.peers import PEERS
-from lowtide.bench.problem import SETTINGS
-from lowtide.bench.settings import (
-    ALL,
-    Dtype,
-    PeerSettings,
-    RunSettings,
-    Sdpa,
-    Settings,
-    ShapeSettings,
-    StepSettings,
-    number,
-    setting,
-)
-from lowtide.bench.shapes import APPLY_SHAPES, SHAPES, Shape, parse_numbers, parse_shape
-from lowtide.bench.stats import WORKS
-from lowtide.bench.stats_peers import STATS_PEERS
-from lowtide.memory.policy_words import FORM, STATES_FORM, parse_policies, split_states
+from lowtide.bench.settings import PeerSettings, RunSettings, Settings, ShapeSettings, numbers, setting
+from lowtide.bench.shapes import APPLY, CHUNK, HEADS, MLPS, PAIRS, TOKENS, Shape
 
-TOKENS = tuple(2**k for k in range(10, 19))
-_ONLY, _SKIP, _WORK = "measure these alone: {known}", "leave these out", "these tables alone: {known}"
-
-
-def _shape(named: Mapping[str, object], numbers: str, usual: str) -> Any:
-    about = f"named shapes ({', '.join(named)}), {numbers}, or all; without it, {usual}"
-    return setting((), about, metavar="SHAPE")
+HEAD_PEERS = (
+    "lowtide", "lowtide-liger-memory", "naive", "compile", "torch", "torch-4096", "liger", "liger-large", "cce",
+    "cce-exact", "quack", "trl",
+)  # fmt: skip
+TOKEN_COUNTS = tuple(2**k for k in range(10, 19))
+AXES = {"tokens": "N", "hidden": "D", "vocab": "V"}  # of the sweep, by option
+AROUND = tuple(2.0**k for k in range(-4, 3))  # times the shape's own size, where no sizes are given
+NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadBenchConfig(PeerSettings, ShapeSettings):
-    """What `lowtide.bench.head` measures; each field is the option of ``lowtide bench head`` with the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
+    """Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and every peer that can
+    be imported, interleaved in one process with the limit: the bare GEMMs over chunks of 2048, 4096 or all rows,
+    whichever is fastest. Peaks are above the inputs and include the gradients; errors are against GEMMs in a wider
+    dtype. A peer that fails is a row with the reason.
     """
 
-    benchmark = "head"
-    known_peers = PEERS
-    named_shapes, usual_shape, parse = SHAPES, "llama-1b", staticmethod(parse_shape)
+    benchmark, summary = "head", "linear + cross entropy"
+    choice = HEADS
+    known: ClassVar = {"peers": HEAD_PEERS}
+    examples: ClassVar = {
+        "--sweep": "one shape with every peer, and the plot of time against memory",
+        "--shape all": "the table of all named shapes",
+        "--shape 4096,2048,50304 --only lowtide liger --no-error": "your own shape, two peers, times and peaks only",
+        "--no-table --settings": "other uses of the loss, each beside its own limit",
+        "--no-table --tokens all": "from 1024 to 262144 tokens",
+        "--shape 1024,256,8192 --skip compile --device cpu": "a quick run without a GPU",
+    }
 
-    shape: tuple[str, ...] = _shape(named_shapes, "three numbers N,D,V", usual_shape)
-    only: tuple[str, ...] = setting((), _ONLY, metavar="PEER", known=PEERS)
-    skip: tuple[str, ...] = setting((), _SKIP, metavar="PEER", known=PEERS)
-    sweep: bool = setting(False, "also sweep workspace_mib and draw time against memory, every peer a point")
+    sweep: bool = setting(False, "also sweep workspace_mib and plot time against memory, every peer a point")
     workspace_mib: tuple[str, ...] = setting(
-        (), "the sweep's values; without it, powers of two from all logits down to a 64th", metavar="MIB"
+        (), "the sweep's values (default: powers of two, from all logits down to a 64th)", metavar="MIB"
     )
     settings: bool = setting(
-        False, f"also measure other uses of the loss: {', '.join(setting.name for setting in SETTINGS)}"
+        False, "also measure float32 accumulation, autocast, reduction none, a frozen head, and no gradient"
     )
     tokens: tuple[str, ...] = setting(
         (), "also measure lowtide with these numbers of tokens in place of N; all: 1024 to 262144", metavar="N"
     )
-    table: bool = setting(True, "leave out the peers' table and measure only what other options ask for")
+    table: bool = setting(True, "leave out the peers' table and measure only what other options request")
     error: bool = setting(True, "do not compute the errors of losses and gradients")
-    dtype: Dtype = setting("auto", "of the products' operands; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    output: str = setting(".", "folder for the result (json) and the plots (png)", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,70 +63,188 @@ class HeadBenchConfig(PeerSettings, ShapeSettings):
     @property
     def sweep_mib(self) -> tuple[float, ...]:
         """The sweep's values; empty: chosen by the shape."""
-        return tuple(number("workspace_mib", text, float) for text in self.workspace_mib)
+        return numbers("workspace_mib", self.workspace_mib, float)
 
     @property
     def token_counts(self) -> tuple[int, ...]:
         """The numbers of tokens."""
-        if ALL in self.tokens:
-            return TOKENS
-        return tuple(number("tokens", text, int) for text in self.tokens)
+        return TOKEN_COUNTS if "all" in self.tokens else numbers("tokens", self.tokens, int)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpBenchConfig(PeerSettings, ShapeSettings):
-    """What `lowtide.bench.mlp` measures; each field is the option of ``lowtide bench mlp`` with the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
+class SweepBenchConfig(PeerSettings):
+    """Rate, peak memory and errors of linear + cross entropy, forward and backward, over the number of tokens N, the
+    hidden size D and the vocabulary V, each with the other two fixed: lowtide bench head, shape by shape, drawn as nine
+    panels. The rate is 6NDV over the time for every peer. An estimate of the run's time is printed first. The result is
+    written after each row: the same command continues a run that was interrupted.
     """
 
-    benchmark = "mlp"
-    known_peers = MLP_PEERS
+    benchmark, summary = "sweep", "the same over tokens, hidden size and vocabulary"
+    exit_1 = "lowtide itself failed, other than by running out of memory"
+    usual_peers = ("lowtide", "naive", "compile", "torch", "liger", "cce")
+    known: ClassVar = {"peers": HEAD_PEERS, "shapes": HEADS.named, "usual": usual_peers}
+    examples: ClassVar = {
+        "": "around 16384 tokens, hidden size 2048, vocabulary 131072",
+        "--tokens 1024 2048 4096 8192 --hidden 512 1024 2048 --vocab 8192 32768 131072": "your own lines",
+        "--shape gemma-2b --hidden none --only lowtide liger --seconds 60": "two lines, as far as a minute goes",
+        "--shape 256,64,2048 --skip compile --device cpu": "a quick run without a GPU",
+    }
 
-    shape: tuple[str, ...] = setting(
-        (), f"named shapes ({', '.join(MLP_SHAPES)}), five numbers batch,seq,hidden,intermediate,layers, or"
-        f" {', '.join(GROUPS)}; without it, llama-8b-32k", metavar="SHAPE",
-    )  # fmt: skip
-    only: tuple[str, ...] = setting((), _ONLY, metavar="PEER", known=MLP_PEERS)
-    skip: tuple[str, ...] = setting((), _SKIP, metavar="PEER", known=MLP_PEERS)
-    dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    shape: str = setting(HEADS.usual, "where the three lines cross: {shapes} or N,D,V", metavar="SHAPE")
+    tokens: tuple[str, ...] = setting(
+        (),
+        "numbers of tokens N, with the shape's D and V; none: no such line (default: powers of two times the shape's"
+        " own, from a 16th to 4)",
+        metavar="N",
+    )
+    hidden: tuple[str, ...] = setting((), "hidden sizes D, in the same way", metavar="D")
+    vocab: tuple[str, ...] = setting((), "sizes of the vocabulary V, in the same way", metavar="V")
+    only: tuple[str, ...] = setting(
+        (), "measure these out of {peers} (default: {usual})", metavar="PEER", known="peers"
+    )
+    error: bool = setting(True, "do not compute the errors of losses and gradients")
+    seconds: float | None = setting(
+        None, "do not start a shape that would end later; the same command continues from there", metavar="S"
+    )
+    fresh: bool = setting(False, "start over where the folder has an unfinished result of the same sweep")
+    warm: int = setting(1, "rounds that do not count", last=True, least=0)
+    reps: int = setting(4, "rounds that count; each runs every peer once, beside the limit", last=True, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for axis in AXES:
+            self._require(axis, all(size > 0 for size in self.sizes(axis)), "whole numbers above 0, or none")
+        self._require("tokens", any(self.sizes(axis) for axis in AXES), "one line that is not none")
+        self._require_positive("seconds")
 
     @property
-    def shapes(self) -> tuple[MlpShape, ...]:
-        """The shapes, each once."""
-        named = [shape for text in self.shape or ("llama-8b-32k",) for shape in parse_mlp(text)]
-        return tuple(dict.fromkeys(named))
+    def center(self) -> Shape:
+        """Where the lines cross."""
+        return HEADS.one(self.shape)
+
+    def sizes(self, axis: str) -> tuple[int, ...]:
+        """Return the sizes along an axis, ascending; empty where it is left out."""
+        given: tuple[str, ...] = getattr(self, axis)
+        own = getattr(self.center, AXES[axis])
+        if NONE in given:
+            return ()
+        return tuple(sorted(set(numbers(axis, given, int)) or {max(1, int(own * times)) for times in AROUND}))
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """All shapes, each once: where the lines cross, then from the least work to the most."""
+        center = self.center
+        found = {}
+        for axis, letter in AXES.items():
+            for size in self.sizes(axis):
+                N, D, V = (size if letter == other else getattr(center, other) for other in "NDV")
+                found[N, D, V] = Shape(f"{N},{D},{V}", N, D, V)
+        middle = (center.N, center.D, center.V)
+        return tuple(found[sizes] for sizes in sorted(found, key=lambda sizes: (sizes != middle, math.prod(sizes))))
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What must be the same for one run to continue another."""
+        return {name: value for name, value in self.recorded().items() if name not in ("seconds", "fresh")}
 
 
-APPLY_FUNCTIONS = ("cross-entropy", "focal", "entropy", "top-k")
+@dataclass(frozen=True, kw_only=True)
+class TokenBenchConfig(PeerSettings, ShapeSettings):
+    """What benchmarks of values for each token share; ``known`` has the names of their tables as ``works``."""
+
+    work: tuple[str, ...] = setting((), "these tables alone: {works}", metavar="WORK", known="works")
+    error: bool = setting(True, "do not compute the errors of values and gradients")
+
+    @property
+    def works(self) -> tuple[str, ...]:
+        """The names of the tables, in order."""
+        return self._chosen("works", self.work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsBenchConfig(TokenBenchConfig):
+    """Time, peak memory and errors of per-token statistics, of lowtide and every peer that can be imported, interleaved
+    in one process with the limit. With random upstream gradients, forward and backward: the log-probability of each
+    token's target, with and without the entropy, and of several targets; and backward alone. Without gradients: these,
+    all other statistics, and the highest logits. The limit is the bare GEMMs (four with gradients, as no logits are
+    saved; three for backward alone; else one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are
+    above the inputs and include the gradients; errors are against float32 GEMMs. A peer that fails, or does not offer
+    the work, is a row with the reason.
+    """
+
+    benchmark, summary = "stats", "log-probabilities and entropies"
+    choice = TOKENS
+    known: ClassVar = {
+        "peers": (
+            "lowtide", "lowtide-trl-memory", "naive", "compile", "trl", "trl-vocabulary", "verl-style", "liger-grpo",
+            "cce-exact",
+        ),
+        "works": (
+            "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward",
+            "logprob-entropy-forward", "all-forward", "topk-forward",
+        ),
+    }  # fmt: skip
+    examples: ClassVar = {
+        "": "8192 tokens of a Qwen's head with every peer",
+        "--work logprob-entropy --only lowtide trl": "one table with two peers",
+        "--shape 64,32,1000 --device cpu --skip compile": "a quick run without a GPU",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceBenchConfig(TokenBenchConfig):
+    """Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
+    forward KL, reverse KL and JSD(0.5), of lowtide and every peer that can be imported, interleaved in one process with
+    the limit: the bare GEMMs of both sides' logits and the student's two gradients. lowtide's first row is of the mean,
+    lowtide-none of a value per token. Peaks, errors and rows are those of lowtide bench stats.
+    """
+
+    benchmark, summary = "divergence", "distance from a teacher"
+    choice = PAIRS
+    known: ClassVar = {
+        "peers": (
+            "lowtide", "lowtide-none", "lowtide-float32", "lowtide-trl-memory", "naive", "compile", "checkpoint", "trl",
+            "liger-jsd", "liger-chunked", "liger-kl",
+        ),
+        "works": ("forward-kl", "reverse-kl", "jsd"),
+    }  # fmt: skip
+    examples: ClassVar = {
+        "--shape all": "a Llama of 8B teaches one of 1B, and one of its own size",
+        "--shape 8192,1024,151936,2560 --work jsd": "your own shape: tokens, student's D, vocabulary, teacher's D",
+        "--shape 64,32,1000,48 --device cpu --skip compile liger-chunked": "a quick run without a GPU",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyBenchConfig(ShapeSettings):
-    """What `lowtide.bench.apply` measures; each field is the option of ``lowtide bench apply`` with the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
+    """Peak memory, time and errors of functions of the logits, forward and backward: with all logits in float32, and
+    with linear_apply in two chunks, in its default chunks, and with one result per token. Peaks are above the inputs
+    and include the gradients; errors of the value and of the gradients (hidden states, weight, bias) are against
+    autograd on GEMMs in a wider dtype.
     """
 
-    benchmark = "apply"
-    named_shapes, usual_shape, parse = APPLY_SHAPES, "4x4096", partial(parse_shape, named=APPLY_SHAPES)
+    benchmark, summary = "apply", "any function of the logits"
+    exit_1 = "linear_apply failed"
+    choice = APPLY
+    known: ClassVar = {"functions": ("cross-entropy", "focal", "entropy", "top-k")}
+    examples: ClassVar = {
+        "--shape all": "4 x 4096 tokens, hidden size 4096, vocabulary 128256; and 64 x 512 tokens, 768, 32000",
+        "--shape 256,64,4096 --device cpu": "a quick run without a GPU",
+        "--no-table --train --grpo": "50 steps of a Llama of 1B, with the stock loss and linear_apply; then with GRPO",
+    }
 
-    shape: tuple[str, ...] = _shape(named_shapes, "three numbers N,D,V", usual_shape)
-    only: tuple[str, ...] = setting((), "these functions alone: {known}", metavar="FUNCTION", known=APPLY_FUNCTIONS)
+    only: tuple[str, ...] = setting((), "these functions alone: {functions}", metavar="FUNCTION", known="functions")
     table: bool = setting(True, "leave out the functions' table and only train")
     train: bool = setting(False, "also train a Llama with the stock loss and with linear_apply, from the same weights")
-    grpo: bool = setting(False, "likewise with GRPO's objective and with that of logits in full")
+    grpo: bool = setting(False, "the same with GRPO's objective, on all logits and with linear_apply")
     model: str = setting(
-        "auto", "shape of that Llama, as in lowtide train --model; auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
+        "auto",
+        "shape of that Llama, as in lowtide train --model; auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
         metavar="NAME",
-    )  # fmt: skip
+    )
     steps: int = setting(50, "of training", least=1)
     batch: int = setting(4, "sequences of a training step", least=1)
     seq_len: int = setting(1024, "tokens of a sequence", least=8)
-    reps: int = setting(6, "rounds that count", last=True, least=1)
-    dtype: Dtype = setting("auto", "of inputs and model; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,23 +253,27 @@ class ApplyBenchConfig(ShapeSettings):
     @property
     def functions(self) -> tuple[str, ...]:
         """The names of the functions, in the table's order."""
-        return tuple(name for name in APPLY_FUNCTIONS if not self.only or name in self.only)
-
-
-LAYER_OPS = ("norm", "add-norm", "rotary")
+        return self._chosen("functions", self.only)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersBenchConfig(RunSettings):
-    """What `lowtide.bench.layers` measures; each field is the option of ``lowtide bench layers`` of the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
+    """Time and bandwidth of what stands between a decoder layer's GEMMs, forward and backward: RMS normalisation, the
+    same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own fused operation) and
+    Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "kept" is what is saved for
+    backward beyond inputs and the residual stream.
     """
 
-    benchmark = "layers"
+    benchmark, summary = "layers", "norm and rotary embedding"
+    exit_1 = "lowtide failed"
+    known: ClassVar = {"ops": ("norm", "add-norm", "rotary")}
+    examples: ClassVar = {
+        "": "65536 tokens of a Llama-3.2-1B",
+        "--hidden 4096 --head-dim 128": "of a Llama-3-8B",
+        "--tokens 256 --hidden 64 --device cpu": "a quick run without a GPU",
+    }
 
-    op: tuple[str, ...] = setting((), "these operations alone: {known}", metavar="OP", known=LAYER_OPS)
+    op: tuple[str, ...] = setting((), "these operations alone: {ops}", metavar="OP", known="ops")
     only: tuple[str, ...] = setting((), "these peers alone, by the names in the tables", metavar="PEER")
     tokens: int = setting(65536, "N", least=64)
     hidden: int = setting(2048, "D, of the norms", least=1)
@@ -176,143 +281,68 @@ class LayersBenchConfig(RunSettings):
     kv_heads: int = setting(8, "of the keys", least=1)
     head_dim: int = setting(64, "of a head; all of it is rotated", least=2)
     warm: int = setting(3, "rounds that do not count", last=True, least=0)
-    reps: int = setting(10, "rounds that count; all peers of an operation take turns", last=True, least=1)
+    reps: int = setting(10, "rounds that count; each runs all peers of an operation once", last=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("head_dim", self.head_dim % 2 == 0, "an even number")
 
-
-STEP_PEERS = (
-    *(f"{who}{keep}" for who in ("liger", "stock") for keep in ("", "-attention", "-all")),
-    *("compile", "compile-all"),  # a checkpoint cannot look into a compiled layer
-)
-NONE = "none"
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names of the operations, in the tables' order."""
+        return self._chosen("ops", self.op)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBenchConfig(StepSettings, RunSettings):
-    """What `lowtide.bench.step` measures; each field is the option of ``lowtide bench step`` with the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
+class MlpBenchConfig(PeerSettings, ShapeSettings):
+    """Time and memory of the gated MLP, forward and backward, at both levels of swiglu_mlp and of every peer that can
+    be imported, interleaved in one process with the limit: the bare GEMMs, 9 per layer, or 11 where gate and up are
+    recomputed. "kept" is what is saved for backward, the input included; peaks are above input and weights and include
+    the gradients; "all" counts everything, and "again" the same of a step that adds to the gradients of the one before.
+    A peer that fails is a row with the reason.
     """
 
-    benchmark = "step"
-
-    tokens: tuple[str, ...] = setting((), "lengths of a sequence; without it, 8192 32768 65536", metavar="T")
-    peer: tuple[str, ...] = setting(
-        ("liger", "liger-attention", "stock", "compile"), "these peers: {known}", metavar="PEER",
-        known=(*STEP_PEERS, NONE),
-    )  # fmt: skip
-    policy: tuple[str, ...] = setting(
-        ("input", "attention", "all-mlp1", "all"), f"lowtide with these policies: {FORM}; {STATES_FORM}",
-        metavar="POLICY",
-    )  # fmt: skip
-    sdpa: Sdpa = setting("auto", "attention's kernel, the same for all; auto: as PyTorch chooses")  # noqa: RUF009
-    model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
-    batch: int = setting(1, "sequences of a step", least=1)
-    warm: int = setting(2, "steps that do not count", last=True, least=0)
-    reps: int = setting(4, "steps that count; the median is taken", last=True, least=1)
-    dtype: Dtype = setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    seed: int = setting(0, "of weights and tokens", last=True, least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require("tokens", all(n > 1 for n in self.lengths), "whole numbers above 1")
-        for text in self.policy:
-            parse_policies(split_states(text)[0])
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths of a sequence."""
-        return tuple(sorted(number("tokens", text, int) for text in self.tokens or ("8192", "32768", "65536")))
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """Who is measured: the peers, then lowtide with each policy."""
-        return (*(peer for peer in self.peer if peer != NONE), *(f"lowtide:{text}" for text in self.policy))
+    benchmark, summary, stem = "mlp", "the gated MLP", "mlp-{dtype}"
+    choice = MLPS
+    known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")}
+    examples: ClassVar = {
+        "--shape models": "a layer of a Llama of 8B and of 70B, at 8192 and 32768 tokens",
+        "--shape published --dtype float32": "the table of a published exercise, in its dtype",
+        "--shape 2,64,32,96,2 --device cpu --skip compile": "a quick run without a GPU",
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(Settings):
-    """How `lowtide.bench.tune.run` searches; each field is the option of ``lowtide bench tune`` with the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
+    """Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs without an
+    entry in lowtide's own table. They serve every head on that path, except one without bias, scale and soft cap on
+    Hopper, which has its own kernel. Each candidate is compiled, its result checked against float32 GEMMs, and timed
+    interleaved with torch.mm of the same shape; the first is what is in use now. The fastest is written to
+    $XDG_CACHE_HOME/lowtide/gemm.json (~/.cache without it), where later runs look before the table.
     """
 
-    benchmark = "tune"
+    benchmark, summary = "tune", "tile sizes of the head's GEMM for this GPU"
+    exit_1 = "no candidate ran and was right"
+    examples: ClassVar = {
+        "": "a minute at most; later runs use what it finds",
+        "--dry-run --seconds 20": "try the first candidates and write nothing",
+        "--shape 4096,4096,128256": "for the chunks of a large model",
+    }
 
     shape: str = setting("2048,2048,32768", "of one chunk: C,D,V rows, hidden size and vocabulary", metavar="C,D,V")
-    seconds: float = setting(60.0, "for all of it: a candidate that would end later is not begun", metavar="S")
+    seconds: float = setting(60.0, "for the whole run: a candidate that would end later is not started", metavar="S")
     warm: int = setting(2, "timed runs that do not count", least=0)
     reps: int = setting(7, "timed runs that count, interleaved with torch.mm; the median is taken", least=1)
     seed: int = setting(0, "of the random inputs", least=0)
-    dry_run: bool = setting(False, "measure, and leave the file of tuned GPUs as it is")
+    dry_run: bool = setting(False, "measure, and leave the file of tuned GPUs unchanged")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("seed", self.seed < 2**32, "a whole number below 2**32")
         self._require_positive("seconds")
-        self._require("shape", parse_numbers(self.shape) is not None, "three numbers C,D,V above 0")
+        CHUNK.one(self.shape)
 
     @property
     def chunk(self) -> Shape:
         """The shape, its N being the chunk's rows."""
-        return parse_shape(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenBenchConfig(PeerSettings, ShapeSettings):
-    """What benchmarks of values for each token have in common.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
-    """
-
-    known_works: ClassVar[tuple[str, ...]]
-
-    work: tuple[str, ...] = setting((), _WORK, metavar="WORK")
-    error: bool = setting(True, "do not compute the errors of values and gradients")
-
-    @property
-    def works(self) -> tuple[str, ...]:
-        """The names of the tables, in order."""
-        return tuple(name for name in self.known_works if not self.work or name in self.work)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatsBenchConfig(TokenBenchConfig):
-    """What ``lowtide bench stats`` measures; each field is the option with the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
-    """
-
-    benchmark = "stats"
-    known_peers, known_works = STATS_PEERS, tuple(WORKS)
-    named_shapes, usual_shape, parse = SHAPES, "qwen-4k", staticmethod(parse_shape)
-
-    shape: tuple[str, ...] = _shape(named_shapes, "three numbers N,D,V", usual_shape)
-    work: tuple[str, ...] = setting((), _WORK, metavar="WORK", known=WORKS)
-    only: tuple[str, ...] = setting((), _ONLY, metavar="PEER", known=STATS_PEERS)
-    skip: tuple[str, ...] = setting((), _SKIP, metavar="PEER", known=STATS_PEERS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DivergenceBenchConfig(TokenBenchConfig):
-    """What ``lowtide bench divergence`` measures; each field is the option with the same name.
-
-    Raises:
-        ArgumentValueError: a value that no run could use.
-    """
-
-    benchmark = "divergence"
-    known_peers, known_works = DIVERGENCE_PEERS, tuple(KINDS)
-    named_shapes, usual_shape, parse = PAIR_SHAPES, "llama-8b-to-1b", staticmethod(parse_pair)
-
-    shape: tuple[str, ...] = _shape(named_shapes, "four numbers N,D,V,D of the teacher", usual_shape)
-    work: tuple[str, ...] = setting((), _WORK, metavar="WORK", known=KINDS)
-    only: tuple[str, ...] = setting((), _ONLY, metavar="PEER", known=DIVERGENCE_PEERS)
-    skip: tuple[str, ...] = setting((), _SKIP, metavar="PEER", known=DIVERGENCE_PEERS)
+        return CHUNK.one(self.shape)

@@ -1,72 +1,32 @@
-"""The benchmark of `linear_divergence`: a student's distance from a teacher, averaged over the tokens.
+"""The benchmark of `linear_divergence`: a student's divergence from a teacher, averaged over the tokens.
 
 N tokens, V vocabulary, D the student's hidden size and D' the teacher's.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from lowtide.bench.limit import bare_gemms
-from lowtide.bench.problem import Problem, Setting, make_problem
-from lowtide.bench.shapes import Shape
-from lowtide.bench.tokens import Task, Values
-from lowtide.errors import ArgumentValueError, message
+from lowtide.bench.harness import CannotError, Peer, by_name, compiled, needs_cuda
+from lowtide.bench.problem import Problem, Setting, blocks, make_problem
+from lowtide.bench.shapes import PairShape
+from lowtide.bench.task import Function, Task, Values, bare_gemms, token_benchmark, wider
+from lowtide.bench.way import LOWTIDE
+from lowtide.head.divergence import linear_divergence
+from lowtide.head.options import Accumulate, HeadOptions
+from lowtide.head.planner import MIB
 
+TRL_TILE = (4096, 32768)  # tokens and classes of each side's float32 logits that TRL 1.16 holds at a time
+CHECKPOINT_ROWS = 1024
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
-
-
-@dataclass(frozen=True)
-class PairShape:
-    """A student's output layer, and the hidden size of its teacher."""
-
-    name: str
-    N: int
-    D: int
-    V: int
-    teacher_D: int
-
-    @property
-    def student(self) -> Shape:
-        """The student's shape."""
-        return self._named(self.D)
-
-    @property
-    def teacher(self) -> Shape:
-        """The teacher's shape."""
-        return self._named(self.teacher_D)
-
-    def _named(self, D: int) -> Shape:
-        return Shape(self.name if self.name in PAIR_SHAPES else f"{self.N},{D},{self.V}", self.N, D, self.V)
-
-
-PAIR_SHAPES = {
-    shape.name: shape
-    for shape in (
-        PairShape("llama-8b-to-1b", 8192, 2048, 128256, 4096),
-        PairShape("llama-8b-to-8b", 4096, 4096, 128256, 4096),
-    )
-}
-
-
-def parse_pair(text: str) -> PairShape:
-    """Return the shape of that name, or of four numbers ``N,D,V,D'``.
-
-    Raises:
-        ArgumentValueError: It is neither.
-    """
-    if text in PAIR_SHAPES:
-        return PAIR_SHAPES[text]
-    numbers = text.split(",")
-    if len(numbers) == 4 and all(n.isascii() and n.isdigit() and int(n) > 0 for n in numbers):
-        N, D, V, teacher_D = map(int, numbers)
-        return PairShape(text, N, D, V, teacher_D)
-    expected = f"{', '.join(PAIR_SHAPES)}, all or four numbers above 0: N,D,V,D of the teacher"
-    raise ArgumentValueError(message("shape", expected, repr(text)))
 
 
 @dataclass(frozen=True)
@@ -86,7 +46,7 @@ KINDS = {
 
 
 def divergence_of(z: Tensor, teacher_z: Tensor, beta: float) -> Tensor:
-    """Return the generalised JSD [N] of logits in full [N, V]; the KLs for ``beta`` 0 and 1."""
+    """Return the generalised JSD [N] of all logits [N, V]; the KLs for ``beta`` 0 and 1."""
     s, t = z.log_softmax(-1), teacher_z.log_softmax(-1)
     if beta == 0:
         return (t.exp() * (t - s)).sum(-1)
@@ -100,12 +60,17 @@ def divergence_of(z: Tensor, teacher_z: Tensor, beta: float) -> Tensor:
 class DivergenceTask(Task):
     """The mean divergence of a student's head from a teacher's, and the student's gradients.
 
-    Who returns the mean needs each side's logits once. A value for each token, whose upstream gradients are known in
-    backward only, takes both sides' once more; its share is that of the same products.
+    A peer that returns the mean needs each side's logits once. A value per token, whose upstream gradients are known in
+    backward only, takes both sides' once more; its share is that of the same GEMMs.
     """
 
     teacher: Problem
     kind: Kind
+
+    @property
+    def gemms(self) -> int:
+        """See `Task`."""
+        return super().gemms + 1
 
     @property
     def flops(self) -> int:
@@ -122,16 +87,12 @@ class DivergenceTask(Task):
 
         return run
 
-    def exact(self) -> Callable[[Tensor, slice], Values]:
+    def values_of(self, z: Tensor, rows: slice) -> Values:
         """See `Task`."""
-        w = self.teacher.w.float()
-
-        def values_of(z: Tensor, rows: slice) -> Values:
-            with torch.no_grad():
-                teacher_z = (self.teacher.x[rows].float() @ w.T).double()
-            return {self.names[0]: divergence_of(z, teacher_z, self.kind.beta)}
-
-        return values_of
+        x, w = (t.to(wider(self.head.dtype)) for t in (self.teacher.x[rows], self.teacher.w))
+        with torch.no_grad():
+            teacher_z = (x @ w.T).double()
+        return {self.names[0]: divergence_of(z, teacher_z, self.kind.beta)}
 
 
 def make_pair(
@@ -154,7 +115,7 @@ def make_pair(
 
 
 def divergence_task(student: Problem, teacher: Problem, kind: Kind) -> DivergenceTask:
-    """Return one divergence of the two: each token's upstream gradient is 1 / N, which functions of the mean can do."""
+    """Return one divergence of the two: each token's upstream gradient is 1 / N, as of the mean."""
     name = f"{kind.title}, forward and backward, teacher's D {teacher.shape.D}"
     head = student.in_setting(Setting(name=name, gemms=3, reduction="mean"))
     N = head.shape.N
@@ -169,3 +130,100 @@ def divergence_tasks(
     student, teacher = make_pair(shape, dtype, device, seed=seed)
     for name in works:
         yield divergence_task(student, teacher, KINDS[name])
+
+
+Divergence = Callable[..., Tensor]  # of a task's operands: [N], or the mean
+
+
+def _lowtide(accumulate: Accumulate = "auto", reduction: str = "mean", *, at_trls: bool = False) -> Any:
+    def make(task: DivergenceTask) -> Divergence:
+        tiles = 2 * min(task.head.shape.N, TRL_TILE[0]) * TRL_TILE[1] * 4
+        options = HeadOptions(workspace_mib=tiles / MIB if at_trls else None, accumulate=accumulate)
+        kind: Any = {"kind": task.kind.name, "beta": task.kind.beta}
+        return partial(linear_divergence, **kind, reduction=reduction, options=options)
+
+    return make
+
+
+def _values(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta: float) -> Tensor:
+    with torch.no_grad():
+        teacher_z = (teacher_x @ teacher_w.T).float()
+    return divergence_of((x @ w.T).float(), teacher_z, beta)
+
+
+def _naive(task: DivergenceTask) -> Divergence:
+    return partial(_values, beta=task.kind.beta)
+
+
+def _compiled(task: DivergenceTask) -> Divergence:
+    return partial(compiled(_values), beta=task.kind.beta)
+
+
+def _checkpointed(task: DivergenceTask) -> Divergence:
+    def values(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> Tensor:
+        parts = [
+            checkpoint(_values, x[rows], w, teacher_x[rows], teacher_w, beta=task.kind.beta, use_reentrant=False)
+            for rows in blocks(len(x), CHECKPOINT_ROWS)
+        ]
+        return torch.cat(parts)
+
+    return values
+
+
+def _trl(task: DivergenceTask) -> Divergence:
+    function: Any = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    return lambda x, w, teacher_x, teacher_w: function.apply(x, w, None, teacher_x, teacher_w, None, task.kind.beta)[0]
+
+
+def _liger(task: DivergenceTask) -> Divergence:
+    needs_cuda(task.head.device)
+    module: Any = importlib.import_module("liger_kernel.transformers.fused_linear_jsd")
+    loss = module.LigerFusedLinearJSD(jsd_beta=task.kind.beta)
+    return lambda x, w, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, None)
+
+
+def _liger_chunked(task: DivergenceTask) -> Divergence:
+    module: Any = importlib.import_module("liger_kernel.chunked_loss")
+    torch.compiler.reset()
+    loss = module.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=task.kind.beta)
+    return lambda x, w, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, task.head.y)
+
+
+def _liger_kl(task: DivergenceTask) -> Divergence:
+    if task.kind.name != "forward_kl":
+        raise CannotError("computes the forward KL alone")
+    needs_cuda(task.head.device)
+    module: Any = importlib.import_module("liger_kernel.transformers.fused_linear_kl_div")
+    loss = module.LigerFusedLinearKLDivLoss(reduction="batchmean")
+
+    def value(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> Tensor:
+        with torch.no_grad():
+            probabilities = (teacher_x @ teacher_w.T).float().softmax(-1)
+        result: Tensor = loss(x, w, probabilities)
+        return result
+
+    return value
+
+
+def _peer(name: str, make: Callable[[DivergenceTask], Divergence], package: str = "") -> Peer:
+    def build(task: DivergenceTask) -> Function:
+        function = make(task)
+        return lambda: {"value": function(task.head.x, task.head.w, task.teacher.x, task.teacher.w)}
+
+    return Peer(name, build, package)
+
+
+DIVERGENCE_PEERS = by_name(
+    _peer(LOWTIDE, _lowtide()),  # the mean, its gradients in forward
+    _peer(f"{LOWTIDE}-none", _lowtide(reduction="none")),  # a value per token, as TRL's
+    _peer(f"{LOWTIDE}-float32", _lowtide("float32")),
+    _peer(f"{LOWTIDE}-trl-memory", _lowtide("float32", "none", at_trls=True)),  # with the scratch of TRL's tiles
+    _peer("naive", _naive),
+    _peer("compile", _compiled),
+    _peer("checkpoint", _checkpointed),  # naive in chunks of 1024 tokens, recomputed in backward
+    _peer("trl", _trl, "trl"),
+    _peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward
+    _peer("liger-chunked", _liger_chunked, "liger-kernel"),  # its distillation loss without the hard loss
+    _peer("liger-kl", _liger_kl, "liger-kernel"),  # of all the teacher's probabilities
+)
+DIVERGENCE = token_benchmark(divergence_tasks, DIVERGENCE_PEERS)

@@ -10,11 +10,13 @@ import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from lowtide.bench.results import Files, begin
+from lowtide.bench.settings import Settings
+from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 
@@ -24,7 +26,8 @@ OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
 Row = dict[str, Any]
 """A row of a table and of the result file. It lacks what was not measured; its ``failed`` says why there is less."""
 Say = Callable[[str], object]
-C = TypeVar("C")
+C = TypeVar("C", bound=Settings)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CannotError(Exception):
@@ -33,19 +36,41 @@ class CannotError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to compute what a table's cases ask for.
+    """One way to compute what a table's cases request.
 
     Attributes:
         name: of its row.
-        about: what it is, in a few words.
         build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
     """
 
     name: str
-    about: str
     build: Callable[[Any], Any]
     package: str = ""
+
+
+P = TypeVar("P", bound=Peer)
+
+
+def by_name(*peers: P) -> dict[str, P]:
+    """Return the peers of a table by name, in its order."""
+    return {peer.name: peer for peer in peers}
+
+
+def needs_cuda(device: torch.device) -> None:
+    """Raise for a peer without an implementation on the CPU.
+
+    Raises:
+        CannotError: the device is no GPU.
+    """
+    if device.type != "cuda":
+        raise CannotError("runs on GPUs only")
+
+
+def compiled(function: F) -> F:
+    """Return a function under torch.compile, for the shapes of its first call."""
+    torch.compiler.reset()  # else the second case is compiled for any shape, which is slower
+    return cast("F", torch.compile(function, dynamic=False))
 
 
 @dataclass(frozen=True)
@@ -116,7 +141,7 @@ class Run(Generic[C]):
     """A benchmark under way.
 
     Attributes:
-        config: what was asked.
+        config: what was requested.
         device: where.
         dtype: of what is measured.
         say: gets the text, a line or more at a time.
@@ -142,11 +167,11 @@ class Run(Generic[C]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, with the device and the dtype that were chosen, as a process of its own gets them."""
+        """The settings for a child process, with the chosen device and dtype."""
         return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
 
     def save(self) -> None:
-        """Write what is known so far."""
+        """Write the result so far."""
         self.files.write_json(self.result)
 
     def add(self, row: Row, rows: list[Row], table: Table) -> None:
@@ -157,23 +182,25 @@ class Run(Generic[C]):
         self.save()
 
 
+def own_failure(row: Row) -> bool:
+    """Return whether a row is a failure of lowtide's own: its first entry names who was measured."""
+    return "failed" in row and any(str(row.get(key)).startswith(LOWTIDE) for key in ("name", "way", "peer"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[C]):
     """A benchmark.
 
     Attributes:
-        name: of its subcommand, and of the result file after the date; ``{dtype}`` and names of settings stand for
-            their values.
-        measure: measures all that the config of a run asks for, and adds the rows.
+        measure: measures all that the config of a run requests, and adds the rows.
         failed: whether a row is a failure of lowtide's own, for which the exit status is 1.
-        peers: whom it measures, by name; the result holds the versions of their packages.
+        peers: who is measured, by name; the result holds the versions of their packages.
         packages: other distributions whose versions it holds.
-        check: raises where a config asks for what cannot be measured here, before anything is written.
+        check: raises where a config requests what cannot be measured here, before anything is written.
     """
 
-    name: str
     measure: Callable[[Run[C]], None]
-    failed: Callable[[Row], bool]
+    failed: Callable[[Row], bool] = own_failure
     peers: Mapping[str, Peer] = field(default_factory=dict)
     packages: Iterable[str] = ()
     check: Callable[[C], object] = lambda _: None
@@ -185,13 +212,13 @@ class Benchmark(Generic[C]):
             UnsupportedError: there is no such device, or a package is missing that the config needs.
             ArgumentValueError: the folder for the results cannot be written, or a value that no run could use.
         """
-        asked: Any = config
+        asked: Any = config  # which has device, dtype and output
         device = chosen_device(asked.device)
         dtype = chosen_dtype(asked.dtype, device)
         self.check(config)
-        stem = self.name.format(**{**vars(config), "dtype": str(dtype).removeprefix("torch.")})
+        stem = config.stem.format(dtype=str(dtype).removeprefix("torch."))
         packages = [*self.packages, *(peer.package for peer in self.peers.values())]
-        files, result = begin(asked.output, stem, asked.command(), device, packages)
+        files, result = begin(asked.output, stem, config.command(), device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:
             self.measure(run)
@@ -204,7 +231,7 @@ class Benchmark(Generic[C]):
 
 @contextlib.contextmanager
 def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
-    """Catch what a peer raises, which is its row's ``failed``, or ``cannot`` where it does not do the case."""
+    """Catch a peer's error as its row's ``failed``, and a `CannotError` under the key ``cannot``."""
     try:
         yield
     except CannotError as error:
@@ -214,7 +241,7 @@ def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says, in one line that is not too long."""
+    """Return an error as one line that is not too long."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines()
@@ -223,14 +250,14 @@ def reason_of(error: Exception) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Hand back the memory that nothing refers to, so that the next peer finds what the last one found."""
+    """Free cached memory, so that the next peer starts as the last one did."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def answers(device: torch.device) -> bool:
-    """Return whether a device still computes: after an illegal access by a kernel, a process has no GPU any more."""
+    """Return whether a device still computes: an illegal access by a kernel takes the GPU from a process."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:

@@ -4,23 +4,79 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, release
-from lowtide.bench.limit import NAME, SHARE, Bench
-from lowtide.bench.peers import LIGER, LOWTIDE, LOWTIDE_AT_LIGERS, PEERS, LossPeer, lowtide_peer
-from lowtide.bench.pictures import draw, require_matplotlib
-from lowtide.bench.problem import PLAIN, SETTINGS, Problem, Setting, make_problem
-from lowtide.bench.reference import Floor, Reference, reference, relative_error, rounding_floor
+from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, LossPeer, lowtide_peer
+from lowtide.bench.plots import draw, require_matplotlib
+from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
+from lowtide.bench.task import NAME, SHARE, Bench, Function, Task, Truth, Values, exact_products, relative_error
+from lowtide.bench.way import LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
+
+
+class Floor(NamedTuple):
+    """Relative errors of the two gradients that the roundings alone cause; None where there is no such gradient."""
+
+    dx: float | None
+    dw: float | None
+
+
+@torch.no_grad()
+def rounding_floor(problem: Problem, true: Truth, chunk_rows: int | None) -> Floor:
+    """Return the errors of the unnormalised exponentials when nothing but their roundings is wrong.
+
+    With t a token's target logit and r the sum of ``E = exp(z - t)`` over the other classes, ``s = g / (1 + r)``,
+
+        dX = diag(s) (E W - r w_y)        dW = E^T (diag(s) X)        with E_y = -r in dW
+
+    Rounded to the operands' dtype are E, ``diag(s) X``, and, in dW alone, E_y; then the outputs to their own dtype.
+    In dX the target's coefficient is exact, which an implementation gets by adding the part that rounding lost.
+
+    Args:
+        problem: whose gradients.
+        true: its exact gradients.
+        chunk_rows: dW is rounded to its own dtype after every so many tokens; None: summed in float32, rounded once.
+    """
+    if true.dx is None:
+        return Floor(None, None)
+    N, narrow = problem.shape.N, problem.dtype
+    w = problem.w.float()
+    dx_error = dx_norm = torch.zeros((), device=problem.device, dtype=torch.float64)
+    total = None if true.dw is None else torch.zeros_like(problem.w.detach())  # in dW's own dtype
+    chunk_sum = None if total is None else torch.zeros_like(w)
+    with exact_products():
+        for chunk in blocks(N, chunk_rows or N):
+            for rows in blocks(chunk.stop - chunk.start, ROWS):
+                at = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                x, y = problem.x[at].float(), problem.y[at, None]
+                E = x @ w.T
+                E.sub_(E.gather(1, y)).exp_().scatter_(1, y, 0.0)
+                r = E.sum(1, keepdim=True)
+                s = problem.g[at, None] / (1 + r)
+                E = E.to(narrow).float()
+                dx = (s * (E @ w - r * w[y[:, 0]])).to(problem.x.dtype).double()
+                dx_error = dx_error + (dx - true.dx[at]).square().sum()
+                dx_norm = dx_norm + true.dx[at].double().square().sum()
+                if chunk_sum is not None:
+                    E.scatter_(1, y, (-r).to(narrow).float())
+                    chunk_sum.addmm_(E.T, (s * x).to(narrow).float())
+                del E
+            if total is not None and chunk_sum is not None:
+                total.copy_(chunk_sum.add_(total))  # rounds
+                chunk_sum.zero_()
+    dw_error = None if total is None or true.dw is None else relative_error(total, true.dw)
+    return Floor((dx_error / dx_norm).sqrt().item(), dw_error)
+
 
 SWEEP_POINTS = 7
 SETTING_PEERS = (LOWTIDE, "compile", "liger-large", "cce-exact")
@@ -47,6 +103,20 @@ TABLE = Table(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossTask(Task):
+    """Each token's cross entropy, or the tokens' mean."""
+
+    def values_of(self, z: Tensor, rows: slice) -> Values:
+        """See `Task`."""
+        return {"loss": F.cross_entropy(z, self.head.y[rows], reduction="none")}
+
+
+def loss_task(problem: Problem) -> LossTask:
+    """Return the loss of a problem in its setting."""
+    return LossTask(head=problem, names=("loss",), upstream={"loss": problem.g})
+
+
 class LossBench(Bench):
     """A problem on which peers' losses are measured.
 
@@ -55,10 +125,8 @@ class LossBench(Bench):
     cause, and the same of the weight's. lowtide's have the ``plan`` of `plan_head`.
     """
 
-    true: Reference | None
-
     def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
-        super().__init__(problem, error=error, warm=warm, reps=reps)
+        super().__init__(loss_task(problem), error=error, warm=warm, reps=reps)
         self._floors: dict[int | None, Floor] = {}
 
     def in_setting(self, setting: Setting) -> LossBench:
@@ -66,39 +134,25 @@ class LossBench(Bench):
         problem = self.problem.in_setting(setting)
         return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps)
 
-    def truth(self) -> Reference:
-        """See `Bench`."""
-        return reference(self.problem)
-
-    def prepare(self, peer: LossPeer, row: Row) -> Callable[[], Tensor]:
+    def prepare(self, peer: LossPeer, row: Row) -> Function:
         """See `Bench`."""
         problem = self.problem
         row |= {"setting": problem.setting.name, "tokens": problem.shape.N}
         if peer.options is not None:
             row["plan"] = dataclasses.asdict(plan_of(peer, problem))
-        loss = peer.build(problem)
-        return lambda: problem.step(loss)
+        return super().prepare(peer, row)
 
-    def errors(self, got: Tensor, row: Row) -> dict[str, float]:
+    def record(self, errors: dict[str, float], row: Row) -> None:
         """See `Bench`."""
-        problem, true = self.problem, self.true
-        assert true is not None
-        expected = true.loss_N.double() if got.dim() else true.loss_N.double().mean()
-        errors = {"loss_error": (got.double() - expected).abs().mean().item()}
-        for name, leaf, exact in (("dx_error", problem.x, true.dx), ("dw_error", problem.w, true.dw)):
-            if exact is not None:
-                errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, exact)
-        if (plan := row.get("plan")) and problem.dtype == torch.bfloat16:  # fp16 cannot hold the exponentials
+        row |= {f"{name}_error": error for name, error in errors.items()}
+        plan = row.get("plan")
+        if plan and self.true is not None and self.problem.dtype == torch.bfloat16:  # fp16 cannot hold exponentials
             in_float32 = plan["accumulate"] == "float32" or plan["chunks"] <= 1
-            floor = self._floor(None if in_float32 else plan["chunk_rows"], true)
-            floors = {"dx_floor": floor.dx, "dw_floor": floor.dw}
-            row |= {name: value for name, value in floors.items() if value is not None}
-        return errors
-
-    def _floor(self, chunk_rows: int | None, true: Reference) -> Floor:
-        if chunk_rows not in self._floors:
-            self._floors[chunk_rows] = rounding_floor(self.problem, true, chunk_rows)
-        return self._floors[chunk_rows]
+            rows = None if in_float32 else plan["chunk_rows"]
+            if rows not in self._floors:
+                self._floors[rows] = rounding_floor(self.problem, self.true, rows)
+            floors = self._floors[rows]._asdict()
+            row |= {f"{name}_floor": value for name, value in floors.items() if value is not None}
 
 
 def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
@@ -109,7 +163,7 @@ def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
 
 
 def measure(run: Run[HeadBenchConfig]) -> None:
-    """Measure each shape with all that is asked for."""
+    """Measure each shape with all that the options request."""
     config, shapes = run.config, run.result.setdefault("shapes", [])
     run.result |= {"warm": config.warm, "reps": config.reps}
     for shape in config.shapes:
@@ -163,7 +217,7 @@ class _Shape:
         """Measure lowtide with each workspace; of those that come to the same plan, the smallest alone."""
         seen: list[object] = []
         for value in sorted(self.config.sweep_mib) or default_sweep(self.shape, self.run.dtype):
-            peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", "with this workspace", partial(_constant, value))
+            peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", lambda _, value=value: value)  # type: ignore[misc]
             plan = plan_of(peer, bench.problem)
             key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
             if key not in seen:
@@ -212,11 +266,6 @@ class _Shape:
         self.run.add(row, self.result.setdefault(part, []), TABLE)
 
 
-def _constant(value: float, problem: Problem) -> float:
-    del problem
-    return value
-
-
 def ratio(lowtide: Row | None, liger: Row | None) -> str:
     """Return how lowtide does in Liger's memory; nothing where one of them has no time."""
     if lowtide is None or liger is None or "ms" not in lowtide or "ms" not in liger:
@@ -234,20 +283,12 @@ def default_sweep(shape: Shape, dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def plan_of(peer: LossPeer, problem: Problem) -> HeadPlan:
-    """Return what `plan_head` says of lowtide with the peer's options."""
+    """Return the `plan_head` of lowtide with the peer's options."""
     assert peer.options is not None
-    shape = problem.shape
-    return plan_head(
-        shape.N,
-        shape.D,
-        shape.V,
-        problem.dtype,
-        problem.device,
-        peer.options(problem),
-        weight_dtype=problem.w.dtype,
-        reduction=problem.setting.reduction,
-        weight_frozen=not problem.w.requires_grad,
-    )
+    shape, w = problem.shape, problem.w
+    sizes = (shape.N, shape.D, shape.V, problem.dtype, problem.device, peer.options(problem))
+    frozen = not w.requires_grad
+    return plan_head(*sizes, weight_dtype=w.dtype, reduction=problem.setting.reduction, weight_frozen=frozen)
 
 
 def _check(config: HeadBenchConfig) -> None:
@@ -255,10 +296,4 @@ def _check(config: HeadBenchConfig) -> None:
         require_matplotlib("sweep and tokens")
 
 
-HEAD = Benchmark(
-    name="head",
-    measure=measure,
-    failed=lambda row: "failed" in row and "plan" in row,
-    peers=PEERS,
-    check=_check,
-)
+HEAD = Benchmark(measure=measure, peers=PEERS, check=_check)

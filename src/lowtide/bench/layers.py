@@ -1,4 +1,4 @@
-"""The benchmark of what stands between the matrix products: norm, norm with a residual sum, rotary embedding.
+"""The benchmark of what stands between the GEMMs: norm, norm with a residual sum, rotary embedding.
 
 N tokens, D hidden size; Hq and Hk heads of d values.
 """
@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lowtide.bench.config import LayersBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
-from lowtide.bench.reference import relative_error
+from lowtide.bench.task import relative_error
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
 
@@ -33,15 +34,15 @@ TABLE = Table(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Op:
-    """One operation and who can do it.
+    """One operation and its peers.
 
     Attributes:
         inputs: its tensors; those that require a gradient get one.
         exact: the same in float64, from the inputs.
-        forward_bytes: what its forward has to read and write.
-        backward_bytes: the same of its backward.
+        forward_bytes: that forward has to read and write.
+        backward_bytes: the same of backward.
         peers: makers of the functions, by name; a maker imports its peer.
     """
 
@@ -86,19 +87,18 @@ def _compiled(function: Function) -> Callable[[], Function]:
     return build
 
 
+def _liger(module: str, function: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(f"liger_kernel.transformers.{module}"), function)
+
+
 def _liger_norm() -> Function:
-    norm = importlib.import_module("liger_kernel.transformers.functional").liger_rms_norm
+    norm = _liger("functional", "liger_rms_norm")()
     return lambda x, weight: (norm(x, weight, EPS, 0.0, "llama", False),)
 
 
 def _liger_add_norm() -> Function:
-    norm = importlib.import_module("liger_kernel.transformers.functional").liger_fused_add_rms_norm
+    norm = _liger("functional", "liger_fused_add_rms_norm")()
     return lambda x, residual, weight: norm(x, residual, weight, EPS, 0.0, "llama", False)
-
-
-def _liger_rotary() -> Function:
-    turn: Function = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
-    return turn
 
 
 def ops(config: LayersBenchConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Op]:
@@ -118,54 +118,39 @@ def ops(config: LayersBenchConfig, dtype: torch.dtype, device: torch.device) -> 
     table = torch.cat((angles, angles), -1)[None]
     cos, sin = table.cos().to(dtype), table.sin().to(dtype)
     row, turned = x.nbytes, q.nbytes + k.nbytes
+    norms: dict[str, Callable[[], Function]] = {
+        "lowtide": lambda: lambda x, w: (rms_norm(x, w, EPS, rounding="before_weight"),),
+        "F.rms_norm": lambda: lambda x, w: (F.rms_norm(x, (D,), w, EPS),),
+        "liger": _liger_norm,
+        "compile": _compiled(_hf_norm),
+        "eager": lambda: _hf_norm,
+    }
+    add_norms: dict[str, Callable[[], Function]] = {
+        "lowtide": lambda: lambda x, r, w: add_rms_norm(x, r, w, EPS, rounding="before_weight"),
+        "liger": _liger_add_norm,
+        "compile": _compiled(_hf_add_norm),
+        "eager": lambda: _hf_add_norm,
+    }
+    rotaries: dict[str, Callable[[], Function]] = {
+        "lowtide": lambda: rotary,
+        "compile": _compiled(_hf_rotary),
+        "eager": lambda: _hf_rotary,
+        "liger": _liger("rope", "liger_rotary_pos_emb"),  # last: it turns its inputs in place
+    }
     return {
-        "norm": Op(
-            inputs=(x, weight),
-            exact=_exact_norm,
-            forward_bytes=2 * row,
-            backward_bytes=3 * row,
-            peers={
-                "lowtide": lambda: lambda x, w: (rms_norm(x, w, EPS, rounding="before_weight"),),
-                "F.rms_norm": lambda: lambda x, w: (F.rms_norm(x, (D,), w, EPS),),
-                "liger": _liger_norm,
-                "compile": _compiled(_hf_norm),
-                "eager": lambda: _hf_norm,
-            },
-        ),
-        "add-norm": Op(
-            inputs=(x, residual, weight),
-            exact=_exact_add_norm,
-            forward_bytes=4 * row,
-            backward_bytes=4 * row,
-            peers={
-                "lowtide": lambda: lambda x, r, w: add_rms_norm(x, r, w, EPS, rounding="before_weight"),
-                "liger": _liger_add_norm,
-                "compile": _compiled(_hf_add_norm),
-                "eager": lambda: _hf_add_norm,
-            },
-        ),
-        "rotary": Op(
-            inputs=(q, k, cos, sin),
-            exact=_hf_rotary,
-            forward_bytes=2 * turned,
-            backward_bytes=2 * turned,
-            peers={
-                "lowtide": lambda: rotary,
-                "compile": _compiled(_hf_rotary),
-                "eager": lambda: _hf_rotary,
-                "liger": _liger_rotary,  # last: it turns its inputs in place
-            },
-        ),
+        "norm": Op((x, weight), _exact_norm, 2 * row, 3 * row, norms),
+        "add-norm": Op((x, residual, weight), _exact_add_norm, 4 * row, 4 * row, add_norms),
+        "rotary": Op((q, k, cos, sin), _hf_rotary, 2 * turned, 2 * turned, rotaries),
     }
 
 
-def _in_a_row(function: Callable[[], object]) -> None:
+def _in_a_row(function: Function, inputs: Sequence[Tensor], *backward: Any) -> None:
+    """Call a function, and with ``backward``, the leaves and the upstream gradients, its backward pass."""
     for _ in range(IN_A_ROW):
-        function()
-
-
-def _both(function: Function, inputs: Sequence[Tensor], trained: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
-    torch.autograd.grad(function(*inputs), trained, upstream)
+        if backward:
+            torch.autograd.grad(function(*inputs), *backward)
+        else:
+            function(*inputs)
 
 
 def rows_of(name: str, op: Op, config: LayersBenchConfig, device: torch.device) -> list[Row]:
@@ -201,8 +186,8 @@ def rows_of(name: str, op: Op, config: LayersBenchConfig, device: torch.device) 
             row["kept_mib"] = sum(n for where, n in kept.items() if where not in own) / 2**20
             row["error"] = relative_error(outs[0][..., :64, :].double(), expected[0])
             torch.autograd.grad(outs, trained, upstream)
-            timed[f"{peer} forward"] = partial(_in_a_row, partial(function, *op.inputs))
-            timed[peer] = partial(_in_a_row, partial(_both, function, op.inputs, trained, upstream))
+            timed[f"{peer} forward"] = partial(_in_a_row, function, op.inputs)
+            timed[peer] = partial(_in_a_row, function, op.inputs, trained, upstream)
         release(device)
     times = time_side_by_side(timed, device, warm=config.warm, reps=config.reps)
     for row in rows:
@@ -218,20 +203,14 @@ def measure(run: Run[LayersBenchConfig]) -> None:
     """Measure a table for each operation."""
     config, rows = run.config, run.result.setdefault("rows", [])
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
-    for name, op in ops(config, run.dtype, run.device).items():
-        if config.op and name not in config.op:
-            continue
+    found = ops(config, run.dtype, run.device)
+    for name in config.ops:
         shape = f"{config.tokens} x {config.hidden}"
         if name == "rotary":
             shape = f"{config.tokens} x ({config.heads} + {config.kv_heads}) x {config.head_dim}"
         run.say(f"\n{name}: {shape}, {run.dtype_name}\n{TABLE.header}")
-        for row in rows_of(name, op, config, run.device):
+        for row in rows_of(name, found[name], config, run.device):
             run.add(row, rows, TABLE)
 
 
-LAYERS = Benchmark(
-    name="layers",
-    measure=measure,
-    failed=lambda row: "failed" in row and row["peer"] == "lowtide",
-    packages=["liger-kernel"],
-)
+LAYERS = Benchmark(measure=measure, packages=["liger-kernel"])

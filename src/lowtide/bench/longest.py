@@ -1,33 +1,206 @@
-"""The benchmark of long context: tokens a second at one length, and the longest sequence that runs, by each way.
+"""The benchmark of long context: tokens per second at one length, and the longest sequence that runs, by each way.
 
-The search begins where the planner says that memory ends, goes up or down in growing steps, and then halves what is
-between a length that ran and one that did not. Each try is a process. What should not fit into the host is not tried.
-Where the rate is measured, our layers keep what makes the step fastest; in the search, as little as they can.
+The search starts at the planner's limit, goes up or down in growing steps, and then halves the interval between a
+length that ran and one that did not. Each attempt is a process. What should not fit into the host is skipped. Where the
+rate is measured, lowtide's layers save what makes the step fastest; in the search, as little as they can.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from lowtide.bench import longest_way
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
-from lowtide.bench.longest_config import LongestBenchConfig
-from lowtide.bench.longest_fit import OWN, Demand, Fit
-from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure
+from lowtide.bench.longest_way import LORA, ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
+from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig, Train
+from lowtide.bench.way import LIGER, LOWTIDE, STOCK
+from lowtide.head.options import HeadOptions
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib, parse_gib
+from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.at_hand import find_gpu
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.gpus import GPUS, Gpu
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
+from lowtide.memory.planner.search import Search, largest
+from lowtide.memory.planner.shapes import ModelShape, read_shape
+from lowtide.memory.planner.step_bytes import Groups, Memory, placed
+from lowtide.memory.planner.times import Times
+from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.policy_words import words_of
 
-KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, where nothing is said
-LEAST_FREE = 2**30  # a try is ended before less than that is left
-UNKNOWN_BUILD = 60.0  # seconds of a try before its first step, before any was made
+LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
+STATES = 2  # tensors that AdamW has for each parameter
+HOST_RATE = 5e9  # parameters a second that AdamW updates on the host
+PEERS_MORE = 14  # bytes per token and hidden size that a peer's recomputed layer saves beyond a patched one
+LOGIT = 12  # bytes of each logit that the stock loss has at once: measured, 24 GiB of 16384 x 131072
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a step should take: bytes on the GPU and on the host, seconds, and what the layers save."""
+
+    gpu: int
+    host: int
+    seconds: float
+    groups: Groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """One way to train one model on one machine.
+
+    Attributes:
+        way: who.
+        train: what is trained.
+        shape: the model.
+        gpu: whose rates the times are computed with.
+        dtype: of all tensors.
+        gpu_bytes: that may be allocated on the GPU; None: a CPU trains, in the host's memory.
+        host_bytes: the same on the host.
+        tile: tokens per tile of lowtide's MLPs.
+    """
+
+    way: str
+    train: Train
+    shape: ModelShape
+    gpu: Gpu
+    dtype: torch.dtype
+    gpu_bytes: int | None
+    host_bytes: int
+    tile: int
+
+    @property
+    def states(self) -> int:
+        """Bytes of parameters, gradients and optimizer states on the host; FSDP2 pins the first two."""
+        if self.train == "lora":
+            return 0
+        pinned = sum(pinned_bytes(n * self.dtype.itemsize) for n in parameter_sizes(self.shape))
+        return 2 * pinned + STATES * self.shape.params * self.dtype.itemsize
+
+    def at(self, T: int) -> Demand:
+        """Return what a step of T tokens takes where the layers save as little on the GPU as they can."""
+        job = self._job(T)
+        return self._demand(job, self._groups(job))
+
+    def fastest(self, T: int) -> Demand:
+        """Return what the fastest step of T tokens takes that should fit, with nothing of the layers on the host.
+
+        That is `at`'s for peers, whose layers have no choice, and where nothing else fits.
+        """
+        if self.way == LOWTIDE and self.gpu_bytes is not None:
+            job = self._job(T)
+            for one in reversed(Search(job, 0).front):
+                demand = self._demand(job, one.groups)
+                if self._has_room(demand):
+                    return demand
+        return self.at(T)
+
+    def _job(self, T: int) -> Job:
+        adapters = LORA if self.train == "lora" else None
+        return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions(), adapters=adapters)
+
+    def _demand(self, job: Job, groups: Groups) -> Demand:
+        T, memory = job.seq_len, Memory(job)
+        peak = max(
+            phase.bytes - phase.gradients - (phase.weights if self.train == "full" else 0) + self._logits(T, phase.name)
+            for phase in memory.phases(groups)
+            if not (self.train == "lora" and phase.name in ("embedding", "optimizer"))
+        )
+        host = self.states
+        if self.way == LOWTIDE:
+            host += memory.host(groups)
+        else:
+            peak += T * PEERS_MORE * self.shape.hidden // 2 * self.dtype.itemsize
+            if self.way.endswith(OFFLOADED) and self.gpu_bytes is not None:  # a CPU's tensors stay where they are
+                each = checkpoint_bytes(job, groups[0][0])
+                saved = [each] * self.shape.layers + self.saved_outside(T)
+                host += sum(map(pinned_bytes, saved))
+                peak -= (self.shape.layers - ON_DEVICE) * each
+        peak += self._resident(memory)
+        if self.gpu_bytes is None:
+            host += peak
+        return Demand(peak, host, self._seconds(job, groups), groups)
+
+    def saved_outside(self, T: int) -> list[int]:
+        """Return the bytes of the large tensors that autograd saves of a peer's step outside its layers.
+
+        ``save_on_cpu`` around the step takes them to the host too, one that is saved twice in two copies.
+        """
+        e, full = self.dtype.itemsize, self.train == "full"
+        stream, weight = T * self.shape.hidden * e, self.shape.vocab_params * e
+        if self.way.startswith(LIGER):  # what the final norm reads, and the gradients that the loss has made in forward
+            return [stream, stream] + [weight] * full
+        # Twice what the final norm reads, in float32, and twice what it returns, for its weight and for the head's; the
+        # head's weight; twice the log-probabilities.
+        wide, logits = 4 * T * self.shape.hidden, 4 * T * self.shape.vocab
+        return [wide, wide, *[stream, stream] * full, weight, logits, logits]
+
+    def fits(self, T: int) -> bool:
+        """Return whether a step of T tokens should fit."""
+        return self._has_room(self.at(T))
+
+    def _has_room(self, demand: Demand) -> bool:
+        return demand.host <= self.host_bytes and (self.gpu_bytes is None or demand.gpu <= self.gpu_bytes)
+
+    def longest(self, step: int) -> int:
+        """Return the longest sequence that should fit, in steps of so many tokens; 0 where none does."""
+        return step * largest(lambda n: self.fits(n * step))
+
+    def _groups(self, job: Job) -> list[tuple[ActivationPolicy, int]]:
+        """Return what the layers save: their inputs, lowtide's on the host while there is room, first layers first."""
+        if self.way != LOWTIDE:
+            return [(ActivationPolicy(keep="input", mlp_level=0), self.shape.layers)]
+        here = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=self.tile)
+        if self.gpu_bytes is None:  # nothing to offload from
+            return [(here, self.shape.layers)]
+        away = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=self.tile, offload=True)
+        room = max(self.host_bytes - self.states, 0) // (checkpoint_bytes(job, away) + PAGES)
+        moved = min(self.shape.layers, room + ON_DEVICE) if room else 0
+        return [(policy, n) for policy, n in ((away, moved), (here, self.shape.layers - moved)) if n]
+
+    def _logits(self, T: int, phase: str) -> int:
+        """Return the bytes of logits in a phase: a stock loss builds them."""
+        return LOGIT * T * self.shape.vocab if phase == "head" and self.way.startswith(STOCK) else 0
+
+    def _resident(self, memory: Memory) -> int:
+        """Return the bytes of parameters and gradients that are on the GPU at once under FSDP2."""
+        if self.train == "lora":
+            return 0
+        vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
+        return 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
+
+    def _seconds(self, job: Job, groups: Groups) -> float:
+        update = self.shape.params / HOST_RATE if self.train == "full" else 0.0
+        return Times(job).step(groups) + update
+
+
+def moves(groups: Groups) -> int:
+    """Return how many layers' checkpoints go to the host."""
+    return sum(n for _, n, moved in placed(groups) if moved)
+
+
+def pinned_bytes(size: int) -> int:
+    """Return what PyTorch's own allocator of pinned memory takes: the next power of two."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def parameter_sizes(shape: ModelShape) -> Sequence[int]:
+    """Return the sizes of the large parameters: four of attention and three of the MLP a layer, the vocabulary's."""
+    h, q, k, f = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
+    layer = [h * q, h * k, h * k, h * q, h * f, h * f, h * f]
+    return layer * shape.layers + [shape.vocab_params] * (1 if shape.tied else 2)
+
+
+KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, without --host
+LEAST_FREE = 2**30  # an attempt is ended before less than that is left
+UNKNLOWTIDE_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
 KILLED = -9  # by the system, as a rule for want of memory
 TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
@@ -35,7 +208,7 @@ TABLE = Table(
         Column("s", "seconds", "10.3f"), Column("tokens/s", "tokens_per_s", "10.0f"),
         Column("GPU GiB", "peak_gib", "9.2f"), Column("should", "gpu_gib_predicted", "8.2f"),
         Column("host GiB", "host_gib", "10.2f"), Column("should", "host_gib_predicted", "8.2f"),
-        Column("  what is kept", lambda row: f"  {row['kept']}", ""),
+        Column("  saved", lambda row: f"  {row['kept']}", ""),
     ),
     reason=lambda row: f"out of {row['out_of']}: {row['failed']}" if row.get("out_of") else row.get("failed"),
 )  # fmt: skip
@@ -49,7 +222,7 @@ def measure(run: Run[LongestBenchConfig]) -> None:
     budget = gpu.default_budget_bytes if config.budget is None else parse_gib("budget", config.budget) * 2**30
     host = available_bytes() - KEPT_FREE if config.host is None else parse_gib("host", config.host) * 2**30
     fit = Fit(
-        way=OWN, train=config.train, shape=shape, gpu=gpu, dtype=run.dtype,
+        way=LOWTIDE, train=config.train, shape=shape, gpu=gpu, dtype=run.dtype,
         gpu_bytes=int(budget) if on_gpu else None, host_bytes=int(host), tile=config.tile,
     )  # fmt: skip
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
@@ -76,35 +249,35 @@ def measure(run: Run[LongestBenchConfig]) -> None:
 
 @dataclass
 class Tries:
-    """The tries of one way, each a process, and what they have shown of the time that one takes.
+    """The attempts of one way, each a process, and what they have shown of the time that one takes.
 
     Attributes:
-        config: What was asked.
-        fit: What should fit.
-        settings: The same, device and dtype chosen.
-        tell: Gets each row.
-        build_s: Seconds of a try before its first step.
-        slower: How many times the seconds that were predicted a step takes.
+        config: what was requested.
+        fit: what should fit.
+        settings: of the config, device and dtype chosen.
+        tell: gets each row.
+        build_s: seconds of an attempt before its first step.
+        slower: seconds that a step takes over those predicted.
     """
 
     config: LongestBenchConfig
     fit: Fit
     settings: dict[str, Any]
     tell: Callable[[Row], object]
-    build_s: float = UNKNOWN_BUILD
+    build_s: float = UNKNLOWTIDE_BUILD
     slower: float = 1.0
 
     def seconds(self, T: int) -> float:
-        """Return about how long a try of one step takes."""
+        """Return about how many seconds an attempt of one step takes."""
         return self.build_s + self.slower * self.fit.at(T).seconds
 
     def once(self, T: int, demand: Demand, *, warm: int, reps: int, seconds: float) -> Row:
-        """Try a length in a process of at most so many seconds, and return its row.
+        """Run a length in a process of at most so many seconds, and return its row.
 
         It has ``seconds``, or ``failed`` and, where memory or time ran out, ``out_of``.
         """
         config = self.config
-        own = self.fit.way == OWN
+        own = self.fit.way == LOWTIDE
         kept = words_of(demand.groups) if own else ""
         row: Row = {"way": self.fit.way, "train": config.train, "tokens": T, "warm": warm, "kept": kept}
         row |= {"gpu_gib_predicted": gib(demand.gpu), "host_gib_predicted": gib(demand.host)}
@@ -135,7 +308,7 @@ class Tries:
 
 
 def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object], end: float) -> dict[str, Any]:
-    """Look for the longest sequence that runs until the clock is at ``end``, and return what was found.
+    """Search for the longest sequence that runs until the clock is at ``end``.
 
     Returns:
         dict: ``longest`` tokens that ran (0: none), ``shortest_failed`` (None: none), ``predicted``, and why it ended.
@@ -177,9 +350,8 @@ def _last_line(text: str) -> str:
 
 
 LONGEST = Benchmark(
-    name="longest",
     measure=measure,
-    failed=lambda row: "failed" in row and row["way"] == OWN and not row.get("out_of"),
+    failed=lambda row: own_failure(row) and not row.get("out_of"),
     packages=["liger-kernel", "peft", "accelerate"],
     check=lambda config: config_of(config.model, config.layers),
 )

@@ -1,4 +1,4 @@
-"""One step of a long sequence, in a process of its own: the model, what its layers keep, and a watch on the host.
+"""One step of a long sequence, in a process of its own: the model, what its layers save, and a watch on the host.
 
 Full training: parameters, gradients and optimizer states in host memory by FSDP2 (``fully_shard`` with
 ``CPUOffloadPolicy``) in a world of one, AdamW on the host. LoRA: frozen parameters on the GPU, adapters of rank 16 on
@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from lowtide.bench.harness import reason_of
-from lowtide.bench.longest_config import OFFLOADED, LongestBenchConfig
-from lowtide.bench.longest_fit import LORA, OWN
-from lowtide.bench.step_way import VOCABULARY, steps
-from lowtide.bench.way import LIGER
-from lowtide.bench.ways import LEARNING_RATE, apply_liger, enable_checkpointing, with_lora
+from lowtide.bench.step import steps
+from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig
+from lowtide.bench.way import LIGER, LOWTIDE
+from lowtide.bench.ways import VOCABULARY, apply_liger, enable_checkpointing, make_optimizer, with_lora
 from lowtide.errors import UnsupportedError
 from lowtide.measure.failures import is_out_of_memory, is_the_gpus
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib
 from lowtide.memory import apply_policy
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.shapes import with_layers
 from lowtide.memory.policy_words import parse_policies
 from lowtide.memory.stack import find_stack
@@ -39,16 +39,17 @@ OUT_OF_HOST, OUT_OF_TIME = 75, 76  # statuses of a process that the watch has en
 ON_GPU, ON_HOST = "GPU memory", "host memory"
 EVERY = 0.1  # seconds between looks at the host
 INIT_STD = 0.02
+LORA = Adapters(16, ("q_proj", "v_proj"))  # what is trained where the model is not
 
 
 class Watch:
     """Ends this process before the system has to: when the host has too little left, or the time is over.
 
     Args:
-        least_bytes: What must stay free on the host.
-        seconds: How long the process may run.
-        end: What ends it.
-        free: What is free now.
+        least_bytes: that must stay free on the host.
+        seconds: that the process may run.
+        end: ends it, with an exit status.
+        free: returns the bytes that are free now.
     """
 
     def __init__(
@@ -97,18 +98,18 @@ def measure(
     least_bytes: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return a row: time and memory of a step, or what ran out, or why else there is nothing; `run_child` calls it.
+    """Return a row: time and memory of a step, or what ran out, or why it failed; `run_child` calls it.
 
     Args:
-        way: Who.
-        settings: Of a `LongestBenchConfig`, device and dtype chosen.
-        tokens: Of the sequence.
-        policies: What our layers keep, as `parse_policies` reads it; of others nothing.
-        host_gib: Host memory for what they keep.
-        warm: Steps that do not count.
-        reps: Steps that count.
-        least_bytes: Of the host's memory, what must stay free.
-        seconds: For all of it.
+        way: by whom.
+        settings: of a `LongestBenchConfig`, device and dtype chosen.
+        tokens: of the sequence.
+        policies: of lowtide's layers, as `parse_policies` reads it; empty for peers.
+        host_gib: host memory for what they save.
+        warm: steps that do not count.
+        reps: steps that count.
+        least_bytes: of the host's memory, that must stay free.
+        seconds: that the process may take.
     """
     begun, config = time.monotonic(), LongestBenchConfig.read(settings)
     with Watch(least_bytes, seconds) as watch, _world(torch.device(config.device), needed=config.train == "full"):
@@ -116,7 +117,7 @@ def measure(
             built = build(way, config)
             keeping = _keep(built, way, policies, host_gib)
             trained = [p for p in built.parameters() if p.requires_grad]
-            optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+            optimizer = make_optimizer("adamw", trained)
             build_s = time.monotonic() - begun
             with keeping:
                 row = steps(built, optimizer, config, tokens, 1, warm=warm, reps=reps)
@@ -134,7 +135,7 @@ def out_of(error: Exception) -> str | None:
 
 
 def config_of(name: str, layers: int | None) -> Any:
-    """Return the config of a ``--model``, with another number of layers where asked for."""
+    """Return the config of a ``--model``, with ``layers`` layers unless that is None."""
     config = model_config(name, vocab_size=VOCABULARY)
     if layers is not None:
         text = config.get_text_config()
@@ -146,43 +147,34 @@ def config_of(name: str, layers: int | None) -> Any:
 
 def build(way: str, asked: LongestBenchConfig) -> Any:
     """Return the model of a way, with random weights, where training is to have them."""
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
+    device, lora = torch.device(asked.device), asked.train == "lora"
     config = config_of(asked.model, asked.layers)
     config.use_cache = False
     if way.startswith(LIGER):
         apply_liger(config)
     torch.manual_seed(asked.seed)
-    if asked.train == "lora":
-        with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
-        _finish(model, way)
-        return with_lora(model, LORA.rank, LORA.targets)
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
+    with device if lora else init_empty_weights(include_buffers=False):
+        dtype = getattr(torch, asked.dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
-    model.tie_weights()  # which the empty ones are not
-    _shard(model, device)
-    _finish(model, way)
-    return model
-
-
-def _finish(model: Any, way: str) -> None:
-    if way == OWN:
+    if not lora:
+        model.tie_weights()  # which the empty ones are not
+        _shard(model, device)
+    if way == LOWTIDE:
         patch(model)
     else:
         enable_checkpointing(model, {"use_reentrant": False})
+    return with_lora(model, LORA.rank, LORA.targets) if lora else model
 
 
 def _keep(model: Any, way: str, policies: str, host_gib: float) -> AbstractContextManager[Any]:
-    """Let our layers keep what they are to, and return the context that a step of the others runs in."""
-    if way == OWN:
+    """Apply the policies of lowtide's layers, and return the context that a peer's step runs in."""
+    if way == LOWTIDE:
         stack = find_stack(model)
         parsed = parse_policies(policies, len(stack.layers))
         apply_policy(model, parsed, host_gib=host_gib if "offload" in policies else None)
-        return contextlib.nullcontext()
     if way.endswith(OFFLOADED):  # what transformers' users do: all that is saved outside the layers goes too
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     return contextlib.nullcontext()

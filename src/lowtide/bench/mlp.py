@@ -1,16 +1,42 @@
-"""The benchmark of `swiglu_mlp`: forward, backward, what is kept and the peak, beside peers and the bare GEMMs."""
+"""The benchmark of `swiglu_mlp`: forward, backward, what is saved and the peak, beside peers and the bare GEMMs.
+
+N tokens (batch times sequence), D hidden size, F intermediate size.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lowtide.bench.config import MlpBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
-from lowtide.bench.mlp_peers import MLP_PEERS, MlpPeer, Stack, bare_products, make_stack
-from lowtide.bench.peers import LOWTIDE
+from lowtide.bench.harness import (
+    Benchmark,
+    CannotError,
+    Column,
+    Peer,
+    Row,
+    Run,
+    Table,
+    by_name,
+    compiled,
+    needs_cuda,
+    reason_in,
+    release,
+)
+from lowtide.bench.shapes import MlpShape
+from lowtide.bench.way import LOWTIDE
 from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import mib
+from lowtide.mlp.swiglu import swiglu_mlp
 
+TILE = 8192  # tokens
+Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x [N, D], gate and up [F, D], down [D, F]
 TABLE = Table(
     (Column("", "name", "<18"),),
     (
@@ -22,24 +48,157 @@ TABLE = Table(
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Hidden states [N, D], the weights of each layer, and the last output's gradient [N, D]."""
+
+    shape: MlpShape
+    x: Tensor
+    weights: list[tuple[Tensor, Tensor, Tensor]]
+    upstream: Tensor
+    leaves: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leaves", [self.x, *(w for layer in self.weights for w in layer)])
+
+    @property
+    def bytes(self) -> int:
+        """Size of the leaves."""
+        return sum(t.nbytes for t in self.leaves)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def forward(self, layer: Layer) -> Tensor:
+        """Return the last layer's output."""
+        x = self.x
+        for weights in self.weights:
+            x = layer(x, *weights)
+        return x
+
+    def step(self, layer: Layer) -> None:
+        """Run forward and backward, from no gradients."""
+        self.clear()
+        self.add(layer)
+
+    def add(self, layer: Layer) -> None:
+        """Run forward and backward, which adds to the gradients that are there."""
+        self.forward(layer).backward(self.upstream)  # type: ignore[no-untyped-call]
+
+
+def make_stack(shape: MlpShape, dtype: torch.dtype, device: torch.device, seed: int) -> Stack:
+    """Return random hidden states and weights under which they keep their size from layer to layer."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(rows: int, columns: int, scale: float) -> Tensor:
+        numbers = torch.randn(rows, columns, device=device, generator=generator)
+        return numbers.mul_(scale).to(dtype).requires_grad_()
+
+    D, size = shape.D, shape.F
+    return Stack(
+        shape=shape,
+        x=random(shape.N, D, 1.0),
+        weights=[
+            (random(size, D, D**-0.5), random(size, D, D**-0.5), random(D, size, 1.7 * size**-0.5))
+            for _ in range(shape.layers)
+        ],
+        upstream=random(shape.N, D, 1.0).detach(),
+    )
+
+
+def bare_layers(stack: Stack, gemms: int) -> Callable[[], None]:
+    """Return a function that runs the GEMMs that a step cannot do without: 9 per layer, or 11 with two of them twice.
+
+    Gate and up stand for what is made of them, which has the same shapes. The input's gradient is two GEMMs, the second
+    of which adds to the first.
+    """
+    x, dy = stack.x.detach(), stack.upstream
+    weights = [tuple(w.detach() for w in layer) for layer in stack.weights]
+
+    @torch.no_grad()
+    def run() -> None:
+        gate, up = (x.new_empty(len(x), len(weights[0][0])) for _ in range(2))
+        y, dx = torch.empty_like(x), torch.empty_like(x)
+        grads = [[torch.empty_like(w) for w in layer] for layer in weights]
+        for (wg, wu, wd), (dg, du, dd) in zip(weights, grads, strict=True):
+            for _ in range((gemms - 7) // 2):
+                torch.mm(x, wg.T, out=gate)
+                torch.mm(x, wu.T, out=up)
+            torch.mm(gate, wd.T, out=y)
+            torch.mm(dy, wd, out=gate)
+            torch.mm(dy.T, up, out=dd)
+            torch.mm(gate.T, x, out=dg)
+            torch.mm(up.T, x, out=du)
+            torch.mm(gate, wg, out=dx)
+            torch.addmm(dx, up, wu, out=dx)
+
+    return run
+
+
+@dataclass(frozen=True)
+class MlpPeer(Peer):
+    """One way through a layer: ``build`` returns a `Layer` for a `Stack`.
+
+    Attributes:
+        gemms: per layer, that it cannot do without.
+    """
+
+    gemms: int = 9
+
+
+def _lowtide(level: int, tile: int | None = None) -> Callable[[Stack], Layer]:
+    def build(stack: Stack) -> Layer:
+        if tile is not None and tile >= stack.shape.N:
+            raise CannotError(f"{stack.shape.N} tokens are one tile")
+        return lambda x, *weights: swiglu_mlp(x, *weights, checkpoint_level=level, tile_tokens=tile)
+
+    return build
+
+
+def _naive(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def _liger(stack: Stack) -> Layer:
+    needs_cuda(stack.x.device)
+    module: Any = importlib.import_module("liger_kernel.ops.swiglu")
+
+    def layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        product: Tensor = module.LigerSiLUMulFunction.apply(F.linear(x, gate), F.linear(x, up))
+        return F.linear(product, down)
+
+    return layer
+
+
+MLP_PEERS = by_name(
+    MlpPeer(f"{LOWTIDE}-0", _lowtide(0)),
+    MlpPeer(f"{LOWTIDE}-1", _lowtide(1), gemms=11),
+    MlpPeer(f"{LOWTIDE}-1-tiled", _lowtide(1, TILE), gemms=11),
+    MlpPeer("liger", _liger, "liger-kernel"),  # LigerSiLUMulFunction between three linear layers
+    MlpPeer("naive", lambda _: _naive),  # as Hugging Face's Llama writes it
+    MlpPeer("compile", lambda _: compiled(_naive)),
+)
+
+
 def row_of(peer: MlpPeer, stack: Stack, *, warm: int, reps: int) -> Row:
     """Return a peer's row, measured interleaved with the bare GEMMs.
 
-    A row has the peer's ``name`` and its ``gemms``, the products a layer that it cannot do without, and ``limit_ms``,
-    their time in the same rounds; ``forward_ms``, the median time of forward with a graph, ``ms``, that of forward and
-    backward, and ``backward_ms``, the difference; ``over``, ``ms / limit_ms - 1``; ``spread``, the slowest round over
-    the fastest, less 1; ``kept_mib``, what is alive after forward for backward's sake, the input with it, weights and
-    last output without, and ``kept_bytes``, the same in bytes a token and layer; ``peak_mib``, the most memory at once
-    above input and weights, gradients included, and ``all_gb``, that with input and weights, in GB of 10**9 bytes;
-    ``again_gb``, the same of a step that adds to the gradients of the one before, these counted. Or ``cannot``, why
-    it does not do the shape.
+    A row has the peer's ``name`` and its ``gemms`` per layer, and ``limit_ms``, their time in the same rounds;
+    ``forward_ms``, the median time of forward with a graph, ``ms``, that of forward and backward, and ``backward_ms``,
+    the difference; ``over``, ``ms / limit_ms - 1``; ``spread``, the slowest round over the fastest, less 1;
+    ``kept_mib``, what is saved for backward, the input included, weights and last output not, and ``kept_bytes``, the
+    same in bytes per token and layer; ``peak_mib``, the most memory at once above input and weights, gradients
+    included, and ``all_gb``, that with input and weights, in GB of 10**9 bytes; ``again_gb``, the same of a step that
+    adds to the gradients of the one before, these included. Or ``cannot``, why it does not do the shape.
     """
     device, shape = stack.x.device, stack.shape
     row: Row = {"name": peer.name, "gemms": peer.gemms}
     with reason_in(row, cannot="cannot"):
         layer = peer.build(stack)
         functions: dict[str, Callable[[], object]] = {
-            "limit": bare_products(stack, peer.gemms),
+            "limit": bare_layers(stack, peer.gemms),
             "forward": lambda: stack.forward(layer),
             "step": lambda: stack.step(layer),
         }
@@ -74,9 +233,4 @@ def measure(run: Run[MlpBenchConfig]) -> None:
         release(run.device)
 
 
-MLP = Benchmark(
-    name="mlp-{dtype}",
-    measure=measure,
-    failed=lambda row: "failed" in row and row["name"].startswith(LOWTIDE),
-    peers=MLP_PEERS,
-)
+MLP = Benchmark(measure=measure, peers=MLP_PEERS)

@@ -1,4 +1,4 @@
-"""The sweep over model types: each in a process of its own, so that one that crashes or hangs is a row like another."""
+"""The sweep over model types, one process each: one that crashes or hangs is a row like another; and its page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import json
 import multiprocessing
 import os
 import queue
+import re
 import sys
+import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,10 +20,21 @@ from typing import Any
 import torch
 
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
-from lowtide.bench.models_case import COMPARED, CRASHED, DIFFERENT, MAPPINGS, STATUSES, TIMED_OUT, check, types
-from lowtide.bench.models_config import ModelsBenchConfig
-from lowtide.bench.models_table import markdown
+from lowtide.bench.models_case import (
+    COMPARED,
+    CRASHED,
+    DIFFERENT,
+    FACTOR,
+    FELL_BACK,
+    FUSED,
+    MAPPINGS,
+    STATUSES,
+    TIMED_OUT,
+    check,
+    types,
+)
 from lowtide.bench.results import Files, replace
+from lowtide.bench.train_config import ModelsBenchConfig
 from lowtide.errors import ArgumentValueError, message
 
 TABLE = Table(
@@ -29,7 +43,13 @@ TABLE = Table(
     lambda row: [row["why"][:150]] if row["why"] else [],
     reason=lambda row: None if "seconds" in row else row["why"][:150],
 )
-_QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+_QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+}
+_PRELOADED = ("lowtide.bench.models_case", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 
 def measure(run: Run[ModelsBenchConfig]) -> None:
@@ -106,7 +126,7 @@ def _servers() -> Iterator[Any]:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(["lowtide.bench.models_child"])
+            context.set_forkserver_preload(list(_PRELOADED))
         yield context
     finally:
         for name, value in before.items():
@@ -142,24 +162,90 @@ def _awaited(child: Any, answers: Any, seconds: int) -> dict[str, Any]:
 
 def _answer(answers: Any, kind: str, name: str, seed: int) -> None:
     """The child's side."""
-    import time
-    import warnings
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for descriptor in (1, 2):  # what models print, and what C++ does
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     start = time.perf_counter()
-    told = check(kind, name, seed)
-    answers.put({**told, "seconds": round(time.perf_counter() - start, 1)})
+    row = check(kind, name, seed)
+    answers.put({**row, "seconds": round(time.perf_counter() - start, 1)})
     answers.close()
     answers.join_thread()
     sys.stdout.flush()
     os._exit(0)  # whatever a model's package started does not hold the child up
 
 
+_TITLES = {
+    "causal": "Causal language models",
+    "image-text": "Images and text",
+    "seq2seq": "Sequence to sequence",
+}
+_PAGE = """\
+# Supported models
+
+Of the {types} model types in transformers {transformers}, {fused} train without logits, {fell_back} fall back to the
+stock loss (the tables give the reason), and {others} cannot be built or run in this test.
+
+`lowtide bench models` takes every model type that transformers maps to a causal language model, to images and text, or
+to sequence-to-sequence generation. It builds a tiny model with random weights, and compares it with the same model
+after `lowtide.patch` with all parts, in float32 on a CPU (torch {torch}). The loss and every gradient are compared on
+several batches: with ignored labels, padding, `num_items_in_batch`, `output_hidden_states`, `logits_to_keep` and
+`output_router_logits`; and so are the logits when they are read after the loss. Each tolerance is {factor} times what
+the result changes when every weight changes by one unit in the last place.
+
+- **fused**: the loss and its gradients were computed without logits. The test looks for an allocation of V columns and
+  at least half a batch's rows, inside operators too: the stock model has one, and the patched model has none.
+- **fell back**: logits were built, and all results are equal.
+- **not built**: no tiny model could be made from the type's default config, or it does not run on tokens (and images)
+  alone. `patch` may work on such a model; this test cannot tell.
+
+This page is generated: `{command}`. The figures behind it: [{file}](../benchmarks/results/{file}).
+Types of images and text run on text alone, unless they need an image too.
+
+"""
+
+
+def markdown(result: dict[str, Any], file: str) -> str:
+    """Return the page of a result, with a link to its file of that name."""
+    rows, machine = result["rows"], result["machine"]
+    counts = Counter(row["status"] for row in rows)
+    text = _PAGE.format(
+        types=len(rows),
+        fused=counts[FUSED],
+        fell_back=counts[FELL_BACK],
+        others=len(rows) - sum(counts[status] for status in COMPARED),
+        transformers=machine["transformers"],
+        torch=machine["torch"],
+        command=result["command"],
+        file=file,
+        factor=f"{FACTOR:g}",
+    )
+    of_kind = {title: [row for row in rows if row["kind"] == kind] for kind, title in _TITLES.items()}
+    statuses = [status for status in STATUSES if counts[status]]
+    text += f"| | {' | '.join(statuses)} | types |\n|---|{'--:|' * (len(statuses) + 1)}\n"
+    for title, found in of_kind.items():
+        counts = Counter(row["status"] for row in found)
+        text += f"| {title} | {' | '.join(str(counts[status]) for status in statuses)} | {len(found)} |\n"
+    text += (
+        "\nThe last columns count the modules whose MLP, norm and rotary embedding were fused too, in a model of two to"
+        " four layers.\n"
+    )
+    for title, found in of_kind.items():
+        if found:
+            text += f"\n## {title}\n\n| type | loss | mlp | norm | rope |\n|---|---|--:|--:|--:|\n"
+            text += "".join(map(_line, found))
+    return text
+
+
+def _line(row: dict[str, Any]) -> str:
+    why = re.sub(r"([|<>*_`])", r"\\\1", row["why"])
+    parts = row.get("parts", {})
+    fused = " | ".join(str(parts[name] or "") if name in parts else "" for name in ("mlp", "norm", "rope"))
+    status = f"**{row['status']}**" if row["status"] == DIFFERENT else row["status"]
+    return f"| {row['type']} | {status}{': ' + why if why else ''} | {fused} |\n"
+
+
 MODELS = Benchmark(
-    name="models",
     measure=measure,
     failed=lambda row: row["status"] == DIFFERENT,
     packages=["transformers"],

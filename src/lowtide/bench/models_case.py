@@ -9,6 +9,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lowtide.measure.allocations import track_allocations
 
 B, T = 2, 23
 ORDINARY_TOKENS = VOCAB - 100  # the highest ones stand for images and the like
-# One row of logits and what else is kept of a token: no chunk of ours can be mistaken for the model's logits.
+# One row of logits and what else is stored per token: no chunk of lowtide's can be mistaken for the model's logits.
 OPTIONS = lowtide.HeadOptions(workspace_mib=4 * VOCAB * 4 / 2**20)
 ULP = 2.0**-23  # of float32, relative
 # How many times what an ulp in each weight does to a result may rounding in another order do.
@@ -49,15 +50,15 @@ def types(kind: str) -> list[str]:
 
 
 def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
-    """Return what the sweep tells of a type: ``status``, ``why``, ``cases``, ``parts``, and the size of the model."""
+    """Return a type's row: ``status``, ``why``, ``cases``, ``parts``, and the size of the model."""
     try:
         make, extra = _maker(kind, model_type, seed)
     except Exception as error:
-        return {"status": NOT_BUILT, "why": _said(error)}
+        return {"status": NOT_BUILT, "why": _reason(error)}
     try:
         return _compared(make, extra, seed)
     except Exception as error:
-        return {"status": CRASHED, "why": _said(error)}
+        return {"status": CRASHED, "why": _reason(error)}
 
 
 def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
@@ -89,18 +90,17 @@ def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], di
 
 
 def _extras(model: Any) -> list[dict[str, Any]]:
-    """Return what may have to be passed beside tokens: nothing, then pictures."""
+    """Return what may have to be passed beside tokens: nothing, then images."""
     names = inspect.signature(model.forward).parameters
     found: list[dict[str, Any]] = [{}]
     vision = getattr(model.config, "vision_config", None) or getattr(model.config, "encoder", None)
     size = getattr(vision, "image_size", None)
     if "pixel_values" in names and isinstance(size, int):
-        pictures = torch.rand(
-            B, getattr(vision, "num_channels", 3), size, size, generator=torch.Generator().manual_seed(2)
-        )
-        found.append({"pixel_values": pictures})
+        channels, generator = getattr(vision, "num_channels", 3), torch.Generator().manual_seed(2)
+        images = {"pixel_values": torch.rand(B, channels, size, size, generator=generator)}
+        found.append(images)
         if "qformer_input_ids" in names:
-            found.append({"pixel_values": pictures, "qformer_input_ids": batch(0)["input_ids"]})
+            found.append({**images, "qformer_input_ids": batch(0)["input_ids"]})
     return found
 
 
@@ -147,56 +147,54 @@ def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | No
 def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict[str, Any]:
     stock, model = make(), make()  # not copies: some models keep what belongs to a graph
     report = lowtide.patch(model, options=OPTIONS)
-    told: dict[str, Any] = {
+    noise = _noise(stock, make(), {**batch(seed), **extra})
+    found: dict[str, Any] = {
         "class": type(stock).__name__,
         "parameters": sum(p.numel() for p in stock.parameters()),
         "parts": {part: sum(r.count for r in (row, *row.more) if r.patched) for part, row in report.parts.items()},
+        **({"with": sorted(extra)} if extra else {}),
+        "tolerances": noise.summary(),
     }
-    if extra:
-        told["with"] = sorted(extra)
-    noise = _noise(stock, make(), {**batch(seed), **extra})
-    told["tolerances"] = noise.told()
     results: dict[str, str] = {}
     built = False
     for name, inputs in cases(stock, seed).items():
-        inputs = {**inputs, **extra}
         try:
-            expected = _run(stock, inputs)
+            expected = _run(stock, {**inputs, **extra})
         except Exception as error:
-            results[name] = f"not for this type: {_said(error)}"
+            results[name] = f"not for this type: {_reason(error)}"
             continue
         before = report.calls_materialised
         try:
             with track_allocations() as seen:
-                found = _run(model, inputs)
+                got = _run(model, {**inputs, **extra})
         except Exception as error:
-            results[name] = f"{DIFFERENT}: {_said(error)}"
+            results[name] = f"{DIFFERENT}: {_reason(error)}"
             continue
-        wrong = difference(found, expected, noise)
-        logits = rows_of_logits(seen, stock)
-        built = built or bool(logits) or report.calls_materialised > before
+        wrong = difference(got, expected, noise)
+        built = built or bool(rows_of_logits(seen, stock)) or report.calls_materialised > before
         if wrong is None and name == "labels":
-            wrong = _read_after(found[0], expected[0], noise)
+            wrong = _read_after(got[0], expected[0], noise)
         results[name] = "equal" if wrong is None else f"{DIFFERENT}: {wrong}"
     with track_allocations() as seen:
         _run(stock, {**batch(seed), **extra})
     sighted = bool(rows_of_logits(seen, stock))
-    return {**told, "cases": results, **_status(results, report, built=built, sighted=sighted)}
+    status, why = _status(results, report, built=built, sighted=sighted)
+    return {**found, "cases": results, "status": status, "why": why}
 
 
-def _status(results: dict[str, str], report: lowtide.PatchReport, *, built: bool, sighted: bool) -> dict[str, str]:
+def _status(results: dict[str, str], report: lowtide.PatchReport, *, built: bool, sighted: bool) -> tuple[str, str]:
     wrong = [f"{name}: {text}" for name, text in results.items() if text.startswith(DIFFERENT)]
     if wrong:
-        return {"status": DIFFERENT, "why": "; ".join(wrong)}
+        return DIFFERENT, "; ".join(wrong)
     if not sighted:
-        return {"status": FELL_BACK, "why": "the stock model builds no logits that could be watched for"}
+        return FELL_BACK, "the stock model builds no logits that could be watched for"
     if not built and report.calls_fused:
-        return {"status": FUSED, "why": ""}
-    reasons = [why for why in report.why_materialised if why != READ_AFTER]
+        return FUSED, ""
     loss = report.parts["loss"]
+    reasons = [why for why in report.why_materialised if why != READ_AFTER]
     if not loss.patched:
         reasons = [loss.outcome.removeprefix("left as it is: ")]
-    return {"status": FELL_BACK, "why": "; ".join(reasons) or "logits were built that the report knows nothing of"}
+    return FELL_BACK, "; ".join(reasons) or "logits were built that the report knows nothing of"
 
 
 READ_AFTER = "read by TensorBase.positive"
@@ -204,36 +202,39 @@ READ_AFTER = "read by TensorBase.positive"
 
 def _read_after(found: Any, expected: Any, noise: Noise) -> str | None:
     """Return how logits that are read after the loss differ, None where they do not."""
-    logits, wanted = (getattr(outputs, "logits", None) for outputs in (found, expected))
-    if wanted is None or not isinstance(wanted, Tensor):
+    logits, stock = (getattr(outputs, "logits", None) for outputs in (found, expected))
+    if not isinstance(stock, Tensor):
         return None
-    if not isinstance(logits, Tensor) or logits.shape != wanted.shape or logits.dtype != wanted.dtype:
+    if not isinstance(logits, Tensor) or logits.shape != stock.shape or logits.dtype != stock.dtype:
         return "the logits read after the loss have another shape or dtype"
-    error = (logits.positive() - wanted).abs().max().item()
+    error = (logits.positive() - stock).abs().max().item()
     return None if error <= noise.logits else f"the logits read after the loss differ by {error:.1e}"
 
 
+@dataclass(frozen=True)
 class Noise:
-    """What rounding may do to a model's results: each tolerance is absolute.
+    """What rounding may do to a model's results: the tolerances.
 
     Attributes:
-        loss: Of the loss.
-        logits: Of the logits.
-        gradients: Of each gradient, by its parameter's name; relative to its largest entry.
-        floor: Of any gradient, relative to the largest entry of all.
+        loss: of the loss, absolute.
+        logits: of the logits, absolute.
+        gradients: of each gradient, by its parameter's name; relative to its largest entry.
+        floor: of any gradient, relative to the largest entry of all.
     """
 
-    def __init__(self, loss: float, logits: float, gradients: dict[str, float], floor: float) -> None:
-        self.loss, self.logits, self.gradients, self.floor = loss, logits, gradients, floor
+    loss: float
+    logits: float
+    gradients: dict[str, float]
+    floor: float = 16 * ULP
 
-    def told(self) -> dict[str, float]:
-        """Return what a result file tells: of the loss, and the median and the largest of the gradients'."""
+    def summary(self) -> dict[str, float]:
+        """Return what a result file has: that of the loss, and the median and the largest of the gradients'."""
         some = sorted(self.gradients.values())
         return {"loss": self.loss, "gradients_median": some[len(some) // 2], "gradients_largest": some[-1]}
 
 
 def _noise(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:
-    """Return what an ulp more or less in each weight changes, some times over, with floors of a few ulps."""
+    """Return `FACTOR` times what one ulp more or less in each weight changes, and a floor of a few ulps."""
     outputs, gradients = _run(stock, inputs)
     gradients = {name: g if g is None else g.clone() for name, g in gradients.items()}
     generator = torch.Generator().manual_seed(3)
@@ -244,34 +245,37 @@ def _noise(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:
     relative = {}
     for name, g in gradients.items():
         again = shaken_gradients[name]
-        largest = 0.0 if g is None else g.abs().max().item()
-        moved = 0.0 if g is None or again is None else (again - g).abs().max().item()
+        largest = _largest(g)
+        moved = 0.0 if g is None or again is None else _largest(again - g)
         relative[name] = FACTOR * (moved / largest if largest else 0.0) + 16 * ULP
     loss = FACTOR * abs(float(other.loss - outputs.loss)) + 16 * ULP * abs(float(outputs.loss))
     logits = 0.0
     if isinstance(getattr(outputs, "logits", None), Tensor):
-        logits = FACTOR * (other.logits - outputs.logits).abs().max().item()
-        logits += 16 * ULP * outputs.logits.abs().max().item()
-    return Noise(loss, logits, relative, 16 * ULP)
+        logits = FACTOR * _largest(other.logits - outputs.logits) + 16 * ULP * _largest(outputs.logits)
+    return Noise(loss, logits, relative)
+
+
+def _largest(t: Tensor | None) -> float:
+    return 0.0 if t is None else t.abs().max().item()
 
 
 def difference(found: Any, expected: Any, noise: Noise) -> str | None:
     """Return the first way in which outputs and gradients differ by more than rounding does, None where they agree."""
-    (outputs, gradients), (wanted, wanted_gradients) = found, expected
-    error = abs(float(outputs.loss) - float(wanted.loss))
+    (outputs, gradients), (stock, stock_gradients) = found, expected
+    error = abs(float(outputs.loss) - float(stock.loss))
     if not error <= noise.loss:
-        return f"the loss {float(outputs.loss):.7g} is not {float(wanted.loss):.7g}"
-    largest = max((g.abs().max().item() for g in wanted_gradients.values() if g is not None), default=0.0)
-    for name, g in wanted_gradients.items():
+        return f"the loss {float(outputs.loss):.7g} is not {float(stock.loss):.7g}"
+    largest = max(map(_largest, stock_gradients.values()), default=0.0)
+    for name, g in stock_gradients.items():
         got = gradients[name]
         if (got is None) != (g is None):
             return f"{name} has {'no' if got is None else 'a'} gradient"
         if g is None or got is None:
             continue
-        error = (got - g).abs().max().item()
-        allowed = noise.gradients[name] * g.abs().max().item() + noise.floor * largest
+        error = _largest(got - g)
+        allowed = noise.gradients[name] * _largest(g) + noise.floor * largest
         if not error <= allowed:
-            return f"the gradient of {name} differs by {error:.1e} of {g.abs().max().item():.1e}, allowed {allowed:.1e}"
+            return f"the gradient of {name} differs by {error:.1e} of {_largest(g):.1e}, allowed {allowed:.1e}"
     return None
 
 
@@ -283,7 +287,7 @@ def rows_of_logits(seen: Any, model: nn.Module) -> list[int]:
     return sorted(int(n) for n in rows if n.is_integer() and n >= B * T / 2)
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Return an error as one line, and where in the model it came from."""
     text = " ".join(str(error).split())[:200]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "transformers" in f.filename]

@@ -24,15 +24,15 @@ WARM, STEPS = 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCheck:
-    """A plan beside what real steps took: bytes that tensors took at once on the GPU, and the median step's seconds.
+    """A plan beside what real steps took.
 
     Attributes:
-        predicted_bytes: By the plan.
-        peak_bytes: Measured.
-        predicted_seconds: By the plan.
-        seconds: Measured.
-        reserved_bytes: What PyTorch's allocator held, with what it could not fill.
-        machine: Hardware and versions.
+        predicted_bytes: the most that tensors take at once on the GPU, by the plan.
+        peak_bytes: the same, measured.
+        predicted_seconds: of a step, by the plan.
+        seconds: of the median step, measured.
+        reserved_bytes: that PyTorch's allocator held, with what it could not fill.
+        machine: hardware and versions.
     """
 
     predicted_bytes: int
@@ -43,48 +43,34 @@ class PlanCheck:
     machine: dict[str, Any]
 
     def __str__(self) -> str:
-        rows = [
-            ("", "predicted", "measured", "off by"),
-            (
-                "peak GiB",
-                f"{gib(self.predicted_bytes):.2f}",
-                f"{gib(self.peak_bytes):.2f}",
-                f"{self.predicted_bytes / self.peak_bytes - 1:+.1%}",
-            ),
-            (
-                "s a step",
-                f"{self.predicted_seconds:.3f}",
-                f"{self.seconds:.3f}",
-                f"{self.predicted_seconds / self.seconds - 1:+.1%}",
-            ),
-        ]
-        lines = ["  ".join([row[0].ljust(10), *(cell.rjust(9) for cell in row[1:])]) for row in rows]
+        lines = [f"{'':10}{'predicted':>11}{'measured':>11}{'off by':>11}"]
+        for name, predicted, measured, digits in (
+            ("peak GiB", gib(self.predicted_bytes), gib(self.peak_bytes), 2),
+            ("s a step", self.predicted_seconds, self.seconds, 3),
+        ):
+            lines.append(
+                f"{name:10}{predicted:>11.{digits}f}{measured:>11.{digits}f}{predicted / measured - 1:>+11.1%}"
+            )
         lines.append(f"PyTorch's allocator held {gib(self.reserved_bytes):.2f} GiB; {self.machine['gpu']}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, for JSON."""
-        return {
-            "predicted_gib": gib(self.predicted_bytes),
-            "peak_gib": gib(self.peak_bytes),
-            "predicted_seconds": self.predicted_seconds,
-            "seconds": self.seconds,
-            "reserved_gib": gib(self.reserved_bytes),
-            "machine": self.machine,
-        }
+        in_gib = {"predicted_bytes": "predicted_gib", "peak_bytes": "peak_gib", "reserved_bytes": "reserved_gib"}
+        return {in_gib.get(k, k): gib(value) if k in in_gib else value for k, value in vars(self).items()}
 
 
 def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WARM, steps: int = STEPS) -> PlanCheck:
     """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
 
     Args:
-        settings: The model's config.
-        plan: What was planned for it.
-        warm: Steps before the first that counts.
-        steps: Steps that count.
+        settings: the model's config.
+        plan: what was planned for it.
+        warm: steps before the first that counts.
+        steps: that count.
 
     Raises:
-        UnsupportedError: There is no GPU, transformers or the optimizer's library is missing, or memory ran out.
+        UnsupportedError: there is no GPU, transformers or the optimizer's library is missing, or memory ran out.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(message("check", "a CUDA GPU on this machine", "none", "Leave it out to plan alone."))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.bench.shapes import Shape
 from lowtide.head.options import Accumulate
 
-ROWS = 1024  # tokens at a time wherever float32 logits are needed
+ROWS = 1024  # tokens per chunk wherever wide logits are needed
 LOGIT_STD = 3.0  # of the logits: the softmax is peaked, as a trained model's is
 
 
@@ -21,11 +21,11 @@ class Setting:
 
     Attributes:
         name: what the row is called.
-        gemms: products of 2NDV operations that it cannot do without.
+        gemms: GEMMs of 2NDV operations that it cannot do without.
         reduction: ``"mean"``, or ``"none"`` with an upstream gradient for each token.
         wide: float32 hidden states and weights under bf16 autocast.
         frozen: the weight needs no gradient.
-        grad: gradients are wanted at all.
+        grad: gradients are computed at all.
         accumulate: lowtide's option of that name.
     """
 
@@ -50,9 +50,10 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Hidden states ``x`` [N, D], weight ``w`` [V, D], targets ``y`` [N] and the upstream gradient ``g`` (0-d or [N]).
+    """Hidden states ``x`` [N, D], weight ``w`` [V, D] and targets ``y`` [N].
 
-    ``dtype`` is that of the products' operands, also where autocast makes it differ from the tensors'.
+    ``dtype`` is that of the GEMMs' operands, also where autocast makes it differ from the tensors'. ``g`` [N] is the
+    gradient of the objective by each token's loss: 1 / N of the mean. ``b`` [V]: the bias; None: there is none.
     """
 
     shape: Shape
@@ -62,39 +63,29 @@ class Problem:
     w: Tensor
     y: Tensor
     g: Tensor
+    b: Tensor | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Hidden states, weight and bias."""
+        return (self.x, self.w) if self.b is None else (self.x, self.w, self.b)
 
     @property
     def device(self) -> torch.device:
         """Where it all is."""
         return self.x.device
 
-    @property
-    def g_N(self) -> Tensor:
-        """The gradient of the objective by each token's loss [N]: what scales its row of the logits' gradient."""
-        return self.g if self.g.dim() else self.g.expand(self.shape.N) / self.shape.N
-
     def clear(self) -> None:
         """Drop the gradients."""
-        self.x.grad = self.w.grad = None
-
-    def step(self, loss: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> Tensor:
-        """Run a loss once, with its backward pass where the setting has one, and return its value."""
-        self.clear()
-        with (
-            torch.set_grad_enabled(self.setting.grad),
-            torch.autocast(self.device.type, self.dtype, enabled=self.setting.wide),
-        ):
-            value = loss(self.x, self.w, self.y, self.setting.reduction)
-        if self.setting.grad:
-            torch.autograd.backward(value, self.g.to(value.dtype))
-        return value.detach()
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def in_setting(self, setting: Setting) -> Problem:
         """Return the same numbers in another setting; the tensors are shared where they can be."""
         x, w = self.x.detach(), self.w.detach()
         if setting.wide:
             x, w = x.float(), w.float()
-        g = torch.ones((), device=self.device)
+        g = torch.ones((), device=self.device).expand(self.shape.N) / self.shape.N
         if setting.reduction == "none":
             generator = torch.Generator(self.device).manual_seed(1)
             g = (torch.rand(self.shape.N, device=self.device, generator=generator) + 0.5) / self.shape.N
@@ -121,11 +112,11 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: str | torch.device, *
         softmax = (x[rows] @ w.T).float().softmax(1)
         # the largest of p / exponential is a draw from p (multinomial's own way, without its limit of 2**24 classes)
         y[rows] = (softmax / torch.empty_like(softmax).exponential_(generator=generator)).argmax(1)
-    problem = Problem(shape=shape, setting=PLAIN, dtype=dtype, x=x, w=w, y=y, g=torch.ones((), device=device))
+    problem = Problem(shape=shape, setting=PLAIN, dtype=dtype, x=x, w=w, y=y, g=torch.empty(0))
     return problem.in_setting(PLAIN)
 
 
 def blocks(N: int, rows: int) -> Iterator[slice]:
-    """Yield slices that cover N rows, so many at a time."""
+    """Yield slices that cover N rows, each of so many."""
     for start in range(0, N, rows):
         yield slice(start, min(start + rows, N))

@@ -1,4 +1,4 @@
-"""Result files: dated, named after the hardware, never over an older one, whole or not there."""
+"""Result files: dated, named after the hardware, never over an older one, never half written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowtide.measure.machine import describe_machine, source_commit
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one run: ``json``, and pictures whose names begin as its does."""
+    """The files of one run: ``json``, and plots whose names begin as its does."""
 
     json: Path
 
@@ -43,26 +43,26 @@ class Files:
         return cls(root / f"{name}.json")
 
     def picture(self, name: str) -> Path:
-        """Return the path of a picture of that name."""
+        """Return the path of a plot of that name."""
         return self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
 
-    def write_json(self, told: dict[str, Any]) -> None:
-        """Write or replace the numbers."""
-        text = json.dumps(told, indent=1, allow_nan=False, default=str) + "\n"
+    def write_json(self, result: dict[str, Any]) -> None:
+        """Write or replace the result."""
+        text = json.dumps(result, indent=1, allow_nan=False, default=str) + "\n"
         replace(self.json, lambda file: file.write_text(text))
 
 
 def begin(
     folder: str, benchmark: str, command: str, device: torch.device, packages: Iterable[str] = ()
 ) -> tuple[Files, dict[str, Any]]:
-    """Return the files of a run, and what each result tells first: command, date, commit, machine.
+    """Return the files of a run, and what each result has first: command, date, commit, machine.
 
     Args:
-        folder: Where they go.
-        benchmark: What their names say after the date.
-        command: What was asked.
-        device: Where it runs.
-        packages: Whose versions are told beside our own; "" counts for nothing.
+        folder: of the files.
+        benchmark: that their names have after the date.
+        command: that repeats the run.
+        device: where it runs.
+        packages: whose versions the machine has beside our own; "" counts for nothing.
 
     Raises:
         ArgumentValueError: the folder cannot be made or written.
@@ -73,7 +73,7 @@ def begin(
 
 
 def replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file beside the target and put it in the target's place, so that no half of it is seen."""
+    """Let ``write`` fill a file beside the target, and rename it to the target, so that no half of it is seen."""
     beside = target.with_name(f".{os.getpid()}-{target.name}")
     try:
         write(beside)

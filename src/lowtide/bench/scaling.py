@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, default_data_collator
+from transformers.trainer_callback import PrinterCallback
 
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
-from lowtide.bench.pictures import require_matplotlib
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_of, release
+from lowtide.bench.plots import require_matplotlib
 from lowtide.bench.results import Files, replace
-from lowtide.bench.settings import ScriptSettings, number, setting
+from lowtide.bench.settings import ScriptSettings, numbers, setting
 from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
+from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
+from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
+from lowtide.measure.units import gib
+from lowtide.train.config import TrainConfig
+from lowtide.train.monitor import Monitor, StepMetrics
+from lowtide.train.parallel import all_read, engine_of, in_group, launched_rank
+from lowtide.train.quiet import quiet_transformers
+from lowtide.train.result import WARM_STEPS
+from lowtide.train.settings import trainer_settings
+from lowtide.train.trainers import PreTrainer
 
 WAYS = (LOWTIDE, LIGER, STOCK)
 _LOOK_SECONDS = 0.5  # between looks for rows that are there
 SPEED = "tokens_per_s_per_gpu"
+RECORDED = ("parallel", "tokens", "batch", "steps", "weights", "seed")  # settings in the result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +78,13 @@ class ScalingConfig(ScriptSettings):
     @property
     def worlds(self) -> tuple[int, ...]:
         """The numbers of ranks."""
-        return tuple(number("ranks", text, int) for text in self.ranks)
-
-    @property
-    def of_a_rank(self) -> dict[str, Any]:
-        """The arguments of `lowtide.bench.scaling_way.measure`."""
-        return {name: getattr(self, name) for name in ("parallel", "tokens", "batch", "steps", "weights", "seed")}
+        return numbers("ranks", self.ranks, int)
 
 
 def measure(run: Run[ScalingConfig]) -> None:
     """Measure each way on each number of ranks, and draw."""
     config, rows = run.config, run.result.setdefault("rows", [])
-    run.result |= {"ranks": config.worlds, **config.of_a_rank}
+    run.result |= {name: getattr(config, name) for name in RECORDED} | {"ranks": config.worlds}
 
     def of_one(row: Row) -> float | str:
         """Return the speed over that of the same way on one rank."""
@@ -93,31 +106,26 @@ def measure(run: Run[ScalingConfig]) -> None:
     table = Table(heads, figures)
     run.say(table.header)
     for ranks in config.worlds:
-        for row in _measured(ranks, _cases(config.way, config.model), config.of_a_rank):
+        for row in _measured(ranks, config):
             run.add({"ranks": ranks, **row}, rows, table)
     for model in config.model:
         _draw(model, run.result, run.files)
 
 
-def _cases(ways: Sequence[str], models: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each way with each model; Liger's last, which changes the classes that all later models are made of."""
-    return [(way, model) for way in sorted(ways, key=_is_liger) for model in models]
+def _measured(ranks: int, config: ScalingConfig) -> Iterator[Row]:
+    """Yield a row for each way and model as it is known; after a failure new processes measure the others.
 
-
-def _is_liger(way: str) -> bool:
-    return Way.named(way).impl == LIGER
-
-
-def _measured(ranks: int, cases: Sequence[tuple[str, str]], settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case as it is known; after one that failed, the others are measured by new processes."""
-    left = list(cases)
+    Liger comes last: it changes the classes that all later models are made of.
+    """
+    ways = sorted(config.way, key=lambda way: Way.named(way).impl == LIGER)
+    left = [(way, model) for way in ways for model in config.model]
     while left:
         with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder, ThreadPoolExecutor(1) as beside:
             file = Path(folder) / "rows.jsonl"
-            said = json.dumps({**settings, "file": str(file), "cases": left})
+            asked = json.dumps({"settings": vars(config), "file": str(file), "cases": left})
             # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
-            command = [sys.executable, *launch, "-m", "lowtide.bench.scaling_way", said]
+            command = [sys.executable, *launch, "-m", "lowtide.bench.scaling", asked]
             running = beside.submit(run_command, command, env=ALLOCATOR)
             begun, over = len(left), False
             while not over:
@@ -139,9 +147,9 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _draw(model: str, told: Mapping[str, Any], files: Files) -> None:
+def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
     """Draw a model's speed and peak over the number of GPUs."""
-    found = [row for row in told["rows"] if row["model"] == model and "failed" not in row]
+    found = [row for row in result["rows"] if row["model"] == model and "failed" not in row]
 
     def panel(key: str) -> Panel:
         ways = dict.fromkeys(row["way"] for row in found)
@@ -150,10 +158,10 @@ def _draw(model: str, told: Mapping[str, Any], files: Files) -> None:
 
     if not found:
         return
-    machine = told["machine"]
+    machine = result["machine"]
     title = (
-        f"{model}: a step of {told['batch']} x {told['tokens']} tokens a GPU\n{told['parallel']}, {told['weights']}, "
-        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
+        f"{model}: a step of {result['batch']} x {result['tokens']} tokens per GPU\n{result['parallel']},"
+        f" {result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
     rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
     replace(files.picture(model), lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
@@ -166,9 +174,109 @@ def _check(config: ScalingConfig) -> None:
 
 
 SCALING = Benchmark(
-    name="scaling",
     measure=measure,
     failed=lambda _: False,
     packages=["accelerate", "liger-kernel"],
     check=_check,
 )
+
+
+class RandomBlocks(Dataset[dict[str, torch.Tensor]]):
+    """Blocks of random tokens, each the same whenever it is read."""
+
+    def __init__(self, vocabulary: int, tokens: int, *, blocks: int, seed: int) -> None:
+        self._vocabulary, self._tokens, self._blocks, self._seed = vocabulary, tokens, blocks, seed
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return self._blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one."""
+        generator = torch.Generator().manual_seed(self._seed * self._blocks + index)
+        ids = torch.randint(0, self._vocabulary, (self._tokens,), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Takes the time at each step's end, which Trainer knows by the loss that it has read from the device."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Take it."""
+        del args, state, control
+        if "loss" in logs:
+            self.times.append(time.perf_counter())
+
+
+def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
+    """Return seconds, tokens per second and GPU, and peak of a training step of this rank's run by a `ScalingConfig`.
+
+    Layers are checkpointed unless the way says otherwise; float32 weights have products in bfloat16 on a GPU; one rank
+    has nothing to share. `WARM_STEPS` steps do not count.
+    """
+    tokens, batch, weights = asked.tokens, asked.batch, asked.weights
+    options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": torch.cuda.is_available()}
+    options |= {"max_steps": WARM_STEPS + 1 + asked.steps, "learning_rate": LEARNING_RATE}
+    config = TrainConfig(parallel=asked.parallel, options=options)
+    with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
+        all_read()  # nothing is on the host: each builds the model on its GPU
+        args = trainer_settings(config, Path(folder), save=False).args
+        built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=asked.seed)
+        rows = args.max_steps * batch * args.world_size
+        blocks = RandomBlocks(built.config.vocab_size, tokens, blocks=rows, seed=asked.seed)
+        metrics, clock = StepMetrics(), Clock()
+        trainer: Any = PreTrainer(
+            metrics=metrics,
+            model=built,
+            args=args,
+            train_dataset=blocks,
+            data_collator=default_data_collator,
+            callbacks=[Monitor(metrics), clock],
+        )
+        trainer.remove_callback(PrinterCallback)
+        parameters = sum(p.numel() for p in built.parameters())
+        trainer.train()
+        # the step after the warm ones resets the peak as it begins: its time is left out
+        times = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)][WARM_STEPS:]
+        seconds = statistics.median(times)
+        peak = torch.tensor(cuda_peak_bytes() if args.device.type == "cuda" else peak_resident_bytes()).to(args.device)
+        if in_group():
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return {
+            "parameters": parameters,
+            "seconds": seconds,
+            "times": [round(each, 5) for each in times],
+            "tokens_per_s_per_gpu": batch * tokens / seconds,
+            "peak_gib": gib(int(peak.item())),
+            "losses": list(metrics.losses.values()),
+        }
+
+
+def main() -> None:
+    """Be a rank that torchrun starts: measure each way and model in turn, as one argument of JSON says."""
+    from accelerate.state import AcceleratorState
+
+    asked = json.loads(sys.argv[1])
+    file, config = Path(asked["file"]), SimpleNamespace(**asked["settings"])
+    quiet_transformers()
+    for way, model in asked["cases"]:
+        try:
+            row = measure_rank(way, model, config)
+        except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
+            file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
+            raise
+        if launched_rank() == 0:
+            with file.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+        AcceleratorState._reset_state()
+        release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if in_group():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

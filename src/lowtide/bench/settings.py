@@ -1,4 +1,7 @@
-"""What the settings of all benchmarks have in common: how a field becomes an option, and a run the command it was."""
+"""What the settings of all benchmarks share: a field becomes an option, and a run the command that repeats it.
+
+Nothing here or in the files of settings imports torch: ``--help`` and the checks of arguments need none.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
+from lowtide.bench.shapes import Choice
 from lowtide.errors import ArgumentValueError, message
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 Sdpa = Literal["auto", "flash", "cudnn", "efficient", "math"]
-ALL = "all"
 
 
 def setting(
@@ -24,39 +27,59 @@ def setting(
     metavar: str | None = None,
     last: bool = False,
     least: int | None = None,
-    known: Iterable[str] = (),
+    known: str | None = None,
 ) -> Any:
     """Return a field that `lowtide.cli.parser.add_options` makes an option of.
 
     Args:
         default: its default.
-        help: its meaning; ``{known}`` stands for the names that are known.
+        help: its meaning; ``{key}`` stands for the names that the class's ``known`` has under that key.
         metavar: what stands for its value in the help.
         last: listed after the others.
         least: of a whole number.
-        known: the names that it can have; none: any.
+        known: the key of the names that its values are out of; None: any.
     """
-    known = tuple(known)
-    about = {"help": help.replace("{known}", ", ".join(known)), "metavar": metavar, "last": last}
-    return field(default=default, metadata={**about, "least": least, "known": known})
+    about = {"help": help, "metavar": metavar, "last": last, "least": least, "known": known}
+    return field(default=default, metadata=about)
 
 
 class Settings:
     """A dataclass of settings that checks itself: whole numbers, names and choices as their fields say.
 
+    Its docstring is the description in ``--help``.
+
     Attributes:
         benchmark: the name of the subcommand.
+        summary: its line in ``lowtide bench --help``.
+        examples: arguments, and what they do.
+        known: names that options can have, by the key that stands for them in the help.
+        exit_1: when the exit status is 1.
+        stem: of the result file's name, after the date; ``{dtype}`` stands for the dtype.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
     """
 
     benchmark: ClassVar[str]
+    summary: ClassVar[str]
+    examples: ClassVar[Mapping[str, str]]
+    known: ClassVar[Mapping[str, Iterable[str]]] = {}
+    exit_1: ClassVar[str] = "lowtide itself failed"
+    stem: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        """Name the result file after the benchmark, unless the class says otherwise."""
+        if "benchmark" in cls.__dict__ and "stem" not in cls.__dict__:
+            cls.stem = cls.benchmark
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value = each.name, getattr(self, each.name)
-            least, known = each.metadata["least"], each.metadata["known"]
+            least = each.metadata["least"]
             if least is not None and value is not None:
                 self._require(name, value >= least, f"a whole number of at least {least}")
-            if known:
+            if each.metadata["known"]:
+                known = tuple(self.known[each.metadata["known"]])
                 self._require(name, set(value) <= set(known), f"names out of {', '.join(known)}")
             if name == "output":
                 self._require(name, value != "", "a name that is not empty")
@@ -74,7 +97,7 @@ class Settings:
         return {name: value for name, value in vars(self).items() if name != "output"}
 
     def command(self) -> str:
-        """Return the command that asks for the same: the settings that differ from their defaults."""
+        """Return the command that repeats the run: the settings that differ from their defaults."""
         return shlex.join(["lowtide", "bench", self.benchmark, *options_of(self, but=("output",))])
 
     def _require(self, name: str, met: bool, expected: str) -> None:
@@ -86,6 +109,10 @@ class Settings:
         value = getattr(self, name)
         self._require(name, value is None or 0 < value < math.inf, "a number above 0")
 
+    def _chosen(self, key: str, names: Sequence[str], skip: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the known names that were chosen, or all where none was, in the order of the tables."""
+        return tuple(name for name in self.known[key] if (not names or name in names) and name not in skip)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSettings(Settings):
@@ -96,7 +123,7 @@ class ScriptSettings(Settings):
     output: str = setting(".", "folder for the result", metavar="DIR", last=True)
 
     def command(self) -> str:
-        """Return the command that asks for the same."""
+        """Return the command that repeats the run."""
         return shlex.join(["python", f"benchmarks/{self.benchmark}.py", *options_of(self, but=("output",))])
 
 
@@ -105,11 +132,11 @@ class RunSettings(Settings):
     """What all benchmarks have that measure in rounds and write a result: the last of their options."""
 
     warm: int = setting(2, "rounds that do not count", last=True, least=0)
-    reps: int = setting(6, "rounds that count; every candidate takes turns with the limit", last=True, least=1)
-    dtype: Dtype = setting("auto", "of all inputs; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    reps: int = setting(6, "rounds that count; each runs every candidate once", last=True, least=1)
+    dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
-    seed: int = setting(0, "of the random inputs", last=True, least=0)
-    output: str = setting(".", "folder for the result (json)", metavar="DIR", last=True)
+    seed: int = setting(0, "of random inputs and weights", last=True, least=0)
+    output: str = setting(".", "folder for the result (json) and its plots (png)", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,16 +156,20 @@ class ShapeSettings(RunSettings):
     """What benchmarks have that measure shapes.
 
     Attributes:
-        named_shapes: those that have a name.
-        usual_shape: what is measured where none is asked for.
-        parse: reads one.
+        choice: what ``--shape`` can be.
     """
 
-    named_shapes: ClassVar[Mapping[str, Any]]
-    usual_shape: ClassVar[str]
-    parse: ClassVar[Any]
+    choice: ClassVar[Choice[Any]]
 
-    shape: tuple[str, ...] = setting((), "named shapes, numbers, or all", metavar="SHAPE")
+    shape: tuple[str, ...] = setting((), "{shapes}", metavar="SHAPE")
+
+    def __init_subclass__(cls) -> None:
+        """Add the names of the shapes to those that the help has."""
+        super().__init_subclass__()
+        if choice := cls.__dict__.get("choice"):
+            groups = ", ".join((*choice.groups, "all"))
+            about = f"{', '.join(choice.named)}; {groups}; or numbers {choice.numbers} (default: {choice.usual})"
+            cls.known = {**cls.known, "shapes": (about,)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,22 +178,21 @@ class ShapeSettings(RunSettings):
     @property
     def shapes(self) -> tuple[Any, ...]:
         """The shapes, each once."""
-        if ALL in self.shape:
-            return tuple(self.named_shapes.values())
-        return tuple(dict.fromkeys(type(self).parse(text) for text in self.shape or (self.usual_shape,)))
+        return tuple(dict.fromkeys(s for text in self.shape or (self.choice.usual,) for s in self.choice.read(text)))
 
 
-class PeerSettings(Settings):
-    """What benchmarks have that measure peers by name, with the fields ``only`` and ``skip``.
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings(RunSettings):
+    """What benchmarks have that measure peers by name; ``known`` has all as ``peers``, in the table's order.
 
     Attributes:
-        known_peers: all, in the table's order.
+        usual_peers: those measured without --only; empty: all.
     """
 
-    known_peers: ClassVar[Mapping[str, Any]]
-    usual_peers: ClassVar[Sequence[str]] = ()  # where none are asked for; empty: all
-    only: tuple[str, ...]
-    skip: tuple[str, ...]
+    usual_peers: ClassVar[Sequence[str]] = ()
+
+    only: tuple[str, ...] = setting((), "measure these alone: {peers}", metavar="PEER", known="peers")
+    skip: tuple[str, ...] = setting((), "leave these out", metavar="PEER", known="peers")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,8 +201,7 @@ class PeerSettings(Settings):
     @property
     def peers(self) -> tuple[str, ...]:
         """The names of those that are measured, in the table's order."""
-        asked = self.only or self.usual_peers or tuple(self.known_peers)
-        return tuple(name for name in self.known_peers if name in asked and name not in self.skip)
+        return self._chosen("peers", self.only or self.usual_peers, self.skip)
 
 
 def options_of(config: Any, *, but: Sequence[str]) -> list[str]:
@@ -189,13 +218,16 @@ def options_of(config: Any, *, but: Sequence[str]) -> list[str]:
     return words
 
 
-def number(name: str, text: str, kind: type) -> Any:
-    """Return a setting's text as an int or a float.
+def numbers(name: str, texts: Iterable[str], kind: type) -> tuple[Any, ...]:
+    """Return a setting's texts as ints or floats.
 
     Raises:
-        ArgumentValueError: it is none.
+        ArgumentValueError: one of them is none.
     """
-    try:
-        return kind(text)
-    except ValueError:
-        raise ArgumentValueError(message(name, "numbers", repr(text))) from None
+    found = []
+    for text in texts:
+        try:
+            found.append(kind(text))
+        except ValueError:
+            raise ArgumentValueError(message(name, "numbers", repr(text))) from None
+    return tuple(found)

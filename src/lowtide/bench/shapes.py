@@ -1,16 +1,20 @@
-"""The shapes of output layers that are measured, by name or as numbers."""
+"""The shapes that are measured, by name or as numbers: output layers, a student's with its teacher's, gated MLPs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from lowtide.errors import ArgumentValueError, message
+
+ALL = "all"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """N tokens, hidden size D, vocabulary V."""
+    """An output layer: N tokens, hidden size D, vocabulary V."""
 
     name: str
     N: int
@@ -18,53 +22,154 @@ class Shape:
     V: int
 
     def flops(self, gemms: int) -> int:
-        """Return the floating-point operations of so many products of this shape, 2NDV each."""
+        """Return the floating-point operations of so many GEMMs of this shape, 2NDV each."""
         return gemms * 2 * self.N * self.D * self.V
 
     def __str__(self) -> str:
-        numbers = f"{self.N},{self.D},{self.V}"
-        return numbers if self.name == numbers else f"{self.name} ({numbers})"
+        return _text(self.name, self.N, self.D, self.V)
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("llama-1b", 16384, 2048, 131072),  # a Llama-3.2-1B's head, its vocabulary rounded up to 2**17
-        Shape("gemma-2b", 8192, 2304, 256000),
-        Shape("llama-8b", 16384, 4096, 128256),
-        Shape("small-32k", 32768, 768, 32000),
-        Shape("qwen-4k", 8192, 4096, 151936),
-    )
-}
+@dataclass(frozen=True)
+class PairShape:
+    """A student's output layer, and the hidden size of its teacher."""
+
+    name: str
+    N: int
+    D: int
+    V: int
+    teacher_D: int
+
+    @property
+    def student(self) -> Shape:
+        """The student's shape."""
+        return self._with(self.D)
+
+    @property
+    def teacher(self) -> Shape:
+        """The teacher's shape."""
+        return self._with(self.teacher_D)
+
+    def _with(self, D: int) -> Shape:
+        return Shape(self.name if self.name in PAIR_SHAPES else f"{self.N},{D},{self.V}", self.N, D, self.V)
 
 
-APPLY_SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("4x4096", 4 * 4096, 4096, 128256),  # the published exercise: batch, tokens; hidden 4096, vocabulary 128K
-        Shape("64x512", 64 * 512, 768, 32000),  # and its notebook's
-    )
-}
+@dataclass(frozen=True)
+class MlpShape:
+    """Gated MLPs of one size, one after another: hidden size D, intermediate size F."""
+
+    name: str
+    batch: int
+    seq: int
+    D: int
+    F: int
+    layers: int
+
+    @property
+    def N(self) -> int:
+        """Tokens."""
+        return self.batch * self.seq
+
+    def flops(self, gemms: int) -> int:
+        """Return the floating-point operations of so many GEMMs per layer, 2NDF each."""
+        return gemms * self.layers * 2 * self.N * self.D * self.F
+
+    def __str__(self) -> str:
+        return _text(self.name, self.batch, self.seq, self.D, self.F, self.layers)
 
 
-def parse_shape(text: str, named: Mapping[str, Shape] = SHAPES) -> Shape:
-    """Return the shape of that name, or of three numbers ``N,D,V``.
+S = TypeVar("S", Shape, PairShape, MlpShape)
 
-    Raises:
-        ArgumentValueError: It is neither.
+
+def _text(name: str, *sizes: int) -> str:
+    numbers = ",".join(map(str, sizes))
+    return numbers if name == numbers else f"{name} ({numbers})"
+
+
+def _by_name(*shapes: S) -> dict[str, S]:
+    return {shape.name: shape for shape in shapes}
+
+
+SHAPES = _by_name(
+    Shape("llama-1b", 16384, 2048, 131072),  # a Llama-3.2-1B's head, its vocabulary rounded up to 2**17
+    Shape("gemma-2b", 8192, 2304, 256000),
+    Shape("llama-8b", 16384, 4096, 128256),
+    Shape("small-32k", 32768, 768, 32000),
+    Shape("qwen-4k", 8192, 4096, 151936),
+)
+APPLY_SHAPES = _by_name(
+    Shape("4x4096", 4 * 4096, 4096, 128256),  # the published exercise: batch, tokens; hidden 4096, vocabulary 128K
+    Shape("64x512", 64 * 512, 768, 32000),  # and its notebook's
+)
+PAIR_SHAPES = _by_name(
+    PairShape("llama-8b-to-1b", 8192, 2048, 128256, 4096),
+    PairShape("llama-8b-to-8b", 4096, 4096, 128256, 4096),
+)
+PUBLISHED = (
+    MlpShape("published-1", 16, 128, 512, 2048, 2),
+    MlpShape("published-2", 32, 128, 512, 2048, 2),
+    MlpShape("published-3", 8, 512, 1024, 4096, 3),
+    MlpShape("published-4", 16, 512, 1024, 4096, 3),
+    MlpShape("published-5", 4, 1024, 4096, 16384, 5),
+)
+MODELS = tuple(
+    MlpShape(f"{name}-{tokens >> 10}k", 1, tokens, D, F, 1)
+    for name, D, F in (("llama-8b", 4096, 14336), ("llama-70b", 8192, 28672))
+    for tokens in (8192, 32768)
+)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[S]):
+    """What an option ``--shape`` can be.
+
+    Attributes:
+        kind: the class of the shapes.
+        numbers: what its numbers are called, in order.
+        usual: the name of what is measured where no shape is given.
+        named: the shapes that have a name.
+        groups: names of several.
     """
-    if text in named:
-        return named[text]
-    numbers = parse_numbers(text)
-    if numbers is not None:
-        return numbers
-    raise ArgumentValueError(message("shape", f"{', '.join(named)}, all or three numbers N,D,V above 0", repr(text)))
+
+    kind: type[S]
+    numbers: str
+    usual: str
+    named: Mapping[str, S]
+    groups: Mapping[str, tuple[S, ...]] = field(default_factory=dict)
+
+    def read(self, text: str) -> tuple[S, ...]:
+        """Return the shape of a name, the shapes of a group, or the shape of numbers with commas between them.
+
+        Raises:
+            ArgumentValueError: it is none of these.
+        """
+        groups = {**self.groups, ALL: tuple(self.named.values())}
+        return groups[text] if text in groups else (self.one(text, *groups),)
+
+    def one(self, text: str, *others: str) -> S:
+        """Return the shape of a name or of numbers; the error lists ``others`` as well.
+
+        Raises:
+            ArgumentValueError: it is neither.
+        """
+        if text in self.named:
+            return self.named[text]
+        sizes = [size.strip() for size in text.split(",")]
+        whole = all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes)
+        if not whole or len(sizes) != len(dataclasses.fields(self.kind)) - 1:
+            expected = ", ".join((*self.named, *others, f"numbers above 0: {self.numbers}"))
+            raise ArgumentValueError(message("shape", expected, repr(text)))
+        return self.kind(",".join(sizes), *map(int, sizes))
 
 
-def parse_numbers(text: str) -> Shape | None:
-    """Return the shape of three numbers ``N,D,V`` above 0, or None if that is not what the text is."""
-    numbers = text.split(",")
-    if len(numbers) == 3 and all(n.strip().isascii() and n.strip().isdigit() and int(n) > 0 for n in numbers):
-        N, D, V = map(int, numbers)
-        return Shape(f"{N},{D},{V}", N, D, V)
-    return None
+HEADS = Choice(Shape, "N,D,V", "llama-1b", SHAPES)
+CHUNK = Choice(Shape, "C,D,V", "", {})  # rows of one, hidden size, vocabulary
+TOKENS = dataclasses.replace(HEADS, usual="qwen-4k")
+APPLY = Choice(Shape, "N,D,V", "4x4096", APPLY_SHAPES)
+PAIRS = Choice(PairShape, "N,D,V,D of the teacher", "llama-8b-to-1b", PAIR_SHAPES)
+MLPS = Choice(
+    MlpShape,
+    "batch,seq,hidden,intermediate,layers",
+    "llama-8b-32k",
+    _by_name(*PUBLISHED, *MODELS),
+    {"published": PUBLISHED, "models": MODELS},
+)

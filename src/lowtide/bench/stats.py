@@ -1,29 +1,39 @@
-"""The benchmark of `linear_logprobs` and `linear_token_stats`: log-probabilities, entropies and more of tokens.
+"""The benchmark of `linear_logprobs` and `linear_token_stats`: log-probabilities, entropies and more, per token.
 
-N tokens, V vocabulary, K targets a token.
+N tokens, D hidden size, V vocabulary, K targets per token.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.bench.problem import Problem, Setting, make_problem
+from lowtide.bench.harness import CannotError, Peer, by_name, compiled
+from lowtide.bench.loss_peers import cce
+from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
-from lowtide.bench.tokens import Function, Task, Values
+from lowtide.bench.task import Function, Task, Values, token_benchmark
+from lowtide.bench.way import LOWTIDE
+from lowtide.head.options import HeadOptions
+from lowtide.head.planner import MIB
+from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
 LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB = "logprob", "entropy", "lse", "mean_logit", "sum_sq_prob"
 TOPK = "topk"  # the values, without their classes
 SEVERAL = 8  # targets of a token, or highest logits
+TRL_TILE = (4096, 32768)  # tokens and classes of the logits that TRL 1.16 holds at a time
+VERL_ROWS = 512  # tokens whose logits verl's fused_linear_for_ppo holds at a time
 
 
 @dataclass(frozen=True)
 class Work:
-    """A use: the values that are wanted, and the setting; how many targets a token, and how many highest logits."""
+    """A use: the values, and the setting; how many targets per token, and how many highest logits."""
 
     names: tuple[str, ...]
     setting: Setting
@@ -36,7 +46,7 @@ def _trained(name: str) -> Setting:
     return Setting(name=f"{name}, forward and backward", gemms=4, reduction="none")
 
 
-def _asked(name: str) -> Setting:
+def _scored(name: str) -> Setting:
     return Setting(name=f"{name}, no gradient", gemms=1, grad=False)
 
 
@@ -47,16 +57,16 @@ WORKS = {
     ),
     "logprob": Work((LOGPROB,), _trained("log-probability")),
     "targets": Work((LOGPROB,), _trained(f"log-probabilities of {SEVERAL} targets a token"), targets=SEVERAL),
-    "logprob-forward": Work((LOGPROB,), _asked("log-probability")),
-    "logprob-entropy-forward": Work((LOGPROB, ENTROPY), _asked("log-probability and entropy")),
-    "all-forward": Work((LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB), _asked("all statistics but the top k")),
-    "topk-forward": Work((LSE, TOPK), _asked(f"logsumexp and {SEVERAL} highest logits"), topk=SEVERAL),
+    "logprob-forward": Work((LOGPROB,), _scored("log-probability")),
+    "logprob-entropy-forward": Work((LOGPROB, ENTROPY), _scored("log-probability and entropy")),
+    "all-forward": Work((LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB), _scored("all statistics but the top k")),
+    "topk-forward": Work((LSE, TOPK), _scored(f"logsumexp and {SEVERAL} highest logits"), topk=SEVERAL),
 }
-"""A policy that is trained, with and without an entropy bonus and on several candidates, and one that is only asked."""
+"""A policy that is trained, with and without an entropy bonus and on several candidates, and one that only scores."""
 
 
 def values_of(z: Tensor, y: Tensor, names: tuple[str, ...], topk: int = 0) -> Values:
-    """Return the values of those names from logits in full [N, V] and targets [N] or [N, K]."""
+    """Return the values of those names from all logits [N, V] and targets [N] or [N, K]."""
     values = {}
     if not {LOGPROB, ENTROPY, SUM_SQ_PROB}.isdisjoint(names):
         logprobs = z.log_softmax(-1)
@@ -89,11 +99,11 @@ class StatsTask(Task):
     topk: int = 0
     backward_alone: bool = False
 
-    def exact(self) -> Callable[[Tensor, slice], Values]:
+    def values_of(self, z: Tensor, rows: slice) -> Values:
         """See `Task`."""
-        return lambda z, rows: values_of(z, self.y[rows], self.names, self.topk)
+        return values_of(z, self.y[rows], self.names, self.topk)
 
-    def run_of(self, function: Function) -> Callable[[], Values]:
+    def run_of(self, function: Function) -> Function:
         """See `Task`."""
         if not self.backward_alone:
             return super().run_of(function)
@@ -134,3 +144,137 @@ def stats_tasks(
     """Yield the works of those names on one shape's random inputs."""
     problem = make_problem(shape, dtype, device, seed=seed)
     yield from map(partial(stats_task, problem, seed=seed), (WORKS[name] for name in works))
+
+
+def _lowtide(task: StatsTask, options: HeadOptions | None = None) -> Function:
+    x, w, y, topk = task.head.x, task.head.w, task.y, task.topk or None
+    if task.names == (LOGPROB,):
+        return lambda: {LOGPROB: linear_logprobs(x, w, y, options=options)}
+
+    def run() -> Values:
+        stats = linear_token_stats(x, w, y, want=task.names, topk=topk, options=options)
+        values = {name: getattr(stats, name) for name in task.names}
+        return values if stats.topk is None else values | {TOPK: stats.topk.values}
+
+    return run
+
+
+def _lowtide_at_trls(task: StatsTask) -> Function:
+    tile = min(task.head.shape.N, TRL_TILE[0]) * TRL_TILE[1] * task.head.dtype.itemsize
+    return _lowtide(task, HeadOptions(workspace_mib=tile / MIB, accumulate="float32"))
+
+
+def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...], topk: int) -> Values:
+    return values_of((x @ w.T).float(), y, names, topk)
+
+
+def _in_full(function: Callable[..., Values], task: StatsTask) -> Function:
+    head = task.head
+    return lambda: function(head.x, head.w, task.y, task.names, task.topk)
+
+
+def _compiled(task: StatsTask) -> Function:
+    if task.backward_alone:
+        raise CannotError("gives its buffers away in backward, which runs once")
+    return _in_full(compiled(_naive), task)
+
+
+def _trl(task: StatsTask, *, whole: bool = False) -> Function:
+    _one_target(task)
+    utils: Any = importlib.import_module("trl.trainer.utils")
+    columns = task.head.shape.V if whole else utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    x, w, y = task.head.x, task.head.w, task.head.y
+    outputs = tuple(name for name in task.names if name != LOGPROB)
+
+    def run() -> Values:
+        found = utils._ChunkedLogProbFunction.apply(x, w, None, y, 1.0, columns, None, 1.0, outputs)
+        return dict(zip((LOGPROB, ENTROPY)[: len(task.names)], found, strict=False))
+
+    return run
+
+
+class _Rebuilt(torch.autograd.Function):
+    """verl's plain PyTorch implementation: the float32 softmax in chunks of 512 tokens, recomputed in backward.
+
+    The weight's gradient is summed in its own dtype. Without the entropy nothing of it is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        names = (LOGPROB, ENTROPY) if entropy else (LOGPROB,)
+        found = [values_of((x[rows] @ w.T).float(), y[rows], names) for rows in _rows(x)]
+        ctx.save_for_backward(x, w, y)
+        logprob = torch.cat([values[LOGPROB] for values in found])
+        return logprob, torch.cat([values[ENTROPY] for values in found]) if entropy else None
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+        x, w, y = ctx.saved_tensors
+        by_logprob, by_entropy = gradients
+        assert by_logprob is not None
+        dx, dw = torch.empty_like(x), torch.zeros_like(w)
+        for rows in _rows(x):
+            logprobs = (x[rows] @ w.T).float().log_softmax(-1)
+            p = logprobs.exp()
+            dz = p * -by_logprob[rows, None]
+            dz.scatter_add_(1, y[rows, None], by_logprob[rows, None])
+            if by_entropy is not None:
+                entropy = -(p * logprobs).sum(-1, keepdim=True)
+                dz -= by_entropy[rows, None] * p * (logprobs + entropy)
+            dz = dz.to(x.dtype)
+            torch.mm(dz, w, out=dx[rows])
+            dw += dz.T @ x[rows]
+        return dx, dw, None, None
+
+
+def _rows(x: Tensor) -> list[slice]:
+    return list(blocks(len(x), VERL_ROWS))
+
+
+def _verl_style(task: StatsTask) -> Function:
+    _one_target(task)
+    head, entropy = task.head, ENTROPY in task.names
+
+    def run() -> Values:
+        found = _Rebuilt.apply(head.x, head.w, head.y, entropy)  # type: ignore[no-untyped-call]
+        return dict(zip((LOGPROB, ENTROPY)[: len(task.names)], found, strict=False))
+
+    return run
+
+
+def _liger(task: StatsTask) -> Function:
+    _logprobs_alone(task)
+    module: Any = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
+    x, w, y = task.head.x, task.head.w, task.head.y
+    return lambda: {LOGPROB: module.LigerFusedLinearPPOBase.chunk_forward(x[None], w, y[None])[0]}
+
+
+def _cce_exact(task: StatsTask) -> Function:
+    _logprobs_alone(task)
+    head, loss = task.head, cce(filter_eps=None)(task.head)
+    return lambda: {LOGPROB: -loss(head.x, head.w, head.y, "none")}
+
+
+def _one_target(task: StatsTask) -> None:
+    if not {LOGPROB, ENTROPY}.issuperset(task.names) or task.y.dim() > 1:
+        raise CannotError("computes log-probabilities of one target a token, and entropies")
+
+
+def _logprobs_alone(task: StatsTask) -> None:
+    _one_target(task)
+    if task.names != (LOGPROB,):
+        raise CannotError("computes log-probabilities and no entropy")
+
+
+STATS_PEERS = by_name(
+    Peer(LOWTIDE, _lowtide),
+    Peer(f"{LOWTIDE}-trl-memory", _lowtide_at_trls),
+    Peer("naive", partial(_in_full, _naive)),
+    Peer("compile", _compiled),
+    Peer("trl", _trl, "trl"),  # its chunk of 32768 classes
+    Peer("trl-vocabulary", partial(_trl, whole=True), "trl"),  # all classes in a chunk
+    Peer("verl-style", _verl_style),
+    Peer("liger-grpo", _liger, "liger-kernel"),  # the log-probabilities in Liger's GRPO loss
+    Peer("cce-exact", _cce_exact, "cut-cross-entropy"),
+)
+STATS = token_benchmark(stats_tasks, STATS_PEERS)

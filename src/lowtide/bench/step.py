@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from lowtide.bench import step_way
-from lowtide.bench.config import StepBenchConfig
-from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Column, Row, Run, Table
-from lowtide.bench.way import LOWTIDE
-from lowtide.bench.ways import language_part
-from lowtide.measure.child import ALLOCATOR, run_child
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowtide.bench.harness import (
+    OUT_OF_MEMORY,
+    Benchmark,
+    Column,
+    Row,
+    Run,
+    Table,
+    own_failure,
+    reason_of,
+    release,
+)
+from lowtide.bench.settings import StepSettings
+from lowtide.bench.train_config import StepBenchConfig
+from lowtide.bench.way import LOWTIDE, Way
+from lowtide.bench.ways import SDPA, VOCABULARY, attention_of, build_way, language_part, make_optimizer
+from lowtide.errors import UnsupportedError, message
+from lowtide.measure.child import ALLOCATOR, allocator_setting, run_child
+from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
+from lowtide.measure.timing import time_side_by_side
+from lowtide.measure.units import gib
+from lowtide.memory import offload_optimizer
+from lowtide.memory.policy_words import split_states
 from lowtide.train.model import model_config
 
+OURS = f"{LOWTIDE}:"  # begins the name of a way; a policy follows
+
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 COLUMNS = (
     Column("s", "seconds", "9.4f"),
     Column("tokens/s", "tokens_per_s", "11.0f"),
@@ -21,6 +52,102 @@ COLUMNS = (
     Column("loss", lambda row: row["losses"][0], "9.4f"),
     Column("last", lambda row: row["losses"][-1], "9.4f"),
 )
+
+
+def measure_way(way: str, settings: dict[str, Any], file: str | None = None) -> list[dict[str, Any]]:
+    """Return a row for each length, seconds, peak and losses of a step or why there are none; `run_child` calls it.
+
+    No length is tried after one that did not fit.
+
+    Args:
+        way: a name of the table.
+        settings: of a `StepBenchConfig`, device and dtype chosen.
+        file: where to write the rows as json after each length, for a parent that outlives this process.
+    """
+    config = StepBenchConfig.read(settings)
+    rows: list[dict[str, Any]] = []
+    try:
+        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+        built = build_way(way_of(way), config.model, dtype, device, seed=config.seed)
+        if config.sdpa != "auto" and attention_of(built) != SDPA:
+            raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(built)}", config.sdpa))
+        optimizer = make_optimizer("adamw", list(built.parameters()))
+        states = split_states(way)[1]
+        if states is not None:
+            offload_optimizer(optimizer, built, **states)
+    except Exception as error:
+        return [{"tokens": tokens, "failed": reason_of(error)} for tokens in config.lengths]
+    for tokens in config.lengths:
+        try:
+            row = steps(built, optimizer, config, tokens, config.batch, warm=config.warm, reps=config.reps)
+            rows.append({"tokens": tokens, **row})
+        except Exception as error:
+            if is_out_of_memory(error):
+                left = config.lengths[len(rows) :]
+                return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
+            rows.append({"tokens": tokens, "failed": reason_of(error)})
+            optimizer.zero_grad(set_to_none=True)  # which the next length would add to
+        if file is not None:
+            Path(file).write_text(json.dumps(rows))
+    return rows
+
+
+def steps(
+    model: Any, optimizer: torch.optim.Optimizer, config: StepSettings, tokens: int, batch: int, *, warm: int, reps: int
+) -> dict[str, Any]:
+    """Return seconds, tokens per second, memory and losses of training steps on random tokens.
+
+    Args:
+        model: what is trained.
+        optimizer: of its parameters.
+        config: attention's kernel, the seed and the device.
+        tokens: of a sequence.
+        batch: sequences.
+        warm: steps that do not count.
+        reps: steps that count.
+    """
+    device = torch.device(config.device)
+    generator = torch.Generator().manual_seed(config.seed)
+    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        with contextlib.nullcontext() if config.sdpa == "auto" else sdpa_kernel(_KERNELS[config.sdpa]):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+    release(device)
+    for _ in range(warm):
+        step()
+    reset_cuda_peak()
+    timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
+    return {
+        "seconds": timing.median_ms / 1e3,
+        "spread": timing.spread,
+        "tokens_per_s": batch * tokens / timing.median_ms * 1e3,
+        **_memory(device),
+        "losses": [loss.item() for loss in losses],
+        "attention": attention_of(model),
+    }
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    """Return the peak since the last reset; on a GPU also what its allocator held for it, and how that was set."""
+    if device.type != "cuda":
+        return {"peak_gib": gib(peak_resident_bytes())}
+    held = gib(cuda_reserved_bytes())
+    return {"peak_gib": gib(cuda_peak_bytes()), "reserved_gib": held, "allocator": allocator_setting()}
+
+
+def way_of(name: str) -> Way:
+    """Return the way that a row's name stands for: ``lowtide:POLICY``, or a peer, whose layers are checkpointed."""
+    if name.startswith(OURS):
+        return Way(impl=LOWTIDE, policy=split_states(name.removeprefix(OURS))[0])
+    impl, _, keep = name.partition("-")
+    return Way(impl=impl, policy=keep or "input")
 
 
 def measure(run: Run[StepBenchConfig]) -> None:
@@ -42,7 +169,7 @@ def measure(run: Run[StepBenchConfig]) -> None:
         with tempfile.TemporaryDirectory(prefix="lowtide-step-") as folder:
             known = Path(folder) / "rows.json"
             try:
-                ended = run_child(step_way.measure, way, run.settings, str(known), env=ALLOCATOR)
+                ended = run_child(measure_way, way, run.settings, str(known), env=ALLOCATOR)
             except BaseException:  # Ctrl-C: the lengths that were measured are written
                 add(way, json.loads(known.read_text()) if known.exists() else [])
                 raise
@@ -55,9 +182,8 @@ def measure(run: Run[StepBenchConfig]) -> None:
 
 
 STEP = Benchmark(
-    name="step",
     measure=measure,
-    failed=lambda row: row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY and row["way"].startswith(LOWTIDE),
+    failed=lambda row: own_failure(row) and row["failed"] != OUT_OF_MEMORY,
     packages=["liger-kernel"],
-    check=lambda config: language_part(model_config(config.model, vocab_size=step_way.VOCABULARY)),
+    check=lambda config: language_part(model_config(config.model, vocab_size=VOCABULARY)),
 )

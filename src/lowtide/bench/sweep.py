@@ -1,7 +1,7 @@
 """The head's benchmark along three lines: N tokens, hidden size D and vocabulary V, each with the others held.
 
-What is drawn is what the thread on PyTorch's own function of this kind asked for (pytorch/pytorch issue 124480): the
-rate, the peak of memory and the errors over each of the three.
+The plots are those that the thread on PyTorch's own function requested (pytorch/pytorch issue 124480): the rate, the
+peak of memory and the errors over each of the three.
 """
 
 from __future__ import annotations
@@ -15,26 +15,39 @@ from typing import Any
 
 import torch
 
-from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers
-from lowtide.bench.head import TABLE, bench_of
-from lowtide.bench.peers import LOWTIDE, PEERS
-from lowtide.bench.pictures import draw_sweep, require_matplotlib
+from lowtide.bench.config import SweepBenchConfig
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers, own_failure
+from lowtide.bench.head import TABLE, bench_of, loss_task
+from lowtide.bench.loss_peers import PEERS
+from lowtide.bench.plots import draw_sweep, require_matplotlib
 from lowtide.bench.problem import PLAIN, make_problem
-from lowtide.bench.reference import exact_products
 from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
-from lowtide.bench.sweep_config import SweepBenchConfig
+from lowtide.bench.task import exact_products, wider
+from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.timing import time_side_by_side
 
-DRAWING = 3.0  # seconds that are left for the picture
+PACE = {
+    "naive": 2.0,
+    "compile": 1.2,
+    "torch": 4.5,
+    "torch-4096": 1.9,
+    "liger": 2.0,
+    "liger-large": 1.3,
+    "cce": 4.7,
+    "cce-exact": 4.7,
+    "trl": 1.6,
+}  # times the limit that a peer takes, about, where not 1.1: for estimates alone
+FIRST = {"compile": 5.0, "cce": 2.0, "cce-exact": 2.0, "quack": 2.0}  # seconds of a new shape, where not 0.2
+DRAWING = 3.0  # seconds that are left for the plot
 _PROBE = {"cuda": (4096, 4096, 32768), "cpu": (512, 512, 2048)}  # the most of N, D and V that the rate is measured with
 
 
 def measure(run: Run[SweepBenchConfig]) -> None:
     """Measure every shape, as far as the time goes, and draw them at the end.
 
-    A result of the same sweep (settings, machine, commit) that was not finished is gone on with.
+    An unfinished result of the same sweep (settings, machine, commit) is continued.
 
     Raises:
         UnsupportedError: the GPU no longer answers after a peer.
@@ -46,7 +59,7 @@ def measure(run: Run[SweepBenchConfig]) -> None:
         run.files, run.result = found
         points = run.result["points"]
         run.rows += [row for point in points for row in point["rows"]]
-        run.say(f"going on with {run.files.json}, which has {len(points)} of {len(config.shapes)} shapes\n")
+        run.say(f"continuing {run.files.json}, which has {len(points)} of {len(config.shapes)} shapes\n")
     try:
         _Sweep(run, start).all()
     finally:  # what is known is drawn, also after Ctrl-C
@@ -54,13 +67,13 @@ def measure(run: Run[SweepBenchConfig]) -> None:
             run.say(f"drawn: {draw_sweep(run.result, run.files)}\n")
 
 
-def _unfinished(folder: Path, told: dict[str, Any]) -> tuple[Files, dict[str, Any]] | None:
-    """Return the newest result that was to be this one, and its files."""
+def _unfinished(folder: Path, result: dict[str, Any]) -> tuple[Files, dict[str, Any]] | None:
+    """Return the newest unfinished result of the same sweep, and its files."""
     same = ("asked", "dtype", "machine", "commit", "finished")
     for file in sorted(folder.glob("*-sweep-*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(file.read_text())
-            if all(found[key] == json.loads(json.dumps(told[key], default=str)) for key in same):
+            if all(found[key] == json.loads(json.dumps(result[key], default=str)) for key in same):
                 return Files(file), found
     return None
 
@@ -99,7 +112,7 @@ class _Sweep:
 
     def able(self) -> set[str]:
         """Return the peers that can be imported and run here."""
-        tiny = make_problem(Shape("", 8, 8, 16), self.run.dtype, self.run.device)
+        tiny = loss_task(make_problem(Shape("", 8, 8, 16), self.run.dtype, self.run.device))
         found = set()
         for name in self.config.peers:
             with contextlib.suppress(Exception):  # its rows will say why
@@ -108,7 +121,7 @@ class _Sweep:
         return found
 
     def point(self, shape: Shape) -> dict[str, Any] | None:
-        """Return what is known of a shape, None where it was not begun."""
+        """Return what is known of a shape, None where it was not started."""
         sizes = (shape.N, shape.D, shape.V)
         points = self.run.result["points"]
         return next((point for point in points if (point["N"], point["D"], point["V"]) == sizes), None)
@@ -135,20 +148,19 @@ class _Sweep:
         self.run.say(bench.title() + TABLE.header)
         for name in missing:
             row = bench.measure(PEERS[name])
-            if "ms" in row:  # the rate: what the products need, 6NDV, whatever a peer computes besides
+            if "ms" in row:  # of the work that the GEMMs need, 6NDV, whatever a peer computes besides
                 row["tflops"] = shape.flops(PLAIN.gemms) / row["ms"] / 1e9
             self.run.add(row, point["rows"], TABLE)
             if "failed" in row and not answers(self.run.device):
-                hint = "The same command goes on with the next, in a new process."
+                hint = "The same command continues with the next peer, in a new process."
                 raise UnsupportedError(message("device", "a GPU that answers", f"none, after {name}", hint))
 
 
 def rates_of(shape: Shape, dtype: torch.dtype, device: torch.device, *, error: bool) -> tuple[float, float]:
-    """Return the operations a second of products in a dtype, and of those of the truth, as measured in a moment."""
+    """Return the measured operations per second of GEMMs in a dtype, and of those of the truth."""
     N, D, V = (min(size, most) for size, most in zip((shape.N, shape.D, shape.V), _PROBE[device.type], strict=True))
-    truth = torch.float32 if dtype.itemsize < 4 else torch.float64
     found = []
-    for kind in (dtype, truth) if error else (dtype,):
+    for kind in (dtype, wider(dtype)) if error else (dtype,):
         x, w = (torch.randn(rows, D, device=device, dtype=torch.float32).to(kind) for rows in (N, V))
         with exact_products():
             ms = time_side_by_side({"mm": lambda x=x, w=w: x @ w.T}, device, warm=1, reps=2)["mm"].median_ms  # type: ignore[misc]
@@ -169,17 +181,16 @@ def estimate(config: SweepBenchConfig, shape: Shape, peers: Collection[str], rat
     rounds = config.warm + config.reps
     seconds = once / rates[0] * (2 * rounds + 1)  # the limit, by several numbers of rows, and the inputs
     for name in peers:
-        peer = PEERS[name]
-        seconds += peer.first + once / rates[0] * (rounds * (1 + peer.pace) + peer.pace)
+        pace = PACE.get(name, 1.1)
+        seconds += FIRST.get(name, 0.2) + once / rates[0] * (rounds * (1 + pace) + pace)
     if config.error:
         seconds += once / rates[1] * (1 + (LOWTIDE in peers))  # the truth, and the roundings' own error
     return seconds
 
 
 SWEEP = Benchmark(
-    name="sweep",
     measure=measure,
-    failed=lambda row: "plan" in row and row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY,
+    failed=lambda row: own_failure(row) and row["failed"] != OUT_OF_MEMORY,
     peers=PEERS,
     check=lambda _: require_matplotlib("sweep"),
 )

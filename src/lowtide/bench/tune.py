@@ -1,4 +1,4 @@
-"""Tile sizes of the exponential GEMM for a GPU that the table does not know: try some, keep the fastest right one.
+"""Tile sizes of the exponential GEMM for a GPU without an entry in the table: the fastest correct candidate.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.config import TuneConfig
-from lowtide.bench.harness import reason_of
+from lowtide.bench.harness import Column, Row, Say, Table, reason_in
 from lowtide.bench.problem import ROWS, blocks, make_problem
-from lowtide.bench.reference import exact_products
 from lowtide.bench.shapes import Shape
+from lowtide.bench.task import exact_products
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import why_not_exp
 from lowtide.head.kernels import configs
@@ -54,13 +54,13 @@ class Chunk:
     """What each candidate computes: E = exp(x W^T - reference), 0 at the targets, and its row sums.
 
     Attributes:
-        x_CD: Hidden states.
-        w_VD: Weight.
+        x_CD: hidden states.
+        w_VD: weight.
         y_C: int32 targets.
         reference_C: float32 logits of the targets.
-        true_e_CV: E in float32, from float32 products.
-        e_CV: Where a candidate writes its E, in the operands' dtype.
-        z_CV: Where `torch.mm` writes.
+        true_e_CV: E in float32, from float32 GEMMs.
+        e_CV: a candidate's output E, in the operands' dtype.
+        z_CV: the output of `torch.mm`.
     """
 
     x_CD: Tensor
@@ -106,7 +106,7 @@ class Chunk:
                 return f"wrong: a row's sum is off by {float((error / true_sum).max()):.1e} of it"
             near = (self.e_CV[rows].float() - true_e).abs_() <= true_e * E_ERROR
             if not near.all():
-                return f"wrong: {int((~near).sum())} exponentials are not what float32 products make them"
+                return f"wrong: {int((~near).sum())} exponentials differ from those of float32 GEMMs"
         return None
 
 
@@ -116,44 +116,27 @@ Build = Callable[[Chunk, GemmConfig], tuple[Callable[[], object], Tensor]]
 Timer = Callable[[Mapping[str, Callable[[], object]]], Mapping[str, Timing]]
 """`time_side_by_side`, its device and its rounds decided."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A candidate's times in milliseconds, `torch.mm`'s in the same rounds; or why there are none."""
-
-    config: GemmConfig
-    ms: float | None = None
-    mm_ms: float | None = None
-    skipped: str | None = None
-
-    @property
-    def share(self) -> float:
-        """The share of `torch.mm`'s speed; 0 where there are no times."""
-        return self.mm_ms / self.ms if self.ms and self.mm_ms else 0.0
-
-    def line(self) -> str:
-        """Return the table's row."""
-        c = self.config
-        text = f"{c.rows:>4} x {c.columns:<3} x {c.depth:<3}"
-        text += f"{c.stages:>7}{c.warps:>6}{c.pieces:>7}{c.per_multiprocessor:>7}{c.group:>6}"
-        return f"{text}  {self.skipped}\n" if self.skipped else f"{text}{self.ms:>9.3f}{self.share:>7.3f}\n"
+TABLE = Table(
+    (
+        Column("rows x cols x depth", lambda row: _tile(row["config"]), "<19"),
+        Column("stages", lambda row: row["config"].stages, "7"),
+        Column("warps", lambda row: row["config"].warps, "6"),
+        Column("pieces", lambda row: row["config"].pieces, "7"),
+        Column("per_SM", lambda row: row["config"].per_multiprocessor, "7"),
+        Column("group", lambda row: row["config"].group, "6"),
+    ),
+    (Column("ms", "ms", "9.3f"), Column("of mm", "share", "7.3f")),
+)
 
 
-COLUMNS = "rows x cols x depth stages  warps pieces per_SM group       ms  of mm\n"
+def _tile(config: GemmConfig) -> str:
+    return f"{config.rows:>4} x {config.columns:<3} x {config.depth:<3}"
 
 
-def run(
-    config: TuneConfig, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
-) -> GemmConfig | None:
-    """Try the candidates on the current GPU and remember the fastest one, unless ``config.dry_run``.
+def run(config: TuneConfig, say: Say, clock: Callable[[], float] = time.monotonic) -> GemmConfig | None:
+    """Try the candidates on the current GPU, write the fastest one unless ``config.dry_run``, and return it.
 
-    Args:
-        config: how.
-        say: gets the text, a line or more at a time.
-        clock: seconds.
-
-    Returns:
-        GemmConfig | None: The fastest; None where no candidate could be used.
+    None: no candidate could be used. ``clock`` returns seconds.
 
     Raises:
         UnsupportedError: the GPU cannot run the kernel at this shape, or its memory cannot hold it.
@@ -170,28 +153,29 @@ def run(
             raise
         raise UnsupportedError(message("shape", "one that this GPU's memory can hold", repr(shape.name))) from None
     timer = partial(time_side_by_side, device=device, warm=config.warm, reps=config.reps)
-    say(f"{name}, {shape} bfloat16; first what is in use now\n{COLUMNS}")
-    trials = []
-    for trial in tune(in_order(now), chunk, build_kernel, timer, end=end, clock=clock):
-        trials.append(trial)
-        say(trial.line())
-    best = fastest(trials)
+    say(f"{name}, {shape} bfloat16; first what is in use now\n{TABLE.header}")
+    rows = []
+    for row in tune(in_order(now), chunk, build_kernel, timer, end=end, clock=clock):
+        rows.append(row)
+        say(TABLE.line(row))
+    best = fastest(rows)
     if best is None:
-        say("no candidate could be used: nothing is kept\n")
+        say("no candidate could be used: nothing is written\n")
         return None
-    found = f"fastest: {best.share:.3f} of torch.mm"
-    if trials[0].share:
-        found += f", {best.share / trials[0].share:.3f} times the speed of what was in use"
+    found = f"fastest: {best['share']:.3f} of torch.mm"
+    if "share" in rows[0]:
+        found += f", {best['share'] / rows[0]['share']:.3f} times the speed of what was in use"
     say(f"{found}\n")
-    say("not kept: --dry-run\n" if config.dry_run else f"kept in {configs.remember(name, best.config)}\n")
-    return best.config
+    say("not written: --dry-run\n" if config.dry_run else f"written: {configs.remember(name, best['config'])}\n")
+    chosen: GemmConfig = best["config"]
+    return chosen
 
 
 def suitable_device(shape: Shape) -> torch.device:
     """Return the current GPU.
 
     Raises:
-        UnsupportedError: There is none, or it cannot run the exponential path at this shape.
+        UnsupportedError: there is none, or it cannot run the exponential path at this shape.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "There is nothing to tune."))
@@ -217,32 +201,28 @@ def tune(
     *,
     end: float,
     clock: Callable[[], float],
-) -> Iterator[Trial]:
-    """Yield each candidate's trial: one that fails, or is wrong, or for which there is no time, says so.
+) -> Iterator[Row]:
+    """Yield each candidate's row: its ``config``, ``ms``, ``mm_ms`` of `torch.mm` in the same rounds, and ``share``.
 
-    A candidate is begun if one that takes as long as the longest yet would end in time. The first always is.
-
-    Args:
-        candidates: Tile sizes, in the order they are tried.
-        chunk: What they compute.
-        build: Makes a candidate's function.
-        timer: Times functions in turns.
-        end: When to stop, by ``clock``.
-        clock: Seconds.
+    One that fails, or is wrong, or for which there is no time until ``end`` by the ``clock``, has ``failed`` instead. A
+    candidate is started if one that takes as long as the longest yet would end in time. The first always is.
     """
     longest = 0.0
     for i, candidate in enumerate(candidates):
+        row: Row = {"config": candidate}
         start = clock()
         if i and start + longest > end:
-            yield Trial(config=candidate, skipped=NO_TIME)
-            continue
-        yield _try(candidate, chunk, build, timer)
-        longest = max(longest, clock() - start)
+            row["failed"] = NO_TIME
+        else:
+            with reason_in(row):  # out of shared memory or registers, or whatever the compiler raises
+                row |= _measured(candidate, chunk, build, timer)
+            longest = max(longest, clock() - start)
+        yield row
 
 
-def fastest(trials: Sequence[Trial]) -> Trial | None:
-    """Return the trial with the largest share of `torch.mm`'s speed, which heat changes less than the time."""
-    return max((trial for trial in trials if trial.share), key=lambda trial: trial.share, default=None)
+def fastest(rows: Sequence[Row]) -> Row | None:
+    """Return the row with the largest share of `torch.mm`'s speed, which heat changes less than the time."""
+    return max((row for row in rows if "share" in row), key=lambda row: row["share"], default=None)
 
 
 def build_kernel(chunk: Chunk, config: GemmConfig) -> tuple[Callable[[], object], Tensor]:
@@ -255,22 +235,19 @@ def build_kernel(chunk: Chunk, config: GemmConfig) -> tuple[Callable[[], object]
     return partial(gemm_tiles, exp_tile, chunk.x_CD, chunk.w_VD, chunk.e_CV, rows, PLAIN, config), sum_CP
 
 
-def _try(config: GemmConfig, chunk: Chunk, build: Build, timer: Timer) -> Trial:
-    try:
-        kernel, sum_CP = build(chunk, config)
-        for buffer in (chunk.e_CV, sum_CP):  # what another candidate left there would be right
-            buffer.fill_(torch.nan)
-        kernel()
-        wrong = chunk.why_wrong(sum_CP)
-        if wrong:
-            return Trial(config=config, skipped=wrong)
+def _measured(config: GemmConfig, chunk: Chunk, build: Build, timer: Timer) -> Row:
+    kernel, sum_CP = build(chunk, config)
+    for buffer in (chunk.e_CV, sum_CP):  # what another candidate left there would be right
+        buffer.fill_(torch.nan)
+    kernel()
+    wrong = chunk.why_wrong(sum_CP)
+    if wrong is None:
         timings = timer({"mm": _repeat(chunk.multiply), "kernel": _repeat(kernel)})
         wrong = chunk.why_wrong(sum_CP)  # a race shows in some runs only
-    except Exception as error:  # out of shared memory or registers, or whatever the compiler raises
-        return Trial(config=config, skipped=reason_of(error))
-    if wrong:
-        return Trial(config=config, skipped=wrong)
-    return Trial(config=config, ms=timings["kernel"].median_ms / CALLS, mm_ms=timings["mm"].median_ms / CALLS)
+    if wrong is not None:
+        return {"failed": wrong}
+    ms, mm_ms = (timings[name].median_ms / CALLS for name in ("kernel", "mm"))
+    return {"ms": ms, "mm_ms": mm_ms, "share": mm_ms / ms}
 
 
 def _repeat(function: Callable[[], object]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The models that benchmarks and the profile train: of each implementation, with a policy of what layers save."""
+"""Models to measure: built with random weights, and made to train in some way. For all that measure models."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from lowtide.train.model import model_config
 
 SDPA = "sdpa"
 LEARNING_RATE = 1e-5
+VOCABULARY = 1000  # of the model that has none of its own
 
 
 def language_part(config: Any) -> Any:
-    """Return the config of a causal language model: of one that sees or hears as well, that of the one inside.
-
-    Args:
-        config: Of transformers'.
+    """Return the config of transformers' causal language model: of a multimodal model, that of the one inside.
 
     Raises:
-        ArgumentValueError: There is no causal language model in it, or several, or a sequence-to-sequence model or an
+        ArgumentValueError: there is no causal language model in it, or several, or a sequence-to-sequence model or an
             encoder whose config does not set ``is_decoder``.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -68,25 +66,25 @@ def build_way(
     device: torch.device,
     *,
     seed: int,
-    vocab_size: int,
+    vocab_size: int = VOCABULARY,
     lora: int = 0,
     compiler: Callable[..., Any] | None = None,
 ) -> Any:
     """Return the model of a way, with random weights, ready to train.
 
     Args:
-        way: Which.
-        model: Whose shape, as in ``lowtide train --model``.
-        dtype: Of its weights, adapters included.
-        device: Where.
-        seed: Of the weights.
-        vocab_size: Of the model that has none of its own.
-        lora: The rank of adapters on every linear layer but the output layer, all else frozen; 0: full training.
-        compiler: What stands in for ``torch.compile``.
+        way: which.
+        model: whose shape, as in ``lowtide train --model``.
+        dtype: of its weights, adapters included.
+        device: where.
+        seed: of the weights.
+        vocab_size: of the model that has none of its own.
+        lora: the rank of adapters on every linear layer but the output layer, all else frozen; 0: full training.
+        compiler: what stands in for ``torch.compile``.
 
     Raises:
         UnsupportedError: peft or Liger is not installed.
-        ArgumentValueError: There is no such model, or no causal language model in it.
+        ArgumentValueError: there is no such model, or no causal language model in it.
     """
     config = language_part(model_config(model, vocab_size=vocab_size))
     if way.impl == LIGER:
@@ -116,10 +114,7 @@ def apply_liger(config: Any) -> None:
 def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
     """Return the model with LoRA adapters of this rank on its linear layers, in their dtype, all else frozen.
 
-    Args:
-        model: Of transformers'.
-        rank: Of the adapters.
-        targets: Names of the layers that get one; none: every linear layer but the output layer.
+    ``targets`` are the names of the layers that get one; none: every linear layer but the output layer.
 
     Raises:
         UnsupportedError: peft is not installed.
@@ -139,7 +134,7 @@ def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.opt
     """Return an optimizer by its name among the planner's.
 
     Raises:
-        UnsupportedError: Its library is not installed.
+        UnsupportedError: its library is not installed.
     """
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
@@ -157,7 +152,7 @@ def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.opt
 
 
 def _set_way(model: Any, way: Way, compiler: Callable[..., Any]) -> None:
-    """Make the model compute what the way's name says, and keep what its policy says."""
+    """Patch the model as the way's implementation needs it, and apply its policy."""
     if way.impl == LOWTIDE:
         patch(model, options=HeadOptions())
         apply_policy(model, parse_policies(way.policy, model.config.num_hidden_layers))
@@ -189,11 +184,7 @@ def _compile(model: Any, policy: ActivationPolicy, compiler: Callable[..., Any])
 
 
 class Checkpointed:
-    """A layer's forward under PyTorch's checkpoint, which keeps by a peer's policy.
-
-    Attributes:
-        function: The forward, which backward runs again.
-    """
+    """A layer's forward, ``function``, under PyTorch's checkpoint, which saves by a peer's policy."""
 
     def __init__(self, function: Callable[..., Any], policy: ActivationPolicy) -> None:
         self.function = function
@@ -205,11 +196,11 @@ class Checkpointed:
 
 
 def _run_checkpointed(policy: ActivationPolicy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function under PyTorch's checkpoint; what that keeps lies in host memory where the policy says so."""
+    """Run a function under PyTorch's checkpoint; what that saves lies in host memory where the policy says so."""
     arguments = _checkpoint_arguments(policy)
     if not policy.offload:
         return checkpoint(function, *args, **arguments, **kwargs)
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):  # of what checkpoint keeps alone: it hides the rest from us
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):  # of what checkpoint saves alone: it hides the rest from us
         return checkpoint(function, *args, **arguments, **kwargs)
 
 

@@ -1,63 +1,48 @@
-"""``lowtide bench``: lowtide beside its peers and beside what the hardware allows."""
+"""``lowtide bench``: lowtide beside its peers and beside the hardware's limit."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
+from collections.abc import Mapping
 from importlib import import_module
 
-import torch
-
-from lowtide.bench.config import (
-    ApplyBenchConfig,
-    DivergenceBenchConfig,
-    HeadBenchConfig,
-    LayersBenchConfig,
-    MlpBenchConfig,
-    StatsBenchConfig,
-    StepBenchConfig,
-    TuneConfig,
-)
-from lowtide.bench.longest_config import LongestBenchConfig
-from lowtide.bench.models_config import ModelsBenchConfig
+from lowtide.bench import config as operations
+from lowtide.bench import train_config as models
 from lowtide.bench.settings import Settings
-from lowtide.bench.sweep_config import SweepBenchConfig
-from lowtide.cli import bench_texts as texts
-from lowtide.cli.parser import OneLineParser, add_options
-from lowtide.cli.parser import given as _given
+from lowtide.cli.parser import OneLineParser, add_options, given
 
-BENCHMARKS: dict[type[Settings], str] = {
-    HeadBenchConfig: "linear + cross entropy",
-    SweepBenchConfig: "the same over tokens, hidden size and vocabulary",
-    StatsBenchConfig: "log-probabilities and entropies",
-    DivergenceBenchConfig: "distance from a teacher",
-    ApplyBenchConfig: "any function of the logits",
-    LayersBenchConfig: "norm and rotary embedding",
-    StepBenchConfig: "a training step, end to end",
-    LongestBenchConfig: "the longest sequence that runs",
-    MlpBenchConfig: "the gated MLP",
-    ModelsBenchConfig: "what patch does to every model type",
-    TuneConfig: "tile sizes of the head's GEMM for this GPU",
-}
-FILES = {"stats": "token_run", "divergence": "token_run"}  # of those whose file has another name
+BENCHMARKS: tuple[type[Settings], ...] = (
+    operations.HeadBenchConfig, operations.SweepBenchConfig, operations.StatsBenchConfig,
+    operations.DivergenceBenchConfig, operations.ApplyBenchConfig, operations.LayersBenchConfig,
+    models.StepBenchConfig, models.LongestBenchConfig, operations.MlpBenchConfig, models.ModelsBenchConfig,
+    operations.TuneConfig,
+)  # fmt: skip
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
+_ABOUT = """\
+Measure lowtide beside every peer that can be imported here, in one run. The figures are printed, and written with the
+hardware and the versions to a json file in the current folder (--output)."""
+_EXAMPLES = {
+    "head": "the loss at sizes for a GPU",
+    "head --shape 1024,256,8192 --skip compile --device cpu": "a small one, on any machine",
+    "WHAT --help": "all options of one, with examples",
+}
 
 
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
-    parser.description, parser.epilog = texts.BENCH, texts.BENCH_EXAMPLES
+    parser.description, parser.epilog = _ABOUT, _examples("", _EXAMPLES)
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
-    for config, help in BENCHMARKS.items():
-        name = config.benchmark
-        description, examples = (getattr(texts, f"{name.upper()}{part}") for part in ("", "_EXAMPLES"))
+    for config in BENCHMARKS:
         one = kinds.add_parser(
-            name,
-            help=help,
-            description=description,
-            epilog=examples,
+            config.benchmark,
+            help=config.summary,
+            description=textwrap.fill(_description(config), 120),
+            epilog=_examples(f"{config.benchmark} ", config.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_options(one, config, {})
+        add_options(one, config, {key: ", ".join(names) for key, names in config.known.items()})
         one.set_defaults(main=main, parser=one, config=config)
 
 
@@ -67,17 +52,34 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something the user can fix.
     """
-    asked, name = _given(arguments, arguments.config), arguments.benchmark
-    config = arguments.config(**asked)  # what is wrong is said first, and alone
-    small = [line.strip() for line in arguments.parser.epilog.splitlines() if "--device cpu" in line]
-    if small and not asked.keys() & OF_SIZE and not torch.cuda.is_available():
-        sys.stderr.write(f"No GPU is here, and these sizes are made for one. A small run: {small[0]}\n")
-    if name == "tune":  # which keeps tile sizes and writes no result
-        from lowtide.bench.tune import run
+    asked, name = given(arguments, arguments.config), arguments.benchmark
+    config = arguments.config(**asked)  # an error of the arguments is reported first, and without torch
+    import torch
 
-        return int(run(config, _say) is None)
-    benchmark = getattr(import_module(f"lowtide.bench.{FILES.get(name, name)}"), name.upper())
+    small = [arguments for arguments in config.examples if "--device cpu" in arguments]
+    if small and not asked.keys() & OF_SIZE and not torch.cuda.is_available():
+        sys.stderr.write(
+            f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small[0]}\n"
+        )
+    module = import_module(f"lowtide.bench.{name}")
+    if name == "tune":  # which writes tile sizes and no result
+        return int(module.run(config, _say) is None)
+    benchmark = getattr(module, name.upper())
     return int(benchmark.run(config, _say).status)
+
+
+def _description(config: type[Settings]) -> str:
+    text = " ".join(str(config.__doc__).split())
+    if hasattr(config, "output"):
+        file = f"DIR/<date>-{config.stem.replace('{dtype}', '<dtype>')}-<gpu>.json"
+        text += f" The result is {file}, with the hardware and the versions; set COMMIT in the environment where the"
+        text += " source has no git history."
+    return f"{text} Exit status 1 where {config.exit_1}."
+
+
+def _examples(name: str, examples: Mapping[str, str]) -> str:
+    lines = [f"  lowtide bench {name}{words}".rstrip() + f"\n      {about}" for words, about in examples.items()]
+    return "\n".join(["examples:", *lines])
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-3: Parameters of which each rank holds a part, gathered around the calls of the module they are of.
+"""DeepSpeed's ZeRO-3: Parameters sharded over the ranks, gathered around the calls of their module.
 
-Outside of these calls such a Parameter has no elements, and DeepSpeed keeps what it is beside it. Nothing here imports
-DeepSpeed: a Parameter of it was made by one that is imported.
+Outside of these calls such a Parameter has no elements, and DeepSpeed has its attributes. Nothing here imports
+DeepSpeed: where there is such a Parameter, it is imported.
 """
 
 import sys
@@ -11,38 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where the hooks that gather are from; some of them are wrapped.
+# The modules of the hooks that gather; some of them are wrapped.
 HOOKS = ("deepspeed.runtime.zero.", "deepspeed.utils.nvtx")
 
 
 def is_partitioned(x: object) -> bool:
-    """Whether ``x`` is a Parameter that ZeRO-3 shares out, gathered just now or not."""
+    """Return whether ``x`` is a Parameter that ZeRO-3 shards, gathered or not."""
     return hasattr(x, "ds_id")
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """Return the shape of a Parameter, which one that is shared out has where it is gathered."""
+    """Return the full shape of a Parameter, also of one that is not gathered."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
-    """Gather Parameters of other modules for the call of ``module`` that is running and for all later ones.
+    """Gather Parameters of other modules for the running call of ``module`` and for all later ones.
 
     For a module that computes with its children's weights itself. In backward and in later calls DeepSpeed gathers and
-    releases them with the module's own, prefetched as any others.
+    releases them with the module's own, with prefetching.
 
     Args:
         module: The module.
-        parameters: What it is about to read, and maybe Parameters that nothing shares out.
+        parameters: What it is about to read; Parameters that are not sharded are skipped.
 
     Returns:
-        Whether they are all here. Where not, DeepSpeed is gathering some for the children's calls, as it used to.
+        Whether all are gathered. If not, DeepSpeed is gathering some for the children's calls.
     """
     shared = [p for p in parameters if is_partitioned(p)]
     known = vars(module).get("_external_params", ())
     for parameter in shared:
-        if id(parameter) not in known:  # also one that happens to be here now: in backward it may not
+        if id(parameter) not in known:  # also one that is gathered now: in backward it may not be
             sys.modules["deepspeed"].zero.register_external_parameter(module, parameter)
     missing = [p for p in shared if p.ds_status.name != "AVAILABLE"]
     if any(p.ds_status.name == "INFLIGHT" for p in missing):
@@ -53,12 +53,12 @@ def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
 
 
 def gathers_for(module: Any) -> bool:
-    """Whether `gather_for` has done so for ``module``: the order in which modules run is to stay what it was then."""
+    """Return whether `gather_for` did so for ``module``: the order of the modules' calls must not change after that."""
     return bool(vars(module).get("_external_params"))
 
 
 def forget(module: Any) -> None:
-    """Let DeepSpeed gather Parameters of the modules inside ``module`` for their own calls alone, as before."""
+    """Undo `gather_for`: DeepSpeed gathers Parameters of the modules inside ``module`` only for their own calls."""
     own = {id(parameter) for parameter in module.parameters()}
     for parameter in list(vars(module).get("_external_params", {}).values()):
         if id(parameter) in own:
@@ -66,27 +66,27 @@ def forget(module: Any) -> None:
 
 
 class Kept:
-    """Parameters that stay gathered after the call that is running, until `release` or `let_go`.
+    """Parameters that stay gathered after the running call, until `release` or `let_go`.
 
-    A patched head is called twice: by the model, where it answers with logits that are not there, and by the loss,
-    which needs the weight. DeepSpeed may let go of it in between and gather it a second time.
+    A patched head is called twice: by the model, for which it returns lazy logits, and by the loss, which needs the
+    weight. DeepSpeed might partition it in between and gather it again.
 
     Args:
-        parameters: Gathered ones or ones about to be, and maybe tensors that nothing shares out.
+        parameters: Gathered ones or ones about to be; tensors that are not sharded are skipped.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         self._parameters = [p for p in parameters if is_partitioned(p)]
         for parameter in self._parameters:
-            parameter.ds_active_sub_modules.add(self)  # whom it is gathered for; DeepSpeed has numbers of modules there
+            parameter.ds_active_sub_modules.add(self)  # its users; DeepSpeed has numbers of modules there
 
     def release(self) -> None:
-        """Let DeepSpeed do as it would."""
+        """Let DeepSpeed partition them when it would."""
         for parameter in self._parameters:
             parameter.ds_active_sub_modules.discard(self)
 
     def let_go(self) -> None:
-        """The same where no call follows, after which DeepSpeed would."""
+        """Partition them now: no call follows after which DeepSpeed would."""
         self.release()
         for parameter in self._parameters:
             if not (parameter.ds_active_sub_modules or parameter.ds_persist or parameter.ds_status.name != "AVAILABLE"):
@@ -94,9 +94,9 @@ class Kept:
 
 
 def keep_for_backward(parameters: Iterable[Any]) -> None:
-    """Keep Parameters from the next call that gathers them until the end of the backward that is running.
+    """Keep Parameters gathered from the next call that gathers them until the end of the running backward.
 
-    For gradients that reach them from a call within backward: autograd takes them in when that is over.
+    For gradients of a call within backward, which autograd accumulates when that has ended.
     """
     kept = Kept(parameters)
     torch.autograd.Variable._execution_engine.queue_callback(kept.let_go)

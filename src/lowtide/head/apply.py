@@ -1,4 +1,4 @@
-"""Any function of the final linear layer's logits, which are never built whole."""
+"""Any function of the final linear layer's logits, computed in chunks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +23,10 @@ from lowtide.head.scaling import scaled, times
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
 TWICE = (
-    "lowtide.linear_apply: expected to be differentiated once, got a second derivative. Its gradients are computed"
-    f" without a graph of their own; for second derivatives build the logits: {NAIVE}."
+    "lowtide.linear_apply: expected to be differentiated once, got a second derivative. For those"
+    f" build the logits: {NAIVE}."
 )
-_TENSOR = object()  # stands where a tensor goes
+_TENSOR = object()  # the placeholder of a tensor
 
 
 @_disable_dynamo  # torch.compiler.disable, without importing it: plan and loop are the host's, and in no graph
@@ -45,40 +45,40 @@ def linear_apply(
     options: HeadOptions | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> Any:
-    """Return ``fn(logits, *token_args, *params)`` for the logits of a linear layer, some rows of them at a time.
+    """Return ``fn(logits, *token_args, *params)`` for the logits of a linear layer, computed in chunks.
 
     With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``, ``fn`` gets
     [C, V] float32 logits of C tokens (float64 for float64 inputs), the C rows of each token argument, and ``params``
-    whole. Derivatives are autograd's through ``fn``. The logits of a chunk exist at a time; ``fn`` gets them in pieces
-    of fewer rows, and its graph lives for one piece. `HeadOptions.workspace_mib` bounds both, counting 8 tensors of a
-    piece's logits for what ``fn`` holds.
+    whole. Derivatives are autograd's through ``fn``, which may get a chunk in several pieces of fewer rows; its graph
+    is freed after each piece. `HeadOptions.workspace_mib` bounds both, counting 8 tensors of a piece's logits for the
+    intermediates of ``fn``.
 
     ``fn`` must treat each token by itself, for any number of rows. It is called several times, on a few rows first.
 
     Args:
         fn: The function. It may draw random numbers from PyTorch's default generators, and change its logits in place,
-            but not its other arguments. Whether it couples tokens is found by comparing it with itself on a few rows.
+            but not its other arguments. Coupled tokens are detected by a comparison with itself on a few rows.
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
         linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
         token_args: Tensors [..., *], their first axes those of ``input``; ``fn`` gets them as [C, *]. Those that
             require a gradient get it.
         linear_bias: [V], or None.
-        params: What ``fn`` gets after the token arguments, whole: tensors of any shape, which get gradients, and
-            anything else; pytrees of these too.
-        mask: bool [...], True where ``fn`` runs. Other tokens are dropped before the product, whatever they hold; their
+        params: The last arguments of ``fn``, whole: tensors of any shape, which get gradients, and anything else;
+            pytrees of these too.
+        mask: bool [...], True where ``fn`` runs. Other tokens are dropped before the GEMM, even NaN; their
             results and gradients are 0. On a GPU the host waits for their number.
         out: ``"token"``: fn returns tensors [C, *], in any pytree. ``"sum"``: scalars that add up over tokens.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
-            a gradient gets it, in float16 at the price of a float32 copy of ``input`` [..., D].
+            a gradient gets it, in float16 at the cost of a float32 copy of ``input`` [..., D].
         compile: Compile ``fn`` (not the loop) for any number of rows, once for each ``fn``: define it once, not in each
             step.
         options: Memory, accumulation and when gradients are computed: see `HeadOptions`.
-        vocab_shard: Where the vocabulary is sharded over ranks and ``linear_weight``, ``linear_bias`` are this rank's
-            rows: which these are, see `VocabShard`. All else is the same on every rank. DTensors say so themselves:
+        vocab_shard: For a sharded vocabulary, whose rows ``linear_weight`` and ``linear_bias`` have on this rank: see
+            `VocabShard`. All else is the same on every rank. DTensors need no `VocabShard`:
             ``linear_weight`` and ``linear_bias`` with ``Shard(0)``, ``input`` with ``Replicate()`` or, for sequence
-            parallelism, ``Shard`` of an axis of tokens, the others whole. ``fn`` gets whole rows of logits all the
-            same: the ranks exchange a chunk's, and each calls it on its share of the rows.
+            parallelism, ``Shard`` of an axis of tokens, the others whole. ``fn`` still gets whole rows of
+            logits: the ranks exchange a chunk's, and each calls it on its share of the rows.
 
     Returns:
         Any: What ``fn`` returns, of its dtypes: with "token" [..., *] for [C, *], with "sum" the sums. Integers,
@@ -91,13 +91,13 @@ def linear_apply(
             not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that it
             changes in place; ranks that share a vocabulary and got other arguments. Also a `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
-        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or options that ask for what
-            an arbitrary function does not allow; also a `RuntimeError`.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or options that an
+            arbitrary function does not support; also a `RuntimeError`.
 
     Note:
         With "sum" and one differentiable scalar the gradients are computed in forward, and backward multiplies them
-        with the upstream one; with several, with "token", and with ``HeadOptions(gradient="recompute")``, backward
-        builds the logits and runs ``fn`` once more, with the same random numbers and under the same autocast. Ranks
+        by the upstream one; with several, with "token", and with ``HeadOptions(gradient="recompute")``, backward
+        recomputes the logits and ``fn``, with the same random numbers and under the same autocast. Ranks
         that share a vocabulary compare their arguments, for which the host waits, and draw each their own numbers.
 
     Example:
@@ -116,7 +116,7 @@ def linear_apply(
     params = list(params)
     tensors = [leaf for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)]
     for tensor in tensors:
-        if tensor.requires_grad:  # the others are handed to fn as they are, whatever they are
+        if tensor.requires_grad:  # the others are passed to fn unmodified
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=NAIVE)

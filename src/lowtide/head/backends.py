@@ -9,7 +9,7 @@ from lowtide.kernel_launch import why_no_triton
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
-MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may hold them are computed once more
+MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
 NOT_ON_EVERY_RANK = "its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on every rank"
 NOT_OF_SHARDS = "its kernels do not know other ranks' classes; cross entropy's of 'exp' do"
 
@@ -33,7 +33,7 @@ def choose(work: str, options: HeadOptions, where: str = "", **why_not: str | No
     """Return the implementation that runs, "exp", "row" or "torch", and why.
 
     ``why_not`` says why each implementation that exists for this work cannot run, or None, the fastest first; "torch"
-    can. One asked for by name that cannot is an error, where ``where`` stands after the accepted names.
+    can. An explicit one that cannot is an error, with ``where`` after the accepted names.
     """
     asked, (reason, lacking) = options.backend, _WORK[work]
     against = f"{why_not[asked]}." if why_not.get(asked) else lacking.get(asked)
@@ -41,7 +41,7 @@ def choose(work: str, options: HeadOptions, where: str = "", **why_not: str | No
         *names, last = (repr(name) for name in ("auto", *why_not, "torch") if name != asked)
         raise UnsupportedError(message("backend", f"{', '.join(names)} or {last}{where}", repr(asked), against))
     if why_not and asked != "auto":
-        return asked, "asked for by name"
+        return asked, "requested explicitly"
     for name, found in why_not.items():
         if found is None:
             return name, reason
@@ -57,7 +57,7 @@ def why_not_exp(
     *,
     capped_and_smoothed: bool = False,  # whether the loss has both a soft cap and label smoothing
     weight_fits: bool = True,  # whether the weight's rows lie one after another, at 16-byte addresses
-    stats: tuple[int, int] = (1, 0),  # how many targets a token has, and how many of its highest logits are wanted
+    stats: tuple[int, int] = (1, 0),  # targets per token, and how many of its highest logits are requested
     capability: tuple[int, int] | None = None,  # of the GPU being planned for, where it is not this machine's
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can."""
@@ -73,7 +73,7 @@ def why_not_exp(
         "TMA takes rows that start at multiples of 16 bytes, and the weight's do not": not weight_fits,
         "with a soft cap, label smoothing bears on every logit in another way": capped_and_smoothed,
         f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}": targets > MOST_TARGETS,
-        f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted": topk > MOST_HIGHEST,
+        f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are requested": topk > MOST_HIGHEST,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -89,5 +89,5 @@ def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool 
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the GPU's compute capability; where there is none to ask, that of the GPU being planned for: Hopper."""
+    """Return the GPU's compute capability; without one, that of the GPU being planned for: Hopper."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER

@@ -1,4 +1,4 @@
-"""What every function of a head's logits has in common, as its caller gave it and as the loops over chunks read it.
+"""The arguments that all functions of a head's logits share: their checks, and the records that the loops read.
 
 N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unless the vocabulary is sharded).
 """
@@ -36,7 +36,7 @@ SWAPPED = "Are {} and {} swapped? The hidden states come first here; Liger's fun
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted."""
+    """Which gradients are needed."""
 
     input: bool
     weight: bool
@@ -44,10 +44,10 @@ class Wanted(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A final linear layer, its hidden states and what is done to their products, local to this rank.
+    """A final linear layer, its hidden states, and the operations on its logits, local to this rank.
 
-    Its logits are ``softcap * tanh((input @ weight.T + bias) * scale / softcap)``, each part where there is one. What
-    stands before the ranks is what an operator takes; a function's own arguments come beside it.
+    Its logits are ``softcap * tanh((input @ weight.T + bias) * scale / softcap)``, each part optional.
+    The fields before the ranks are arguments of its operators; a function's own arguments are in another record.
     """
 
     input: Tensor  # [..., D]
@@ -63,7 +63,7 @@ class Head(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of logits and of what comes of them."""
+        """Return the dtype of logits and of results."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
@@ -136,8 +136,8 @@ def check_head(
     check_tensor(input_name, input)
     check_tensor(weight_name, linear_weight)
     if is_dtensor(linear_weight) and not is_dtensor(input):
-        # With FSDP2 each rank has tokens of its own, and the weight's gradient is a sum over all of them; under tensor
-        # parallelism all have the same. A plain tensor does not tell which.
+        # With FSDP2 each rank has its own tokens, and the weight's gradient is a sum over all of them; under tensor
+        # parallelism all have the same. A plain tensor does not show which.
         mesh: Any = linear_weight
         got = f"a DTensor {mesh.placements} on {mesh.device_mesh}"
         hint = (
@@ -233,7 +233,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 class CrossEntropyArgs(NamedTuple):
-    """What `lowtide.linear_cross_entropy` gets beside the head; labels already shifted."""
+    """The arguments of `lowtide.linear_cross_entropy` besides the head; labels already shifted."""
 
     target: Tensor  # [...]
     weight: Tensor | None = None  # [V_r]
@@ -246,7 +246,7 @@ class CrossEntropyArgs(NamedTuple):
 
 
 class TokenStatsArgs(NamedTuple):
-    """What `lowtide.linear_token_stats` gets beside the head."""
+    """The arguments of `lowtide.linear_token_stats` besides the head."""
 
     target: Tensor  # [N, K] int64; K is 0 where there are none
     want: str  # the fields' names, separated by commas
@@ -255,12 +255,12 @@ class TokenStatsArgs(NamedTuple):
 
     @property
     def wanted(self) -> frozenset[str]:
-        """Return the wanted fields' names."""
+        """Return the requested fields' names."""
         return frozenset(self.want.split(","))
 
 
 class DivergenceArgs(NamedTuple):
-    """What `lowtide.linear_divergence` gets beside the student's head."""
+    """The arguments of `lowtide.linear_divergence` besides the student's head."""
 
     teacher_input: Tensor | None  # [..., D'], and with it teacher_weight; or topk_ids and topk_logprobs
     teacher_weight: Tensor | None  # [V', D']

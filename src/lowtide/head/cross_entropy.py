@@ -37,57 +37,57 @@ def linear_cross_entropy(
 
     With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``, class weights
     q (1 if not given) and their sum Q, a = ``label_smoothing``, u = ``z_loss`` and ``lse = log(sum_v exp(z_v))``, the
-    loss of each kept token is
+    loss of each valid token (one that is not ignored) is
 
         (1 - a) * q_y * (lse - z_y) + (a / V) * (Q * lse - sum_v q_v * z_v) + u * lse**2
 
     times its ``token_weight``. The same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``
-    with float32 logits. A chunk of the logits exists at a time; what is stored for backward are the gradients
-    themselves, or nothing but the inputs. `plan_head` tells which, and the bytes.
+    with float32 logits. The logits are computed in chunks. It saves for backward the gradients themselves, or only the
+    inputs: `plan_head` reports which, and the bytes.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
         linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``; under autocast
-            all are rounded to autocast's dtype for the products, and gradients come in each tensor's own dtype.
+            all are rounded to autocast's dtype for the GEMMs, and gradients have each tensor's own dtype.
         target: Class indices [...] from 0 to V - 1, or ``ignore_index``; an integer dtype.
         linear_bias: [V], or None.
         weight: Class weights [V], or None; not differentiated.
-        reduction: ``"mean"`` over kept tokens (over the sum of their class weights, where ``weight`` is given),
-            ``"sum"``, or ``"none"``: one loss a token, 0 where ignored.
-        ignore_index: Tokens with this target count for nothing, whatever their hidden state holds.
+        reduction: ``"mean"`` over valid tokens (over the sum of their class weights if ``weight`` is given),
+            ``"sum"``, or ``"none"``: one loss per token, 0 for ignored ones.
+        ignore_index: Tokens with this target contribute nothing, even if their hidden state is NaN.
         label_smoothing: From 0 to 1, as in `torch.nn.functional.cross_entropy`.
-        z_loss: Factor of the squared logsumexp, added to each kept token's loss; not class weighted.
+        z_loss: Factor of the squared logsumexp, added to each valid token's loss; not class weighted.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
-            a gradient gets it, in float16 at the price of a float32 copy of ``input`` [..., D].
+            a gradient gets it, in float16 at the cost of a float32 copy of ``input`` [..., D].
         token_weight: One factor for each token [...], not differentiated and not part of the mean's denominator.
-        num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
-            gradient accumulation needs. An error with the other reductions.
+        num_items: Number above 0, or 0-d tensor (not inspected), that replaces the mean's denominator, for
+            gradient accumulation. An error with the other reductions.
         shift: Score ``input[..., :-1, :]`` against ``target[..., 1:]`` without cutting the hidden states. "none" then
             returns [..., T - 1]. ``token_weight`` is shifted as ``target`` is.
         options: Memory, accumulation and implementation: see `HeadOptions`.
-        vocab_shard: Where the vocabulary is sharded over ranks and ``linear_weight``, ``linear_bias`` are this rank's
-            rows: which these are, see `VocabShard`. All else is the same on every rank, ``weight`` all classes' or
-            this rank's. DTensors say so themselves: ``linear_weight`` and ``linear_bias`` with ``Shard(0)``, ``input``
-            with ``Replicate()`` or, for sequence parallelism, ``Shard`` of an axis of tokens, the others whole.
+        vocab_shard: For a sharded vocabulary, whose rows ``linear_weight`` and ``linear_bias`` have on this rank: see
+            `VocabShard`. All else is the same on every rank, ``weight`` all classes' or this rank's. DTensors need no
+            `VocabShard`: ``linear_weight`` and ``linear_bias`` with ``Shard(0)``, ``input`` with ``Replicate()`` or,
+            for sequence parallelism, ``Shard`` of an axis of tokens, the others whole.
 
     Returns:
-        Tensor: Scalar, or [...] with reduction "none"; float32, for float64 inputs float64. The mean over no kept
+        Tensor: Scalar, or [...] with reduction "none"; float32, for float64 inputs float64. The mean over no valid
         token is NaN, as in `torch.nn.functional.cross_entropy`; with ``num_items``, and as a sum, it is 0. With a
         sharded vocabulary the loss is the whole one on every rank, and ``input`` gets the whole gradient on every rank
-        (of its part of the sequence): nothing is left to be summed.
+        (of its part of the sequence): no sum over ranks is needed.
 
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; also a `ValueError`.
         ArgumentTypeError: A dtype that does not fit, or class probabilities as target; also a `TypeError`.
         TargetIndexError: On the CPU, a target that is neither a class nor ``ignore_index``; also an `IndexError`. On
-            other devices, where a check would stop the host, such a token's loss and gradients are NaN.
-        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an implementation asked
-            for by name that cannot run; also a `RuntimeError`.
+            other devices, where a check would synchronise, such a token's loss and gradients are NaN.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an explicitly requested
+            implementation that cannot run; also a `RuntimeError`.
 
     Note:
-        On the CPU ignored tokens are dropped before any product. On other devices they are computed and discarded,
-        since dropping them needs their number on the host. Results are the same, bit for bit, from run to run.
+        On the CPU ignored tokens are dropped before any GEMM. On other devices they are computed and discarded,
+        since dropping them needs their number on the host. Results are bitwise the same from run to run.
 
     Example:
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""How far a student's distribution over the vocabulary is from a teacher's, from logits that are never built."""
+"""Divergences of a student's distribution over the vocabulary from a teacher's, without logits in memory."""
 
 import math
 from typing import Any, NamedTuple
@@ -30,15 +30,15 @@ TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
 
 
 class TeacherTopK(NamedTuple):
-    """What is known of a teacher for each token: K classes and their log-probabilities. A plain tuple does as well.
+    """A teacher's K most likely classes for each token, and their log-probabilities. A plain tuple is accepted too.
 
     Attributes:
         ids: Classes [..., K], an integer dtype, each at most once for a token.
         logprobs: The teacher's log-probabilities of these [..., K], any floating dtype, at the temperature of the call.
             -inf in places that are not used.
-        tail: What becomes of the other classes, on both sides alike. ``"bucket"``: they are one more class that holds
-            what is left of each side's probability. ``"renormalise"``: they are left out, and what remains is made to
-            sum to 1. ``"drop"``: their terms are left out of the sum, and nothing else changes.
+        tail: How both sides treat the other classes. ``"bucket"``: as one more class with the rest of each side's
+            probability. ``"renormalise"``: left out, and the remaining probabilities scaled to sum to 1. ``"drop"``:
+            their terms are left out of the sum, and nothing else changes.
     """
 
     ids: Tensor
@@ -66,7 +66,7 @@ def linear_divergence(
     teacher_softcap: float | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> Tensor:
-    """Return how far a student's distribution is from a teacher's at each token, without either's logits in memory.
+    """Return the divergence of a student from a teacher at each token, without either's logits in memory.
 
     With s the softmax of ``cap(x @ W.T + b) / temperature`` of the student, where ``cap(z) = softcap * tanh(z /
     softcap)``, and t that of the teacher:
@@ -78,59 +78,59 @@ def linear_divergence(
 
     A class of probability 0 adds 0. "jsd" with ``beta`` 0 is the forward KL and with 1 the reverse KL, the limits of
     ``jsd / (beta (1 - beta))`` there, as in TRL's `GKDTrainer`; the jsd's own would be 0. There is no factor of
-    ``temperature**2``. A chunk of both sides' logits exists at a time. Reduced to one number, the student's gradients
-    are computed along with it: four products in forward, none in backward. With a value for each token backward builds
-    the logits once more: two products in forward, four in backward. The generalised JSD is from
-    https://arxiv.org/abs/2306.13649. `plan_divergence` tells what will run, and the bytes.
+    ``temperature**2``. Both sides' logits are computed in chunks. Reduced to one number, the student's gradients are
+    computed along with it: four GEMMs in forward, none in backward. With a value per token backward recomputes the
+    logits: two GEMMs in forward, four in backward. The generalised JSD is from https://arxiv.org/abs/2306.13649.
+    `plan_divergence` reports what will run, and the bytes.
 
     Args:
         input: The student's hidden states [..., D], any floating dtype and strides, any number of leading axes.
         linear_weight: The student's output embedding [V, D]. Outside autocast of the same dtype as ``input``.
         teacher_input: The teacher's hidden states [..., D'], of its own size D' and dtype; None with ``teacher_topk``.
-            No gradient goes to the teacher, whether or not its tensors require one.
-        teacher_weight: The teacher's output embedding [V', D']; None with ``teacher_topk``. Where V and V' differ, the
-            classes that one side lacks have probability 0 there: the forward KL is inf where the teacher has more
-            classes than the student, the reverse KL where it has fewer.
+            The teacher gets no gradient, even if its tensors require one.
+        teacher_weight: The teacher's output embedding [V', D']; None with ``teacher_topk``. If V and V' differ, the
+            classes that one side lacks have probability 0 there: the forward KL is inf if the teacher has more
+            classes than the student, the reverse KL if it has fewer.
         kind: ``"forward_kl"``, ``"reverse_kl"``, ``"jsd"`` or ``"tv"``.
         beta: From 0 to 1: the teacher's share of the "jsd" mixture. The other kinds do not use it.
         temperature: Number or 0-d tensor above 0 (a tensor is not inspected) by which both sides' logits are divided.
             It gets no gradient.
         linear_bias: [V], or None.
         teacher_bias: [V'], or None.
-        teacher_topk: What is known of a teacher that is not here, in place of ``teacher_input`` and ``teacher_weight``:
+        teacher_topk: The top classes of an absent teacher, instead of ``teacher_input`` and ``teacher_weight``:
             `TeacherTopK`, or a tuple (ids, logprobs) or (ids, logprobs, tail).
         mask: bool [...], True where the divergence is computed. Elsewhere it is 0 and contributes nothing, even if
-            hidden states hold NaN or inf. None: everywhere.
+            hidden states are NaN or inf. None: everywhere.
         options: Memory and implementation: see `HeadOptions`. ``"row"`` (kernels over rows of both sides' logits, on
-            NVIDIA GPUs with Triton) takes a teacher's own head and no float64; there is no ``"exp"``. With a value for
-            each token, gradients are computed in forward where ``gradient="forward"`` asks for it alone, and the
-            student's head is frozen.
-        reduction: ``"none"``: one value a token. ``"sum"``, or ``"mean"`` over the tokens that ``mask`` keeps.
-        num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
-            gradient accumulation needs. An error with the other reductions.
+            NVIDIA GPUs with Triton) supports a teacher's own head and no float64; there is no ``"exp"``. With a value
+            per token, gradients are computed in forward only if ``gradient="forward"`` requests it and the student's
+            head is frozen.
+        reduction: ``"none"``: one value per token. ``"sum"``, or ``"mean"`` over the tokens where ``mask`` is True.
+        num_items: Number above 0, or 0-d tensor (not inspected), that replaces the mean's denominator, for
+            gradient accumulation. An error with the other reductions.
         softcap: Cap of the student's logits, above 0, or None.
-        teacher_softcap: Cap of the teacher's, or None. What ``teacher_topk`` says is taken as it is.
-        vocab_shard: Where the vocabulary is sharded over ranks: as in `linear_cross_entropy`, and so are DTensors. The
+        teacher_softcap: Cap of the teacher's logits, or None. It does not change ``teacher_topk``.
+        vocab_shard: For a vocabulary sharded over ranks, as in `linear_cross_entropy`, and so are DTensors. The
             teacher's weight and bias are then sharded as the student's are, for the same classes; a top k is that of
             the whole vocabulary. Hidden states that are sharded on an axis of tokens are gathered first. The result is
             that of all tokens, the same on every rank.
 
     Returns:
-        Tensor: [...] or a scalar in nats, float32, for float64 inputs float64. The mean over no kept token is NaN; with
-        ``num_items``, and as a sum, it is 0.
+        Tensor: [...] or a scalar in nats, float32, for float64 inputs float64. The mean over no valid token is NaN;
+        with ``num_items``, and as a sum, it is 0.
 
     Raises:
         ArgumentValueError: A name, shape, device or number that does not fit; also a `ValueError`.
         ArgumentTypeError: A dtype that does not fit, or float64 on one side alone; also a `TypeError`.
         TargetIndexError: On the CPU, a negative id in ``teacher_topk``; also an `IndexError`. On other devices that
             token's value and gradients are NaN.
-        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an implementation asked
-            for by name that cannot run; also a `RuntimeError`.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an explicitly requested
+            implementation that cannot run; also a `RuntimeError`.
 
     Note:
-        Where a KL is inf its value says so. The forward KL's gradient stays finite there, the reverse KL's is NaN. With
+        An infinite KL is returned as inf. The forward KL's gradient stays finite there, the reverse KL's is NaN. With
         a value for each token, one to which no gradient flows back contributes nothing to any gradient; on the CPU it
-        is not computed once more.
+        is not recomputed.
 
     Example:
         >>> student, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)

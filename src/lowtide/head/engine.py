@@ -110,7 +110,7 @@ class Chunks:
         self._gradient: Tensor | None = None
 
     def _take_bias(self, bias_V: Tensor) -> None:
-        """Add a bias, of the weight's dtype here, to all logits to come.
+        """Add a bias, of the weight's dtype here, to all later logits.
 
         As one more column of a copy of the weight, times 1: logits are written once, where adding it would read and
         write them again, which takes as long as the product where the hidden size is small.
@@ -192,7 +192,7 @@ class Chunks:
     def add_products(
         self, terms: Terms, g_CV: Tensor, outside: Tensor | None, x_CD: Tensor, part: slice, into: Gradients
     ) -> None:
-        """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
+        """Add a chunk's gradients; across ranks the input's is summed during the weight's GEMM.
 
         ``g_CV``, the gradient of its logits, is overwritten; ``outside`` is what each row lacks, see `Terms.gradient_`.
         """
@@ -272,9 +272,9 @@ def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor 
 def gradient_buffers(
     head: Head, rows: Rows, plan: HeadPlan, wanted: tuple[bool, bool, bool], *, stored: bool = False
 ) -> Gradients:
-    """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
+    """Return memory for the needed gradients of input, weight and bias, uninitialised where chunks will fill it.
 
-    ``stored``: the upstream gradient is still to come, and with it a GradScaler's factor. An fp16 gradient is then
+    ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet. An fp16 gradient is then
     lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.
     """
     x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()

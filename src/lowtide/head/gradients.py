@@ -9,7 +9,7 @@ from lowtide.head.scaling import lift_of_rows
 
 @dataclass(kw_only=True)
 class Gradients:
-    """What a pass adds up, each None where nobody needs it."""
+    """The gradients that a pass sums, each None if it is not needed."""
 
     input_ND: Tensor | None = None
     lift_N: Tensor | None = None  # [N] wide: what each row of ``input_ND`` was multiplied with; None: nothing
@@ -17,7 +17,7 @@ class Gradients:
     bias_V: Tensor | None = None
 
     def put_input(self, rows: slice | Tensor, wide_CD: Tensor) -> None:
-        """Write rows of the input's gradient, lifted where that is wanted: then ``wide_CD`` is changed in place."""
+        """Write rows of the input's gradient, scaled up if requested: then ``wide_CD`` is changed in place."""
         assert self.input_ND is not None
         if self.lift_N is not None:
             lift_C = lift_of_rows(wide_CD)

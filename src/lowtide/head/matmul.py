@@ -13,7 +13,7 @@ from torch import Tensor
 def narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``wide_CV`` rounded to ``dtype`` (half as wide), written over the first half of each of its own rows.
 
-    Block after block, each as wide as all before it: what block [a, 2a) becomes lies where [a / 2, a) was, which has
+    Block after block, each as wide as all before it: block [a, 2a) is written to [a / 2, a), which has
     been read by then.
     """
     V = wide_CV.shape[1]

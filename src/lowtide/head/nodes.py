@@ -33,8 +33,8 @@ class Function:
 
     name: str  # of its operator; that of backward has "_backward" behind it
     public: str  # its name in errors
-    args: Any  # the record of what it gets beside the head
-    forward: Callable[[Head, Any, Wanted, bool], Values]  # and stored gradients; the last: keep what is known
+    args: Any  # the record of its arguments besides the head
+    forward: Callable[[Head, Any, Wanted, bool], Values]  # and stored gradients; the last: store what is known
     backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients]  # from upstream and known
     shapes: Callable[[Head, Any, bool], dict[str, Shape]]  # of each value; the last as in forward
     returned: tuple[str, ...]  # names of the values that are returned, those of ``upstream`` first

@@ -1,4 +1,4 @@
-"""What the user may say about memory, accumulation and implementation."""
+"""The user's options: memory, accumulation, implementation."""
 
 import math
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ Gradient = Literal["auto", "forward", "recompute"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How the head trades memory for time. The defaults choose for you; `plan_head` says what they chose.
+    """How the head trades memory for time. The defaults choose for you; `plan_head` reports the choice.
 
     Args:
-        workspace_mib: Most scratch memory in MiB above inputs, outputs and returned gradients: the chunk's logits,
+        workspace_mib: Limit of scratch memory in MiB above inputs, outputs and returned gradients: the chunk's logits,
             row sums and [C, D] buffers. The float32 accumulator of the weight's gradient, and under autocast the
             weight's low-precision copy, are not in it; `plan_head` reports them. Never less than one row.
             None: chosen by device.
         accumulate: Where the weight's gradient is summed over chunks: ``"float32"``, ``"input"`` (the weight's own
-            dtype: V*D*4 bytes less, and one more rounding a chunk), or ``"auto"``: float32 where there is more than
-            one chunk; on the exponential path and in `linear_divergence`'s kernels more than 8, or 48 where
-            ``workspace_mib`` is given. An fp16 weight's always is in float32: the sum may not fit fp16 before its scale
+            dtype: V*D*4 bytes less, and one more rounding per chunk), or ``"auto"``: float32 for more than
+            one chunk; on the exponential path and in `linear_divergence`'s kernels more than 8, or 48 if
+            ``workspace_mib`` is given. An fp16 weight's is always float32: the sum may not fit fp16 before its scale
             is known.
-        backend: ``"auto"`` takes the fastest that fits. One asked for by name runs or raises: ``"exp"`` (bfloat16 on
+        backend: ``"auto"`` takes the fastest that fits. An explicit one runs or raises: ``"exp"`` (bfloat16 on
             GPUs of compute capability 9.0 to below 12), ``"row"`` (a kernel over rows of logits, on NVIDIA GPUs with
             Triton), ``"torch"`` (plain PyTorch, on any device).
-        gradient: ``"forward"`` computes the gradients along with the loss (three GEMMs), ``"recompute"`` builds the
-            logits once more in backward (four), and ``"auto"`` takes the first wherever the upstream gradient is a
-            scalar, or the head is frozen; `linear_divergence` of each token recomputes then too.
+        gradient: ``"forward"`` computes the gradients along with the loss (three GEMMs), ``"recompute"`` recomputes
+            the logits in backward (four), and ``"auto"`` takes the first if the upstream gradient is a scalar or
+            the head is frozen; a per-token `linear_divergence` recomputes in any case.
 
     Raises:
         ArgumentValueError: A value that is none of these.

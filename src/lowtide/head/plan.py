@@ -1,4 +1,4 @@
-"""What the head will do: in chunks of how many rows, by which implementation, and the bytes it takes.
+"""The plan of a call: the rows of a chunk, the implementation, and the bytes.
 
 N tokens, D hidden size, V vocabulary, C rows of a chunk.
 """
@@ -49,7 +49,7 @@ class HeadPlan:
         scratch_bytes: Workspace: logits of one chunk, row sums, [C, D] buffers and blocks of the weight.
         accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower.
         cast_bytes: The weight's low-precision copy under autocast.
-        logits_gemm: How the logits come about: ``"same"`` (operands and result share a dtype), ``"out_dtype"``
+        logits_gemm: How the logits are computed: ``"same"`` (operands and result share a dtype), ``"out_dtype"``
             (narrow operands, float32 result, on the device), ``"blocks"`` (a block of the weight at a time is cast).
         backward_gemm: The same for the two gradient GEMMs; ``"narrow"`` casts the logits' gradient to the operands'
             dtype instead.
@@ -58,9 +58,9 @@ class HeadPlan:
         note: What else the reader should know, such as a workspace that was too small; empty if nothing.
         schedule: ``"chunks"``: a chunk's logits (or exponentials) over the whole vocabulary at once. ``"blocks"``, on
             the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
-        block_columns: See there.
+        block_columns: Classes of a block, see ``schedule``.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
-        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path and in
+        product_rows: Rows of a chunk per GEMM with the weight, on the exponential path and in
             `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
         bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
@@ -151,7 +151,7 @@ def plan_head(
     capability: tuple[int, int] | None = None,
     device_bytes: int | None = None,
 ) -> HeadPlan:
-    """Say what `linear_cross_entropy` will do for N kept tokens, hidden size D and vocabulary V, and its bytes.
+    """Return what `linear_cross_entropy` will do for N valid tokens, hidden size D and vocabulary V, and its bytes.
 
     Nothing is computed or allocated. On the CPU ignored tokens are dropped first, so N counts the others; elsewhere
     N counts all.
@@ -220,7 +220,7 @@ def plan_divergence(
     """Say what `linear_divergence` will do with gradients for N tokens, and its bytes, as `plan_head` does.
 
     Nothing is computed or allocated. On the CPU masked tokens are dropped first, so N counts the others; elsewhere N
-    counts all. ``chunk_rows`` are the rows whose gradients are multiplied at a time, ``product_rows`` those of which
+    counts all. ``chunk_rows`` are the rows per GEMM of gradients, ``product_rows`` those of which
     both sides' logits exist.
 
     Args:
@@ -303,7 +303,7 @@ def plan_both_sides(
 
 
 def check_backend(head: Head, args: Args) -> None:
-    """Raise where an implementation asked for by name cannot run; for meta tensors too, of which nothing is planned."""
+    """Raise if an explicitly requested implementation cannot run; for meta tensors too, which have no plan."""
     if head.backend != "auto" and head.ranks.alone:
         _choose(head, args)
 
@@ -342,11 +342,11 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
-    """Return when the gradients are computed; raise where forward was asked for and cannot be right.
+    """Return when the gradients are computed; raise if forward was requested and cannot be right.
 
     With a scalar loss the upstream gradient is one factor, applied afterwards. With one loss a token it is not, but
     then a frozen head still allows it: the input's gradient is a row times the upstream factor of that row. Of a
-    divergence three numbers a token are kept instead, and not the input's gradient unless that is asked for.
+    divergence three numbers per token are stored instead, and the input's gradient only if requested.
     """
     known = reduction != "none" or weight_frozen
     if options.gradient == "forward" and not known:

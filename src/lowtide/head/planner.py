@@ -16,14 +16,14 @@ When = Literal["forward", "recompute"]
 
 GPU_TILE = 128  # rows
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, valid mask and index: what is held for all N tokens, not a chunk's
-# The workspace, where nobody bounds it.
+# The workspace, if the user sets no limit.
 CPU_WORKSPACE = 160 * MIB  # 256 rows of a vocabulary of 128K; with 128 rows a step takes 6% longer on two cores
 GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
 MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
 GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
 MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
 # Chunks of logits.
-FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
+FEWEST_CHUNKS = 12  # by default: a twelfth of the logits is small next to what else a step saves
 FEWEST_ROWS = 512  # fewer are not made for FEWEST_CHUNKS' sake: the weight is read, and its gradient added to, in each
 CPU_CHUNK_BYTES = 8 * MIB  # nor shorter chunks on a CPU, where each operator wakes all threads and waits for the last
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
@@ -34,9 +34,9 @@ FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its ba
 FUNCTION_CHUNKS = {True: FEWEST_CHUNKS, False: 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
 FUNCTION_ROWS = {True: 8, False: 2048}
 PIECE_ELEMENTS = {True: 2**20, False: 2**26}  # logits it gets at a time: half a millisecond of the host's for each
-FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
+FUNCTION_PIECES = 16  # on a GPU by default: a function's intermediates for a piece are small next to all logits
 BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
-# Two sides' logits whose gradient is narrower than they are (linear_divergence), where nobody bounds the memory.
+# Two sides' logits whose gradient is narrower than they are (linear_divergence), without a limit.
 PAIR_CHUNKS = 4  # the weight's gradient is added to so often
 PAIR_ROWS = 1024  # of a chunk, at least
 PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: reading both weights takes longer
@@ -48,7 +48,7 @@ EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four
 EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
 EXP_CHUNK_WORK = 10**11  # the same with some room, for a slow host: a millisecond of the device's
 EXP_SHARD_WORK = 2 * 10**11  # the same of a piece of a chunk whose host has exchanges between ranks to launch as well
-EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
+EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, if E is computed in blocks anyway
 EXP_BLOCK_ROWS = (2048, 1536, 1024, 768, 512, 384, 256, 128)  # of a chunk in blocks: the first that leaves room for
 EXP_LEAST_BLOCK = 2048  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
@@ -90,7 +90,7 @@ class Work(NamedTuple):
 
     @property
     def automatic(self) -> bool:
-        """Return whether nobody bounds the workspace."""
+        """Return whether the workspace has no limit."""
         return self.options.workspace_mib is None
 
     @property
@@ -116,11 +116,11 @@ Cut = tuple[int, int, dict[str, Any]]  # rows of a chunk, bytes of scratch, more
 
 
 def cut(work: Work) -> Cut:
-    """Return chunks as long as the workspace allows, or as is fast where nobody bounds it."""
+    """Return chunks as long as the workspace allows, or of a fast length if it has no limit."""
     if work.choice[0] == "exp":
         return _cut_exponentials(work)
     rows, scratch, more = _cut_narrow_pair(work) if work.narrow_pair else _cut_logits(work)
-    # of two sides in plain PyTorch up to four blocks of columns are beside the logits
+    # two sides in plain PyTorch need up to four blocks of columns besides the logits
     columns = max(1, _columns_of(work, rows, work.size[2]) // (1 if work.teacher is None else 2))
     return rows, scratch, {**more, **gemms_of(work), "columns": columns}
 
@@ -252,7 +252,7 @@ def _cut_exponentials(work: Work) -> Cut:
     (N, D, V), budget, recompute = work.size, work.budget(), work.gradient == "recompute"
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
-    # three; with these the product too, in float32, whose sum over the ranks is under way.
+    # three; and the GEMM's result in float32, while it is summed over the ranks.
     x, ahead = 2 * D * work.input_is_copied, 2 * D * work.sharded
     thin = D * (2 + 4) + x + 2 * ahead + 4 * D * work.sharded + 64  # s x, E W, hidden states, a row's numbers
     sums = 4 * work.tile_numbers * -(-V // GPU_TILE)

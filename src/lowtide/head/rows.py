@@ -1,4 +1,4 @@
-"""Rows of hidden states [..., D], or of anything else with tokens on its leading axes, as chunks take them."""
+"""The rows that are computed: of hidden states [..., D], or of any tensor with tokens on its leading axes."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ class Rows:
         return self.tokens if self.index is None else self.index.numel()
 
     def in_order(self, order: Tensor | None) -> "Rows":
-        """Return the rows in the order of a plan's chunks, where tokens are spread; None: as they are."""
+        """Return the rows in the order of a plan's chunks, if tokens are spread; None: unchanged."""
         return self if order is None else replace(self, index=order, filled=True)
 
     def of_each(self, known: dict[str, Tensor]) -> dict[str, Tensor]:

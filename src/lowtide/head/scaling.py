@@ -1,4 +1,4 @@
-"""Stored gradients times the upstream gradient, which is read where it lies and costs nothing where it is 1."""
+"""Stored gradients times the upstream gradient, which is read on its device and costs nothing if it is 1."""
 
 import math
 from typing import Any

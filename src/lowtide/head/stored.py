@@ -17,7 +17,7 @@ from lowtide.head.scaling import lift_of, lift_of_rows, scaled
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 STORED = 7  # tensors: see `stored_shapes`
-NOTHING = (0,)  # the shape of what was not asked for
+NOTHING = (0,)  # the shape of what was not requested
 
 
 def gradient_shapes(head: Head, wanted: Wanted) -> dict[str, Shape]:
@@ -61,7 +61,7 @@ def stored_gradients(
     *,
     denominator: Tensor | None,  # what a mean is divided by, a scalar; None: nothing
     input_factor_N: Tensor | None,  # with a value for each token: each one's factor
-    kept: tuple[Tensor, Tensor] | None,  # the last of `stored_shapes`: other tokens' gradients are 0 whatever comes
+    kept: tuple[Tensor, Tensor] | None,  # the last of `stored_shapes`: other tokens' gradients are 0 in any case
 ) -> dict[str, Tensor]:
     """Return summed gradients in the dtypes of what they belong to, with the factors that they still lack."""
     input, wide, input_factor = head.input, head.wide, input_factor_N
@@ -94,7 +94,7 @@ def keep(ctx: Any, stored: Sequence[Tensor], head: Head) -> None:
 
 
 def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor | None], Sequence[Tensor | None]]:
-    """Return the kept gradients times the upstream one, a scalar or [N], and what they depend on beside it."""
+    """Return the stored gradients times the upstream one, a scalar or [N], and what else they depend on."""
     stored, sources, in_place = take_stored(ctx, function)
     dx, dw, db, input_factor, weight_factor, kept_tokens, kept_any = stored
     per_token, ignores = upstream.dim() == 1, kept_any.dim() == 0

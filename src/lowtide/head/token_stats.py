@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and other statistics of each token, from logits that are never built."""
+"""Log-probabilities, entropies and other statistics of each token, without logits in memory."""
 
 import math
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class TopK(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """What `linear_token_stats` found for each token. A field that was not wanted is None.
+    """The statistics of each token by `linear_token_stats`. A field that was not requested is None.
 
     With z a token's logits, p their softmax, V their number. float32, for float64 inputs float64.
 
@@ -34,7 +34,7 @@ class TokenStats(NamedTuple):
         entropy: ``-sum_v p_v log p_v`` [...], in nats.
         lse: ``log(sum_v exp(z_v))`` [...].
         mean_logit: ``sum_v z_v / V`` [...].
-        argmax: The class of the highest logit [...], int64. Not differentiable, and so are the fields below.
+        argmax: The class of the highest logit [...], int64. Not differentiable, nor are the fields below.
         sum_sq_prob: ``sum_v p_v**2`` [...]: how likely two samples are the same class.
         topk: (values, ids) of the k highest logits [..., k]: see `TopK`.
         is_top1: Whether the target is ``argmax``, bool, of the target's shape; False where ignored.
@@ -65,8 +65,8 @@ def linear_logprobs(
     """Return the log-probability of each token's target, differentiable, without the logits in memory.
 
     With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``: the value is
-    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. At most a chunk of the logits
-    exists at a time. Backward builds them once more (four products, 8NDV operations); nothing of size [N, V] is kept.
+    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. The logits are
+    computed in chunks. Backward recomputes them (four GEMMs, 8NDV FLOP); nothing of size [N, V] is saved.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
@@ -76,11 +76,11 @@ def linear_logprobs(
         linear_bias: [V], or None.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap: 1 / temperature. A tensor
-            that requires a gradient gets it, in float16 at the price of a float32 copy of ``input``.
+            that requires a gradient gets it, in float16 at the cost of a float32 copy of ``input``.
         ignore_index: Targets of this value have log-probability 0 and contribute nothing, whatever the hidden state.
-        options: Memory and implementation: see `HeadOptions`. With one target a token all backends of
+        options: Memory and implementation: see `HeadOptions`. With one target per token all backends of
             `linear_cross_entropy` run here; with [..., K] ``"torch"``, and ``"exp"`` for K up to 64.
-        vocab_shard: Where the vocabulary is sharded over ranks: as in `linear_cross_entropy`, and so are DTensors. The
+        vocab_shard: For a vocabulary sharded over ranks, as in `linear_cross_entropy`, and so are DTensors. The
             result is that of all tokens, the same on every rank.
 
     Returns:
@@ -91,8 +91,8 @@ def linear_logprobs(
         ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
         TargetIndexError: On the CPU, a target that is neither a class nor ``ignore_index``; also an `IndexError`. On
             other devices such a target's log-probability and gradients are NaN.
-        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an implementation asked
-            for by name that cannot run; also a `RuntimeError`.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an explicitly requested
+            implementation that cannot run; also a `RuntimeError`.
 
     Example:
         >>> hidden, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
@@ -125,35 +125,35 @@ def linear_token_stats(
 ) -> TokenStats:
     """Return statistics of each token's logits, all from one pass over them, without the logits in memory.
 
-    The logits are those of `linear_logprobs`; `TokenStats` says what each statistic is. ``logprob``, ``entropy``,
-    ``lse`` and ``mean_logit`` are differentiable, with any upstream gradients at once. With g, h, l, m those of the
-    four, H the entropy and p the softmax, the gradient with respect to logit z_v is
+    The logits are those of `linear_logprobs`; see `TokenStats` for the statistics. ``logprob``, ``entropy``,
+    ``lse`` and ``mean_logit`` are differentiable, with any upstream gradients at once. With g, h, l, m the
+    upstream gradients of the four, H the entropy and p the softmax, the gradient with respect to logit z_v is
 
         g ([v = y] - p_v) - h p_v (log p_v + H) + l p_v + m / V
 
-    built from the logits once more in backward, a chunk at a time. Forward is one product, backward one for each of
-    hidden states and weight that needs its gradient, and one for the logits.
+    computed from the logits, which backward recomputes in chunks. Forward is one GEMM, backward one for each of hidden
+    states and weight that needs its gradient, and one for the logits.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
         linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
-        target: Class indices [...] or [..., K] as in `linear_logprobs`, or None where neither ``logprob`` nor
-            ``is_top1`` is wanted.
+        target: Class indices [...] or [..., K] as in `linear_logprobs`, or None if neither ``logprob`` nor
+            ``is_top1`` is requested.
         want: Names of the fields of `TokenStats` to compute.
         linear_bias: [V], or None.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: As in `linear_logprobs`.
-        ignore_index: Targets of this value have ``logprob`` 0 and ``is_top1`` False, and no gradient comes from their
+        ignore_index: Targets of this value have ``logprob`` 0 and ``is_top1`` False, and no gradient of their
             ``logprob``. The other fields do not depend on targets and are computed for every token.
-        topk: How many of the highest logits ``topk`` holds, from 1 to V. Given, that field is wanted; it is needed
-            where ``want`` names it.
-        options: Memory and implementation: see `HeadOptions`. Where nothing but ``logprob`` is wanted, with one target
-            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
+        topk: How many of the highest logits ``topk`` holds, from 1 to V. It requests that field, and is required
+            if ``want`` names it.
+        options: Memory and implementation: see `HeadOptions`. If only ``logprob`` is requested, with one target
+            per token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
             ``topk`` up to 64.
         vocab_shard: As in `linear_logprobs`.
 
     Returns:
-        TokenStats: The wanted fields, None for the others.
+        TokenStats: The requested fields, None for the others.
 
     Raises:
         ArgumentValueError: A name, shape, device or number that does not fit; also a `ValueError`.
@@ -205,7 +205,7 @@ def _token_stats(
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
-        # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
+        # a token's log-probability is minus its cross entropy, which has more backends; 0 - x leaves no -0.0
         of_loss = CrossEntropyArgs(target.long(), reduction="none", ignore_index=ignore_index)
         recompute = choose_gradient(options, "none", head.frozen and ranks.alone) == "recompute"
         (loss,) = CROSS_ENTROPY(head, of_loss, recompute=recompute)

@@ -74,7 +74,8 @@ def grpo_loss(
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
-        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "sequence".
+        terms: ``clip_low``, ``clip_high``, ``ratio_max`` and terms as in `ppo_loss`, as are result and errors;
+            ``reduction`` is "sequence".
 
     Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, eq. 3 (beta); the paper names no clip range: PPO's.
     """
@@ -105,7 +106,8 @@ def dr_grpo_loss(
         advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         max_length: Most tokens that an answer may have, the same for every batch.
-        terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence_sum", ``num_items`` counts sequences, B.
+        terms: ``clip_low``, ``clip_high``, ``ratio_max`` and terms as in `ppo_loss`, as is the result; ``reduction`` is
+            "sequence_sum", ``num_items`` counts sequences, B.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
@@ -134,7 +136,8 @@ def bnpo_loss(
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
-        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
+        terms: ``clip_low``, ``clip_high``, ``ratio_max`` and terms as in `ppo_loss`, as are result and errors;
+            ``reduction`` is "token".
     """
     terms.setdefault("reduction", "token")
     return grpo_loss(logprob, old_logprob, advantage, mask, **terms)
@@ -154,7 +157,8 @@ def dapo_loss(
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One per sequence [...] or one per token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
-        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
+        terms: ``clip_low``, ``clip_high``, ``ratio_max`` and terms as in `ppo_loss`, as are result and errors;
+            ``clip_high`` is 0.28 ("clip-higher"), ``reduction`` is "token".
 
     Source: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, eq. 8.
     """

@@ -118,20 +118,23 @@ def side_for(device: torch.device) -> Side:
 
 
 class _Item:
-    """One tensor that a record saves: on the device, in a host buffer, or both."""
+    """One tensor that a record saves: on the device, in a buffer of the host's, or both."""
 
-    def __init__(self, tensor: Tensor, buffer: Buffer, side: Side) -> None:
-        self._side = side
-        self._version = tensor._version
-        self._changed = False
-        self._tensor: Tensor | None = detached(tensor)
-        self.buffer = buffer
+    _tensor: Tensor | None = None
+
+    def __init__(self, tensor: Tensor, buffer: Buffer, pool: HostPool, side: Side) -> None:
+        self._side, self._pool, self._buffer = side, pool, buffer
+        self._version, self._changed, self._device = tensor._version, False, tensor.device
         strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         flat = buffer.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
         self._host = flat.as_strided(tensor.shape, strides)
-        self._device = tensor.device
+        self._tensor = detached(tensor)
         self._stream = side.stream()  # on which the device's memory was made, and is used again when it is freed
         self._done = side.copy_out(self._host, self._tensor)  # the last copy, whichever way
+
+    def __del__(self) -> None:
+        self.let_go()
+        self._pool.give(self._buffer)
 
     def let_go(self) -> None:
         """Free the device's memory as soon as no copy needs it."""
@@ -222,11 +225,6 @@ class Record:
         for item in self._items:
             item.bring_back()
 
-    def __del__(self) -> None:
-        for item in self._items:
-            item.let_go()
-            self._offloader.take_back(item.buffer)
-
 
 class Offloader:
     """What the layers of one model share: streams, host memory, and the order in which they ran.
@@ -283,12 +281,7 @@ class Offloader:
             total = sum(size * (attention_layers if at else layers) for at, size in largest.items())
             self._pool.check(total, f"{layers} offloaded layers")
             self._largest = largest
-        return _Item(tensor, self._pool.take(slot, nbytes), side)
-
-    def take_back(self, buffer: Buffer) -> None:
-        """Take back the buffer of a record that is gone."""
-        if self._pool is not None:
-            self._pool.give(buffer)
+        return _Item(tensor, self._pool.take(slot, nbytes), self._pool, side)
 
     def close(self) -> None:
         """Return the host memory, that of graphs that are alive when they die."""

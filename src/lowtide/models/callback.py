@@ -83,7 +83,8 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Patch the trainer's model, and say what was done."""
         texts = [self._patch(kwargs["model"])]
-        if self._trl or (self._trl is None and _is_trls(args)):
+        of_trl = any(kind.__module__.split(".")[0] == "trl" for kind in type(args).__mro__)
+        if self._trl or (self._trl is None and of_trl):
             try:
                 self.trl_report = patch_trl(options=self._options)
             except UnsupportedError as error:
@@ -105,7 +106,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
             self._tell(state, self._patch(kwargs["model"]), _MADE_LATER)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Undo it, if that was asked for."""
+        """Undo it, if ``unpatch``."""
         if not self._unpatch:
             return
         model = self._model() if self._model is not None else None
@@ -129,8 +130,3 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
     def _tell(self, state: Any, *texts: str) -> None:
         if self._show is not None and state.is_world_process_zero:
             self._show("\n".join(texts))
-
-
-def _is_trls(args: Any) -> bool:
-    """Whether a trainer's settings are of a class of TRL's."""
-    return any(kind.__module__.split(".")[0] == "trl" for kind in type(args).__mro__)

@@ -160,11 +160,6 @@ def is_function_mode_active() -> bool:
     return any(type(mode).__name__ != "DeviceContext" for mode in modes)
 
 
-def module_name(model: nn.Module, module: nn.Module) -> str:
-    """Return the dotted name of ``module`` inside ``model``, "" if it is not there."""
-    return next((name for name, child in model.named_modules() if child is module), "")
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook of the module's own reads its calls. Those of ZeRO-3 only gather weights."""
     before, after = module._forward_pre_hooks, module._forward_hooks  # written out: many modules, at each call

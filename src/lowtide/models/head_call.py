@@ -16,10 +16,9 @@ from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import is_autocast_on, why_not_call
 from lowtide.models.fingerprint import fingerprint
-from lowtide.models.given_logprobs import GivenLogprobs
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
-from lowtide.models.steps import Folded, Step, replay, rows_of
+from lowtide.models.steps import LogitArguments, ReturnedLogprobs, Step, replay, rows_of
 
 # What stands for the forward of a patched model that is running with labels; each thread sees its own.
 running_forward: ContextVar[object] = ContextVar("lowtide_running_forward", default=None)
@@ -41,7 +40,7 @@ Forward = Callable[[Tensor], Tensor]
 Work = Callable[[nn.Linear, Forward, Tensor], Any]
 
 
-class InsideHead:
+class HeadWork:
     """Work to be done inside the head module's forward, which a patched head runs when this is its input.
 
     Hooks that gather, move or free the weight (FSDP2, ZeRO-3, offloading) then run around the work, as around any other
@@ -56,7 +55,7 @@ class InsideHead:
 class HeadCall:
     """One call of the head: its input [..., D] and all that is needed to build the same logits later, or never.
 
-    Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for whoever asks the head for it.
+    Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for each access.
     """
 
     adapted = False  # adapters add to the logits
@@ -75,7 +74,7 @@ class HeadCall:
         self.hooked = False  # a gradient hook is on logits that are built
         self.weight_dtype = head.weight.dtype
         self.partitioned = any(map(is_partitioned, self.tensors))  # by ZeRO-3
-        self.given = GivenLogprobs(hidden.shape[:-1])
+        self.returned = ReturnedLogprobs(hidden.shape[:-1])
         tensors = self.tensors
         self._found = tensors if self.partitioned else None
         self._forward = running_forward.get()
@@ -119,7 +118,7 @@ class HeadCall:
         with self._modes(grad_mode=grad_mode, inference=self._inference):
             logits = self._run(work)
             with torch.inference_mode(inference):
-                return self.given.replay(logits, steps)
+                return self.returned.replay(logits, steps)
 
     def view(self, base: Tensor, step: Step, *, grad_mode: bool, inference: bool) -> Tensor:
         """Return a view of real logits, as it would have been taken in the modes of that time."""
@@ -178,7 +177,12 @@ class HeadCall:
         return forward(hidden)
 
     def without_logits(
-        self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Tensor], *, differentiable: bool = True
+        self,
+        steps: tuple[Step, ...],
+        folded: LogitArguments,
+        function: Callable[..., Tensor],
+        *,
+        differentiable: bool = True,
     ) -> Any:
         """Return what ``function`` computes of the logits after ``steps``, which `fold` returned as ``folded``.
 
@@ -241,7 +245,7 @@ class HeadCall:
                 f"logits: expected the output embedding as the forward pass left it, got a change since: {why_not}. "
                 "The logits were not kept: read outputs.logits before that, or call the model again."
             )
-        return self.head(InsideHead(checked), *([self.hidden] if self.partitioned and link else []))
+        return self.head(HeadWork(checked), *([self.hidden] if self.partitioned and link else []))
 
     @contextmanager
     def _modes(self, *, grad_mode: bool, inference: bool) -> Iterator[None]:

@@ -13,7 +13,7 @@ from lowtide.swap import child_class
 # The mark of a class that patch made: what it is a child of; and the part of the model that it was made for.
 BASE = "_lowtide_base"
 PART = "_lowtide_part"
-WATCH = "_lowtide_watch"  # of a part that was probed: the code that the probe has seen, a `Watch`
+PROBED = "_lowtide_probed"  # of a part that was probed: the code that the probe has seen, a `ProbedCode`
 
 # Makes the overrides of a child from its base and further arguments; a function that its module holds by name.
 Overrides = Callable[..., dict[str, Any]]
@@ -26,9 +26,9 @@ def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashab
     """
     assign: Any = module
     assign.__class__ = child_class(stock_class(module), _Attributes(part, overrides, args), BASE)
-    watch: Any = vars(type(module)).get(WATCH)
-    if watch is not None:
-        watch.look()
+    probed: Any = vars(type(module)).get(PROBED)
+    if probed is not None:
+        probed.look()
 
 
 def with_forward(base: Any, forward: Callable[..., Any], **others: Any) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class LazyLogits(RecordedLogits):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # C++ and custom autograd functions arrive here without __torch_function__. Autograd is above this and goes
-        # through `_Anchor`, so that values are enough.
+        # through `_LogitsNode`, so that values are enough.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
 
 

@@ -43,9 +43,9 @@ def _recorded(
     return NotImplemented if like is None else input.then(Step(function, args, of_hidden), like, view=view)
 
 
-def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
+def _unary(function: Callable[..., Tensor], *, view: bool = False) -> Callable[..., Any]:
     def apply(input: RecordedLogits) -> Any:
-        return _recorded(input, function)
+        return _recorded(input, function, view=view)
 
     return apply
 
@@ -125,10 +125,6 @@ def _clone(input: RecordedLogits) -> Any:
     if torch.is_grad_enabled() or not input.requires_grad or not _called_by(_DDPSink.forward):
         return NotImplemented
     return _recorded(input, TensorBase.clone)
-
-
-def _detach(input: RecordedLogits) -> Any:
-    return _recorded(input, TensorBase.detach, view=True)
 
 
 def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -224,8 +220,8 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys(_MUL, _scaled(TensorBase.mul)),
     **dict.fromkeys(_named("div", "divide", "true_divide", "__truediv__"), _scaled(TensorBase.div)),
     **dict.fromkeys(_ADD, _add),
-    **dict.fromkeys(_named("tanh"), _elementwise(TensorBase.tanh)),
-    **dict.fromkeys(_named("neg", "negative", "__neg__"), _elementwise(TensorBase.neg)),
+    **dict.fromkeys(_named("tanh"), _unary(TensorBase.tanh)),
+    **dict.fromkeys(_named("neg", "negative", "__neg__"), _unary(TensorBase.neg)),
     **dict.fromkeys(_named("log_softmax"), _log_softmax),
     F.log_softmax: _log_softmax_function,
     Tensor.float: functools.partial(_to, dtype=torch.float32),
@@ -235,7 +231,7 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.contiguous: _contiguous,
     **dict.fromkeys(_named("clone"), _clone),
-    **dict.fromkeys(_named("detach"), _detach),
+    **dict.fromkeys(_named("detach"), _unary(TensorBase.detach, view=True)),
     Tensor.__getitem__: _getitem,
     **{function: _reshaped(function) for function in _RESHAPES},
     **dict.fromkeys(_named("transpose", "swapaxes"), _transpose),

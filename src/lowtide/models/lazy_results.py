@@ -20,10 +20,9 @@ from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models.eligibility import is_autocast_on
-from lowtide.models.given_logprobs import NO_CLASS
-from lowtide.models.lora_head import adapted_cross_entropy, plain_cross_entropy
+from lowtide.models.head_kinds import adapted_cross_entropy, plain_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
-from lowtide.models.steps import Folded, Step, fold
+from lowtide.models.steps import NO_CLASS, LogitArguments, Step, fold
 
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
 
@@ -69,7 +68,7 @@ def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
         result = result.to(gives(input, lambda z: plain_cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
         if each and not is_dtensor(result):
             classes = target.where(target != ignore_index, NO_CLASS)
-            input.call.given.add(steps, classes[..., None], result[..., None], sign=-1)
+            input.call.returned.add(steps, classes[..., None], result[..., None], sign=-1)
         return result
 
     return apply
@@ -85,7 +84,7 @@ def _steps_of_rows(input: RecordedLogits) -> tuple[Step, ...]:
     return input.steps[:-1] if moved else input.steps
 
 
-def _fold_rows(input: RecordedLogits) -> Folded | None:
+def _fold_rows(input: RecordedLogits) -> LogitArguments | None:
     """Return the folded steps of logits of which more than the loss can be computed, None of others."""
     return None if input.call.only_loss else fold(input.steps)
 
@@ -108,7 +107,7 @@ def gather(input: RecordedLogits, dim: Any, index: Any) -> Any:
         return linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_IGNORE_NOTHING, **kwargs)
 
     result = _of_rows(input, folded, logprobs, input.dtype, keepdim=one)
-    input.call.given.add(input.steps, index, result, sign=folded.sign)
+    input.call.returned.add(input.steps, index, result, sign=folded.sign)
     return result
 
 
@@ -158,7 +157,7 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
 
     dtype, function = gives(input, lambda z: TensorBase.logsumexp(z, -1)), cast("Callable[..., Tensor]", stat)
     if input.call.dtype().itemsize < 4 and not input.call.sharded:
-        folded, function = Folded(1.0, None, (), normalised=False, sign=1), rounded
+        folded, function = LogitArguments(1.0, None, (), normalised=False, sign=1), rounded
     return _of_rows(input, folded, function, dtype, keepdim=keepdim, differentiable=name != "argmax")
 
 
@@ -173,7 +172,7 @@ def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: list[Ste
 
 def _of_rows(
     input: RecordedLogits,
-    folded: Folded,
+    folded: LogitArguments,
     function: Callable[..., Tensor],
     dtype: torch.dtype,
     *,

@@ -18,8 +18,8 @@ from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_autocast_on, is_ordinary
-from lowtide.models.instance import WATCH, part_of, why_not_forward, with_forward
-from lowtide.models.parallel_mlp import is_cut_over, is_looked_at, mesh_of_mlp, run_in_parts
+from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
+from lowtide.models.parallel_mlp import is_cut_over, is_hooked, mesh_of_mlp, run_sharded
 from lowtide.models.parallel_style import why_not_agreed
 
 LEVEL = "checkpoint_level"
@@ -31,7 +31,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 _TOLERANCE = 1e-5  # of float32 products of 6 and 10 terms; the exact GELU is 1e-3 from its tanh form
-_LOOKED_AT = "a child has hooks or a forward of its own"
+_HOOKED = "a child has hooks or a forward of its own"
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -52,7 +52,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
     if isinstance(mesh, str):
         return mesh
     if mesh is None and not _are_plain(layers, others):  # sharded ones are checked at each call, on all ranks
-        return _LOOKED_AT
+        return _HOOKED
     why_not = why_not_together(layers)
     if why_not is not None:
         return why_not
@@ -140,7 +140,7 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: 
     """
     args = (activation, other_types, found)
     confirm = lambda mlp: find(mlp, base)[1:] == (args,)  # noqa: E731
-    watch = probe.Watch(base, lambda: probe.code_of((base, *other_types), found), found, confirm)
+    probed = probe.ProbedCode(base, lambda: probe.code_of((base, *other_types), found), found, confirm)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = len(args) == 1 and not kwargs
@@ -149,12 +149,12 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: 
         # Checked before all that follows, which takes as long as the MLP of a token.
         if level is None or (has_nothing_to_save(args[0]) and not (_drops(self) or gathers_for(self))):
             return base.forward(self, *args, **kwargs)
-        layers, mesh = _projections(self, args[0], other_types, watch)
+        layers, mesh = _projections(self, args[0], other_types, probed)
         tile: int | None = getattr(self, TILE, None)
         if layers is None:
             return base.forward(self, *args, **kwargs)
         if mesh is not None:
-            return run_in_parts(args[0], layers, mesh, activation, level, tile)
+            return run_sharded(args[0], layers, mesh, activation, level, tile)
         settings: Any = {"activation": activation, "checkpoint_level": level, "tile_tokens": tile}
         if any(layer.adapters for layer in layers):
             return adapted_mlp(args[0], *low_rank_projections(layers), **settings)
@@ -162,7 +162,7 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: 
         biases: Any = {"gate_bias": gate.bias, "up_bias": up.bias, "down_bias": down.bias}
         return swiglu_mlp(args[0], gate.weight, up.weight, down.weight, **biases, **settings)
 
-    return with_forward(base, forward, **{WATCH: watch})
+    return with_forward(base, forward, **{PROBED: probed})
 
 
 def _drops(mlp: Any) -> bool:
@@ -185,7 +185,7 @@ def _may_drop(projection: nn.Module) -> bool:
 
 
 def _projections(
-    mlp: Any, x: Tensor, other_types: tuple[type, ...], watch: probe.Watch
+    mlp: Any, x: Tensor, other_types: tuple[type, ...], probed: probe.ProbedCode
 ) -> tuple[tuple[AdaptedLinear, ...] | None, Any]:
     """Return the projections of a call that may run fused, else None; and their mesh if they are sharded over ranks."""
     others, layers = _others(mlp), _layers(mlp)
@@ -193,7 +193,7 @@ def _projections(
         return None, None
     if _are_plain(layers, others):
         parameters = [p for linear in _linears(layers) for p in (linear.weight, linear.bias) if p is not None]
-        if watch.differs(mlp, others) or not is_ordinary((x,), parameters) or not gather_for(mlp, parameters):
+        if probed.differs(mlp, others) or not is_ordinary((x,), parameters) or not gather_for(mlp, parameters):
             return None, None
         return (layers if why_not_together(layers) is None and _fits(x, layers) else None), None
     # Up to the agreement, all that is checked is equal on all ranks.
@@ -202,9 +202,9 @@ def _projections(
     mesh = mesh_of_mlp(layers)
     if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not _fits(x, layers):
         return None, None
-    alone = are_plain_linears((), others) and not is_looked_at(layers) and is_ordinary((x,), ())
-    alone = alone and not watch.differs(mlp, others)
-    why_not = why_not_agreed(mlp, mesh, x.device, None if alone else _LOOKED_AT)
+    alone = are_plain_linears((), others) and not is_hooked(layers) and is_ordinary((x,), ())
+    alone = alone and not probed.differs(mlp, others)
+    why_not = why_not_agreed(mlp, mesh, x.device, None if alone else _HOOKED)
     return (layers, mesh) if why_not is None else (None, None)
 
 

@@ -15,7 +15,7 @@ from lowtide.distributed.zero import shape_of
 from lowtide.layers import rms_norm
 from lowtide.models import probe
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
-from lowtide.models.instance import WATCH, why_not_forward, with_forward
+from lowtide.models.instance import PROBED, why_not_forward, with_forward
 from lowtide.models.parallel_style import is_parallel_hook
 
 _EPSILONS = ("variance_epsilon", "eps")
@@ -96,19 +96,19 @@ def overrides(base: Any, rounding: Any, offset: float, name: str, found: probe.S
     plus_one = offset == 1.0
     args = (rounding, offset, name, found)
     confirm = lambda norm: is_candidate(norm) and find(norm, base)[1:] == (args,)  # noqa: E731
-    watch = probe.Watch(base, lambda: probe.code_of((base,), found), found, confirm, but=name)
+    probed = probe.ProbedCode(base, lambda: probe.code_of((base,), found), found, confirm, but=name)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or has_nothing_to_save(args[0]) or not _is_ours(self.weight, args[0]):
             return base.forward(self, *args, **kwargs)
         eps: Any = getattr(self, name)
-        if watch.differs(self) or not _is_number(eps):
+        if probed.differs(self) or not _is_number(eps):
             return base.forward(self, *args, **kwargs)
         # Written here: a number that layers share is a variable of the first one's checkpoint to compile(dynamic=True).
         added = 1.0 if plus_one else 0.0
         return rms_norm(args[0], self.weight, eps, offset=added, rounding=rounding)
 
-    return with_forward(base, forward, **{WATCH: watch})
+    return with_forward(base, forward, **{PROBED: probed})
 
 
 def _is_ours(weight: nn.Parameter, x: Tensor) -> bool:

@@ -35,7 +35,7 @@ def mesh_of_mlp(layers: Sequence[AdaptedLinear]) -> Any:
     return styles[0].mesh
 
 
-def is_looked_at(layers: Sequence[AdaptedLinear]) -> bool:
+def is_hooked(layers: Sequence[AdaptedLinear]) -> bool:
     """Whether anything but its style is around a projection."""
     for layer in layers:
         style: Any = linear_style(layer.base)
@@ -57,7 +57,7 @@ def is_cut_over(layers: Sequence[AdaptedLinear], mesh: Any) -> bool:
     )
 
 
-def run_in_parts(
+def run_sharded(
     x: Tensor, layers: Sequence[AdaptedLinear], mesh: Any, activation: str, level: int, tile: int | None
 ) -> Tensor:
     """Return the MLP of ``x`` [..., D], which is the same on every rank, as is its gradient."""

@@ -194,9 +194,9 @@ def _of_forward(linear: nn.Module, forward: Any) -> Style | str:
     return Style(kind, cells.get("mesh"), *layouts, style.use_local_output, forward=forward)
 
 
-def _arguments(function: Any, wanted: Any) -> tuple[Any, Any] | None:
-    """Return the two arguments bound to ``wanted`` in the partial ``function``, None if it is something else."""
-    if not isinstance(function, functools.partial) or function.func is not wanted or function.keywords:
+def _arguments(function: Any, inner: Any) -> tuple[Any, Any] | None:
+    """Return the two arguments bound to ``inner`` in the partial ``function``, None if it is something else."""
+    if not isinstance(function, functools.partial) or function.func is not inner or function.keywords:
         return None
     return function.args if len(function.args) == 2 else None
 

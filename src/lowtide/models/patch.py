@@ -21,10 +21,10 @@ from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models import eligibility, parallel_style
-from lowtide.models.head_call import InsideHead, running_forward
+from lowtide.models.head_call import HeadWork, running_forward
+from lowtide.models.head_kinds import called_head, head_call, saved_layers, why_not_linear, with_what
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
-from lowtide.models.lora_head import called_head, head_call, saved_layers, why_not_linear, with_what
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
 from lowtide.models.report import Counter, PatchReport, count_when_run
 
@@ -254,7 +254,7 @@ def _adopt_head(model: Any, state: _PatchState) -> None:
         take_class_back(head)
     state.head = None
     state.why_not = None if known else eligibility.why_not_patch_head(head, why_not_linear(head))
-    name = "-" if head is None else eligibility.module_name(model, head)
+    name = "-" if head is None else next((name for name, child in model.named_modules() if child is head), "")
     if state.why_not is None:
         state.head = head
         if not known:
@@ -336,7 +336,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
 
     def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         # A tensor-parallel style converts inputs and outputs, but no lazy logits and no work.
-        inside = bool(args) and type(args[0]) is InsideHead
+        inside = bool(args) and type(args[0]) is HeadWork
         state = _awaited_by(self)
         style = parallel_style.style_of(self) if inside or state is not None else None
         if style is None or parallel_style.is_stock_call(self) or self._compiled_call_impl is not None:
@@ -355,7 +355,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             return base.__call__(self, *args, **kwargs)
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(input) is InsideHead:
+        if type(input) is HeadWork:
             end_forward_alone(self)
             state = _awaited_by(self)
             if state is not None and state.gathered is not None:

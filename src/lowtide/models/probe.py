@@ -2,7 +2,7 @@
 
 The rows go through a twin: the module's own forward with small random weights on the CPU, so that a probe needs no real
 weights (they may be on no device yet, or on a full one) and takes a millisecond. Later calls compare the module's code
-and settings with those that were probed (`Watch`).
+and settings with those that were probed (`ProbedCode`).
 """
 
 import copy
@@ -34,7 +34,7 @@ def rows(D: int) -> Tensor:
 
 
 def linear(rows: int, columns: int, seed: int, *, bias: bool = False) -> nn.Linear:
-    """Return a linear layer with a random weight [rows, columns] and, if asked for, a random bias."""
+    """Return a linear layer with a random weight [rows, columns] and, with ``bias``, a random bias."""
     layer = nn.Linear(columns, rows, bias=bias, device="meta")
     layer.weight = nn.Parameter(random(rows, columns, seed=seed))
     if bias:
@@ -84,7 +84,7 @@ Settings = tuple[tuple[tuple[str, Any], ...], ...]  # of a module, and of each c
 
 
 def report_to(module: nn.Module, report: PatchReport) -> None:
-    """Have `Watch` add to ``report`` what changed for ``module``."""
+    """Have `ProbedCode` add to ``report`` what changed for ``module``."""
     _REPORTS[module] = ref(report)
 
 
@@ -99,7 +99,7 @@ def settings_of(modules: Sequence[nn.Module], code: Code, *, but: str = "") -> S
     return tuple(settings(module, names) for module in modules)
 
 
-class Watch:
+class ProbedCode:
     """The code and settings with which the modules of one fused class were probed.
 
     Args:

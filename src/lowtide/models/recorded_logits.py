@@ -54,7 +54,7 @@ class RecordedLogits(Tensor):
             return lazy
 
         with torch.set_grad_enabled(grad_mode), call.as_in_forward(call.linked):
-            lazy: Self = _Anchor.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
+            lazy: Self = _LogitsNode.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
         lazy.call, lazy.steps, lazy.viewed = call, steps, viewed
         lazy.grad_mode, lazy.inference = grad_mode, torch.is_inference_mode_enabled()
         lazy.is_cut, lazy.has_children, lazy.detached = False, False, None
@@ -79,7 +79,7 @@ class RecordedLogits(Tensor):
         return child
 
 
-class _Anchor(torch.autograd.Function):
+class _LogitsNode(torch.autograd.Function):
     """The graph's node of recorded logits: passes on a gradient that reaches them as the real logits would."""
 
     @staticmethod
@@ -114,6 +114,6 @@ def _refuse(*_: Any) -> Any:
 
 # The node that lazy logits have is not the one that gradients go through.
 for _name_of_node in ("register_hook", "register_prehook"):
-    setattr(_Anchor._backward_cls, _name_of_node, _refuse)
+    setattr(_LogitsNode._backward_cls, _name_of_node, _refuse)
 for _name_of_node in ("next_functions", "metadata"):
-    setattr(_Anchor._backward_cls, _name_of_node, property(_refuse))
+    setattr(_LogitsNode._backward_cls, _name_of_node, property(_refuse))

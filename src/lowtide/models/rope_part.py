@@ -17,8 +17,8 @@ from lowtide.code import Code, names_of
 from lowtide.layers import rotary
 from lowtide.layers.rope import why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
-from lowtide.models.instance import WATCH, part_of, why_not_forward, with_forward
-from lowtide.models.probe import Watch, is_like, outcome, random
+from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
+from lowtide.models.probe import ProbedCode, is_like, outcome, random
 
 _NAME = "apply_rotary_pos_emb"
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
@@ -99,14 +99,14 @@ def overrides(base: Any, promote: bool) -> dict[str, Any]:
         stock = base.forward
         return Code((), functions=(stock.__globals__[_NAME],), shallow=(stock,), attributes=((base, "forward"),))
 
-    watch = Watch(base, look, None, lambda attention: find(attention, base)[1:] == ((promote,),))
+    probed = ProbedCode(base, look, None, lambda attention: find(attention, base)[1:] == ((promote,),))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if watch.differs(self):
+        if probed.differs(self):
             return base.forward(self, *args, **kwargs)
         return rotating(self, *args, **kwargs)
 
-    return with_forward(base, forward, **{WATCH: watch})
+    return with_forward(base, forward, **{PROBED: probed})
 
 
 def _rotating(stock: FunctionType, promote: bool) -> FunctionType:

@@ -260,7 +260,6 @@ def _write_pages(run: Run[ProfileConfig]) -> None:
 
 
 PROFILE = Benchmark(
-    name="profile",
     measure=_measure,
     failed=lambda row: row["impl"] == LOWTIDE and not row.get("failed", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY),
     packages=("liger-kernel", "peft", "bitsandbytes"),

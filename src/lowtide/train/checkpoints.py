@@ -29,8 +29,8 @@ TOKENS = "tokens.bin"
 COMPLETE = "complete"  # in a checkpoint, written last
 STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 _RUN_FILE_ASIDE = f"{RUN_FILE}.new"
-_BEFORE_RUN_FILE = {_RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.json", f"{TOKENS}.part"}
-_LEFTOVERS = {RUN_FILE, STAGING, LOG_FILE, "runs", *_BEFORE_RUN_FILE}
+_LEFTOVERS = {RUN_FILE, _RUN_FILE_ASIDE, STAGING, LOG_FILE, TOKENS, f"{TOKENS}.json", f"{TOKENS}.part"}
+_LEFTOVERS |= {"runs", "README.md"}  # of trackers, and TRL's card
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ALMOST_FULL = 2**24  # bytes
 # how PyTorch's archives report that the disk is full or the folder gone
@@ -106,8 +106,7 @@ def new_output(output: str | None, stamp: str) -> Path:
     try:
         found = {p.name for p in path.iterdir()} if path.is_dir() else set()
         unfinished = [name for name in found - _LEFTOVERS if not _CHECKPOINT.fullmatch(name)]
-        began = RUN_FILE in found or (found and found <= _BEFORE_RUN_FILE)
-        if began and not unfinished and not checkpoints(path):
+        if found & {RUN_FILE, _RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.part"} and not unfinished and not checkpoints(path):
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
             hint = "Resume it with --resume_from_checkpoint true, or name another folder."

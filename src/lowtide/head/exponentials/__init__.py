@@ -1,1 +1,1 @@
-"""Cross entropy and token statistics where a GEMM finishes the rows of logits, which never exist. Needs Triton."""
+"""Cross entropy and token statistics in a GEMM's epilogue, without logits in memory. Needs Triton."""

@@ -1,4 +1,4 @@
-"""The loops over chunks where a GEMM finishes the rows: exponentials, or sums and gradients of logits that never exist.
+"""The loops over chunks whose GEMM's epilogue computes the rows: exponentials, or sums and gradients of logits.
 
 A chunk is computed in pieces, between which ranks exchange a few numbers a row: while a piece's are under way, the next
 one's GEMM runs. On one rank a chunk is one piece, and nothing is ahead of its turn.

@@ -1,4 +1,4 @@
-"""Cross entropy by unnormalised exponentials: two GEMMs a chunk beside the one that makes them, and thin kernels.
+"""Cross entropy by unnormalised exponentials: two GEMMs per chunk besides the one that writes them, and thin kernels.
 
 The GEMM that would write logits z writes E = exp(z - t) instead, t the target's logit, and its row sums r. Then
 loss = log1p(r), and with s = g / (1 + r) and E_y = -r the gradients are dX = diag(s) (E W) and dW = E^T (diag(s) X):
@@ -68,7 +68,7 @@ class CrossEntropy(Exponentials):
     def forward(self, settle: Settle | None) -> dict[str, Tensor]:
         """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``settle`` add the gradients.
 
-        It is called when the first GEMM is under way: the host should not keep the device waiting.
+        It is called while the first GEMM runs: the device should not wait for the host.
         """
         plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
         if in_chunks and not (alone and settle is None):
@@ -277,7 +277,7 @@ class CrossEntropy(Exponentials):
             self._close(into, piece.at.stop, last=piece.part.stop == self.plan.rows)
 
     def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
-        """Write a piece's input gradient, as many rows at a time as the plan says; or this rank's part of it."""
+        """Write a piece's input gradient, in blocks of the plan's rows; or this rank's part of it."""
         alone, product = self.ranks.alone, self._product
         assert product is not None
         if e_CV is None:

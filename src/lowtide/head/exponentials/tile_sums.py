@@ -1,4 +1,4 @@
-"""Token statistics without a chunk's logits: a GEMM whose tiles leave sums, and one that leaves a gradient.
+"""Token statistics without a chunk's logits: a GEMM whose tiles write sums, and one that writes a gradient.
 
 n rows, C rows of a chunk, D hidden size, V vocabulary, K targets a token. The kernels: `kernels.stats_logits`,
 `kernels.stats_rows`, `kernels.stats_topk`.
@@ -36,7 +36,7 @@ class TileStatistics(Exponentials):
         self.transform = LogitTransform(head.bias_V, head.scale, head.softcap)
 
     def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
-        """Return each row's "lse", "top", "top_logprob", "logprob" [n, K], and what is wanted, float32.
+        """Return each row's "lse", "top", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
         Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk].
         """

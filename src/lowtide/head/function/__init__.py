@@ -1,1 +1,1 @@
-"""What `lowtide.head.apply` is made of: the user's function inside the engine's chunks, its graph and its checks."""
+"""The parts of `lowtide.head.apply`: the user's function inside the engine's chunks, its graph and its checks."""

@@ -1,4 +1,4 @@
-"""Whether a function treats each row of logits by itself: a few rows must give what they give in other company."""
+"""Check that a function treats each row of logits by itself: a few rows must give the same next to other rows."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ _passed: OrderedDict[Any, None] = OrderedDict()
 def check_rows_are_independent(terms: FunctionTerms) -> None:
     """Refuse a function whose result for some rows depends on which other rows it gets along with them.
 
-    Without random numbers, rows must give in two parts what they give at once, and with out="token" the same beside
-    other rows. With random numbers the parts would draw others; so it is only beside other rows that they must give
+    Without random numbers, rows must give the same in two parts as at once, and with out="token" the same next to
+    other rows. With random numbers the parts would draw others; so only next to other rows must they give
     the same, from the same numbers, and at once and in parts that they must give results of one distribution.
 
     On a GPU comparing makes the host wait, so that it is done once for a function's code and the shapes of what it
@@ -163,13 +163,13 @@ class Comparison:
         return self._first_difference(whole, runs, pair, "when rows come in two parts")
 
     def _beside_others(self, whole: list[Tensor]) -> str | None:
-        """Compare results of rows beside others; of sums, how much some rows matter must not depend on the others."""
+        """Compare results of rows next to others; of sums, the effect of some rows must not depend on the others."""
         after = random_state(self.terms.device)
         runs = []
         for others in self.replaced if self.per_token else (*self.replaced, self.all):
             runs.append(self.results(self.all, others))
             if not same_state(after, random_state(self.terms.device)):
-                return None  # how many numbers are drawn depends on the logits: which are whose cannot be told
+                return None  # how many numbers are drawn depends on the logits: none can be assigned to a row
         second, first = self.replaced
 
         def pair(w: Tensor, one: Tensor, two: Tensor, *both: Tensor) -> Pair:
@@ -269,7 +269,7 @@ def _agree(one: Tensor, two: Tensor, allowed: float) -> bool:
 
 
 def _key_of(terms: FunctionTerms) -> Any:
-    """Return what tells apart calls whose functions, shapes or dtypes differ."""
+    """Return a key that differs between calls with other functions, shapes or dtypes."""
     function, weight_VD = terms.function, terms.head.weight_VD
     shapes = tuple((a.shape[len(function.leading) :], a.dtype) for a in terms.args)
     params = tuple((p.shape, p.dtype) for p in terms.params)

@@ -1,4 +1,4 @@
-"""The user's function inside the engine's chunks: it gets the logits in pieces, and its vjp is left in their place.
+"""The user's function inside the engine's chunks: it gets the logits in pieces, which its vjp then overwrites.
 
 N tokens, n of them computed (masked ones are dropped), C rows of a chunk, c of a piece, D hidden size, V vocabulary,
 V_r classes of it on this rank. Where the vocabulary is sharded, ranks exchange a chunk's logits so that each gets whole
@@ -109,7 +109,7 @@ class FunctionTerms(Terms):
         head, wanted, D = self.head, self.wanted, self.head.input.shape[-1]
         into = gradient_buffers(head, self.rows, self.plan, wanted)
         if into.input_ND is not None and stored and head.input.dtype == torch.float16:
-            # until the upstream gradient, and with it GradScaler's factor, has come
+            # until the upstream gradient, and with it GradScaler's factor, is known
             into.input_ND = head.input.new_zeros(head.tokens, D, dtype=head.wide)
         if into.bias_V is not None and self._by_kernel:
             from lowtide.head.kernels.logit_grad import bias_sums

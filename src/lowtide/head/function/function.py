@@ -33,10 +33,10 @@ _LOGITS = node("Logits", "linear_apply", lambda _, anchor, held: held[0].detach(
 class UserFunction:
     """A function of [c, V] logits as one call of `linear_apply` runs it; holds no tensor that autograd should watch."""
 
-    plain: Callable[..., Any]  # as it was given
+    plain: Callable[..., Any]  # the user's, unmodified
     run: Callable[..., Any]  # that, or the same compiled
     per_token: bool  # whether its results have a row for each row of logits; else they are scalars that add up
-    graph: bool  # whether results are connected to what they come from
+    graph: bool  # whether results are connected to their inputs
     autocast: Autocast  # in which it runs, in backward too
     token_args: int  # how many
     with_params: Callable[[Sequence[Tensor]], Any]  # its last arguments, of the tensors among them
@@ -84,7 +84,7 @@ def evaluate(
             raise
     if [t._version for t in watched] != versions:
         raise ArgumentValueError(
-            message("fn", "its arguments left as they are", "one changed in place", "Work on a copy: x.clone().")
+            message("fn", "its arguments unchanged", "one changed in place", "Work on a copy: x.clone().")
         )
     leaves, spec = pytree.tree_flatten(returned)
     leaves = [_checked(leaf, z_cV, function.per_token) for leaf in leaves]
@@ -148,7 +148,7 @@ def _refuse_strangers(
                 "Pass it in params=(...,), or in token_args if it has a row for each token; fn gets it as an argument."
                 " Detach it if it needs no gradient."
             )
-            raise ArgumentValueError(message("fn", "tensors that need a gradient to come in as arguments", got, hint))
+            raise ArgumentValueError(message("fn", "tensors that need a gradient to be passed as arguments", got, hint))
 
 
 def vjp(
@@ -207,7 +207,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
     if isinstance(fn, FunctionType):
         if fn not in _COMPILED:
-            # a twin with the same cells: what is compiled must not keep alive what the cache is keyed by
+            # a copy with the same cells: the compiled function must not reference the cache's key
             twin = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
             twin.__kwdefaults__ = fn.__kwdefaults__
             _COMPILED[fn] = torch.compile(twin)
@@ -220,7 +220,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def random_state(device: torch.device) -> RandomState:
-    """Return where the generators stand that a function of tensors on ``device`` draws from."""
+    """Return the states of the generators that a function of tensors on ``device`` draws from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the exponential GEMM: a table for known GPUs, and what a tuning run left on this machine's disk."""
+"""Tile sizes of the exponential GEMM: a table for known GPUs, and the results of tuning runs on this machine."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +29,7 @@ TABLE = {"NVIDIA H100 80GB HBM3": GemmConfig(), "NVIDIA H200": GemmConfig()}
 
 @cache
 def of_device(device: torch.device) -> GemmConfig:
-    """Return the tile sizes for ``device``, as they were when it was first asked for."""
+    """Return the tile sizes for ``device``, as of the first call."""
     return lookup(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
 
 

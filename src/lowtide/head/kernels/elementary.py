@@ -1,4 +1,4 @@
-"""Elementary functions of float32 numbers that keep their relative precision where the obvious formula cancels."""
+"""Elementary functions of float32 numbers with full relative precision where the obvious formula cancels."""
 
 import triton
 import triton.language as tl

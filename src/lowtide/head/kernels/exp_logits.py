@@ -1,4 +1,4 @@
-"""The GEMM that leaves exponentials instead of logits: E = exp(x W^T - reference), and its row sums.
+"""The GEMM that stores exponentials instead of logits: E = exp(x W^T - reference), and its row sums.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. The epilogue works on the float32
 accumulators: bias, scale and cap, the exponential, its sum before it is rounded. No pass over [C, V] is left.
@@ -87,7 +87,7 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
 
 @triton.jit
 def to_ordered(f):  # type: ignore[no-untyped-def]
-    """Map float32 to int32 so that the order stays: an integer maximum is the same whoever comes first."""
+    """Map float32 to int32 so that the order stays: an integer maximum does not depend on the order of writes."""
     i = f.to(tl.int32, bitcast=True)
     return tl.where(i < 0, i ^ 0x7FFFFFFF, i)
 
@@ -145,7 +145,7 @@ def shifted_exp_logits(
 ) -> None:  # fmt: skip
     """Recompute, relative to their highest logit, the rows whose numbers are ``listed``: a list, and how long it is.
 
-    Costs two launches that end at once where there are none. Rows come out the same wherever they stand in the list.
+    Costs two launches that end at once if there are none. Results do not depend on the order of the list.
     Of the tile sizes, width and depth are taken. The list and its length [1] are int32; so is here the reference, of
     listed rows holding `to_ordered` of the target's logit, which takes the highest one's. ``find_highest`` are the
     passes: True to find the highest logits, False to build E and its sums relative to what the reference holds.

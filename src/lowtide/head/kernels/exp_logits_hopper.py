@@ -53,7 +53,7 @@ try:
     store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
     GLUON_ERROR = None
-except (ImportError, AttributeError) as error:  # then what follows can be defined and not run: `why_not_on` says why
+except (ImportError, AttributeError) as error:  # the functions below cannot run: see `why_not_on`
     gluon, gl, GLUON_ERROR = triton, tl, str(error)
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -86,7 +86,7 @@ def _stage_and_phase(step):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce(x_d, w_d, stages, C, V, D):  # type: ignore[no-untyped-def]
-    """Load the stages. What lies outside of x and w arrives as zeros, and counts as bytes that arrived."""
+    """Load the stages. What is outside of x and w is read as zeros, and counts as bytes that arrived."""
     x_s, w_s, full, empty = stages
     tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
     step = gl.to_tensor(0)
@@ -120,7 +120,7 @@ def _consume(  # type: ignore[no-untyped-def]
         row = row_tile * (2 * ROWS) + HALF * ROWS
         column = p * COLUMNS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        # asked for here, used when the products are done: nobody waits for them
+        # loaded here, used after the GEMM, which hides the latency
         y = gl.load(rows_of.y + rows, mask=rows < C, other=-1)
         reference = gl.load(rows_of.reference + rows, mask=rows < C, other=0.0)
 
@@ -222,7 +222,7 @@ def exp_logits_hopper(
 ) -> None:
     """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of bfloat16 rows at multiples of 16 bytes; none empty.
 
-    Where `why_not_on` finds nothing to say about the device.
+    If `why_not_on` has no reason against the device.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)

@@ -1,4 +1,4 @@
-"""What stands between the GEMMs of the exponential path: a program a row, over [C, D] or [C], never [C, V].
+"""The operations between the GEMMs of the exponential path: a program per row, over [C, D] or [C], never [C, V].
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across it, W ranks. With r the sum of exp(z_v - R) over the
 classes other than the target, R the row's reference (the target's logit t, or where that overflows the highest one),
@@ -54,7 +54,7 @@ class Reports(NamedTuple):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write zeros: an ignored row whose logits are no numbers."""
+    """Write zeros: an ignored row whose logits are NaN."""
     for v in range(0, V, BLOCK):
         at = v + tl.arange(0, BLOCK)
         tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)

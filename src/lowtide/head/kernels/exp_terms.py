@@ -13,7 +13,7 @@ MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave floa
 
 
 class RowTerms(NamedTuple):
-    """The head and its loss as the rows' kernels read them, on the device; None or 0 where it is not asked for.
+    """The head and its loss as the rows' kernels read them, on the device; None or 0 for options that are off.
 
     Where the vocabulary is sharded the bias and ``uniform_D`` are of this rank's classes.
     """

@@ -1,4 +1,4 @@
-"""One GEMM with its epilogues: x W^T tile by tile, each tile's float32 accumulators handed to a function.
+"""One GEMM with its epilogues: x W^T tile by tile, each tile's float32 accumulators passed to a function.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. Persistent, through TMA descriptors:
 `gemm_tiles` is the loop, `exp_logits` and `stats_logits` hold the epilogues. Operands are rows of 16-byte stride with
@@ -28,7 +28,7 @@ class LogitTransform(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether logits are the products."""
+        """Return whether the logits are the GEMM's result, without a transform."""
         return all(part is None for part in self)
 
     def of_classes(self, part: slice) -> "LogitTransform":
@@ -85,7 +85,7 @@ def gemm_tiles(
 ) -> None:  # fmt: skip
     """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V.
 
-    As many programs run as there are multiprocessors, or as asked for.
+    One program per multiprocessor runs, or as many as requested.
     """
     V, D = w_VD.shape
     programs = (programs or multiprocessors(x_CD.device)) * config.per_multiprocessor
@@ -127,7 +127,7 @@ def matrix(x: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor, *layout: Any) -> Any:
-    """Return what TMA needs to know of ``x`` to copy blocks of it."""
+    """Return the TMA descriptor of ``x``, to copy blocks of it."""
     return kind(x, list(x.shape), [x.stride(0), 1], [rows, columns], *layout)
 
 

@@ -1,4 +1,4 @@
-"""The gradient of a piece of logits as autograd gives it, brought to where the GEMMs take it, in one pass.
+"""Copy autograd's gradient of a piece of logits to the GEMMs' operand, in one pass.
 
 c rows of the piece, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Two sides' float32 logits of a chunk, turned into each row's divergence and the gradient of it by the student's.
+"""Kernels from two sides' float32 logits of a chunk to each row's divergence and its gradient by the student's.
 
 C rows of the chunk, V the student's vocabulary, U the teacher's. One program a row reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
@@ -31,8 +31,8 @@ NEAR = tl.constexpr(0.5)  # |a - b| below which a side is measured by the other:
 class Pair(NamedTuple):
     """Both sides of a divergence, see `terms/dense`. Classes that one side lacks have probability 0 there.
 
-    The products are float32, of row strides that are multiples of 8; what lies between a side's last class and the next
-    multiple of 8 may be anything, and is read. Scales are above 0, soft caps tensors.
+    The logits are float32, with row strides that are multiples of 8; the values from a side's last class to the next
+    multiple of 8 may be anything, and are read. Scales are above 0, soft caps tensors.
     """
 
     z_CV: Tensor
@@ -256,8 +256,8 @@ def _pair(  # type: ignore[no-untyped-def]
 def pair_rows(pair: Pair) -> dict[str, Tensor]:
     """Return each row's divergence [C], both logsumexps and the pivot of its gradient, as `terms/dense` has them.
 
-    A row that holds NaN, or +inf, or nothing but -inf, on either side, comes out as NaN. The products are left as they
-    are, and nothing of their size is allocated.
+    A row that holds NaN, or +inf, or nothing but -inf, on either side, becomes NaN. The logits are unchanged, and
+    nothing of their size is allocated.
     """
     C = len(pair.z_CV)
     numbers = {name: pair.z_CV.new_empty(C) for name in NUMBERS}  # an operator returns no views of one memory
@@ -285,9 +285,9 @@ def pair_sums(pair: Pair, both_lse: Tensor) -> Tensor:
 def pair_gradient(
     pair: Pair, out_CV: Tensor, numbers: dict[str, Tensor], factor_C: Tensor | None = None
 ) -> Tensor | None:
-    """Write the gradient of ``sum(factor * value)`` with respect to the student's products.
+    """Write the gradient of ``sum(factor * value)`` with respect to the student's logits.
 
-    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be the student's products themselves, or
+    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be the student's logits themselves, or
     bfloat16 or float16 and shares no memory with them: then without ``factor_C``, for which its range is not enough.
     What lies between V and the next multiple of 8 becomes 0. ``numbers`` are from `pair_rows`, or "value" alone, which
     takes the rows' divergence: then the others are computed on the way.
@@ -306,7 +306,7 @@ def pair_gradient(
 
 
 def _rows(x_CV: Tensor) -> tuple[Tensor, int, int]:
-    """Return rows as the kernel reads them: as they lie in memory, whatever strides say."""
+    """Return rows as the kernel reads them: as they are in memory, ignoring strides."""
     assert x_CV.stride(0) % PAD.value == 0
     assert x_CV.stride(1) == 1 or x_CV.shape[1] == 1
     return x_CV, x_CV.stride(0) // PAD.value, x_CV.shape[1]

@@ -1,4 +1,4 @@
-"""A chunk's float32 logits, turned into each token's loss and, in their own memory, the loss's gradient.
+"""Kernels from a chunk's float32 logits to each token's loss and, written over the logits, its gradient.
 
 C rows of the chunk, V vocabulary. One program a row reads it once for the loss and once more for the gradient.
 """
@@ -174,7 +174,7 @@ def softmax_rows(
         loss = (1 - a) q_y (lse - z_y) + (a / V) (Q lse - sum_v q_v z_v) + u lse**2
         gradient_v = m f_v (k p_v - (1 - a) q_y [v = y] - (a / V) q_v),     k = (1 - a) q_y + a Q / V + 2 u lse
 
-    Neither loses precision where the model is sure, or where logits are large. NaN and infinities come out as from
+    Neither loses precision for confident tokens or large logits. NaN and infinities are returned as by
     `torch.log_softmax`, and stay in their row. Nothing of the size of ``z_CV`` is allocated: a narrow gradient lies
     over the first half of each row's own bytes, ``z_CV.view(dtype)[:, :V]``; what is between V and the next multiple of
     8, of which row strides are multiples, may be anything, and becomes 0 with it. Of a float16 gradient the second

@@ -1,4 +1,4 @@
-"""A tensor times a factor that lies on the device, in place, without reading or writing anything where it is 1."""
+"""A tensor times a factor on the device, in place, without reading or writing anything if it is 1."""
 
 import triton
 import triton.language as tl

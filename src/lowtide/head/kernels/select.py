@@ -1,4 +1,4 @@
-"""Which tokens count, and for how much, in one pass: what stands before the first GEMM stands in its way."""
+"""The valid tokens and their factors in one pass, since the first GEMM waits for them."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Two GEMMs that leave no logits: what a row's logits amount to, tile by tile, and the gradient of that, in bfloat16.
+"""Two GEMMs that store no logits: a row's statistics, tile by tile, and their gradient, in bfloat16.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary, K targets a row. Each tile measures its
 rows from their highest logit in it, so that nothing overflows, and leaves that logit's own exponential, 1, out of the
@@ -22,7 +22,7 @@ NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 
 
 class Sums(NamedTuple):
-    """A row's sums over parts of its classes, tiles or ranks [C, P]: float32, None where not asked for."""
+    """A row's sums over parts of its classes, tiles or ranks [C, P]: float32, None if not requested."""
 
     top: Tensor  # the highest logit
     id: Tensor  # int32: its class
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """What the logits' gradient is made of, float32: numbers [C], and classes whose gradient is their own."""
+    """The parts of the logits' gradient, float32: numbers [C], and classes whose gradient is their own."""
 
     s: Tensor  # a power of two, by which the gradient is divided; 0: nothing flows back
     lse: Tensor

@@ -1,4 +1,4 @@
-"""What stands behind the GEMMs of `stats_logits`: a program a row, over [C, P], [C, D] or [C, K].
+"""The operations after the GEMMs of `stats_logits`: a program per row, over [C, P], [C, D] or [C, K].
 
 C rows of a chunk, D hidden size, V vocabulary, P parts of it, tiles or ranks, K targets a row. Classes count among
 those of all ranks.
@@ -39,7 +39,7 @@ class RowStats(NamedTuple):
 def _merge_stats(  # type: ignore[no-untyped-def]
     parts, out, told, y_ptr, x, w, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """See `merge_stats`: sums about the highest logit of all parts; ``told`` is written where ``out`` has no room."""
+    """See `merge_stats`: sums about the highest logit of all parts; ``told`` gets the fields that ``out`` lacks."""
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
@@ -100,7 +100,7 @@ def merge_stats(
     parts: Sums, out: RowStats | Sums, V: int, y_CK: Tensor, x_CD: Tensor | None = None, w_VD: Tensor | None = None, *,
     transform: LogitTransform = PLAIN, first_class: int = 0,
 ) -> None:  # fmt: skip
-    """Turn sums over tiles or ranks into the numbers of each row, or into sums of one part: what a rank tells others.
+    """Turn sums over tiles or ranks into the numbers of each row, or into sums of one part, to send to ranks.
 
     With M the highest logit and over the other classes R the sum of exp(z - M), H of exp(z - M) (z - M), S of
     exp(z - M)**2:

@@ -1,7 +1,7 @@
-"""The k highest logits of each row, from what `stats_logits.tile_stats` leaves: no more than k tiles can hold them.
+"""The k highest logits of each row, from the output of `stats_logits.tile_stats`: at most k tiles contain them.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across it; k highest logits, in T = min(k, P) tiles. The tiles
-whose own highest logits are the T highest hold the k highest of all. These tiles' logits are computed once more: pairs
+whose own highest logits are the T highest hold the k highest of all. These tiles' logits are recomputed: pairs
 of row and tile in the order of the tiles, so that rows share a tile of the weight.
 """
 
@@ -108,7 +108,7 @@ def shard_highest(
     x_CD: Tensor, w_VD: Tensor, tiles: Sums, config: GemmConfig, k: int, first_class: int,
     transform: LogitTransform = PLAIN,
 ) -> Tensor:  # fmt: skip
-    """Return what this rank tells the others of its k highest logits [2, C, k]: these, and their classes' int32 bits.
+    """Return what this rank sends the others of its k highest logits [2, C, k]: these, and their classes' int32 bits.
 
     The arguments are `highest_logits`'s. Where a rank has fewer than k classes the rest are -inf of no class.
     """

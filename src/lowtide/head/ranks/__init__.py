@@ -1,1 +1,1 @@
-"""The ranks that share a vocabulary: what each holds, how tokens lie on them, and what they exchange."""
+"""The ranks that share a vocabulary: each one's shard, their tokens, and what they exchange."""

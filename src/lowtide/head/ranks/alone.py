@@ -1,4 +1,4 @@
-"""A group of one rank, which holds the whole vocabulary: it answers every exchange at once, with its own numbers."""
+"""A group of one rank, which has the whole vocabulary: each exchange returns its own numbers at once."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ class Alone:
     local = whole = result = mine = class_weight = itself
 
     def nothing(self, *_: object, **__: object) -> None:
-        """Return that tokens are in order, and that nothing was gathered which might be kept."""
+        """Return that tokens are in order, and that nothing was gathered."""
 
     order = reordered = keep = nothing
 

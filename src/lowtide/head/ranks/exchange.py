@@ -1,6 +1,6 @@
-"""What ranks that share a vocabulary tell each other: the one file of the head that speaks to them.
+"""The communication between ranks that share a vocabulary: the only file of the head with collectives.
 
-Every rank of a group calls these in the same order. Each returns when the host has asked: the device may still wait.
+Every rank of a group calls these in the same order. Each returns once it is started: the device may still wait.
 """
 
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list
 
 
 class Exchange(NamedTuple):
-    """What is exchanged, under way: the host goes on, and what comes next on the device need not wait until `get`."""
+    """An exchange under way: host and device continue, and wait for it in `get`."""
 
     value: Tensor
     work: Any = None  # None: nothing is
 
     def get(self) -> Tensor:
-        """Return it, to be used by what comes next."""
+        """Return its result, for the next operations."""
         if self.work is not None:
             self.work.wait()
         return self.value

@@ -1,4 +1,4 @@
-"""How the ranks of a call share its head, from what the user gave: a `VocabShard`, or DTensors."""
+"""How the ranks of a call share its head, from the user's `VocabShard` or DTensors."""
 
 from typing import Any
 

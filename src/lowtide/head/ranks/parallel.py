@@ -1,4 +1,4 @@
-"""The vocabulary in parts, one a rank: what the ranks of a call have of its tensors, and what they exchange.
+"""The sharded vocabulary: each rank's part of a call's tensors, and what the ranks exchange.
 
 W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. What is exchanged has the shape of tokens,
 never of the vocabulary, and how often follows from shapes and options alone: a rank whose tokens are all ignored, or
@@ -62,7 +62,7 @@ class Ranks:
             yield slice(start, min(start + step, plan.rows))
 
     def order(self, plan: Any) -> Tensor | None:
-        """Return where the rows of all chunks stand among the N tokens, N where a rank has none; None: in order."""
+        """Return the indices of all chunks' rows among the N tokens, N where a rank has none; None: in order."""
         return None if self._tokens is None else self._tokens.order(*self._steps(plan))
 
     def reordered(self, plan: Any, rows: int) -> Tensor | None:
@@ -152,10 +152,10 @@ class Ranks:
         return x if self._tokens is None else self._tokens.mine(x)
 
     def keep(self, *, kept: bool = True) -> None:
-        """Gather each chunk once from here on: a second pass over them finds them here. Or let go of all that is kept.
+        """Gather each chunk once from here on, and save it for a second pass. Or free all that is saved.
 
-        Where nobody trains the hidden states, some ranks may train their weights and others not. These have no second
-        pass, and would not come to a second gathering.
+        If no rank trains the hidden states, some ranks may train their weights and others not. Those have no second
+        pass, and would not take part in a second gathering.
         """
         if self._tokens is not None:
             self._tokens.kept = [] if kept else None

@@ -1,4 +1,4 @@
-"""Which part of a sharded vocabulary a rank holds, and what all ranks of its group can do.
+"""A rank's shard of the vocabulary, and what all ranks of its group can do.
 
 W ranks, V classes of which this one holds V_r.
 """
@@ -28,14 +28,14 @@ _KNOWN: "WeakKeyDictionary[Any, dict[str, Limits]]" = WeakKeyDictionary()  # a g
 
 
 def limits_of(group: Any, device: torch.device) -> Limits:
-    """Return what the ranks of ``group`` can do. They tell each other once, at their first call: the host waits."""
+    """Return what the ranks of ``group`` can do. They exchange it once, at their first call: the host waits."""
     if device.type not in _KNOWN.get(group, {}):
         _tell([], group, device)
     return _KNOWN[group][device.type]
 
 
 def _tell(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
-    """Return the numbers of each rank; what it can do is exchanged beside them."""
+    """Return the numbers of each rank; what it can do is exchanged with them."""
     told = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
     gpu_bytes, exponentials = (min(rank[i] for rank in told) for i in range(2))
     limits = Limits(gpu_bytes=gpu_bytes or None, exponentials=bool(exponentials))
@@ -92,7 +92,7 @@ class VocabShard:
     def of(cls, linear_weight: Tensor, group: Any = None) -> "VocabShard":
         """Return the shard that ``linear_weight`` [V_r, D] is. Every rank of the group has to call this.
 
-        The ranks tell each other their numbers of rows, and the host waits: do it once, not in each step.
+        The ranks exchange their numbers of rows, and the host waits: do it once, not in each step.
 
         Args:
             linear_weight: This rank's rows.

@@ -1,4 +1,4 @@
-"""Tokens that lie spread over the ranks that share a vocabulary: each rank holds its part of the sequence.
+"""Sequence parallelism: tokens spread over the ranks that share a vocabulary, each with its part of the sequence.
 
 W ranks, N tokens, C rows of a chunk, D hidden size.
 """
@@ -16,7 +16,7 @@ from lowtide.head.rows import take_rows
 
 
 class SpreadTokens:
-    """Each rank holds its part of one axis of tokens; chunks are gathered as they are needed, and never all at once.
+    """Each rank has its part of one axis of tokens; chunks are gathered one by one, as they are needed.
 
     A chunk has the same rows of each rank's part, one group a rank; shorter parts are filled up with ignored tokens.
     """
@@ -36,14 +36,14 @@ class SpreadTokens:
         self.kept: list[tuple[slice, Tensor]] | None = None  # gathered parts in order, each [W, rows, D]
 
     def order(self, step: int, piece: int) -> Tensor:
-        """Return where the rows of chunks of ``step`` rows a group stand among the N tokens; N: a token of none.
+        """Return the indices of rows among the N tokens, in chunks of ``step`` rows per group; N: no token.
 
         Chunks are computed in pieces of ``piece`` rows a group, which follow one another.
         """
         return self._order_GL.view(-1)[self._slots(step, piece)]
 
     def reordered(self, step: int, piece: int, other: int) -> Tensor:
-        """Return where the rows of chunks of ``other`` rows a group stand among those of `order`."""
+        """Return the indices of rows among those of `order`, in chunks of ``other`` rows per group."""
         slots, others = self._slots(step, piece), self._slots(other, other)
         return torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots), device=slots.device))[others]
 

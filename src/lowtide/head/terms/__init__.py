@@ -1,1 +1,1 @@
-"""What is computed of a chunk of logits: numbers of each row, and the gradient of a loss over these."""
+"""The terms, computed from a chunk of logits: numbers of each row, and the gradient of a loss over these."""

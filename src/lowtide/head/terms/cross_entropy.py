@@ -67,7 +67,7 @@ class RowLoss(Terms):
 
 
 def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
-    """Return the loss, with ``keep`` what `backward` needs of each token, and the wanted gradients for upstream 1."""
+    """Return the loss, with ``keep`` what `backward` needs of each token, and the needed gradients for upstream 1."""
     loss, plan = _plan(head, args, wanted)
     rows, ranks, per_token, into = loss.rows, head.ranks, args.reduction == "none", Gradients()
     if not head.input.requires_grad and (keep or (any(wanted) and plan.schedule == "blocks")):
@@ -101,7 +101,7 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
 def backward(
     head: Head, args: CrossEntropyArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
 ) -> Gradients:
-    """Return the wanted gradients from the loss's upstream gradient, a scalar or [N], and what forward kept."""
+    """Return the needed gradients from the loss's upstream gradient, a scalar or [N], and what forward saved."""
     given = upstream["loss"]
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
@@ -158,7 +158,7 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
     """Return the rows that are computed with their targets, and the plan for them.
 
     On the CPU ignored tokens are dropped, and a target that is no class is an error; elsewhere such a token's loss and
-    gradients are NaN. In backward ``known`` has what forward kept: with ranks the targets' class weights too.
+    gradients are NaN. In backward ``known`` has what forward saved: with ranks the targets' class weights too.
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
     y_N, index = args.target.reshape(-1).long().contiguous(), None
@@ -174,7 +174,7 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
     own_n: Tensor | None = None
     total = None if q is None else q.sum()
     if plan.backend == "exp" and (ranks.alone or q is None):
-        # by one kernel: what stands before the first GEMM stands in its way
+        # by one kernel, since the first GEMM waits for it
         from lowtide.head.kernels.select import select
 
         of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)

@@ -1,4 +1,4 @@
-"""The divergence of `dense` by kernels over rows of products; with the whole vocabulary here one kernel a direction."""
+"""The divergence of `dense` by kernels over rows of logits; with the whole vocabulary here one kernel per direction."""
 
 from functools import cached_property, partial
 
@@ -12,7 +12,7 @@ from lowtide.head.terms.dense import Dense
 
 
 class DenseKernels(Dense):
-    """Leaves the products unmodified; a gradient is written over them, or to ``out`` where it is narrower."""
+    """Forward leaves the logits unmodified; a gradient is written over them, or to ``out`` if it is narrower."""
 
     raw = True
 

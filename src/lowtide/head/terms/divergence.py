@@ -55,7 +55,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
 def backward(
     head: Head, args: DivergenceArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
 ) -> Gradients:
-    """Return the wanted gradients from the value's upstream gradient, a scalar or [N], and what forward kept.
+    """Return the needed gradients from the value's upstream gradient, a scalar or [N], and what forward saved.
 
     Tokens to which nothing flows back are left out as masked ones are.
     """
@@ -72,7 +72,7 @@ def backward(
 def _run(
     head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, factor_N: Tensor | None, known: Numbers | None = None
 ) -> tuple[Numbers, Gradients]:
-    """Return the rows' numbers, and the wanted gradients of the sum of ``factor * value``."""
+    """Return the rows' numbers, and the needed gradients of the sum of ``factor * value``."""
     if args.temperature is not None:
         head = _scaled(head, 1 / scalar_on(head.input.device, args.temperature, head.wide))
     plan, terms = _terms(head, args, rows, wanted, stored=known is None and factor_N is not None)
@@ -116,7 +116,7 @@ def _check_ids(head: Head, args: DivergenceArgs) -> None:
 
 
 def _scaled(head: Head, scale: Tensor | None) -> Head:
-    """Return a side whose logits are multiplied with 1 over the temperature."""
+    """Return a side whose logits are divided by the temperature."""
     if scale is None:
         return head
     return head._replace(scale=scale, softcap=None if head.softcap is None else head.softcap * scale)

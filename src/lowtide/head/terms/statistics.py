@@ -1,4 +1,4 @@
-"""What one token's logits amount to, and the gradient of it in the logits' place: plain PyTorch, on any rank.
+"""The statistics of a token's logits, and their gradient, written over the logits: plain PyTorch, on any rank.
 
 C rows of a chunk, V vocabulary, V_r classes of it here, K targets a row; z logits. Each row is measured from its
 highest logit, whose class is kept out of the sums: where the model is sure, what is left over keeps its digits. No
@@ -75,7 +75,7 @@ class Statistics(Terms):
         return not self.want - {"mean"} and self.y.shape[1] == 1
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """Return "lse", "logprob" [C, K], "top", "top_logprob" and what is wanted; see `Terms.numbers`."""
+        """Return "lse", "logprob" [C, K], "top", "top_logprob" and what is requested; see `Terms.numbers`."""
         if self._of_one_target:
             return self._softmax_(z, part) if self.head.ranks.alone else self._about_target(z, part)
         ranks, want = self.head.ranks, self.want
@@ -117,7 +117,7 @@ class Statistics(Terms):
 
         Few operators, each over all of the chunk: on a CPU each one wakes all threads, and waits for the last. A pass
         over columns with `_about_target` takes three times as long there. 1 - p_y is summed over the other classes, so
-        that it keeps its precision where the model is sure. NaN and infinities come out as from `torch.log_softmax`.
+        that it keeps its precision for confident tokens. NaN and infinities are returned as by `torch.log_softmax`.
         """
         y = self.y[part]
         found = {"mean": self._total(z) / z.shape[1]} if "mean" in self.want else {}
@@ -226,7 +226,7 @@ class Statistics(Terms):
             at_ids *= 1 - (z.gather(1, ids) / cap).square_()
         a = a - of_targets
         a = a if isinstance(a, float) else a[:, None]
-        # blocks where memory beside the logits is needed
+        # blocks, if memory besides the logits is needed
         in_blocks = slope is None and (cap is not None or g.entropy is not None)
         if not in_blocks and head.ranks.alone and not normalised:
             probabilities_(z)
@@ -297,7 +297,7 @@ def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = 
 
     With e_v = exp(z_v - top) of all classes but the highest one: "top" and "top_id", that one's logit and number,
     "rest" sum e_v, "heat" sum e_v (z_v - top), "squares" sum e_v^2. Rows that hold NaN, or +inf, or nothing but -inf,
-    come out as NaN, as from `torch.log_softmax`.
+    become NaN, as in `torch.log_softmax`.
     """
     none = z_CV.new_zeros(len(z_CV))
     sums = {"top": none - torch.inf, "top_id": none.long(), "rest": none}  # of a rank without classes
@@ -340,6 +340,6 @@ def numbers_of(sums: Numbers, z_CK: Tensor) -> Numbers:
 
 
 def silenced(known: Numbers, active: Tensor) -> Numbers:
-    """Return known numbers, and of inactive rows such with which nothing but 0 can come out."""
+    """Return known numbers, with inactive rows replaced by values that give 0."""
     found = {name: x.where(active if x.dim() == 1 else active[:, None], 0) for name, x in known.items()}
     return found | {"lse": known["lse"].where(active, NO_ROW)}

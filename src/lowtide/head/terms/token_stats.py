@@ -25,7 +25,7 @@ COMPUTED = {"mean_logit": "mean", "argmax": "top"}  # names among a row's number
 
 
 def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
-    """Return each wanted statistic of all N tokens, and what `backward` needs of them.
+    """Return each requested statistic of all N tokens, and what `backward` needs of them.
 
     On the CPU tokens whose targets are all ignored are dropped, if nothing but what is of the targets is wanted.
     """
@@ -60,7 +60,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
 def backward(
     head: Head, args: TokenStatsArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
 ) -> Gradients:
-    """Return the wanted gradients from the upstream ones [N] (of logprob [N, K]), and what forward returned."""
+    """Return the needed gradients from the upstream ones [N] (of logprob [N, K]), and what forward returned."""
     kept_NK, is_class_NK = _kept(head, args)
     logprob, entropy, lse, mean = (upstream[name] if name in args.wanted else None for name in DIFFERENTIABLE)
     if logprob is not None:
@@ -100,7 +100,7 @@ def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
 
 
 def _names(args: TokenStatsArgs) -> frozenset[str]:
-    """Return what is wanted by the names of a row's numbers."""
+    """Return what is requested, by the names of a row's numbers."""
     return frozenset(COMPUTED.get(name, name) for name in args.wanted)
 
 

@@ -1,4 +1,4 @@
-"""A row's divergence from a teacher of which K classes are known, and its gradient in the student's place.
+"""A row's divergence from a teacher's K known classes, and its gradient, written over the student's logits.
 
 C rows of a chunk, V the student's classes on this rank. Both sides are cut down to the same outcomes: the K classes as
 they are ("drop"), these made to sum to 1 ("renormalise"), or these and one more that holds the rest ("bucket").
@@ -70,7 +70,7 @@ class KnownClasses(Terms):
         at_ids = q[:, : ids.shape[1]]
         z.scatter_(1, ids, at_ids if head.softcap is None else at_ids * cap_slope(own, head.softcap))
         if self.rows.kept is not None:
-            z.masked_fill_(~self.rows.kept[part, None], 0)  # infinities and NaN of a row that does not count, times 0
+            z.masked_fill_(~self.rows.kept[part, None], 0)  # infinities and NaN of an ignored row, times 0
         return factor_C if self.narrow else None
 
     def _known(self, part: slice) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class KnownClasses(Terms):
         if self.tail == "renormalise":
             b = b - mass
         elif self.tail == "bucket":
-            # what is less than the sum's own rounding cannot be told from 0: else a KL would jump to infinity there
+            # less than the sum's own rounding is the same as 0: else a KL would jump to infinity there
             left = torch.log(-torch.expm1(mass.clamp(max=-torch.finfo(mass.dtype).eps)))
             left = left.masked_fill(rest[:, None] == -torch.inf, -torch.inf)  # no class is left
             a, b = torch.cat((a, (rest - lse)[:, None]), 1), torch.cat((b, left), 1)

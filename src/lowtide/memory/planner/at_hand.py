@@ -23,9 +23,7 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
     """Return the GPU that is planned for.
 
     Args:
-        device: A name of `GPUS`, in any case, with ``rtx`` and hyphens or without, or as its driver reports it;
-            ``"a100"`` is the one of 80 GB. ``"cuda"`` (or a CUDA device): the one at hand, measured; a `Gpu`; None:
-            the one at hand by its name (measured where the table lacks it), and an H100 where there is none.
+        device: As for `plan_memory`; names as `gpu_named` reads them.
 
     Raises:
         ArgumentValueError: An unknown name.

@@ -108,6 +108,8 @@ _SIZED = {"a100": "a100-80gb"}  # a name without the memory
 def gpu_named(name: str) -> Gpu:
     """Return the GPU of a name, in any case, with ``rtx`` and hyphens or without, or as its driver reports it.
 
+    ``"a100"`` is the one of 80 GB.
+
     Raises:
         ArgumentValueError: An unknown name.
     """

@@ -135,8 +135,7 @@ def read_shape(model_or_config: Any) -> ModelShape:
     """Return the shape of a model, from its config.
 
     Args:
-        model_or_config: A `transformers` model (on any device, meta too) or config, a dictionary like a config.json's,
-            the path of one, or that of its folder.
+        model_or_config: As for `plan_memory`, or the path of the folder of a config.json.
 
     Raises:
         ArgumentTypeError: It is something else.

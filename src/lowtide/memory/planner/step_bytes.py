@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
@@ -39,8 +39,8 @@ class Phase(NamedTuple):
     optimizer: int
     activations: int  # that layers save for backward, and what of one was recomputed
     head: int  # the output layer's scratch, and the gradients that it holds
-    transients: int  # within the phase alone
     other: int  # workspaces, position embeddings, token ids
+    transients: int  # within the phase alone
     away: float = 0.0  # share of the offloaded optimizer states that is on the host then
     away_late: float = 0.0  # the same where they come back only after backward
 
@@ -75,13 +75,12 @@ class Memory:
         self.job, self.layers = job, LayerCosts(job)
         shape, e, N, seq_len = job.shape, job.element, job.tokens, job.seq_len
         kind, numbers = OPTIMIZERS[job.optimizer], job.trained_adapters
-        self.weights, self.all_gradients = shape.params * e, shape.params * e
-        self.states = int(shape.params * (kind.states * e + kind.bytes_each))
+        # Adapters are float32, whatever the frozen weights are.
+        count, size = (shape.params, e) if numbers is None else (numbers, 4)
+        self.weights, self.all_gradients = shape.params * e + 4 * (numbers or 0), count * size
+        self.states = int(count * (kind.states * size + kind.bytes_each))
         self.layer_gradients, self.vocab_gradients = shape.layer_params * e, shape.vocab_params * e
-        if numbers is not None:  # float32, whatever the frozen weights are
-            self.weights += 4 * numbers
-            self.states = int(numbers * (4 * kind.states + kind.bytes_each))
-            self.all_gradients = 4 * numbers
+        if numbers is not None:
             self.layer_gradients, self.vocab_gradients = self.all_gradients // shape.layers, 0
         ids = 2 * 8 * N  # and labels
         positions = seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
@@ -104,9 +103,13 @@ class Memory:
         # The embedding's kernel adds up the rows of each token in float32 first.
         embedding = self._stream + 4 * N * shape.hidden + waiting
         embedding += self.vocab_gradients if shape.tied or job.keep_gradients else 0  # not the first gradient there
+        step = kind.temporary * self.all_gradients
+        layers = shape.layers
+        self._shares = [(share_away(k, layers), 1 - share_back(layers - 1 - k, layers)) for k in range(layers)]
+        self._turns = (1, layers_to_leave(layers) - 1)
         self._last = [
-            self._phase("embedding", -1, self.all_gradients, 0, transients=embedding, away_late=1.0),
-            self._phase("optimizer", -1, self.all_gradients, 0, transients=kind.temporary * self.all_gradients),
+            self._phase("embedding", -1, self.all_gradients, 0, 0, embedding, 0.0, 1.0),
+            self._phase("optimizer", -1, self.all_gradients, 0, 0, step),
         ]
 
     def peak(self, groups: Groups, states: int = 0, *, late: bool = False) -> Phase:
@@ -119,17 +122,9 @@ class Memory:
         early = [max(held - int(n * away) for held, away, _ in found) for n in amounts]
         return {False: early, True: [max(held - int(n * late) for held, _, late in found) for n in amounts]}
 
-    def kept(self, groups: Groups) -> int:
-        """Return the bytes that all layers save on the GPU between forward and backward."""
-        return self._saved(groups)[0]
-
     def host(self, groups: Groups) -> int:
         """Return the bytes that layers save in host memory."""
-        return self._saved(groups)[1]
-
-    def _saved(self, groups: Groups) -> tuple[int, int]:
-        found = [(n, self.layers[policy].places(moves=moves)) for policy, n, moves in placed(groups)]
-        return sum(n * on_gpu for n, (on_gpu, _) in found), sum(n * on_host for n, (_, on_host) in found)
+        return sum(n * self.layers[policy].places(moves=moves)[1] for policy, n, moves in placed(groups))
 
     def states_on_host(self, states: int) -> int:
         """Return the host memory that so many bytes of optimizer states take."""
@@ -141,52 +136,37 @@ class Memory:
         With ``states`` bytes of optimizer states offloaded, also the layers from which on they leave, and by which they
         are back; in between the bytes are a linear function of the layer. ``late`` ones come back after backward.
         """
-        found = self._phases(groups)
+        found = list(self._phases(groups))
         if not states:  # as the search asks for every mixture
             return found
         away = [int(states * (phase.away_late if late else phase.away)) for phase in found]
         return [phase._replace(optimizer=phase.optimizer - n) for phase, n in zip(found, away, strict=True)]
 
-    def _phases(self, groups: Groups) -> list[Phase]:
-        saved = self.kept(groups) + 2 * self._stream  # and the final norm's input and output
-        head = self._phase("head", -1, 0, saved, self._head, away=1.0, away_late=1.0)
-        return [*self._layer_phases(groups), head, *self._last]
-
-    def _layer_phases(self, groups: Groups) -> Iterator[Phase]:
-        layers = self.job.shape.layers
-        turns = (1, layers_to_leave(layers) - 1)
-        first, upto, leaving = 0, 0, 0
+    def _phases(self, groups: Groups) -> Iterator[Phase]:
+        layers, first, upto, leaving = self.job.shape.layers, 0, 0, 0
         for policy, n, moves in placed(groups):
             cost = self.layers[policy]
             on_gpu, on_host = cost.places(moves=moves)
             again = 0 if policy.keep == "all" else cost.whole - on_gpu
-            last = first + n - 1
-            for layer in sorted({first, last, *(min(max(first, at), last) for at in turns)}):
+            last, transients = first + n - 1, cost.backward_bytes + self._new
+            for layer in sorted({first, last, *(min(max(first, at), last) for at in self._turns)}):
                 saved = upto + (layer + 1 - first) * on_gpu
                 # On their way: the checkpoint of the layer before, fetched ahead; in forward its own as well.
                 before = leaving if layer == first else on_host
-                away, done = share_away(layer, layers), layers - 1 - layer
-                forward = saved + on_host + before
+                away, not_back = self._shares[layer]
+                forward, held = saved + on_host + before, saved + again + before
                 yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away)
-                gradients = done * self.layer_gradients + self.vocab_gradients + self._mlp_gradients
-                held, more = saved + again + before, cost.backward_bytes + self._new
-                away = 1 - share_back(done, layers)
-                yield self._phase("backward", layer, gradients, held, 0, more, away, 1.0)
+                done = (layers - 1 - layer) * self.layer_gradients + self.vocab_gradients + self._mlp_gradients
+                yield self._phase("backward", layer, done, held, 0, transients, not_back, 1.0)
             leaving = on_host
             upto += n * on_gpu
             first += n
+        saved = upto + 2 * self._stream  # and the final norm's input and output
+        yield self._phase("head", -1, 0, saved, self._head, 0, 1.0, 1.0)
+        yield from self._last
 
-    def _phase(
-        self,
-        name: str,
-        layer: int,
-        gradients: int,
-        activations: int,
-        head: int = 0,
-        transients: int = 0,
-        away: float = 0.0,
-        away_late: float = 0.0,
-    ) -> Phase:
-        there = self.all_gradients if self.job.keep_gradients else gradients
-        always = self.weights, there, self.states
-        return Phase(name, layer, *always, activations, head, transients, self.other, away, away_late)
+    def _phase(self, name: str, layer: int, gradients: int, activations: int, head: int, *more: Any) -> Phase:
+        """Return a phase; ``more`` are its temporaries, and the shares of offloaded states that are away."""
+        if self.job.keep_gradients:
+            gradients = self.all_gradients
+        return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)

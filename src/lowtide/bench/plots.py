@@ -1,4 +1,4 @@
-"""The head's pictures: time against memory, the share of the limit by tokens, and the panels of the sweep."""
+"""The head's plots: time against memory, the share of the limit by tokens, and the panels of the sweep."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide.bench.config import AXES
 from lowtide.bench.harness import OUT_OF_MEMORY
-from lowtide.bench.peers import LOWTIDE, LOWTIDE_AT_LIGERS
+from lowtide.bench.loss_peers import LOWTIDE_AT_LIGERS
 from lowtide.bench.results import Files, replace
-from lowtide.bench.shapes import parse_shape
-from lowtide.bench.sweep_config import AXES
+from lowtide.bench.shapes import HEADS
+from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.plots import Line, Panel, Point, draw_front, draw_panels, draw_shares
 
@@ -54,15 +55,15 @@ def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) ->
     return drawn
 
 
-def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
+def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
     """Draw a result of `lowtide.bench.sweep`, finished or not, and return the file: a column for each line of shapes.
 
     The rows are the rate, the peak of memory above the inputs, and the errors: of the gradients (relative, the larger
     of the two) as lines, of the loss (absolute) as dots.
     """
-    asked, points = told["asked"], told["points"]
+    asked, points = result["asked"], result["points"]
     names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
-    shape = parse_shape(asked["shape"])
+    shape = HEADS.one(asked["shape"])
     center = {"N": shape.N, "D": shape.D, "V": shape.V}
     columns = [letter for axis, letter in AXES.items() if "none" not in asked[axis]]
 
@@ -94,11 +95,11 @@ def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
     rows = {"TFLOP/s: 6NDV / time": rate, "peak above the inputs, MiB": memory}
     if asked["error"]:
         rows["error: gradients (lines), loss (dots)"] = errors
-    machine = told["machine"]
+    machine = result["machine"]
     title = (
         "Linear + cross entropy, forward and backward, each size with the others held at "
         f"N={center['N']}, D={center['D']}, V={center['V']}\n"
-        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {told['dtype']}"
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
     )
     out = sorted({row["name"] for p in points for row in p["rows"] if row.get("failed") == OUT_OF_MEMORY})
     if out:
@@ -109,14 +110,14 @@ def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raise unless pictures can be drawn.
+    """Raise unless plots can be drawn.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         hint = "pip install 'lowtide[plot]'"
-        raise UnsupportedError(message(what, "matplotlib, for the pictures", "none", hint))
+        raise UnsupportedError(message(what, "matplotlib, for the plots", "none", hint))
 
 
 def _key(name: str) -> Callable[[Mapping[str, Any]], float | None]:

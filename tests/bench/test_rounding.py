@@ -1,4 +1,4 @@
-"""The truth is autograd's in float64; the floor is what the roundings cost, by a second, dense computation."""
+"""The floor is what the roundings cost, by a second, dense computation."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.bench import head, task
 from lowtide.bench import problem as problems
-from lowtide.bench import reference as references
+from lowtide.bench.head import loss_task, rounding_floor
 from lowtide.bench.problem import PLAIN, SETTINGS, Problem, Setting, make_problem
-from lowtide.bench.reference import reference, relative_error, rounding_floor
-from lowtide.bench.shapes import parse_shape
+from lowtide.bench.shapes import HEADS
+from lowtide.bench.task import Truth, relative_error, truth
 from support import relative_error as dense_error
 
-SHAPE = parse_shape("240,24,500")
+SHAPE = HEADS.one("240,24,500")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (problems, references):
+    for module in (problems, head, task):
         monkeypatch.setattr(module, "ROWS", 37)
 
 
@@ -29,30 +30,22 @@ def plain(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Problem:
     return make_problem(SHAPE, dtype, "cpu", seed=seed)
 
 
+def reference(problem: Problem) -> Truth:
+    return truth(loss_task(problem))
+
+
 def in_float64(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x = problem.x.detach().double().requires_grad_(problem.x.requires_grad)
     w = problem.w.detach().double().requires_grad_(problem.w.requires_grad)
     loss = F.cross_entropy(x @ w.T, problem.y, reduction="none")
     if problem.setting.grad:
-        loss.backward(problem.g if problem.g.dim() else torch.full_like(loss, 1 / len(loss)))
+        loss.backward(problem.g)
     return loss.detach(), x.grad, w.grad
-
-
-@pytest.mark.parametrize("setting", [PLAIN, *SETTINGS], ids=lambda setting: setting.name)
-def test_the_reference_is_autograds(setting: Setting) -> None:
-    problem = plain().in_setting(setting)
-    true = reference(problem)
-    loss, dx, dw = in_float64(problem)
-    assert dense_error(true.loss_N, loss) < 1e-6
-    for got, expected in ((true.dx, dx), (true.dw, dw)):
-        assert (got is None) == (expected is None)
-        if got is not None and expected is not None:
-            assert dense_error(got, expected) < 2e-6
 
 
 def test_targets_are_drawn_from_the_model() -> None:
     """The mean of -log p of a draw is the entropy; of a random class it would be far more."""
-    problem = make_problem(parse_shape("6000,16,300"), torch.float32, "cpu", seed=3)
+    problem = make_problem(HEADS.one("6000,16,300"), torch.float32, "cpu", seed=3)
     logprob = (problem.x @ problem.w.T).detach().log_softmax(1)
     surprise = -logprob.gather(1, problem.y[:, None])[:, 0]
     entropy = -(logprob.exp() * logprob).sum(1)
@@ -69,7 +62,7 @@ def dense_floor(problem: Problem, chunk_rows: int | None) -> tuple[float, float]
     E = (z - z.gather(1, y)).exp()
     E.scatter_(1, y, 0.0)
     r = E.sum(1, keepdim=True)
-    s = problem.g_N[:, None].double() / (1 + r)
+    s = problem.g[:, None].double() / (1 + r)
     E = E.to(dtype).double()
     dx = (s * (E @ w - r * w[problem.y])).to(problem.x.dtype)
     E = E.scatter(1, y, (-r).to(dtype).double())

@@ -1,8 +1,8 @@
-"""The output embedding with LoRA: a record of one call, and its cross entropy without logits.
+"""Output embeddings beside a plain linear layer, each with a record of one call: with LoRA, and sharded over ranks.
 
-The logits are ``x W^T + b + sum of s_i h_i B_i^T`` with ``h_i = drop(x) A_i^T``, a few numbers per token.
+With LoRA the logits are ``x W^T + b + sum of s_i h_i B_i^T`` with ``h_i = drop(x) A_i^T``, a few numbers per token.
 
-Legend: hidden x [..., D], logits [..., V], adapters of rank r.
+Legend: hidden x [..., D], logits [..., V] of which a rank has V_r, adapters of rank r.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,19 @@ from lowtide.arguments import is_dtensor
 from lowtide.distributed.zero import gather_for
 from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
+from lowtide.head.ranks import exchange
+from lowtide.head.ranks.shard import shard_of_dtensor
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
-from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy
+from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy, why_not_now
 from lowtide.models.head_call import Forward, HeadCall
-from lowtide.models.parallel_style import style_of
+from lowtide.models.parallel_style import Style, is_sharded_along, style_aside, style_of, why_not_agreed
 from lowtide.models.report import PatchReport
-from lowtide.models.sharded_head import sharded_call
 from lowtide.models.steps import Step, rows_of
 from lowtide.models.stock_functions import original
 
 # h [..., r], B [V, r], a bias [V] or None, and s.
 AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
-_LORA_IN_PARTS = "has LoRA on a sharded weight"
+_LORA_SHARDED = "has LoRA on a sharded weight"
 
 
 def called_head(outer: Any) -> Any:
@@ -48,7 +49,7 @@ def why_not_linear(head: nn.Module | None) -> str | None:
     """Return why ``head`` is no linear layer, with LoRA or without."""
     found = None if head is None else adapted_linear(head)
     if isinstance(found, AdaptedLinear) and head is not None and is_lora(head) and style_of(found.base) is not None:
-        return _LORA_IN_PARTS
+        return _LORA_SHARDED
     return found if isinstance(found, str) else None
 
 
@@ -69,7 +70,7 @@ def head_call(
         return why_not
     if is_dtensor(head.weight):
         if is_lora(head):
-            return f"the output embedding {_LORA_IN_PARTS}"
+            return f"the output embedding {_LORA_SHARDED}"
         return sharded_call(head, hidden, report, options)
     why_not = why_not_lazy(head, hidden)
     if why_not is not None:
@@ -142,7 +143,7 @@ class LoraHeadCall(HeadCall):
         hidden: Tensor,
         steps: tuple[Step, ...],
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Return those of the layer beneath the adapters, and by name the adapters with the rows of their inputs."""
+        """Return those of the base layer, and the adapters with the rows of their inputs as a keyword argument."""
         base, adapters = self._layer.base, zip(self._inner, self._layer.adapters, strict=True)
         low_rank = [(rows_of(h, steps), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in adapters]
         return rows_of(hidden, steps), base.weight, base.bias, {"adapters": low_rank} if low_rank else {}
@@ -240,3 +241,107 @@ def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
             reduction="none" if options["reduction"] == "none" else "sum",
         )
         return loss
+
+
+def sharded_call(head: Any, hidden: Any, report: PatchReport, options: HeadOptions | None) -> HeadCall | str:
+    """Return a record of a call of a head whose weight is a DTensor, or why it must return real logits."""
+    weight, style = head.weight, style_aside(head)
+    mesh = weight.device_mesh
+    if style is not None and style.mesh != mesh:
+        return "the output embedding's weight is not on the mesh of what wraps it"
+    for name, parameter in (("weight", weight), ("bias", head.bias)):
+        if parameter is None:
+            continue
+        if not is_dtensor(parameter) or parameter.device_mesh != mesh:
+            return f"the output embedding's {name} is not on the mesh of its weight"
+        if mesh.ndim != 1 or not is_sharded_along(parameter.placements[0], 0):
+            return f"the output embedding's {name} has placements {parameter.placements}, not Shard(0) on one axis"
+    if is_dtensor(hidden):
+        if hidden.device_mesh != mesh:
+            return "the hidden states are not on the mesh of the output embedding"
+        placement = hidden.placements[0]
+    elif type(hidden) is not Tensor:
+        return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
+    elif style is None:
+        return "the output embedding's weight is a DTensor, and the hidden states are not"
+    else:
+        placement = style.input_placement
+    if not placement.is_replicate():
+        if not any(is_sharded_along(placement, axis) for axis in range(hidden.dim() - 1)):
+            return f"the hidden states have placement {placement}, not Replicate() or Shard of an axis of tokens"
+        hidden = hidden if is_dtensor(hidden) else _placed(hidden, mesh, placement)
+    why_not = why_not_now(head, hidden)
+    if style is None:  # with one, the ranks have agreed before
+        why_not = why_not_agreed(head, mesh, hidden.device, why_not)
+    if why_not is not None:
+        return why_not
+    return ShardedHeadCall(head, hidden, style, report, options)
+
+
+class ShardedHeadCall(HeadCall):
+    """One call of an output embedding whose classes are sharded; ``hidden`` is whole on each rank, or a DTensor.
+
+    The weight is a DTensor with ``Shard(0)`` on a mesh of one axis, the tensor-parallel one. All ranks of the mesh make
+    the same calls on the same tokens. Only what is equal on all ranks decides what becomes of the logits: types,
+    shapes, placements, options. Values are compared on all ranks together: a rank that raised alone would leave the
+    others waiting.
+    """
+
+    sharded = True
+
+    def __init__(
+        self, head: Any, hidden: Tensor, style: Style | None, report: PatchReport, options: HeadOptions | None
+    ) -> None:
+        self._mesh: Any = head.weight.device_mesh
+        self.gives_dtensor = style is None or not style.gives_local
+        self.only_loss = is_dtensor(hidden) or self.gives_dtensor
+        super().__init__(head, hidden, report, options)
+
+    def operands(
+        self, head: Any, hidden: Any, steps: tuple[Step, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """Return plain tensors and the range of their classes; DTensors for sharded tokens of which each rank has rows.
+
+        If ``steps`` choose rows of sharded tokens, these are gathered: a row's number does not tell its rank then.
+        """
+        weight, bias = head.weight, head.bias
+        if is_dtensor(hidden):
+            if not hidden.placements[0].is_replicate():
+                if all(step.keeps_rows for step in steps):
+                    return hidden, weight, bias, {}
+                hidden = hidden.redistribute(placements=[_replicate()])
+            hidden = hidden.to_local()  # its gradient is the whole one on each rank, as that of Replicate() is
+        shard = shard_of_dtensor("linear_weight", weight, self._mesh)
+        bias = None if bias is None else bias.to_local()
+        return rows_of(hidden, steps), weight.to_local(), bias, {"vocab_shard": shard}
+
+    def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:
+        """Return the part of a vector [V] that goes with ``weight``: this rank's shard, or a DTensor."""
+        from torch.distributed.tensor import Shard
+
+        part = _placed(vector, self._mesh, _replicate()).redistribute(placements=[Shard(0)])
+        return part if is_dtensor(weight) else part.to_local()  # type: ignore[no-any-return]
+
+    def as_given(self, result: Any) -> Tensor:
+        """Return a result as a DTensor if the logits are one, else as a plain tensor."""
+        if is_dtensor(result) == self.gives_dtensor:
+            return result  # type: ignore[no-any-return]
+        return _placed(result, self._mesh, _replicate()) if self.gives_dtensor else result.to_local()  # type: ignore[no-any-return]
+
+    def _differs(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """Return the same for all ranks: an error on one of them alone would leave the others waiting."""
+        differing = super()._differs(tensors).long()
+        exchange.begin_sum(differing, self._mesh.get_group()).work.wait()
+        return differing > 0
+
+
+def _placed(tensor: Tensor, mesh: Any, placement: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(tensor, mesh, [placement], run_check=False)
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()

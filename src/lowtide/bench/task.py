@@ -1,0 +1,368 @@
+"""A task: values computed from hidden states and a head, its exact result, and peers measured on it beside the limit.
+
+N tokens, D hidden size, V vocabulary, K values per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, answers, reason_in, release
+from lowtide.bench.problem import ROWS, Problem, blocks
+from lowtide.measure.timing import peak_above, time_side_by_side
+from lowtide.measure.units import mib
+
+CHUNKS = (2048, 4096)  # rows; and all of them at once, where that fits
+MOST_LOGITS = 24 * 2**30  # bytes: more than that is not tried
+
+
+def limit_rows(N: int, row_bytes: int) -> tuple[int, ...]:
+    """Return the rows per chunk that are tried: 2048, 4096 and N, but none above N or too large to hold."""
+    rows = sorted({min(c, N) for c in (*CHUNKS, N)})
+    return tuple(c for c in rows if c * row_bytes <= MOST_LOGITS or c == rows[0])
+
+
+def bare_gemms(problem: Problem, rows: int) -> Callable[[], None]:
+    """Return a function that runs the GEMMs a setting cannot do without, in chunks of so many rows.
+
+    With gradients: logits ``z = x W^T`` (twice, where the upstream gradient is known in backward only), ``dX = z W``
+    and, unless the head is frozen, ``dW += z^T x``. z stands for its own gradient: it has the same shape. The weight's
+    gradient is summed in its own dtype, which is the least work.
+    """
+    setting = problem.setting
+    x, w = problem.x.detach().to(problem.dtype), problem.w.detach().to(problem.dtype)
+    dx_dtype, dw_dtype = problem.x.dtype, problem.w.dtype
+    again = setting.reduction == "none"
+
+    @torch.no_grad()
+    def run() -> None:
+        z_CV = torch.empty(min(rows, len(x)), len(w), device=x.device, dtype=x.dtype)
+        if again:
+            for chunk in blocks(len(x), rows):
+                torch.mm(x[chunk], w.T, out=z_CV[: chunk.stop - chunk.start])
+        dx = torch.empty_like(x, dtype=dx_dtype) if setting.grad else None
+        dw = torch.empty_like(w, dtype=dw_dtype) if setting.grad and not setting.frozen else None
+        for chunk in blocks(len(x), rows):
+            z = z_CV[: chunk.stop - chunk.start]
+            torch.mm(x[chunk], w.T, out=z)
+            if dx is not None:
+                _multiply(z, w, dx[chunk], add=False)
+            if dw is not None:
+                _multiply(z.T, x[chunk], dw, add=chunk.start > 0)
+
+    return run
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write or add ``a @ b`` to ``out``, which may be float32 while the operands are narrow."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif out.device.type == "cuda":
+        if add:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    elif add:
+        out += a @ b
+    else:
+        out.copy_(a @ b)
+
+
+Values = dict[str, Tensor]  # by name, [N] or [N, K], or 0-d: their mean
+Function = Callable[[], Values]
+NAME = Column("", "name", "<24")
+SHARE = (Column("ms", "ms", "9.2f"), Column("share", "share", "8.3f"), Column("MiB", "peak_mib", "9.1f"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every peer of one table computes.
+
+    Attributes:
+        head: hidden states, weight and targets; its setting says which gradients are computed, if any.
+        names: of the values.
+        upstream: the objective's gradient with respect to each value, of its shape; empty without gradients.
+    """
+
+    head: Problem
+    names: tuple[str, ...]
+    upstream: Values
+
+    @property
+    def gemms(self) -> int:
+        """The number of GEMMs that it cannot do without."""
+        return self.head.setting.gemms
+
+    @property
+    def flops(self) -> int:
+        """Operations of those GEMMs."""
+        return self.head.shape.flops(self.head.setting.gemms)
+
+    def bare(self, rows: int) -> Callable[[], None]:
+        """Return those GEMMs, in chunks of so many rows."""
+        return bare_gemms(self.head, rows)
+
+    def values_of(self, z: Tensor, rows: slice) -> Values:
+        """Return the values, differentiably, from all logits [rows, V] of some rows."""
+        raise NotImplementedError
+
+    def step(self, function: Function) -> Values:
+        """Run a function once, with its backward pass where there is one, and return its values.
+
+        A 0-d value is the tokens' mean; the upstream gradient of such a task is 1 / N for every token.
+        """
+        head = self.head
+        head.clear()
+        with (
+            torch.set_grad_enabled(head.setting.grad),
+            torch.autocast(head.device.type, head.dtype, enabled=head.setting.wide),
+        ):
+            values = function()
+        if head.setting.grad:
+            self.backward(values)
+        return {name: value.detach() for name, value in values.items()}
+
+    def backward(self, values: Values, *, keep: bool = False) -> None:
+        """Run the values' backward pass; ``keep`` retains their graph."""
+        upstream = self.upstream
+        gradients = [upstream[name].to(v.dtype) if v.dim() else torch.ones_like(v) for name, v in values.items()]
+        torch.autograd.backward(list(values.values()), gradients, retain_graph=keep)
+
+    def run_of(self, function: Function) -> Function:
+        """Return what is measured of a function: `step`."""
+        return lambda: self.step(function)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Run float32 GEMMs in float32: no TF32, no bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of exact GEMMs: float32 for narrow operands, and float64 where these are float32."""
+    return torch.float32 if dtype.itemsize < 4 else torch.float64
+
+
+@torch.no_grad()
+def relative_error(got: Tensor, true: Tensor) -> float:
+    """Return ``||got - true|| / ||true||``, computed in blocks of rows."""
+    error = norm = torch.zeros((), device=true.device, dtype=torch.float64)
+    for rows in blocks(len(true), 2**24 // true.shape[1] + 1):
+        block = true[rows].double()
+        error = error + (got[rows].double() - block).square().sum()
+        norm = norm + block.square().sum()
+    return (error / norm).sqrt().item()
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Each value in float64, and the gradients [N, D], [V, D] and [V] in `wider`'s dtype; None where there are none."""
+
+    values: Values
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+
+
+@torch.no_grad()
+def truth(task: Task) -> Truth:
+    """Return values and gradients from GEMMs in the dtype of `wider`; all between the GEMMs is in float64."""
+    head, setting, dtype = task.head, task.head.setting, wider(task.head.dtype)
+    w = head.w.detach().to(dtype)
+    dx = torch.empty_like(head.x, dtype=dtype) if setting.grad else None
+    dw = torch.zeros_like(w) if setting.grad and not setting.frozen else None
+    b = None if head.b is None else head.b.detach().to(dtype)
+    db = None if b is None else torch.zeros_like(b)
+    found: dict[str, list[Tensor]] = {name: [] for name in task.names}
+    with exact_products():
+        for rows in blocks(head.shape.N, ROWS):
+            x = head.x[rows].to(dtype)
+            z = F.linear(x, w, b).double().requires_grad_(setting.grad)
+            with torch.set_grad_enabled(setting.grad):
+                values = task.values_of(z, rows)
+            for name, value in values.items():
+                found[name].append(value.detach())
+            if dx is None:
+                continue
+            upstream = [task.upstream[name][rows].double() for name in values]
+            dz = torch.autograd.grad(list(values.values()), z, upstream)[0].to(dtype)
+            torch.mm(dz, w, out=dx[rows])
+            if dw is not None:
+                dw.addmm_(dz.T, x)
+            if db is not None:
+                db += dz.sum(0)
+    return Truth({name: torch.cat(parts) for name, parts in found.items()}, dx, dw, db)
+
+
+class Bench:
+    """A task on which peers are measured, each interleaved with the bare GEMMs.
+
+    A row has ``ms``, the median time, and ``limit_ms``, that of the bare GEMMs in the same rounds; ``share``, the
+    second over the first; ``spread``, the slowest round over the fastest, less 1; ``peak_mib``, the most memory at once
+    above the inputs, gradients included; and ``errors``: of each value by name, the absolute difference, its mean over
+    the tokens; ``dx`` and ``dw``, the relative errors of the two gradients.
+
+    Args:
+        task: what is computed.
+        error: whether errors are measured.
+        warm: rounds that do not count.
+        reps: rounds that do.
+
+    Attributes:
+        limit: milliseconds of the bare GEMMs by rows of a chunk.
+        true: exact values and gradients; None: errors are not measured.
+    """
+
+    def __init__(self, task: Task, *, error: bool, warm: int, reps: int) -> None:
+        self.task, self.problem, self.warm, self.reps = task, task.head, warm, reps
+        device = self.problem.device
+        self.true = truth(task) if error else None
+        release(device)
+        rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize)
+        timings = time_side_by_side({str(c): task.bare(c) for c in rows}, device, warm=warm, reps=reps)
+        self.limit = {int(c): timing.median_ms for c, timing in timings.items()}
+        release(device)
+
+    def prepare(self, peer: Any, row: Row) -> Function:
+        """Return what is measured of a peer; a subclass adds to its row what is known before it runs."""
+        del row
+        return self.task.run_of(peer.build(self.task))
+
+    def record(self, errors: dict[str, float], row: Row) -> None:
+        """Add the errors that are numbers to a row."""
+        row["errors"] = errors
+
+    @property
+    def best_rows(self) -> int:
+        """Rows of a chunk with which the bare GEMMs are fastest."""
+        return min(self.limit, key=lambda rows: self.limit[rows])
+
+    @property
+    def limit_ms(self) -> float:
+        """The least time of the bare GEMMs."""
+        return self.limit[self.best_rows]
+
+    @property
+    def tflops(self) -> float:
+        """The rate of the bare GEMMs, in 10**12 operations a second."""
+        return self.task.flops / self.limit_ms / 1e9
+
+    @property
+    def gradients_mib(self) -> float:
+        """Size of the gradients that are returned, which is in every peak."""
+        return mib(sum(t.nbytes for t in self.problem.leaves if t.requires_grad))
+
+    def title(self) -> str:
+        """Return the shape, the setting and the limit."""
+        problem, dtype = self.problem, str(self.problem.dtype).removeprefix("torch.")
+        tried = ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in self.limit.items())
+        return (
+            f"\n{problem.shape} {dtype}, {problem.setting.name}: {self.task.gemms} bare GEMMs"
+            f" take {tried} ({self.tflops:.3g} TFLOP/s); gradients {self.gradients_mib:.1f} MiB\n"
+        )
+
+    def measure(self, peer: Peer) -> Row:
+        """Return a peer's row; one that fails says why."""
+        row: Row = {"name": peer.name}
+        with reason_in(row):
+            self._fill(row, self.prepare(peer, row))
+        self.problem.clear()
+        if "failed" not in row or answers(self.problem.device):
+            release(self.problem.device)
+        return row
+
+    def _fill(self, row: Row, run: Function) -> None:
+        device = self.problem.device
+        functions: dict[str, Callable[[], object]] = {"limit": self.task.bare(self.best_rows), "peer": run}
+        timings = time_side_by_side(functions, device, warm=self.warm, reps=self.reps)
+        self.problem.clear()
+        got: list[Values] = []
+        peak = peak_above(lambda: got.append(run()), device)
+        ms, limit_ms = timings["peer"].median_ms, timings["limit"].median_ms
+        row |= {"ms": ms, "limit_ms": limit_ms, "share": limit_ms / ms, "spread": timings["peer"].spread}
+        row |= {"peak_mib": mib(peak)}
+        if self.true is not None:
+            errors = self._errors(got[0], self.true)
+            if found := {name: error for name, error in errors.items() if math.isfinite(error)}:
+                self.record(found, row)
+            if missing := errors.keys() - found.keys():
+                row["failed"] = f"{', '.join(name for name in errors if name in missing)}: missing or not finite"
+
+    def _errors(self, got: Values, true: Truth) -> dict[str, float]:
+        """Return the errors of what a peer has returned and of its gradients, by name; NaN for what is missing."""
+        errors = {}
+        for name, exact in true.values.items():
+            value = got.get(name)
+            expected = exact if value is None or value.dim() else exact.mean()
+            errors[name] = math.nan if value is None else (value.double() - expected).abs().mean().item()
+        for name, leaf, gradient in (("dx", self.problem.x, true.dx), ("dw", self.problem.w, true.dw)):
+            if gradient is not None:
+                errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, gradient)
+        return errors
+
+
+Tasks = Callable[[tuple[str, ...], Any, torch.dtype, torch.device, int], Iterator[Task]]
+"""Makes the tasks of the works' names, a shape, dtype, device and seed."""
+_TITLES = {"dx": "dX err", "dw": "dW err", "mean_logit": "mean err", "sum_sq_prob": "sumsq err"}
+
+
+def _error(name: str, row: Row) -> float | None:
+    found: float | None = row.get("errors", {}).get(name)
+    return found
+
+
+def table_of(task: Task) -> Table:
+    """Return how a task's rows are printed: with a column for each error."""
+    names = (*task.names, "dx", "dw") if task.head.setting.grad else task.names
+    columns = [Column(_TITLES.get(name, f"{name} err"), partial(_error, name), "14.1e") for name in names]
+    return Table((NAME,), (*SHARE, *columns))
+
+
+def limits_of(bench: Bench) -> dict[str, Any]:
+    """Return what a table of the result has before a peer runs."""
+    return {
+        "work": bench.problem.setting.name,
+        "limit_ms": bench.limit_ms,
+        "limit_rows": bench.best_rows,
+        "limit_ms_by_rows": {str(rows): ms for rows, ms in bench.limit.items()},
+        "tflops": bench.tflops,
+        "gradients_mib": bench.gradients_mib,
+    }
+
+
+def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
+    """Return the benchmark of these tasks by these peers."""
+
+    def measure(run: Run[TokenBenchConfig]) -> None:
+        config, shapes = run.config, run.result.setdefault("shapes", [])
+        run.result |= {"warm": config.warm, "reps": config.reps}
+        for shape in config.shapes:
+            tables: list[dict[str, Any]] = []
+            shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
+            for task in tasks(config.works, shape, run.dtype, run.device, config.seed):
+                bench, table = Bench(task, error=config.error, warm=config.warm, reps=config.reps), table_of(task)
+                rows: list[Row] = []
+                tables.append({**limits_of(bench), "rows": rows})
+                run.say(bench.title() + table.header)
+                for name in config.peers:
+                    run.add(bench.measure(peers[name]), rows, table)
+                del bench, task  # its truth, before the next is computed
+            release(run.device)
+
+    return Benchmark(measure=measure, peers=peers)

@@ -1,0 +1,163 @@
+"""The settings of the benchmarks of whole models: each field's default and meaning, and each one's help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lowtide.bench.settings import RunSettings, Sdpa, Settings, StepSettings, numbers, setting
+from lowtide.measure.units import parse_gib
+from lowtide.memory.policy_words import FORM, STATES_FORM, parse_policies, split_states
+
+NONE = "none"
+OFFLOADED = "-offload"  # ends the name of a way whose checkpoints lie in host memory
+SDPA = "attention's kernel, the same for all; auto: as PyTorch chooses"
+Train = Literal["full", "lora"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBenchConfig(StepSettings, RunSettings):
+    """Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by stock
+    transformers, with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy. A
+    peer's layers are checkpointed; NAME-attention saves attention's output, NAME-all saves everything. Each way is a
+    process of its own. The last column is the time over that of the first way.
+    """
+
+    benchmark, summary = "step", "a training step, end to end"
+    exit_1 = "lowtide itself failed, other than by running out of memory"
+    known: ClassVar = {
+        "ways": (
+            *(f"{who}{saved}" for who in ("liger", "stock") for saved in ("", "-attention", "-all")),
+            *("compile", "compile-all", NONE),  # a checkpoint cannot look into a compiled layer
+        )
+    }
+    examples: ClassVar = {
+        "": "a Llama-3.2-1B at three lengths",
+        "--tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn": "layers of two policies",
+        "--tokens 32768 --policy 10xattention-mlp0+6xall@states": "idle optimizer states in host memory",
+        "--model lowtide-small --tokens 64 --device cpu --peer stock --policy all input": "a quick run without a GPU",
+    }
+
+    tokens: tuple[str, ...] = setting((), "lengths of a sequence (default: 8192 32768 65536)", metavar="T")
+    peer: tuple[str, ...] = setting(
+        ("liger", "liger-attention", "stock", "compile"), "these peers: {ways}", metavar="PEER", known="ways"
+    )
+    policy: tuple[str, ...] = setting(
+        ("input", "attention", "all-mlp1", "all"),
+        f"lowtide with these policies: {FORM}; {STATES_FORM}",
+        metavar="POLICY",
+    )
+    sdpa: Sdpa = setting("auto", SDPA)  # noqa: RUF009
+    model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
+    batch: int = setting(1, "sequences of a step", least=1)
+    warm: int = setting(2, "steps that do not count", last=True, least=0)
+    reps: int = setting(4, "steps that count; the median is taken", last=True, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("tokens", all(n > 1 for n in self.lengths), "whole numbers above 1")
+        for text in self.policy:
+            parse_policies(split_states(text)[0])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of a sequence."""
+        return tuple(sorted(numbers("tokens", self.tokens, int))) or (8192, 32768, 65536)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Who is measured: the peers, then lowtide with each policy."""
+        return (*(peer for peer in self.peer if peer != NONE), *(f"lowtide:{text}" for text in self.policy))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestBenchConfig(StepSettings, RunSettings):
+    """Tokens per second at one length, and the longest sequence that runs, of a large model on one GPU: full training
+    with parameters, gradients and AdamW's states in host memory (FSDP2's CPU offload in a world of one), or LoRA; by
+    lowtide, whose layers save their inputs in pinned host memory as far as there is room and on the GPU beyond, and by
+    transformers' checkpointing, with Liger's kernels or without, its checkpoints on the GPU or offloaded. Each attempt
+    is a process of its own; the search starts at the planner's limit. Running out of memory, on the GPU or on the host,
+    is a result: what should not fit into the host is skipped, and an attempt is ended before the host has none left.
+    The result is written after each attempt.
+    """
+
+    benchmark, summary = "longest", "the longest sequence that runs"
+    exit_1 = "lowtide itself failed, other than by running out of memory or time"
+    known: ClassVar = {"ways": ("lowtide", "liger", f"liger{OFFLOADED}", "stock", f"stock{OFFLOADED}")}
+    examples: ClassVar = {
+        "--no-search": "the rate of a Llama of 8B at 32768 tokens, every parameter trained",
+        "--train lora --way lowtide --tokens 0 --seconds 3600": "how long a sequence can be with adapters",
+        "--layers 4 --way lowtide --start 262144 --sdpa cudnn": "the GPU's side of it in less time",
+        "--model lowtide-small --device cpu --way lowtide --tokens 256 --start 512 --seconds 60": "without a GPU",
+    }
+
+    train: Train = setting(  # noqa: RUF009
+        "full", "full: every parameter, in host memory with gradients and optimizer states; lora: adapters of rank 16"
+    )
+    way: tuple[str, ...] = setting(
+        ("lowtide", "liger", "liger-offload"), "by whom: {ways}", metavar="WAY", known="ways"
+    )
+    model: str = setting("llama-3-8b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
+    layers: int | None = setting(None, "this many layers instead of the model's: a run in less time", least=1)
+    tokens: int = setting(32768, "length of the rate, where lowtide saves what makes the step fastest; 0: no rate")
+    search: bool = setting(True, "measure the rate alone, without a search for the longest sequence")
+    start: int | None = setting(None, "length to start the search with (default: the longest that should fit)", least=2)
+    step: int = setting(8192, "tokens: how near to the longest sequence the search goes", least=1)
+    seconds: float = setting(
+        1800.0, "for each way's rate and search: what takes longer is ended, or skipped", metavar="S"
+    )
+    tile: int = setting(16384, "tokens per tile of lowtide's MLPs", least=1)
+    budget: str | None = setting(
+        None, "GPU memory to plan with, such as 70GiB (default: 93% of the GPU's)", metavar="SIZE"
+    )
+    host: str | None = setting(
+        None, "host memory, such as 120GiB (default: what is free now, less 6 GiB)", metavar="SIZE"
+    )
+    sdpa: Sdpa = setting("auto", SDPA)  # noqa: RUF009
+    warm: int = setting(1, "steps that do not count, where the rate is measured", last=True, least=0)
+    reps: int = setting(2, "steps that count there; of a long sequence one step is run", last=True, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("way", bool(self.way), f"names out of {', '.join(self.known['ways'])}")
+        self._require("tokens", self.tokens == 0 or self.tokens > 1, "0, or a whole number above 1")
+        self._require("search", self.search or self.tokens > 0, "--tokens above 0 beside --no-search")
+        self._require_positive("seconds")
+        for name in ("budget", "host"):
+            if getattr(self, name) is not None:
+                parse_gib(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsBenchConfig(Settings):
+    """What lowtide.patch does to every model type in transformers: a tiny model with random weights of each, stock
+    beside patched, float32 on the CPU; loss and every gradient are compared, and allocations watched for logits. A type
+    is "fused" (no logits were built), "fell back" (they were, with the reason, and all was equal), "not built" (no tiny
+    model of it could be made or run; with the reason), "crashed", "timed out", or "different", which is a defect of
+    lowtide. Each is one process. The result is written after each type.
+    """
+
+    benchmark, summary = "models", "what patch does to every model type"
+    exit_1 = "one is different"
+    known: ClassVar = {"kinds": ("causal", "image-text", "seq2seq")}
+    device: ClassVar[str] = "cpu"
+    dtype: ClassVar[str] = "float32"
+    examples: ClassVar = {
+        "--only llama gemma2 t5": "a few types",
+        "--table docs/supported-models.md --output benchmarks/results": "all of them, and the page of the documents",
+        "--resume 2026-11-21-models-cpu.json": "continue a result that was interrupted",
+    }
+
+    kind: tuple[str, ...] = setting((), "these kinds: {kinds} (default: all)", metavar="KIND", known="kinds")
+    only: tuple[str, ...] = setting((), "these types alone, by their model_type", metavar="TYPE")
+    workers: int = setting(2, "processes at a time, each with one thread", least=1)
+    timeout: int = setting(120, "seconds after which a type is given up", metavar="S", least=1)
+    seed: int = setting(0, "of weights and tokens", least=0)
+    resume: str = setting("", "a result to continue: types compared there are not run again", metavar="FILE")
+    table: str = setting("", "also write the table as Markdown", metavar="FILE")
+    output: str = setting(".", "folder for the result (json)", metavar="DIR", last=True)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that are swept, in order."""
+        return self._chosen("kinds", self.kind)
