@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowtide.train import TrainConfig, checkpoints
 from lowtide.train.run import run
+from lowtide.trl import patch_trl, unpatch_trl
 from train.conftest import Run, log, losses, save_model, weights, write_rows
 
 pytest.importorskip("trl")
@@ -170,6 +171,8 @@ def test_dft_is_its_formula(tune: Tune, pretrained: Path, lowtide: Run, tmp_path
     logprobs = -nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     expected = -(logprobs.exp() * logprobs).sum() / (labels != -100).sum()
     assert logged[1] == pytest.approx(expected.item(), rel=1e-5)
+    assert patch_trl().calls_lowtide == {}, "a new patch: the run has undone its own"
+    unpatch_trl()
 
 
 EXPERTS = [{}, {"gradient_accumulation_steps": 3}, {"router_aux_loss_coef": 0.7}]

@@ -138,7 +138,8 @@ def test_a_resumed_log_forgets_what_will_be_written_again_and_half_lines(tmp_pat
     file, args = tmp_path / "log.jsonl", SimpleNamespace(device=torch.device("cpu"))
     lines = [f'{{"step": {step}}}\n' for step in range(5)]
     file.write_text("".join(lines) + '{"step": 3, "lo')
-    state = SimpleNamespace(is_world_process_zero=True, global_step=3, log_history=[{"step": 2, "loss": 5.0}])
+    state = SimpleNamespace(is_world_process_zero=True, global_step=3, max_steps=9)
+    state.log_history = [{"step": 2, "loss": 5.0}]
     monitor = Monitor(StepMetrics(), file=file)
     monitor.on_train_begin(args, state, None)
     assert (file.read_text(), monitor.metrics.losses) == ("".join(lines[:4]), {2: 5.0})
