@@ -152,7 +152,7 @@ def test_a_finished_run_is_given_more_steps_and_saves_its_model_again(
     assert sorted(losses(output)) == list(range(1, 14))
     status, out, err = lowtide(*resume, output / "checkpoint-12", "--policy", "input", "--seed", 42)
     assert (status, out) == (2, ""), "another checkpoint than the newest can be named, but the seed is the run's"
-    assert "--seed: expected none, as the run began" in err
+    assert "--seed: expected the default, as the run began" in err
     (output / "checkpoint-12" / "optimizer.pt").write_bytes(b"half")
     status, _, err = lowtide(*resume, output / "checkpoint-12", "--max-steps", 14)
     assert (status, err.count("\n")) == (2, 1), err
@@ -172,13 +172,13 @@ def test_a_run_is_resumed_from_another_folder(
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "rate": (["--lr", "1.0"], "lr: expected None, as the run began, got 1.0. A resumed run keeps its model"),
-    "rate by TRL's name": (["--learning_rate", "1"], "lr: expected None, as the run began"),
+    "rate": (["--lr", "1.0"], "lr: expected the default, as the run began, got 1.0. A resumed run keeps its model"),
+    "rate by TRL's name": (["--learning_rate", "1"], "lr: expected the default, as the run began"),
     "model": (["--model", "llama-3-8b"], "model: expected "),
     "data": (["--data", "other.txt"], "data: expected "),
     "length": (["--seq-len", "64"], "seq_len: expected 32, as the run began, got 64"),
-    "optimizer": (["--optim", "sgd"], "--optim: expected none, as the run began, got 'sgd'"),
-    "decay": (["--weight_decay", "0.5"], "--weight_decay: expected none, as the run began"),
+    "optimizer": (["--optim", "sgd"], "--optim: expected the default, as the run began, got 'sgd'"),
+    "decay": (["--weight_decay", "0.5"], "--weight_decay: expected the default, as the run began"),
     "sequences": (["--per_device_train_batch_size", "3"], "a divisor of the run's 2 sequences per step, got 1"),
     "no run": (["--output", "elsewhere"], "--resume_from_checkpoint: expected a run's folder in --output"),
     "no checkpoint": (["--resume_from_checkpoint", "elsewhere"], "expected a complete checkpoint of a lowtide run"),
