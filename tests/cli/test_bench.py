@@ -171,6 +171,7 @@ BAD = {
         "--shape nonsense": "shape: expected 4x4096, 64x512",
         "--only nobody": "only: expected names out of cross-entropy",
         "--no-table": "table: expected --train or --grpo beside --no-table",
+        "--no-table --train --model nonsense": "model: expected a folder with a config.json",
         "--steps 0": "steps: expected a whole number of at least 1",
         "--seq-len 7": "seq_len: expected a whole number of at least 8",
     },
@@ -195,6 +196,7 @@ BAD = {
     },
     "step": {
         **COMMON,
+        "--model nonsense": "model: expected a folder with a config.json",
         "--tokens 1": "tokens: expected whole numbers above 1",
         "--tokens many": "tokens: expected numbers",
         "--peer nobody": "peer: expected names out of liger",
@@ -207,6 +209,7 @@ BAD = {
     },
     "longest": {
         **COMMON,
+        "--model nonsense": "model: expected a folder with a config.json",
         "--way nobody": "way: expected names out of lowtide",
         "--layers 0": "layers: expected a whole number of at least 1",
         "--tokens 1": "tokens: expected 0, or a whole number above 1",
@@ -236,8 +239,6 @@ BAD = {
     },
 }
 UNFIT = {  # by this machine, or by files: found with torch
-    "step --model nonsense --device cpu": "model: expected",
-    "longest --model nonsense --device cpu": "model: expected",
     "models --only no-such-type": "only: expected",
     "models --only gpt2 --resume no-such-file.json": "resume: expected",
     "head --sweep --device cpu": "sweep and tokens: expected matplotlib",

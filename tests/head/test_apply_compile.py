@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lowtide import HeadOptions, linear_apply, plan_head
+from lowtide.errors import UnsupportedError
 from lowtide.head.function import function as apply_function
 from lowtide.head.matmul import slices
 from lowtide.head.planner import evenly
@@ -151,3 +152,14 @@ def test_a_closed_over_tensor_is_noticed_when_compiled_too(counter: CompileCount
     for closed in (outside, outside.exp()):
         with pytest.raises(ValueError, match=r"shape \[5, 2\].*params"):
             linear_apply(lambda z, closed=closed: z.sum(-1) * closed.sum(), x, w, compile=True)
+
+
+def test_what_cannot_be_compiled_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_graph: object, _inputs: object) -> None:
+        raise RuntimeError("no compiler\nfound")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    x, w = torch.randn(9, 4), torch.randn(7, 4)
+    with pytest.raises(UnsupportedError, match=r"^compile: .* no compiler. Leave compile=True out") as raised:
+        linear_apply(lambda z: z.logsumexp(-1), x, w, compile=True)
+    assert "\n" not in str(raised.value)

@@ -23,7 +23,7 @@ CODE = re.compile(r"^ *```.*?^ *```$|^ {4,}[^\n]*$|``.+?``|`[^`]*`", re.DOTALL |
 
 @dataclass(frozen=True)
 class Phrase:
-    """A phrase, the field's word for it, and the files of the package (or folders) whose messages still have it."""
+    """A phrase, the field's word for it, and the files of the package whose messages still have it."""
 
     pattern: str
     word: str
@@ -33,28 +33,27 @@ class Phrase:
         return [match[0] for match in re.finditer(self.pattern, " ".join(text.split()), re.IGNORECASE)]
 
 
-BENCH = ("bench/", "cli/bench_texts.py")
 PHRASES = (
     Phrase(r"\b(compute[sd]?|built|builds?) (it |them )?(again|once more|a second time)\b", "recomputed"),
     Phrase(
         r"\b(keeps?|kept|keeping)( \w+)? for backward\b|\b(layers?|MLPs?|norms?) (keeps?|kept)\b",
         "saved for backward",
-        (*BENCH, "memory/checkpoint.py", "memory/state.py"),
+        ("memory/checkpoint.py", "memory/state.py"),
     ),
     Phrase(r"\bkept tokens?\b", "valid tokens"),
-    Phrase(r"\bas (it|they) (came|comes?)\b", "unmodified, stock", BENCH),
-    Phrase(r"\b(bare|matrix) products?\b|\bthe products\b", "GEMMs", BENCH),
+    Phrase(r"\bas (it|they) (came|comes?)\b", "unmodified, stock"),
+    Phrase(r"\b(bare|matrix) products?\b|\bthe products\b", "GEMMs"),
     Phrase(r"\b(some|few) (rows|tokens) at a time\b|\b(piece|part)s? at a time\b", "in chunks"),
-    Phrase(r"\bin turns\b", "interleaved", BENCH),
+    Phrase(r"\bin turns\b", "interleaved"),
     Phrase(r"\b(told|speaks?)\b", "reported, prints, logs"),
-    Phrase(r"\b(wanted|asked)\b", "requested", (*BENCH, "head/backends.py")),
+    Phrase(r"\b(wanted|asked)\b", "requested", ("bench/plots.py", "bench/sweep.py")),
     Phrase(r"\bmend(s|ed|ing)?\b", "fix"),
-    Phrase(r"\bpictures?\b", "plot, chart", BENCH),
+    Phrase(r"\bpictures?\b", "plot, chart"),
     Phrase(r"\bvocabulary in parts\b", "sharded vocabulary"),
     Phrase(
         r"\bby (its |their )?names?\b",
         "explicitly",
-        ("cli/plan.py", "cli/train.py", "head/backends.py", "measure/child.py", "train/options.py"),
+        ("cli/plan.py", "cli/train.py", "measure/child.py", "train/options.py"),
     ),
     Phrase(r"\bis [^.?!]{1,60} meant\?", "Did you mean X?"),
     Phrase(r"\bsee there\b", "the file and the section"),

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_
 
 from lowtide.bench.shapes import Choice
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.shapes import SHAPES, config_file
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -91,6 +92,16 @@ class Settings:
     def read(cls, settings: Mapping[str, Any]) -> Self:
         """Return the settings of a dict that has been JSON, in which tuples are lists."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+
+    def check_here(self) -> None:
+        """Check what depends on files, before torch is loaded.
+
+        Raises:
+            ArgumentValueError: the settings have a ``model``, and there is none of that name.
+        """
+        model = getattr(self, "model", "auto")
+        if model != "auto" and model not in SHAPES:
+            config_file(model)
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a result file has: all but its folder."""

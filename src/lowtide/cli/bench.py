@@ -53,7 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
         LowtideError: something the user can fix.
     """
     asked, name = given(arguments, arguments.config), arguments.benchmark
-    config = arguments.config(**asked)  # an error of the arguments is reported first, and without torch
+    config = arguments.config(**asked)  # errors of the arguments are reported first, and without torch
+    config.check_here()
     import torch
 
     small = [arguments for arguments in config.examples if "--device cpu" in arguments]

@@ -91,8 +91,8 @@ def linear_apply(
             not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that it
             changes in place; ranks that share a vocabulary and got other arguments. Also a `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
-        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or options that an
-            arbitrary function does not support; also a `RuntimeError`.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, an ``fn`` that
+            torch.compile cannot compile, options that an arbitrary function cannot have; also a `RuntimeError`.
 
     Note:
         With "sum" and one differentiable scalar the gradients are computed in forward, and backward multiplies them

@@ -19,13 +19,6 @@ from lowtide.models.instance import PROBED, why_not_forward, with_forward
 from lowtide.models.parallel_style import is_parallel_hook
 
 _EPSILONS = ("variance_epsilon", "eps")
-# Of the rows and of the weight. transformers' norms compute float64 rows in float32: they run the stock code.
-_DTYPES = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float16),
-)
 _CANDIDATES = tuple(itertools.product(("before_weight", "after_weight"), (0.0, 1.0)))
 _EQUAL = 0.97  # of the values in a narrow dtype: another order of rounding changes every fourth
 
@@ -55,7 +48,7 @@ def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str, probe.Sett
     if shape_of(module.weight).numel() == 0:
         return "its weight is elsewhere (sharded, with nothing here)"
     for rounding, offset in _CANDIDATES:
-        if all(_computes(module, base, name, rounding, offset, *dtypes) for dtypes in _DTYPES):
+        if all(_computes(module, base, name, rounding, offset, *dtypes) for dtypes in probe.DTYPES):
             weight = "(1 + weight)" if offset else "weight"
             order = "before" if rounding == "before_weight" else "after"
             found = probe.settings_of((module,), probe.code_of((base,)), but=name)

@@ -13,7 +13,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -120,11 +120,9 @@ def put_aside(head: nn.Module, style: Style) -> Iterator[None]:
         state.update(before)
 
 
-@contextmanager
-def stock_call(head: nn.Module) -> Iterator[None]:
+def stock_call(head: nn.Module) -> AbstractContextManager[None]:
     """Let the head run its class's own forward inside."""
-    with _marked(head, _STOCK):
-        yield
+    return _marked(head, _STOCK)
 
 
 def run_stock(head: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,13 @@ from lowtide.models.report import PatchReport
 
 # Small enough for an epsilon to matter, large enough for a clamp to; float16 holds a few times the largest.
 ROW_SCALES = (1e-3, 0.3, 1.0, 1.0, 40.0, 4000.0)
+# Of rows and of a weight, or of cos and sin. transformers' norms compute float64 rows in float32: they run stock code.
+DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+)
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -18,16 +18,10 @@ from lowtide.layers import rotary
 from lowtide.layers.rope import why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
-from lowtide.models.probe import ProbedCode, is_like, outcome, random
+from lowtide.models.probe import DTYPES, ProbedCode, is_like, outcome, random
 
 _NAME = "apply_rotary_pos_emb"
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
-_DTYPES = (  # of q and k, and of cos and sin
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float16),
-)
 _WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
 
@@ -53,7 +47,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool]] | str:
     stock = forward.__globals__[_NAME]
     mixed = _outcome(stock, torch.bfloat16, torch.float32, 8, 1)
     promote = isinstance(mixed, tuple) and isinstance(mixed[0], Tensor) and mixed[0].dtype == torch.float32
-    for x_dtype, table_dtype in _DTYPES:
+    for x_dtype, table_dtype in DTYPES:
         for dim in (1, 2):
             if not _computes(stock, promote, x_dtype, table_dtype, 8, dim):
                 return f"its {_NAME} is not of the form rotary(q, k, cos, sin), halves rotated"

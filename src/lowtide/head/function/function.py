@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import node, undisturbed
 from lowtide.head.plan import HeadPlan
 
@@ -77,10 +77,11 @@ def evaluate(
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
                 returned = run(z, *args, *function.with_params(params))
         except Exception as error:
-            error.add_note(
-                f"Raised by fn, which lowtide.linear_apply called with logits {list(z_cV.shape)}: it must take any"
-                " number of rows."
-            )
+            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                why = getattr(error, "inner_exception", error)
+                got, hint = str(why).strip().partition("\n")[0], "Leave compile=True out, or change fn."
+                raise UnsupportedError(message("compile", "an fn that torch.compile compiles", got, hint)) from error
+            error.add_note(f"fn, which must take any number of rows, was called with logits {list(z_cV.shape)}.")
             raise
     if [t._version for t in watched] != versions:
         raise ArgumentValueError(
