@@ -147,10 +147,11 @@ def test_a_run_with_its_states_on_the_host_is_the_same_to_the_bit_and_resumes(
 
 LORA = ["--use_peft", "--lora_r", "16", "--lora_target_modules", "all-linear"]
 ONE_ROW_A_FILE = ["--packing", "false"]  # and each is cut at the longest length
+PACKED = ["--packing", "--packing_strategy", "bfd", "--max_length", "1024"]
 PLANNED = {
     "full": ["--model", "shape.json", "--tokenizer", "model"],
-    "full, masked": [],
-    "LoRA, masked": [*LORA, "--dtype", "bfloat16"],
+    "full, masked": PACKED,
+    "LoRA, masked": [*LORA, "--dtype", "bfloat16", *PACKED],
     "LoRA": [*LORA, "--dtype", "bfloat16", *ONE_ROW_A_FILE],
     "LoRA on two": [*LORA, "--dtype", "bfloat16", "--lora_target_modules", "q_proj", "v_proj", *ONE_ROW_A_FILE],
     "LoRA, autocast": [*LORA, *ONE_ROW_A_FILE],

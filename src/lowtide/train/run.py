@@ -280,7 +280,7 @@ class _Runner:
             error,
             self.config,
             one.settings if one else None,
-            seq_len=one.seq_len if one else 0,
+            batch=one.batch if one else None,
             model=one.model if one else None,
             applied=one.applied if one else None,
             step=None if step is None else step + 1,
