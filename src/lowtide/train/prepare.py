@@ -204,7 +204,23 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
             raise
         why = " ".join(str(error).split())[:400].rstrip(".")
         raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
+    if type(run.trainer.model.get_output_embeddings()).__name__ == "TrainableTokensWrapper":  # neither trl nor peft can
+        got = f"{args.chat_template_path}, whose tokens the tied embeddings lack"
+        hint = "Give its template as a .jinja file, or train without --use_peft."
+        raise ArgumentValueError(message("--chat_template_path", "no new tokens beside adapters", got, hint))
+    _check_truncation(run, parts)
     run.lines += _learned(run.trainer.train_dataset, tokenizer)
+
+
+def _check_truncation(run: Run, parts: Mapping[str, Any]) -> None:
+    """Raise where TRL has dropped all rows of a part: what they are trained on is behind the most tokens."""
+    for name, left in (("train", run.trainer.train_dataset), ("test", run.trainer.eval_dataset)):
+        if left is not None and len(left) == 0:
+            expected = f"rows with something to train on in their first {run.seq_len} tokens"
+            got = f"none of {len(parts[name])} {'training' if name == 'train' else 'held-out'} rows"
+            raise ArgumentValueError(message("data", expected, got, "Give a larger --seq-len."))
+    if not run.settings.args.packing and (dropped := len(parts["train"]) - len(run.trainer.train_dataset)) > 0:
+        run.lines.append(f"dropped  {dropped:,} rows with nothing to train on in their first {run.seq_len} tokens")
 
 
 def _patch(run: Run) -> None:
@@ -263,13 +279,17 @@ def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
     if args.eos_token is None and tokenizer.eos_token_id is None:
         hint = "It ends every text and turn: name one with --eos_token."
         raise ArgumentValueError(message("tokenizer", "an end-of-text token", f"none in {where}", hint))
-    template = args.chat_template_path
-    if template is not None and template.endswith((".jinja", ".j2")):
+    if (template := args.chat_template_path) is not None:
         try:
-            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-        except OSError as error:
-            got = f"{template} ({error.strerror})"
-            raise ArgumentValueError(message("--chat_template_path", "a template to read", got)) from error
+            if template.endswith((".jinja", ".j2")):
+                tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+            else:  # TRL takes its end-of-text token and added tokens, too, and resizes the embeddings
+                source = AutoTokenizer.from_pretrained(model_folder(template) or template, local_files_only=True)
+                tokenizer.chat_template = source.get_chat_template()
+        except (OSError, ValueError) as error:
+            expected = "a .jinja file, or a tokenizer with a chat template"
+            got = f"{template} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+            raise ArgumentValueError(message("--chat_template_path", expected, got)) from error
     return tokenizer
 
 

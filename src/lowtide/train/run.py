@@ -233,6 +233,9 @@ class _Runner:
         assert base is not None
         model = pretrained_model(base, dtype=torch.float32, alone=True)
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        if not merged.config.get_text_config().tie_word_embeddings:  # peft unties where an adapter trained one side
+            # else the weight of the other side is not saved
+            merged.all_tied_weights_keys, merged._keys_to_ignore_on_save = {}, None
         merged.to(stored_dtype(base)).save_pretrained(folder)
         assert self.run is not None
         self.run.trainer.processing_class.save_pretrained(folder)
@@ -298,6 +301,9 @@ def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     if given in (None, False, "", "false", "False"):
         return config, None
     checkpoint = checkpoints.checkpoint_to_resume(config.output, str(given))
+    if config.output is not None and Path(config.output).expanduser().resolve() != checkpoint.parent.resolve():
+        expected, hint = f"{checkpoint.parent}, the folder of the checkpoint", "Copy the folder to keep both."
+        raise ArgumentValueError(message("output", expected, config.output, hint))
     before = TrainConfig.from_json(checkpoints.read_run_file(checkpoint.parent)["config"])
     defaults, now = TrainConfig(), config.absolute()
     changed = {
@@ -309,7 +315,7 @@ def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     for name in (*fixed_settings(), "lr"):
         if name in changed and changed[name] != (old := getattr(before, name)):
             raise ArgumentValueError(message(name, f"{old!r}, as the run began", repr(changed[name]), hint))
-    for name, value in config.options.items():
+    for name, value in now.options.items():
         old = before.options.get(name)
         if name != _RESUME and str(value) != str(old) and not name.startswith(_MAY_CHANGE):
             got = "none" if old is None else repr(old)
