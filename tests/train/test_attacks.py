@@ -17,7 +17,8 @@ pytest.importorskip("trl")
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"num_train_epochs": 0, "max-steps": -1}, "max_steps: expected"),
+        ({"num_train_epochs": 0}, "--num_train_epochs: expected a number above 0, got 0.0."),
+        ({"num_train_epochs": "inf"}, "--num_train_epochs: expected a number above 0, got inf."),
         ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size: expected a whole number of at least 1"),
         ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps: expected a whole number of at least 1"),
         ({"seed": -1}, "--seed: expected a whole number of at least 0, got -1."),
@@ -35,7 +36,11 @@ pytest.importorskip("trl")
 def test_options_that_no_run_can_use_are_one_line(
     wrong: dict[str, object], expected: str, tune: Tune, lowtide: Run, tmp_path: Path
 ) -> None:
-    status, _, err = lowtide(*tune(**wrong), "--output", tmp_path / "run")
+    arguments = tune(**wrong)
+    if "num_train_epochs" in wrong:
+        at = arguments.index("--max-steps")
+        del arguments[at : at + 2]
+    status, _, err = lowtide(*arguments, "--output", tmp_path / "run")
     assert status == 2
     assert f"lowtide train: {expected}" in err
     assert err.count("\n") == 1
@@ -157,3 +162,25 @@ def test_config_files_as_trl_has_them(text: str, got: str, tune: Tune, lowtide: 
     status, _, err = lowtide(*tune(data=data), "--config", tmp_path / "run.yaml", "--output", tmp_path / "run")
     assert status == (2 if got else 0)
     assert got in err
+
+
+def test_random_weights_are_trained_on_the_column_that_is_named(
+    tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"body": "some words and more of them " * 9}] * 40)
+    arguments = [*tiny, "--data", data, "--max-steps", "2"]
+    assert lowtide(*arguments, "--columns", "text=body", "--output", tmp_path / "a")[0] == 0
+    for more, expected in (
+        (["--columns", "prompt=body"], "columns: expected text=COLUMN, from random weights, got prompt."),
+        (["--dtype", "auto"], "--dtype: expected float32, bfloat16 or float16, from random weights, got auto."),
+        ([], "Name it with --dataset_text_field."),
+    ):
+        status, _, err = lowtide(*arguments, *more, "--output", tmp_path / "b")
+        assert (status, expected in err) == (2, True), err
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lowtide.train.prepare.write_tokens", full)
+    status, _, err = lowtide(*arguments, "--columns", "text=body", "--output", tmp_path / "c")
+    assert (status, "tokens.bin (No space left on device). Make room" in err) == (2, True)

@@ -17,7 +17,7 @@ from lowtide.measure.units import mib
 from lowtide.models import PatchReport
 from lowtide.train.activations import Applied, check_offload, plan_and_apply
 from lowtide.train.bpe import load_tokenizer, train_tokenizer
-from lowtide.train.checkpoints import TOKENS
+from lowtide.train.checkpoints import TOKENS, is_not_written, save_error
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data
 from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
@@ -237,10 +237,19 @@ def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) ->
     return train_tokenizer(
         sources,
         vocab_size=config.vocab_size,
-        text_field=settings.model.dataset_text_field,
+        text_field=_text_field(config, settings),
         seq_len=config.seq_len or SEQ_LEN,
         seed=settings.args.seed,
     )
+
+
+def _text_field(config: TrainConfig, settings: Settings) -> str:
+    """Return the column of the text that random weights are trained on."""
+    columns = dict(pair.split("=", 1) for pair in config.columns)
+    if others := sorted(columns.keys() - {"text"}):
+        hint = "Name a pretrained model with --model to train on others."
+        raise ArgumentValueError(message("columns", "text=COLUMN, from random weights", others[0], hint))
+    return columns.get("text", str(settings.model.dataset_text_field))
 
 
 def _write_tokens(
@@ -249,18 +258,23 @@ def _write_tokens(
     """Tokenise as much of the data as the run's steps take."""
     args = settings.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_tokens(
-        file,
-        sources,
-        tokenizer,
-        text_field=settings.model.dataset_text_field,
-        seq_len=config.seq_len or SEQ_LEN,
-        held_out=config.held_out,
-        blocks=args.max_steps * rows if args.max_steps > 0 else None,
-        seed=args.seed,
-        resumes=resumes,
-    )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_tokens(
+            file,
+            sources,
+            tokenizer,
+            text_field=_text_field(config, settings),
+            seq_len=config.seq_len or SEQ_LEN,
+            held_out=config.held_out,
+            blocks=args.max_steps * rows if args.max_steps > 0 else None,
+            seed=args.seed,
+            resumes=resumes,
+        )
+    except OSError as error:
+        if not is_not_written(error):
+            raise
+        raise save_error(file, error) from error
 
 
 def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:

@@ -4,7 +4,7 @@ A row's format is found by its columns, the first of these that it has:
 
 | columns | becomes |
 |---|---|
-| ``text`` (``--text-field``) | ``text`` |
+| ``text`` (``--dataset_text_field``) | ``text`` |
 | ``messages``: a list of role and content | ``messages`` |
 | ``conversations`` (ShareGPT): a list of from and value, or of role and content; ``system`` | ``messages`` |
 | ``prompt`` and ``completion``: two texts, or two lists of messages | the same |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -130,7 +131,7 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     for name, least in _AT_LEAST.items():
         if (value := getattr(args, name)) < least:
             raise ArgumentValueError(message(f"--{name}", f"a whole number of at least {least}", str(value)))
-    if args.max_steps < 1 and args.num_train_epochs <= 0:
+    if args.max_steps < 1 and not 0 < args.num_train_epochs < math.inf:
         raise ArgumentValueError(message("--num_train_epochs", "a number above 0", str(args.num_train_epochs)))
     for name in ("model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs"):
         if isinstance(value := getattr(args, name, None), str):
@@ -142,6 +143,10 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     if args.gradient_checkpointing and (config.policy or config.memory_budget):
         expected, hint = "neither --policy nor --memory-budget beside it", "Layers would be recomputed twice."
         raise ArgumentValueError(message("--gradient_checkpointing", expected, "one of them", hint))
+    if not config.fine_tunes and not isinstance(getattr(torch, str(model.dtype), None), torch.dtype):
+        raise ArgumentValueError(
+            message("--dtype", "float32, bfloat16 or float16, from random weights", str(model.dtype))
+        )
     if config.lora_merge and not getattr(model, "use_peft", False):
         raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
 
