@@ -184,3 +184,14 @@ def test_random_weights_are_trained_on_the_column_that_is_named(
     monkeypatch.setattr("lowtide.train.prepare.write_tokens", full)
     status, _, err = lowtide(*arguments, "--columns", "text=body", "--output", tmp_path / "c")
     assert (status, "tokens.bin (No space left on device). Make room" in err) == (2, True)
+
+
+def test_what_pytorch_lacks_on_a_device_is_one_line(
+    tune: Tune, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise NotImplementedError("FlexAttention does not support backward on CPU.")
+
+    monkeypatch.setattr("lowtide.train.fine_tuning.FineTuner.compute_loss", lacking)
+    status, _, err = lowtide(*tune(**{"held-out": 1}), "--eval_on_start", "false", "--output", tmp_path / "run")
+    assert (status, "FlexAttention does not support backward on CPU.\n" in err) == (2, True)

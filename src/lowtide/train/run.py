@@ -206,6 +206,10 @@ class _Runner:
                 got = f"{self.checkpoint}, which cannot be read ({why(error)})"
                 hint = "If it is damaged, remove it, to resume from an older one."
                 raise ArgumentValueError(message(f"--{_RESUME}", "a complete checkpoint", got, hint)) from error
+            if isinstance(error, NotImplementedError) and not one.metrics.losses:  # such as flex attention on a CPU
+                raise ArgumentValueError(
+                    message("options", "what PyTorch has on this device", why(error).rstrip("."))
+                ) from error
             raise
 
     def _save_model(self, one: Run) -> Path:
