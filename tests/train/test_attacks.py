@@ -172,7 +172,7 @@ def test_random_weights_are_trained_on_the_column_that_is_named(
     assert lowtide(*arguments, "--columns", "text=body", "--output", tmp_path / "a")[0] == 0
     for more, expected in (
         (["--columns", "prompt=body"], "columns: expected text=COLUMN, from random weights, got prompt."),
-        (["--dtype", "auto"], "--dtype: expected float32, bfloat16 or float16, from random weights, got auto."),
+        (["--dtype", "auto"], "(choose from 'float32', 'bfloat16', 'float16')"),
         ([], "Name it with --dataset_text_field."),
     ):
         status, _, err = lowtide(*arguments, *more, "--output", tmp_path / "b")

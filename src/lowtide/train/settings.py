@@ -151,10 +151,6 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     if args.gradient_checkpointing and (config.policy or config.memory_budget):
         expected, hint = "neither --policy nor --memory-budget beside it", "Layers would be recomputed twice."
         raise ArgumentValueError(message("--gradient_checkpointing", expected, "one of them", hint))
-    if not config.fine_tunes and not isinstance(getattr(torch, str(model.dtype), None), torch.dtype):
-        raise ArgumentValueError(
-            message("--dtype", "float32, bfloat16 or float16, from random weights", str(model.dtype))
-        )
     if config.lora_merge and not getattr(model, "use_peft", False):
         raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
 
