@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from lowtide.measure.plots import Named, empty_figure, name_points
 from lowtide.profile.owners import ACTIVATIONS, OWNERS
-from lowtide.profile.page import line_colors
 from lowtide.profile.phases import BACKWARD, FORWARD, KINDS, RECOMPUTE, Label
-from lowtide.profile.tables import label_of, title_of, unit_of
+from lowtide.profile.tables import label_of, line_colors, title_of, unit_of
 
 _WIDTH = 10.5
 _STRIP = 0.3  # inches per implementation's phases
@@ -47,7 +46,7 @@ def draw_profile(file: Path, result: dict[str, Any]) -> None:
     figure = empty_figure(_WIDTH, sum(heights) + 2.6)
     figure.suptitle(title_of(result), fontsize=10)
     lines, strips, bars = figure.subplots(3, height_ratios=heights)
-    unit, scale = unit_of(max((row["peak"]["gib"] for row in rows), default=1.0))
+    unit, scale = unit_of(rows)
     longest = max((row["segments"][-1]["end_ms"] for row in rows if row["segments"]), default=1.0)
     drawing = _Drawing(rows, colors, unit, scale, longest)
     _draw_lines(lines, drawing)
