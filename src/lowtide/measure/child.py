@@ -38,22 +38,13 @@ _CALL = "from lowtide.measure.child import _call_here; _call_here()"
 
 @dataclass(frozen=True, kw_only=True)
 class ChildResult:
-    """How a child process ended.
+    """How a child process ended."""
 
-    Attributes:
-        returncode: its exit status; negative: the signal that killed it.
-        seconds: from its start to its end, the interpreter's start included.
-        peak_bytes: its highest resident memory; 0 if the system does not report it.
-        value: what the function returned; None for a command.
-        stdout: its output; empty if it was not captured.
-        stderr: the same.
-    """
-
-    returncode: int
-    seconds: float
-    peak_bytes: int
-    value: Any = None
-    stdout: str = ""
+    returncode: int  # negative: the signal that killed it
+    seconds: float  # the interpreter's start included
+    peak_bytes: int  # resident; 0 if the system does not report it
+    value: Any = None  # what the function returned; None for a command
+    stdout: str = ""  # empty if it was not captured
     stderr: str = ""
 
 

@@ -28,20 +28,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel.
-
-    Attributes:
-        name: In the legend; lines of one name have one colour, in all panels.
-        points: Size and value of each point.
-        own: Whether it is ours.
-        quiet: Whether it is the reference of the others.
-        dotted: Whether it is drawn as dots.
-    """
+    """One line of a panel; lines of one name have one colour, in all panels."""
 
     name: str
-    points: Sequence[tuple[float, float]]
-    own: bool = False
-    quiet: bool = False
+    points: Sequence[tuple[float, float]]  # size and value
+    own: bool = False  # ours
+    quiet: bool = False  # the reference of the others
     dotted: bool = False
 
 

@@ -16,11 +16,7 @@ from lowtide.measure.allocations import track_allocations
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one function.
-
-    Attributes:
-        times_ms: In order, in milliseconds.
-    """
+    """The times of one function in milliseconds, in order."""
 
     times_ms: tuple[float, ...]
 

@@ -16,29 +16,17 @@ _UNITS = {
 
 
 def mib(size: float) -> float:
-    """Return bytes in MiB (2**20 bytes).
-
-    Args:
-        size: A number of bytes.
-    """
+    """Return bytes in MiB (2**20 bytes)."""
     return size / 2**20
 
 
 def gib(size: float) -> float:
-    """Return bytes in GiB (2**30 bytes).
-
-    Args:
-        size: A number of bytes.
-    """
+    """Return bytes in GiB (2**30 bytes)."""
     return size / 2**30
 
 
 def gib_text(size: float) -> str:
-    """Return bytes in GiB as text, with two significant digits below 0.1.
-
-    Args:
-        size: A number of bytes.
-    """
+    """Return bytes in GiB as text, with two significant digits below 0.1."""
     return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
 
 

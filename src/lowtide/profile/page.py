@@ -14,12 +14,7 @@ from lowtide.profile.tables import Line, label_of, largest, line_colors, peaks, 
 
 
 def write_page(file: Path, profile_json: str) -> None:
-    """Write the page of a profile.
-
-    Args:
-        file: Where to.
-        profile_json: The json file's text, which the page holds unmodified.
-    """
+    """Write the page of a profile; it holds the json file's text unmodified."""
     result = json.loads(profile_json)
     rows, time = result["implementations"], times(result)
     peak, layer = peaks(result)

@@ -33,12 +33,7 @@ class _Drawing(NamedTuple):
 
 
 def draw_profile(file: Path, result: dict[str, Any]) -> None:
-    """Draw memory over a step's time, all implementations in one plot with their phases beneath, and the peaks.
-
-    Args:
-        file: Where to, as PNG.
-        result: The json of ``lowtide profile``.
-    """
+    """Draw the json of ``lowtide profile`` as PNG: memory over a step's time, the phases beneath it, and the peaks."""
     every = result["implementations"]
     rows = [row for row in every if "peak" in row]
     colors = [color for row, color in zip(every, line_colors(every), strict=True) if "peak" in row]

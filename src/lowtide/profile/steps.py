@@ -248,13 +248,9 @@ class Steps:
 
 
 def _shard(model: Any, sharding: str, device: torch.device, *, offload: bool) -> None:
-    """Shard each decoder layer, and the rest, by FSDP2.
+    """Shard each decoder layer, and the rest, by FSDP2, with ``offload`` in host memory, where the optimizer then runs.
 
-    Args:
-        model: On the device.
-        sharding: ``zero3``: weights, gradients and optimizer states; ``zero2``: weights are gathered once a step.
-        device: Where it computes.
-        offload: Whether the shards are in host memory, where the optimizer then runs.
+    ``zero3``: weights, gradients and optimizer states; ``zero2``: weights are gathered once a step.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
