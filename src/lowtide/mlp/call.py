@@ -1,10 +1,30 @@
 """The arguments of the gated MLP's operators. N tokens, D hidden size, F intermediate size."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lowtide.arguments import operand_dtype
+
+
+class Adapter(NamedTuple):
+    """An adapter of a projection: ``x W^T`` becomes ``x W^T + scale (drop(x) A^T) B^T``."""
+
+    a: Tensor | None  # [r, in]; None: no adapter
+    b: Tensor | None  # [out, r], of the dtype of a
+    scale: float
+    dropout: float  # the probability p that an element of x is dropped; the others are divided by 1 - p
+
+
+class Projection(NamedTuple):
+    """A projection of the MLP."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+    adapter: Adapter | None = None
 
 
 class SwigluCall(NamedTuple):
@@ -38,48 +58,32 @@ class SwigluCall(NamedTuple):
     seed: int  # of the dropouts
 
     @classmethod
-    def plain(
+    def of(
         cls,
-        tensors: tuple[Any, ...],
+        tensors: Sequence[Any],
+        adapters: Sequence[Adapter] = (),
         *,
         dtype: torch.dtype,
         activation: str,
         checkpoint_level: int,
         tile_tokens: int | None,
     ) -> "SwigluCall":
-        """Return a call without adapters, from the tensors from the input to the down projection's bias.
+        """Return a call, from the tensors from the input to the down projection's bias, and three adapters or none.
 
         The numbers are here and not defaults of the fields: torch.compile(dynamic=True) makes variables of those, which
         belong to the checkpoint or autograd node that reads them first, and no other node can read them.
         """
-        input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
-        return cls(
-            input,
-            gate_weight,
-            up_weight,
-            down_weight,
-            gate_bias,
-            up_bias,
-            down_bias,
-            dtype=dtype,
-            activation=activation,
-            checkpoint_level=checkpoint_level,
-            tile_tokens=tile_tokens,
-            gate_a=None,
-            gate_b=None,
-            up_a=None,
-            up_b=None,
-            down_a=None,
-            down_b=None,
-            low_rank_dtype=torch.float32,
-            gate_scale=1.0,
-            up_scale=1.0,
-            down_scale=1.0,
-            gate_dropout=0.0,
-            up_dropout=0.0,
-            down_dropout=0.0,
-            seed=0,
-        )
+        sides: Sequence[Tensor | None] = (None,) * 6
+        scales, dropouts = (1.0,) * 3, (0.0,) * 3
+        low_rank_dtype, seed = torch.float32, 0
+        if adapters:
+            sides = [side for adapter in adapters for side in adapter[:2]]
+            scales, dropouts = zip(*(adapter[2:] for adapter in adapters), strict=True)
+            low_rank_dtype = operand_dtype(next((side for side in sides if side is not None), tensors[0]))
+            seed = int(torch.randint(2**48, (), device="cpu")) if any(dropouts) else 0
+        settings = (dtype, activation, checkpoint_level, tile_tokens)
+        fields: list[Any] = [*tensors, *settings, *sides, low_rank_dtype, *scales, *dropouts, seed]
+        return cls(*fields)
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
