@@ -64,6 +64,7 @@ def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> N
 
 RESUMED = [
     *("pretrain one 2 ddp", "pretrain one 2 fsdp2", "tune ddp 1 auto", "pretrain fsdp2 1 auto", "tune fsdp2 2 ddp"),
+    *("experts one 1 auto", "experts one 2 fsdp2", "experts fsdp2 1 auto"),
     *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "pretrain zero2 2 zero2", "adapt zero3 2 zero3"),
 ]
 

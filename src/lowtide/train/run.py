@@ -191,7 +191,7 @@ class _Runner:
         """Let the trainer train.
 
         Raises:
-            ArgumentValueError: the checkpoint cannot be read.
+            ArgumentValueError: the checkpoint cannot be read, or the optimizer or its schedule cannot be made.
         """
         try:
             if self.checkpoint is None:
@@ -206,6 +206,9 @@ class _Runner:
                 got = f"{self.checkpoint}, which cannot be read ({why(error)})"
                 hint = "If it is damaged, remove it, to resume from an older one."
                 raise ArgumentValueError(message(f"--{_RESUME}", "a complete checkpoint", got, hint)) from error
+            if one.trainer.lr_scheduler is None and isinstance(error, ValueError | TypeError | ImportError):
+                expected = "an optimizer and a schedule with these settings"
+                raise ArgumentValueError(message("options", expected, why(error))) from error
             raise
 
     def _save_model(self, one: Run) -> Path:
@@ -308,13 +311,16 @@ def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     hint = "A resumed run keeps its model, data order and schedule: leave it out, or begin a new run."
     for name in (*fixed_settings(), "lr"):
         if name in changed and changed[name] != (old := getattr(before, name)):
-            raise ArgumentValueError(message(name, f"{old!r}, as the run began", repr(changed[name]), hint))
+            raise ArgumentValueError(message(name, f"{_named(old)}, as the run began", repr(changed[name]), hint))
     for name, value in config.options.items():
         old = before.options.get(name)
         if name != _RESUME and str(value) != str(old) and not name.startswith(_MAY_CHANGE):
-            got = "none" if old is None else repr(old)
-            raise ArgumentValueError(message(f"--{name}", f"{got}, as the run began", repr(value), hint))
+            raise ArgumentValueError(message(f"--{name}", f"{_named(old)}, as the run began", repr(value), hint))
     if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
         changed = {**dict.fromkeys(ACTIVATIONS), **changed}
     options = {**before.options, **{k: v for k, v in config.options.items() if k != _RESUME}}
     return replace(before, **changed, output=str(checkpoint.parent), options=options), checkpoint
+
+
+def _named(value: object) -> str:
+    return "the default" if value is None else repr(value)
