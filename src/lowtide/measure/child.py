@@ -49,15 +49,9 @@ class ChildResult:
 
 
 def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
-    """Run a command to its end and return its exit status, seconds and peak resident memory.
+    """Run a command, without a shell, to its end and return its exit status, seconds and peak resident memory.
 
-    Args:
-        command: the program and its arguments; no shell is involved.
-        env: variables to set on top of this process's.
-        capture: return its output; False: it writes to this process's terminal.
-
-    Raises:
-        FileNotFoundError: there is no such program.
+    ``env`` is set on top of this process's variables. Without ``capture`` it writes to this process's terminal.
     """
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:  # temporary files: pipes could fill up
@@ -82,15 +76,11 @@ def run_child(
 ) -> ChildResult:
     """Call a function in a fresh interpreter and return its value, seconds and peak resident memory.
 
-    Args:
-        function: importable by its module and name: not a lambda, not a local function, not from ``__main__``.
-        args: its positional arguments, passed as JSON, as is the value it returns.
-        capture: as for `run_command`.
-        env: the same.
-        kwargs: its keyword arguments.
+    Its arguments and its value are passed as JSON; ``capture`` and ``env`` are as for `run_command`.
 
     Raises:
-        ArgumentValueError: the function cannot be imported by name.
+        ArgumentValueError: The function cannot be imported by its module and name: a lambda, a local function, one of
+            ``__main__``.
     """
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         where = f"{function.__module__}.{function.__qualname__}"
