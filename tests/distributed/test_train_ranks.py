@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
@@ -76,6 +77,16 @@ def test_resumes(kind: str, wrote: str, ranks: str, engine: str, made: Runs, tmp
     assert ended.statuses == [0] * int(ranks), ended
     assert_same(output, made.of(kind, wrote)[0], 0.0 if wrote == engine else 1e-5)
     assert not (output / ".incoming").exists()
+
+
+def test_the_best_model_has_its_own_experts(made: Runs, tmp_path: Path) -> None:
+    """A learning rate of 1 makes the model worse after the first evaluation."""
+    output, given = tmp_path / "run", ["--lr", 1, "--lr_scheduler_type", "constant", "--per_device_train_batch_size", 4]
+    given += ["--eval_strategy", "steps", "--eval_steps", 2, "--early-stopping-patience", 1, "--output", output]
+    ended = made.ranks.succeed(1, *made.arguments("experts"), *given)
+    assert "step 2: the run went on to step 4" in ended.out[0]
+    best = load_file(output / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(value, best[name]) for name, value in weights(output).items())
 
 
 @needs_deepspeed

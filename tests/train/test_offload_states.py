@@ -128,7 +128,7 @@ def test_a_plan_says_how_many_bytes(monkeypatch: pytest.MonkeyPatch, side: LazyS
 
     def planned(offloads: bool) -> Any:
         config = TrainConfig(model="llama-3.2-1b", memory_budget="24GiB", host_budget="64GiB", offload_states=offloads)
-        applied = activations.plan_and_apply(shape, config, of_run, 16_384)
+        applied = activations.plan_and_apply(shape, config, of_run, activations.Batch(16_384, 1))
         assert applied is not None
         if offloads:
             OffloadStates(config, applied).on_train_begin(of_run.args, None, None, model=None, optimizer=None)

@@ -17,6 +17,7 @@ from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
 from lowtide.memory.policy_words import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
+from lowtide.train.activations import Batch
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
@@ -95,6 +96,7 @@ def advice(
     batch_size: int = 4,
     dtype: str = "float32",
     seq_len: int = 8192,
+    padded: bool = False,
     trainer: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:
@@ -122,7 +124,8 @@ def advice(
     monkeypatch.setattr("lowtide.train.activations._adapters", lambda model: adapters)
     error = torch.OutOfMemoryError("x")
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
-    return str(advise(error, config, of_run, seq_len=seq_len, model=model, step=7, go_on="Go on."))
+    batch = Batch.of(of_run.args, seq_len, padded=padded)
+    return str(advise(error, config, of_run, batch=batch, model=model, step=7, go_on="Go on."))
 
 
 def takes(told: str) -> float:
@@ -191,7 +194,7 @@ def test_a_smaller_batch_is_made_whole_by_more_of_them(
 
 def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"dtype": "bfloat16"}
-    told = advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), trainer={"packing": True}, **settings)
+    told = advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), padded=True, **settings)
     line = re.search(r"The figures: lowtide (plan .*)", told)
     assert line
     assert "--lora-rank 8 --lora-targets q_proj --attention-mask" in line[1]
@@ -201,6 +204,19 @@ def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: py
     told = advice(1, monkeypatch, adapters=Adapters(8), **settings)
     assert "Nothing fits" in told
     assert "--use_peft" not in told
+
+
+def test_what_layers_see_of_a_batch() -> None:
+    def batch(rows: int = 3, *, padded: bool = False, **trainer: Any) -> tuple[int, int, bool]:
+        found = Batch.of(SimpleNamespace(per_device_train_batch_size=rows, **trainer), 64, padded=padded)
+        return found.seq_len, found.rows, found.mask
+
+    assert batch() == (64, 3, False)  # transformers' arguments: rows of one length
+    assert batch(packing=False, padded=True) == (64, 3, True)
+    assert batch(1, packing=False, padded=True) == (64, 1, False), "one row needs no padding"
+    assert batch(packing=True, packing_strategy="wrapped", padded=True) == (64, 3, False)
+    assert batch(packing=True, packing_strategy="bfd") == (192, 1, True)
+    assert batch(packing=False, padding_free=True) == (192, 1, True)
 
 
 def test_states_on_the_host_are_advised_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

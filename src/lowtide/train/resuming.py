@@ -46,8 +46,7 @@ def readable(checkpoint: Path, trainer: Any, staging: Path) -> Iterator[Path]:
         staging: folder for a converted one, which takes as much room as its weights and states.
     """
     wrote, now = _wrote(checkpoint), _now()
-    if now == _WHOLE:
-        _load_experts(checkpoint, trainer.model)
+    load_experts(checkpoint, trainer.model)
     if wrote == now:
         yield checkpoint
         return
@@ -58,6 +57,20 @@ def readable(checkpoint: Path, trainer: Any, staging: Path) -> Iterator[Path]:
     finally:
         if is_first_rank():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def load_experts(checkpoint: Path, model: Any) -> None:
+    """Load the weights that files have by other names, such as one for each expert: Trainer leaves them out."""
+    from safetensors import safe_open
+
+    if _now() != _WHOLE or hasattr(model, "peft_config"):
+        return
+    names: set[str] = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for file in checkpoint.glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as content:
+            names |= set(content.keys())
+    if model.state_dict().keys() - names:
+        model.load_state_dict(_weights(checkpoint, model))
 
 
 def _wrote(checkpoint: Path) -> str:
@@ -121,17 +134,3 @@ def _weights(checkpoint: Path, model: Any) -> dict[str, Any]:
         return {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
     weights: dict[str, Any] = pretrained_model(checkpoint, alone=True).state_dict()
     return weights
-
-
-def _load_experts(checkpoint: Path, model: Any) -> None:
-    """Load the weights that files have by other names, such as one for each expert: Trainer leaves them out."""
-    from safetensors import safe_open
-
-    if hasattr(model, "peft_config"):
-        return
-    names: set[str] = set(getattr(model, "all_tied_weights_keys", None) or ())
-    for file in checkpoint.glob("model*.safetensors"):
-        with safe_open(file, framework="pt") as content:
-            names |= set(content.keys())
-    if model.state_dict().keys() - names:
-        model.load_state_dict(_weights(checkpoint, model))

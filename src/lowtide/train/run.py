@@ -28,7 +28,7 @@ from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_gr
 from lowtide.train.prepare import Run, prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, readable
+from lowtide.train.resuming import check_engine, load_experts, readable
 from lowtide.train.settings import trainer_settings
 from lowtide.train.shapes import model_folder
 
@@ -199,6 +199,9 @@ class _Runner:
             else:
                 with readable(self.checkpoint, one.trainer, self.output / checkpoints.STAGING) as folder:
                     one.trainer.train(resume_from_checkpoint=str(folder))
+            best = one.trainer.state.best_model_checkpoint
+            if best and one.settings.args.load_best_model_at_end and one.metrics.began:
+                load_experts(Path(best), one.trainer.model)
         except Exception as error:
             if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
@@ -277,7 +280,7 @@ class _Runner:
             error,
             self.config,
             one.settings if one else None,
-            seq_len=one.seq_len if one else 0,
+            batch=one.batch if one else None,
             model=one.model if one else None,
             applied=one.applied if one else None,
             step=None if step is None else step + 1,

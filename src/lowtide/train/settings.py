@@ -141,6 +141,8 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
     }
     if config.fine_tunes:
         own["gradient_checkpointing"] = False  # TRL's default is True: --policy and --memory-budget are better ones
+        if _is_on(options.get("use_peft")):
+            own["lora_dropout"] = 0.0  # TRL's default is 0.05, with which MLPs that have adapters cannot be fused
         if text:
             own |= {"packing": True, "packing_strategy": "wrapped"}
     else:
