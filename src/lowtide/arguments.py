@@ -59,10 +59,7 @@ def is_dtensor(tensor: object) -> bool:
 def why_not_local(name: str, value: object, gather: str) -> ArgumentTypeError | None:
     """Return the error for anything but a dense floating-point tensor that is whole on this rank, None for that.
 
-    Args:
-        name: The argument, for the error.
-        value: Its value.
-        gather: The error's hint for a DTensor.
+    ``gather`` is the hint for a DTensor.
     """
     try:
         tensor = check_tensor(name, value)
@@ -157,11 +154,7 @@ def refuse_transforms(
 ) -> None:
     """Raise where ``function`` would be differentiated by forward-mode derivatives or a transform of torch.func.
 
-    Args:
-        function: Its name.
-        arguments: Its arguments; only tensors are checked.
-        instead: An expression with autograd's own derivatives.
-        way: How to use it, for the hint.
+    ``instead`` is an expression with autograd's own derivatives, ``way`` how to use it, for the hint.
     """
     forward_ad: Any = torch.autograd.forward_ad
     compiling = torch.compiler.is_compiling()  # its own use of torch.func looks like the user's

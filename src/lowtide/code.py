@@ -24,14 +24,8 @@ _Entry = tuple[Any, str, Any]  # owner, name, value
 class Code:
     """The current values of all names that some module classes and some functions use.
 
-    It follows functions and the classes' methods; PyTorch's functions and ours are compared by identity.
-
-    Args:
-        classes: Module classes: their ``forward``, and the methods and properties that it uses.
-        functions: Further functions.
-        shallow: Functions whose globals are compared, but not followed.
-        attributes: Further attributes, each a class and a name.
-        names: Further names, each with its module.
+    It follows functions, and of module classes their ``forward`` and the methods and properties that it uses; PyTorch's
+    functions and ours are compared by identity. Of ``shallow`` functions the globals are compared, but not followed.
     """
 
     def __init__(
@@ -95,9 +89,8 @@ class Code:
 
     def _attribute(self, owner: Any, name: str) -> Any:
         value = getattr(owner, name, _MISSING)
-        if (id(owner), name) not in self._seen and getattr(
-            owner, name, _MISSING
-        ) is value:  # the same object at each look-up
+        again = getattr(owner, name, _MISSING)
+        if (id(owner), name) not in self._seen and again is value:  # the same object at each look-up
             self._seen.add((id(owner), name))
             self._attributes.append((owner, name, value))
         return value

@@ -61,12 +61,7 @@ class Operator:
     It is opaque to torch.compile, its shapes can be inferred, and it has no autograd formula. Its GEMMs are hidden from
     `torch.utils.flop_counter.FlopCounterMode`, on every device: ``flop`` counts them.
 
-    Args:
-        name: Of the operator.
-        schema: "(arguments) -> (results)".
-        compute: The function.
-        fake: The function for fake tensors.
-        flop: Its FLOP, from its arguments; None: not counted.
+    ``schema`` is "(arguments) -> (results)"; ``fake`` the function for fake tensors.
     """
 
     def __init__(
@@ -167,13 +162,9 @@ def node(
 ) -> type[torch.autograd.Function]:
     """Return a node of autograd's graph whose gradients cannot be differentiated again.
 
-    Args:
-        name: Of the node.
-        public: The function's name, for errors.
-        forward: ``(ctx, *args)``: returns the results, and saves on ``ctx`` what backward needs.
-        backward: ``(ctx, *upstream)``: returns the gradients of the first of ``args``, and what they depend on besides
-            ``upstream``: see `differentiable_once`.
-        error: Of a second derivative.
+    ``forward(ctx, *args)`` returns the results, and saves on ``ctx`` what backward needs. ``backward(ctx, *upstream)``
+    returns the gradients of the first of ``args``, and what they depend on besides ``upstream``: see
+    `differentiable_once`. ``public`` is the function's name, for errors, and ``error`` that of a second derivative.
     """
 
     def run_forward(ctx: Any, *args: Any) -> Any:
@@ -200,11 +191,8 @@ def differentiable_once(
 ) -> list[Tensor | None]:
     """Return gradients whose own derivative, where create_graph=True asks for one, is an `UnsupportedError`.
 
-    Args:
-        grads: The gradients.
-        sources: What they depend on. Without these in the graph, a derivative by one of them alone would silently be 0.
-            None: some of them were not saved, and create_graph=True is an error.
-        error: The error's text.
+    ``sources`` are what they depend on: without these in the graph, a derivative by one of them alone would silently be
+    0. None: some of them were not saved, and create_graph=True is an error.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return list(grads)

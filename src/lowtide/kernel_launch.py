@@ -52,8 +52,7 @@ class Launcher:
     passed as numbers. Call it as ``launcher[grid](*args, **constants)``, positional arguments first; an argument
     may be a record: a tuple of tensors, numbers, None and further tuples.
 
-    Args:
-        kernel: The result of ``triton.jit`` or ``gluon.jit``; Triton's interpreter runs it directly.
+    The kernel is the result of ``triton.jit`` or ``gluon.jit``; Triton's interpreter runs it directly.
     """
 
     def __init__(self, kernel: Any) -> None:

@@ -14,7 +14,8 @@ import lowtide
 from gpu.conftest import ON_GPU, no_waits
 from gpu.patched_runs import SIZES, batch, distance, gradients, no_further_than_stock, with_larger_weights
 from lowtide.measure.timing import peak_above
-from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
+from lowtide.mlp.call import Adapter, Projection
+from lowtide.mlp.swiglu import adapted_mlp
 from support import mlp
 
 transformers = pytest.importorskip("transformers")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
-from lowtide.measure import plots
 from lowtide.measure.plots import Point, draw_budget, draw_front, draw_shares
 
 FRONT = [Point(str(2**k), 576 + 1.2 * 2**k, 37 + 3000 / 2**k) for k in range(6, 13)]
@@ -30,6 +30,17 @@ def size(file: Path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are written."""
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    write = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), write(self, *a, **k)))
+    return figures
+
+
 @pytest.mark.parametrize("points", [POINTS, []], ids=["peers", "alone"])
 @pytest.mark.parametrize("front", [FRONT, FRONT[:1]], ids=["front", "one"])
 def test_the_front_is_drawn(tmp_path: Path, front: list[Point], points: list[Point]) -> None:
@@ -40,24 +51,19 @@ def test_the_front_is_drawn(tmp_path: Path, front: list[Point], points: list[Poi
     assert height > 700
 
 
-def test_names_cover_neither_points_nor_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = []
-    make = plots._figure
-    monkeypatch.setattr(plots, "_figure", lambda title: figures.append(make(title)) or figures[-1])
+def test_names_cover_neither_points_nor_each_other(tmp_path: Path, written: list[Any]) -> None:
     draw_front(tmp_path / "a.png", "title", front=FRONT, front_name="lowtide", points=POINTS, limit=37, least=576)
-    figure, axes = figures[0]
+    (figure,) = written
+    axes = figure.axes[0]
     boxes = {text.get_text(): text.get_window_extent(figure.canvas.get_renderer()) for text in axes.texts}
     assert set(boxes) == {point.name for point in [*FRONT, *POINTS]}
     for (one, a), (other, b) in combinations(boxes.items(), 2):
         assert not a.overlaps(b), (one, other)
 
 
-def test_the_share_axis_is_the_limit_over_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = []
-    make = plots._figure
-    monkeypatch.setattr(plots, "_figure", lambda title: figures.append(make(title)) or figures[-1])
+def test_the_share_axis_is_the_limit_over_the_time(tmp_path: Path, written: list[Any]) -> None:
     draw_front(tmp_path / "a.png", "title", front=FRONT, front_name="lowtide", points=POINTS, limit=37, least=576)
-    _, axes = figures[0]
+    axes = written[0].axes[0]
     share = axes.child_axes[0]
     assert share.get_ylabel() == "share of the limit"
     low, high = axes.get_ylim()
@@ -72,13 +78,10 @@ def test_shares_are_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("front", [FRONT, FRONT[:1]], ids=["front", "one"])
 @pytest.mark.parametrize("budget", [300, 40_000])
-def test_a_budget_is_drawn(tmp_path: Path, front: list[Point], budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = []
-    make = plots._figure
-    monkeypatch.setattr(plots, "_figure", lambda title: figures.append(make(title)) or figures[-1])
+def test_a_budget_is_drawn(tmp_path: Path, front: list[Point], budget: float, written: list[Any]) -> None:
     draw_budget(tmp_path / "c.png", "title", front=front, chosen=front[0], budget=budget)
     assert size(tmp_path / "c.png")[0] > 1000
-    _, axes = figures[0]
+    axes = written[0].axes[0]
     ticks = [tick / 1024 for tick in axes.get_xticks()]  # GiB
     assert 1 <= len(ticks) <= 13
     assert all(float(f"{tick:.2g}") == pytest.approx(tick) for tick in ticks)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import swiglu_mlp
@@ -24,3 +25,11 @@ def grads(y: Tensor, tensors: Sequence[Any], upstream: Tensor | None = None, **k
 
 def in_float64(tensors: Sequence[Any]) -> list[Any]:
     return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+def plain_mlp(leaves: Sequence[Any], activation: str) -> Tensor:
+    """The MLP in plain PyTorch, with every intermediate."""
+    x, gate, up, down, gate_bias, up_bias, down_bias = leaves
+    a = F.linear(x, gate, gate_bias)
+    act = F.silu(a) if activation == "silu" else F.gelu(a, approximate="tanh")
+    return F.linear(act * F.linear(x, up, up_bias), down, down_bias)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lowtide import graph
 from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise, low_rank
-from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
-from lowtide.mlp.call import SwigluCall, Wanted
+from lowtide.mlp.call import Adapter, Projection, SwigluCall, Wanted
+from lowtide.mlp.swiglu import adapted_mlp
 from mlp.calls import grads, in_float64
 from mlp.test_swiglu_memory import after_forward
 from support import mlp, mlp_slack, relative_error
@@ -267,7 +267,7 @@ def test_operators(level: int, dropout: float | None, dtype: torch.dtype) -> Non
     leaves, ab = ([t.detach().to(dtype) for t in ts] for ts in (mlp((2, 5), 7, 11), adapters_of(7, 11)))
     scales, rates = (1.0, 0.5, 2.0), (dropout,) * 3
     if dropout is None:
-        fields = SwigluCall.plain(tuple(leaves), dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)
+        fields = SwigluCall.of(tuple(leaves), dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)
         subsets = [(True,) * 7, (True, *[False] * 6), (False, True, *[False] * 5)]
     else:
         fields = SwigluCall(*leaves, dtype, "silu", level, 4, *ab, dtype, *scales, *rates, seed=5)

@@ -124,6 +124,8 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     names = json.loads(parser.scripts["names"])
     assert [one["id"] for one in names["owners"]] == list(OWNERS)
     assert [one["id"] for one in names["kinds"]] == list(KINDS)
+    assert names["tables"]["peak"]["lines"][0] == ["weights", ["9.88", "3.75", "2.75", "3.50"], "#5b6770", False]
+    assert names["tables"]["time"]["lines"][-1][1] == ["11.5000, not finite"] * 3
     assert len(names["colors"]) == 5
     assert len(set(names["colors"])) == 5
 
@@ -223,7 +225,7 @@ def test_the_page_works_in_a_browser(width: int, tmp_path: Path) -> None:
     assert found["owners"] == [OWNERS[owner].color for owner in OWNERS]
     assert "optimizer states" in found["owner_hover"]
     assert found["bar_hover"]
-    assert found["tables"][0] == 1 + len(OWNERS) + 3
+    assert found["tables"][0] == 1 + len(OWNERS) + 4  # sum, share, phase, out of memory
     assert found["tables"][3] == 1 + 4
     assert found["peak_row"] == [" weights", "9.88", "3.75", "2.75", "3.50"]
     assert "aten::<mm> & co" in found["largest"]

@@ -217,19 +217,10 @@ def _normalized(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
             return _normalized_by_pytorch(call, out, sum_)
     from lowtide.layers.kernels.rms_norm import normalize_rows
 
-    added = call.residual is not None
     with on_device(call.x.device):
-        normalize_rows(
-            _rows(call.x),
-            call.weight.contiguous(),
-            call.eps,
-            call.offset,
-            round_first=call.round_first,
-            residual_ND=None if call.residual is None else _rows(call.residual),
-            out_ND=_rows(out),
-            sum_ND=_rows(sum_) if added else None,
-            rstd_N=rstd,
-        )
+        residual, into_sum = (None, None) if call.residual is None else (_rows(call.residual), _rows(sum_))
+        x, weight, into = _rows(call.x), call.weight.contiguous(), (_rows(out), into_sum, rstd)
+        normalize_rows(x, residual, weight, call.eps, call.offset, round_first=call.round_first, into=into)
     return out, sum_, rstd
 
 
@@ -256,15 +247,10 @@ def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
     from lowtide.layers.kernels.rms_norm import normalize_rows_backward
 
     with on_device(x.device):
+        g_sum = None if call.g_sum is None else _rows(call.g_sum)
+        into = (_rows(dx) if call.wants_x else None, dw if call.wants_weight else None)
         normalize_rows_backward(
-            _rows(call.g),
-            _rows(x),
-            call.weight.contiguous(),
-            call.rstd,
-            call.offset,
-            g_sum_ND=None if call.g_sum is None else _rows(call.g_sum),
-            dx_ND=_rows(dx) if call.wants_x else None,
-            dw_D=dw if call.wants_weight else None,
+            _rows(call.g), g_sum, _rows(x), call.weight.contiguous(), call.rstd, call.offset, into=into
         )
     return dx, dw
 

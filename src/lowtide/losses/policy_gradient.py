@@ -53,10 +53,9 @@ def ppo_loss(
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347, eq. 7.
     """
-    logprob = check_tokens("logprob", logprob)  # cast once: the gradients of a cast each would be summed as narrow ones
+    logprob, advantage = _checked(logprob, advantage, mask)
     ratios = importance_ratio(logprob, old_logprob, mask, level=level)
-    advantages = _valid_advantage(advantage, logprob, mask)
-    surrogate = clipped_surrogate(ratios, advantages, clip_low=clip_low, clip_high=clip_high, ratio_max=ratio_max)
+    surrogate = clipped_surrogate(ratios, advantage, clip_low=clip_low, clip_high=clip_high, ratio_max=ratio_max)
     return policy_loss(surrogate, logprob, mask, **terms)
 
 
@@ -241,9 +240,9 @@ def cispo_loss(
     low = check_not_negative("ratio_min", ratio_min)
     if check_positive("ratio_max", ratio_max) <= low:
         raise ArgumentValueError(message("ratio_max", f"a number above ratio_min, {low}", f"{ratio_max!r}"))
-    logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
+    logprob, advantage = _checked(logprob, advantage, mask)
     weight = importance_ratio(logprob, old_logprob, mask).detach().clamp(low, ratio_max)
-    return policy_loss(-weight * (_valid_advantage(advantage, logprob, mask) * logprob), logprob, mask, **terms)
+    return policy_loss(-weight * (advantage * logprob), logprob, mask, **terms)
 
 
 def sapo_loss(
@@ -278,11 +277,10 @@ def sapo_loss(
     """
     positive, negative = check_positive("tau_positive", tau_positive), check_positive("tau_negative", tau_negative)
     terms.setdefault("reduction", "sequence")
-    logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
+    logprob, advantage = _checked(logprob, advantage, mask)
     ratio = importance_ratio(logprob, old_logprob, mask)
-    advantages = _valid_advantage(advantage, logprob, mask)
-    surrogates = [-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages for tau in (positive, negative)]
-    return policy_loss(surrogates[0].where(advantages > 0, surrogates[1]), logprob, mask, **terms)
+    surrogates = [-4 / tau * (tau * (ratio - 1)).sigmoid() * advantage for tau in (positive, negative)]
+    return policy_loss(surrogates[0].where(advantage > 0, surrogates[1]), logprob, mask, **terms)
 
 
 def reinforce_loss(
@@ -307,9 +305,14 @@ def reinforce_loss(
     Ahmadian et al. 2024, arXiv 2402.14740, for RLOO.
     """
     terms.setdefault("reduction", "sequence_sum")
-    logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
-    return policy_loss(-_valid_advantage(advantage, logprob, mask) * logprob, logprob, mask, **terms)
+    logprob, advantage = _checked(logprob, advantage, mask)
+    return policy_loss(-advantage * logprob, logprob, mask, **terms)
 
 
-def _valid_advantage(advantage: Tensor, logprob: Tensor, mask: Tensor | None) -> Tensor:
-    return per_token_advantage(advantage, "logprob", logprob).where(check_mask(mask, "logprob", logprob), 0)
+def _checked(logprob: Tensor, advantage: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities, cast once, and the advantages of tokens, 0 where masked.
+
+    With a cast in each term, the gradients of the terms would be summed in the narrow dtype.
+    """
+    logprob = check_tokens("logprob", logprob)
+    return logprob, per_token_advantage(advantage, "logprob", logprob).where(check_mask(mask, "logprob", logprob), 0)

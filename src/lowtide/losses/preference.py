@@ -104,8 +104,7 @@ def dpo_loss(
     """
     check_name("kind", kind, DPO_KINDS)
     check_name("divergence", divergence, DIVERGENCES)
-    chosen = check_floats("chosen_logprob", chosen_logprob)
-    rejected = check_like("rejected_logprob", rejected_logprob, "chosen_logprob", chosen)
+    chosen, rejected = _pair("logprob", chosen_logprob, rejected_logprob)
     ref_chosen = check_like("ref_chosen_logprob", ref_chosen_logprob, "chosen_logprob", chosen).detach()
     ref_rejected = check_like("ref_rejected_logprob", ref_rejected_logprob, "chosen_logprob", chosen).detach()
     if divergence != "reverse_kl" and kind not in _OF_DIFFERENCE:
@@ -156,8 +155,7 @@ def simpo_loss(
 
     Source: Meng et al. 2024, "SimPO: Simple Preference Optimization with a Reference-Free Reward", arXiv 2405.14734.
     """
-    chosen = check_floats("chosen_mean_logprob", chosen_mean_logprob)
-    rejected = check_like("rejected_mean_logprob", rejected_mean_logprob, "chosen_mean_logprob", chosen)
+    chosen, rejected = _pair("mean_logprob", chosen_mean_logprob, rejected_mean_logprob)
     margin = check_positive("beta", beta) * (chosen - rejected) - check_not_negative("gamma", gamma)
     e = check_number("label_smoothing", label_smoothing, 0, 0.5)
     return reduce_sequences(_weighed(margin, 1 - e, e), **reduce)
@@ -193,8 +191,7 @@ def cpo_loss(
 
     Source: Xu et al. 2024, "Contrastive Preference Optimization", arXiv 2401.08417.
     """
-    chosen = check_floats("chosen_logprob", chosen_logprob)
-    rejected = check_like("rejected_logprob", rejected_logprob, "chosen_logprob", chosen)
+    chosen, rejected = _pair("logprob", chosen_logprob, rejected_logprob)
     margin = check_positive("beta", beta) * (chosen - rejected)
     e = check_number("label_smoothing", label_smoothing, 0, 0.5)
     return _with_nll(_weighed(margin, 1 - e, e), chosen_nll, chosen, **reduce)
@@ -230,8 +227,7 @@ def orpo_loss(
 
     Source: Hong et al. 2024, "ORPO: Monolithic Preference Optimization without Reference Model", arXiv 2403.07691.
     """
-    chosen = check_floats("chosen_mean_logprob", chosen_mean_logprob)
-    rejected = check_like("rejected_mean_logprob", rejected_mean_logprob, "chosen_mean_logprob", chosen)
+    chosen, rejected = _pair("mean_logprob", chosen_mean_logprob, rejected_mean_logprob)
     loss = -check_positive("beta", beta) * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return _with_nll(loss, -chosen if chosen_nll is None else chosen_nll, chosen, **reduce)
 
@@ -309,6 +305,11 @@ def kto_reference(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     logprob = check_floats("logprob", logprob).detach()
     log_ratio = logprob - check_like("ref_logprob", ref_logprob, "logprob", logprob).detach()
     return (log_ratio.sum() / max(log_ratio.numel(), 1)).clamp(min=0)
+
+
+def _pair(name: str, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+    like = check_floats(f"chosen_{name}", chosen)
+    return like, check_like(f"rejected_{name}", rejected, f"chosen_{name}", like)
 
 
 def _log_odds(logprob: Tensor) -> Tensor:

@@ -17,25 +17,19 @@ from torch.autograd.profiler import profile
 
 
 class Allocation(NamedTuple):
-    """One event of the allocator: the bytes it allocated (negative: freed), and the total then above the start's."""
+    """One event of the allocator."""
 
-    bytes: int
-    total_bytes: int
+    bytes: int  # negative: freed
+    total_bytes: int  # above the start's
 
 
 @dataclass
 class Allocations:
-    """What happened inside `track_allocations`; filled when its block ends, empty until then.
+    """What happened inside `track_allocations`; filled when its block ends, empty until then."""
 
-    Attributes:
-        events: each allocation and free, in order of time.
-        largest_bytes: the largest single allocation.
-        peak_bytes: the peak above the start (frees of older memory count against it; never below 0).
-    """
-
-    events: list[Allocation] = field(default_factory=list)
-    largest_bytes: int = 0
-    peak_bytes: int = 0
+    events: list[Allocation] = field(default_factory=list)  # each allocation and free, in order of time
+    largest_bytes: int = 0  # of a single allocation
+    peak_bytes: int = 0  # above the start: frees of older memory count against it; never below 0
 
 
 @contextmanager

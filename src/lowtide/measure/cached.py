@@ -16,9 +16,7 @@ Entry = TypeVar("Entry")
 class CachedTable(Generic[Entry]):
     """Entries of one dataclass by name, in ``$XDG_CACHE_HOME/lowtide`` (``~/.cache/lowtide`` without it).
 
-    Args:
-        name: The file's name.
-        make: Makes an entry from its fields, and raises if they are not its own.
+    ``make`` makes an entry from its fields, and raises if they are not its own.
     """
 
     def __init__(self, name: str, make: Callable[[dict[str, Any]], Entry]) -> None:

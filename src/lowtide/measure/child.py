@@ -38,35 +38,20 @@ _CALL = "from lowtide.measure.child import _call_here; _call_here()"
 
 @dataclass(frozen=True, kw_only=True)
 class ChildResult:
-    """How a child process ended.
+    """How a child process ended."""
 
-    Attributes:
-        returncode: its exit status; negative: the signal that killed it.
-        seconds: from its start to its end, the interpreter's start included.
-        peak_bytes: its highest resident memory; 0 if the system does not report it.
-        value: what the function returned; None for a command.
-        stdout: its output; empty if it was not captured.
-        stderr: the same.
-    """
-
-    returncode: int
-    seconds: float
-    peak_bytes: int
-    value: Any = None
-    stdout: str = ""
+    returncode: int  # negative: the signal that killed it
+    seconds: float  # the interpreter's start included
+    peak_bytes: int  # resident; 0 if the system does not report it
+    value: Any = None  # what the function returned; None for a command
+    stdout: str = ""  # empty if it was not captured
     stderr: str = ""
 
 
 def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
-    """Run a command to its end and return its exit status, seconds and peak resident memory.
+    """Run a command, without a shell, to its end and return its exit status, seconds and peak resident memory.
 
-    Args:
-        command: the program and its arguments; no shell is involved.
-        env: variables to set on top of this process's.
-        capture: return its output; False: it writes to this process's terminal.
-
-    Raises:
-        FileNotFoundError: there is no such program.
+    ``env`` is set on top of this process's variables. Without ``capture`` it writes to this process's terminal.
     """
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:  # temporary files: pipes could fill up
@@ -91,15 +76,11 @@ def run_child(
 ) -> ChildResult:
     """Call a function in a fresh interpreter and return its value, seconds and peak resident memory.
 
-    Args:
-        function: importable by its module and name: not a lambda, not a local function, not from ``__main__``.
-        args: its positional arguments, passed as JSON, as is the value it returns.
-        capture: as for `run_command`.
-        env: the same.
-        kwargs: its keyword arguments.
+    Its arguments and its value are passed as JSON; ``capture`` and ``env`` are as for `run_command`.
 
     Raises:
-        ArgumentValueError: the function cannot be imported by name.
+        ArgumentValueError: The function cannot be imported by its module and name: a lambda, a local function, one of
+            ``__main__``.
     """
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         where = f"{function.__module__}.{function.__qualname__}"

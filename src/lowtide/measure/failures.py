@@ -12,11 +12,7 @@ _NEARLY_NONE = 1 << 30  # bytes free on a GPU on which an allocation failed
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out, on a GPU or on the host; lowtide's own errors never do.
-
-    Args:
-        error: Anything that was raised.
-    """
+    """Return whether an error means that memory ran out, on a GPU or on the host; lowtide's own errors never do."""
     if isinstance(error, LowtideError):
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -27,8 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_the_gpus(error: BaseException) -> bool:
     """Return whether an out-of-memory error is of the GPU's memory, not the host's.
 
-    Args:
-        error: One for which `is_out_of_memory` is true. If its text does not say which, the GPU's free memory decides.
+    If its text does not say which, the GPU's free memory decides.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True

@@ -17,11 +17,7 @@ PACKAGES = ("torch", "triton", "transformers", "lowtide")
 
 
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return processor, threads, GPU, driver, system, Python and package versions, for a json file.
-
-    Args:
-        packages: distributions besides `PACKAGES`; None in the result if one is not installed.
-    """
+    """Return processor, threads, GPU, driver, system, Python and package versions (None: not installed), for json."""
     return {
         "cpu": _processor(),
         "cpu_threads": torch.get_num_threads(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel.
-
-    Attributes:
-        name: In the legend; lines of one name have one colour, in all panels.
-        points: Size and value of each point.
-        own: Whether it is ours.
-        quiet: Whether it is the reference of the others.
-        dotted: Whether it is drawn as dots.
-    """
+    """One line of a panel; lines of one name have one colour, in all panels."""
 
     name: str
-    points: Sequence[tuple[float, float]]
-    own: bool = False
-    quiet: bool = False
+    points: Sequence[tuple[float, float]]  # size and value
+    own: bool = False  # ours
+    quiet: bool = False  # the reference of the others
     dotted: bool = False
 
 
@@ -65,16 +58,13 @@ class Panel:
 
 
 def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, columns: Sequence[str]) -> None:
-    """Draw a grid of panels: a row for each kind of value, a column for each kind of size, to base 2.
+    """Draw a grid of panels: a row for each kind of value, a column for each kind of size, to base 2."""
+    with new_figure(file, 4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9, dpi=130) as figure:
+        figure.suptitle(title, fontsize=11)
+        _draw_grid(figure, rows, columns)
 
-    Args:
-        file: where to, as PNG.
-        title: above it.
-        rows: the panels of each row, by the label of its values.
-        columns: the labels of the sizes.
-    """
-    figure = empty_figure(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9)
-    figure.suptitle(title, fontsize=11)
+
+def _draw_grid(figure: Any, rows: Mapping[str, Sequence[Panel]], columns: Sequence[str]) -> None:
     grid = figure.subplots(len(rows), len(columns), sharey="row", sharex="col", squeeze=False)
     everything = [line for panels in rows.values() for panel in panels for line in panel.lines]
     others = list(dict.fromkeys(line.name for line in everything if not (line.own or line.quiet)))
@@ -102,7 +92,6 @@ def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, 
         axes.set_xlabel(label)
     names = list(dict.fromkeys(line.name for line in everything if line.name in shown))
     figure.legend([shown[n] for n in names], names, loc="outside lower center", ncols=min(len(names), 9), fontsize=9)
-    figure.savefig(file, dpi=130, format="png")
 
 
 def _style(line: Line, others: Sequence[str]) -> dict[str, Any]:
@@ -137,94 +126,66 @@ def draw_front(
 ) -> None:
     """Draw time against memory: one implementation with different settings as a line, others as points.
 
-    Args:
-        file: where to, as PNG.
-        title: above it.
-        front: the line's points, named after their settings.
-        front_name: the line's name.
-        points: the others, and ours with its default setting.
-        limit: the lower bound of the time in ms, a line; the axis at the right is the share of it.
-        least: the lower bound of the memory in MiB, a line.
+    The line has its settings as labels. ``limit`` is the lower bound of the time in ms, whose share is the axis at the
+    right, ``least`` that of the memory in MiB. ``points`` are the others, and ours with its default setting.
     """
-    figure, axes = _figure(title)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    _plot_points(axes, sorted(front, key=lambda point: point.mib), "o-", _OWN, f"{front_name}, by MiB of workspace")
-    _plot_points(axes, [p for p in points if p.own], "*", _OWN, f"{front_name}, default", ms=15)
-    _plot_points(axes, [p for p in points if not p.own], "D", _OTHERS, "others", ms=6)
-    axes.axhline(limit, color=_QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
-    axes.axvline(least, color=_QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
-    top = max(p.ms for p in [*front, *points])
-    for axis, low, high in ((axes.xaxis, least, max(p.mib for p in [*front, *points])), (axes.yaxis, limit, top)):
-        ticks = [step * 10.0**decade for decade in range(-6, 9) for step in _TICKS]
-        inside = [tick for tick in ticks if low / 1.3 <= tick <= high * 1.3]
-        _set_ticks(axis, inside[:: 1 + len(inside) // 14])
-    axes.set_xlabel("peak memory above the inputs, gradients included, MiB")
-    axes.set_ylabel("time, ms")
-    axes.margins(0.09)
-    share = axes.secondary_yaxis("right", functions=(_over(limit), _over(limit)))
-    shares: list[float] = []
-    for tick in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05):
-        far = not shares or math.log(shares[-1] / tick) > 0.05 * math.log(top / limit)
-        if far and tick >= limit / top / 1.2:
-            shares.append(tick)
-    _set_ticks(share.yaxis, shares)
-    share.set_ylabel("share of the limit")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    every = [Named(p.name, p.mib, p.ms, _OWN if p.own else _OTHERS, 9) for p in points]
-    name_points(figure, axes, every + [Named(p.name, p.mib, p.ms, _OWN, 7) for p in front])
-    figure.savefig(file, dpi=150, format="png")
+    x = "peak memory above the inputs, gradients included, MiB"
+    with _new_axes(file, title, x, "time, ms") as axes:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        _plot_points(axes, sorted(front, key=lambda point: point.mib), "o-", _OWN, f"{front_name}, by MiB of workspace")
+        _plot_points(axes, [p for p in points if p.own], "*", _OWN, f"{front_name}, default", ms=15)
+        _plot_points(axes, [p for p in points if not p.own], "D", _OTHERS, "others", ms=6)
+        axes.axhline(limit, color=_QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
+        axes.axvline(least, color=_QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
+        top = max(p.ms for p in [*front, *points])
+        for axis, low, high in ((axes.xaxis, least, max(p.mib for p in [*front, *points])), (axes.yaxis, limit, top)):
+            ticks = [step * 10.0**decade for decade in range(-6, 9) for step in _TICKS]
+            inside = [tick for tick in ticks if low / 1.3 <= tick <= high * 1.3]
+            _set_ticks(axis, inside[:: 1 + len(inside) // 14])
+        axes.margins(0.09)
+        share = axes.secondary_yaxis("right", functions=(_over(limit), _over(limit)))
+        shares: list[float] = []
+        for tick in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05):
+            far = not shares or math.log(shares[-1] / tick) > 0.05 * math.log(top / limit)
+            if far and tick >= limit / top / 1.2:
+                shares.append(tick)
+        _set_ticks(share.yaxis, shares)
+        share.set_ylabel("share of the limit")
+        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+        every = [Named(p.name, p.mib, p.ms, _OWN if p.own else _OTHERS, 9) for p in points]
+        name_points(axes, every + [Named(p.name, p.mib, p.ms, _OWN, 7) for p in front])
 
 
 def draw_shares(file: Path, title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw shares of a limit by size, the sizes' axis logarithmic to base 2.
-
-    Args:
-        file: where to, as PNG.
-        title: above it.
-        lines: size and share of each point, by name.
-    """
-    figure, axes = _figure(title)
-    axes.set_xscale("log", base=2)
-    for name, line in lines.items():
-        axes.plot(*zip(*line, strict=True), "o-", label=name)
-    axes.axhline(1, color=_QUIET, linestyle="--", linewidth=1)
-    _set_ticks(axes.xaxis, sorted({size for line in lines.values() for size, _ in line}))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("share of the limit")
-    axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(file, dpi=150, format="png")
+    """Draw shares of a limit by size, the sizes' axis logarithmic to base 2; ``lines`` has size and share by name."""
+    with _new_axes(file, title, "tokens", "share of the limit") as axes:
+        axes.set_xscale("log", base=2)
+        for name, line in lines.items():
+            axes.plot(*zip(*line, strict=True), "o-", label=name)
+        axes.axhline(1, color=_QUIET, linestyle="--", linewidth=1)
+        _set_ticks(axes.xaxis, sorted({size for line in lines.values() for size, _ in line}))
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="lower right", fontsize=8)
 
 
 def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point, budget: float) -> None:
-    """Draw the time at each peak of memory, the choice, and the budget.
-
-    Args:
-        file: where to, as PNG.
-        title: above it.
-        front: the line's points; those with a name are labelled.
-        chosen: the choice.
-        budget: MiB, a line.
-    """
-    figure, axes = _figure(title)
-    line = sorted(front, key=lambda point: point.mib)
-    _plot_points(axes, line, ".-", _OWN, "fastest at each peak")
-    _plot_points(axes, [chosen], "*", _OTHERS, "the choice", ms=15)
-    axes.axvline(budget, color=_QUIET, linestyle="--", linewidth=1, label=f"budget: {budget / 1024:.3g} GiB")
-    least, most = (pick([budget, *(p.mib for p in line)]) / 1024 for pick in (min, max))
-    step = next(s for s in _STEPS if (most - least) / s <= 10 or s == _STEPS[-1])
-    ticks = [1024 * step * i for i in range(int(least / step), int(most / step) + 2)]
-    _set_ticks(axes.xaxis, ticks, lambda mib: f"{mib / 1024:,.6g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.4g}")
-    axes.set_xlabel("peak memory, GiB")
-    axes.set_ylabel("time of a step, s")
-    axes.margins(0.12)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    named = [Named(chosen.name, chosen.mib, chosen.ms, _OTHERS, 9)] if chosen.name else []
-    named += [Named(p.name, p.mib, p.ms, _OWN, 7) for p in line if p.name]
-    name_points(figure, axes, named, beside=[(p.mib, p.ms) for p in line])
-    figure.savefig(file, dpi=150, format="png")
+    """Draw the time at each peak of memory, points with a name labelled, the choice, and the budget in MiB."""
+    with _new_axes(file, title, "peak memory, GiB", "time of a step, s") as axes:
+        line = sorted(front, key=lambda point: point.mib)
+        _plot_points(axes, line, ".-", _OWN, "fastest at each peak")
+        _plot_points(axes, [chosen], "*", _OTHERS, "the choice", ms=15)
+        axes.axvline(budget, color=_QUIET, linestyle="--", linewidth=1, label=f"budget: {budget / 1024:.3g} GiB")
+        least, most = (pick([budget, *(p.mib for p in line)]) / 1024 for pick in (min, max))
+        step = next(s for s in _STEPS if (most - least) / s <= 10 or s == _STEPS[-1])
+        ticks = [1024 * step * i for i in range(int(least / step), int(most / step) + 2)]
+        _set_ticks(axes.xaxis, ticks, lambda mib: f"{mib / 1024:,.6g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.4g}")
+        axes.margins(0.12)
+        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+        named = [Named(chosen.name, chosen.mib, chosen.ms, _OTHERS, 9)] if chosen.name else []
+        named += [Named(p.name, p.mib, p.ms, _OWN, 7) for p in line if p.name]
+        name_points(axes, named, beside=[(p.mib, p.ms) for p in line])
 
 
 def _plot_points(
@@ -234,22 +195,28 @@ def _plot_points(
         axes.plot([p.mib for p in points], [p.ms for p in points], style, ms=ms, color=color, label=label)
 
 
-def empty_figure(width: float, height: float) -> Any:
-    """Return a figure of so many inches, without a window."""
+@contextmanager
+def new_figure(file: Path, width: float, height: float, *, dpi: int = 150) -> Iterator[Any]:
+    """Yield a figure of so many inches, without a window, and write it as PNG when the block ends."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    yield figure
+    figure.savefig(file, dpi=dpi, format="png")
 
 
-def _figure(title: str) -> tuple[Any, Any]:
-    figure = empty_figure(8, 5.6)
-    axes = figure.add_subplot()
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.25)
-    return figure, axes
+@contextmanager
+def _new_axes(file: Path, title: str, x: str, y: str) -> Iterator[Any]:
+    """Yield the axes of a plot of its own, with their labels."""
+    with new_figure(file, 8, 5.6) as figure:
+        axes = figure.add_subplot()
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.25)
+        yield axes
 
 
 def _set_ticks(axis: Any, ticks: Sequence[float], text: Callable[[float], str] = "{:,.6g}".format) -> None:
@@ -267,18 +234,12 @@ def _over(limit: float) -> Callable[[Any], Any]:
     return lambda value: limit / np.maximum(value, 1e-12)
 
 
-def name_points(
-    figure: Any, axes: Any, named: Sequence[Named], *, beside: Sequence[tuple[float, float]] = (), **style: Any
-) -> None:
+def name_points(axes: Any, named: Sequence[Named], *, beside: Sequence[tuple[float, float]] = (), **style: Any) -> None:
     """Label each point, in the first place beside it where the label covers no point, other label or edge.
 
-    Args:
-        figure: Where.
-        axes: The part of it.
-        named: The points, the first ones first.
-        beside: Places of points without a name.
-        style: Of all texts, as matplotlib has it.
+    The first ones choose first. ``beside`` are points without a label, ``style`` matplotlib's arguments of all texts.
     """
+    figure = axes.figure
     figure.draw_without_rendering()  # fixes the layout, so that places in pixels are known
     renderer = figure.canvas.get_renderer()
     edges = axes.get_window_extent(renderer)

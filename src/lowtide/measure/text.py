@@ -7,13 +7,7 @@ from textwrap import TextWrapper
 
 
 def folded(text: str, width: int | None, *, indent: int = 2) -> str:
-    """Return lines of text, those that are wider than ``width`` folded between words; None: unmodified.
-
-    Args:
-        text: The lines.
-        width: The maximum characters of a line.
-        indent: Spaces before a folded line's continuation.
-    """
+    """Return lines of text, those that are wider than ``width`` folded between words; None: unmodified."""
     if width is None:
         return text
     fold = TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

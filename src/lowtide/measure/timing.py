@@ -16,11 +16,7 @@ from lowtide.measure.allocations import track_allocations
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one function.
-
-    Attributes:
-        times_ms: In order, in milliseconds.
-    """
+    """The times of one function in milliseconds, in order."""
 
     times_ms: tuple[float, ...]
 
@@ -57,9 +53,6 @@ def time_side_by_side(
         behind: Runs before each function, without waiting for it: long enough for the host to get ahead. Use the same
             for all if one function's heat would lower the next one's clock.
 
-    Returns:
-        dict: A `Timing` for each name.
-
     Raises:
         ArgumentValueError: ``warm`` is negative or ``reps`` below 1.
     """
@@ -80,11 +73,8 @@ def peak_above(function: Callable[[], object], device: str | torch.device) -> in
     """Run a function once and return its peak memory in bytes, above what was there before.
 
     What stays allocated (gradients) counts; memory from before that is freed meanwhile counts negative. CUDA's peak is
-    that of PyTorch's allocator, in blocks of 512 bytes; a CPU's counts every allocation of PyTorch.
-
-    Args:
-        function: What to run. Run it before for what it allocates once: compiled kernels, a BLAS library's workspace.
-        device: The device whose memory is measured.
+    that of PyTorch's allocator, in blocks of 512 bytes; a CPU's counts every allocation of PyTorch. Run the function
+    before for what it allocates once: compiled kernels, a BLAS library's workspace.
     """
     return _peak_and_kept(function, device)[0]
 
@@ -93,11 +83,8 @@ def kept_above(function: Callable[[], object], device: str | torch.device) -> in
     """Run a function once and return the bytes allocated after it, above those before, its result still referenced.
 
     For a forward pass: its output and what it saves for backward, unless that was there before. CUDA's are those of
-    PyTorch's allocator: blocks of 512 bytes, and of a large one the unused rest of less than a MiB.
-
-    Args:
-        function: What to run. Run it before for what it allocates once, as for `peak_above`.
-        device: The device whose memory is measured.
+    PyTorch's allocator: blocks of 512 bytes, and of a large one the unused rest of less than a MiB. Run the function
+    before, as for `peak_above`.
     """
     return _peak_and_kept(function, device)[1]
 

@@ -16,39 +16,24 @@ _UNITS = {
 
 
 def mib(size: float) -> float:
-    """Return bytes in MiB (2**20 bytes).
-
-    Args:
-        size: A number of bytes.
-    """
+    """Return bytes in MiB (2**20 bytes)."""
     return size / 2**20
 
 
 def gib(size: float) -> float:
-    """Return bytes in GiB (2**30 bytes).
-
-    Args:
-        size: A number of bytes.
-    """
+    """Return bytes in GiB (2**30 bytes)."""
     return size / 2**30
 
 
 def gib_text(size: float) -> str:
-    """Return bytes in GiB as text, with two significant digits below 0.1.
-
-    Args:
-        size: A number of bytes.
-    """
+    """Return bytes in GiB as text, with two significant digits below 0.1."""
     return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
 
 
 def parse_gib(name: str, text: str) -> float:
-    """Return a size of memory in GiB from a text.
+    """Return a size of memory in GiB from the text of argument ``name``: a number and a unit, in any case.
 
-    Args:
-        name: The argument's, for the error.
-        text: A number and a unit, in any case. ``40GiB``, ``40G`` and ``40`` are 40 times 2**30 bytes,
-            ``40GB`` 40 times 10**9; likewise K, M and T; ``B`` is a byte.
+    ``40GiB``, ``40G`` and ``40`` are 40 times 2**30 bytes, ``40GB`` 40 times 10**9; likewise K, M, T; ``B`` is a byte.
 
     Raises:
         ArgumentValueError: The text is not a size.
@@ -60,11 +45,7 @@ def parse_gib(name: str, text: str) -> float:
 
 
 def as_gib(name: str, size: object) -> float:
-    """Return an argument in GiB: a number, or a text with a unit, as in `parse_gib`.
-
-    Args:
-        name: The argument, for the error.
-        size: Its value.
+    """Return argument ``name`` in GiB: a number, or a text with a unit, as in `parse_gib`.
 
     Raises:
         ArgumentTypeError: It is neither, or a text of digits alone.

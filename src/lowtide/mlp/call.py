@@ -1,10 +1,30 @@
-"""The arguments of the gated MLP's operators. N tokens, D hidden size, F intermediate size."""
+"""The arguments of the gated MLP's operators, and their FLOP. N tokens, D hidden size, F intermediate size."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lowtide.arguments import operand_dtype
+
+
+class Adapter(NamedTuple):
+    """An adapter of a projection: ``x W^T`` becomes ``x W^T + scale (drop(x) A^T) B^T``."""
+
+    a: Tensor | None  # [r, in]; None: no adapter
+    b: Tensor | None  # [out, r], of the dtype of a
+    scale: float
+    dropout: float  # the probability p that an element of x is dropped; the others are divided by 1 - p
+
+
+class Projection(NamedTuple):
+    """A projection of the MLP."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+    adapter: Adapter | None = None
 
 
 class SwigluCall(NamedTuple):
@@ -38,48 +58,32 @@ class SwigluCall(NamedTuple):
     seed: int  # of the dropouts
 
     @classmethod
-    def plain(
+    def of(
         cls,
-        tensors: tuple[Any, ...],
+        tensors: Sequence[Any],
+        adapters: Sequence[Adapter] = (),
         *,
         dtype: torch.dtype,
         activation: str,
         checkpoint_level: int,
         tile_tokens: int | None,
     ) -> "SwigluCall":
-        """Return a call without adapters, from the tensors from the input to the down projection's bias.
+        """Return a call, from the tensors from the input to the down projection's bias, and three adapters or none.
 
         The numbers are here and not defaults of the fields: torch.compile(dynamic=True) makes variables of those, which
         belong to the checkpoint or autograd node that reads them first, and no other node can read them.
         """
-        input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
-        return cls(
-            input,
-            gate_weight,
-            up_weight,
-            down_weight,
-            gate_bias,
-            up_bias,
-            down_bias,
-            dtype=dtype,
-            activation=activation,
-            checkpoint_level=checkpoint_level,
-            tile_tokens=tile_tokens,
-            gate_a=None,
-            gate_b=None,
-            up_a=None,
-            up_b=None,
-            down_a=None,
-            down_b=None,
-            low_rank_dtype=torch.float32,
-            gate_scale=1.0,
-            up_scale=1.0,
-            down_scale=1.0,
-            gate_dropout=0.0,
-            up_dropout=0.0,
-            down_dropout=0.0,
-            seed=0,
-        )
+        sides: Sequence[Tensor | None] = (None,) * 6
+        scales, dropouts = (1.0,) * 3, (0.0,) * 3
+        low_rank_dtype, seed = torch.float32, 0
+        if adapters:
+            sides = [side for adapter in adapters for side in adapter[:2]]
+            scales, dropouts = zip(*(adapter[2:] for adapter in adapters), strict=True)
+            low_rank_dtype = operand_dtype(next((side for side in sides if side is not None), tensors[0]))
+            seed = int(torch.randint(2**48, (), device="cpu")) if any(dropouts) else 0
+        settings = (dtype, activation, checkpoint_level, tile_tokens)
+        fields: list[Any] = [*tensors, *settings, *sides, low_rank_dtype, *scales, *dropouts, seed]
+        return cls(*fields)
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
@@ -159,3 +163,48 @@ class Wanted(NamedTuple):
     def reads_input(self) -> bool:
         """Return whether backward reads the input if gate and up were saved."""
         return self.gate_weight or self.up_weight or self.gate_a or self.gate_b or self.up_a or self.up_b
+
+
+# The FLOP of the GEMMs, by formula: two per token and element of each weight that is read.
+
+
+def projections_flop(call: SwigluCall) -> int:
+    """Return the FLOP of gate and up."""
+    return _flop(call, call.gate_weight, call.up_weight, call.gate_a, call.gate_b, call.up_a, call.up_b)
+
+
+def forward_flop(call: SwigluCall, *, saved: bool) -> int:
+    """Return the FLOP of the output from gate and up, or from the input if these are not ``saved``."""
+    output = _flop(call, call.down_weight, call.down_a, call.down_b)
+    return output if saved else output + projections_flop(call)
+
+
+def backward_flop(call: SwigluCall, wanted: Wanted, *, saved: bool) -> int:
+    """Return the FLOP of the gradients that are ``wanted``."""
+    if not wanted.projections:
+        return 0
+    flop = 0 if saved else projections_flop(call)
+    if wanted.gate or wanted.up:
+        flop += _flop(call, call.down_weight, call.down_a, call.down_b)
+    if wanted.down_weight:
+        flop += _flop(call, call.down_weight)
+    if wanted.product:
+        flop += _of_adapter(call, call.down_a, call.down_b, wanted.down_a, wanted.down_b, through=False)
+    for weight, a, b, of_weight, of_a, of_b in (
+        (call.gate_weight, call.gate_a, call.gate_b, wanted.gate_weight, wanted.gate_a, wanted.gate_b),
+        (call.up_weight, call.up_a, call.up_b, wanted.up_weight, wanted.up_a, wanted.up_b),
+    ):
+        flop += (of_weight + wanted.input) * _flop(call, weight)
+        flop += _of_adapter(call, a, b, of_a, of_b, through=wanted.input)
+    return flop
+
+
+def _of_adapter(call: SwigluCall, a: Tensor | None, b: Tensor | None, of_a: bool, of_b: bool, *, through: bool) -> int:
+    """Return the FLOP of an adapter's gradients, and with ``through`` of its part of the input's."""
+    reads_b = of_b + (of_a or through)  # dy^T (x A^T); dy B
+    reads_a = of_b + of_a + through  # x A^T; (dy B)^T x; (dy B) A
+    return reads_a * _flop(call, a) + reads_b * _flop(call, b)
+
+
+def _flop(call: SwigluCall, *weights: Tensor | None) -> int:
+    return 2 * call.tokens * sum(weight.numel() for weight in weights if weight is not None)

@@ -28,32 +28,25 @@ def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
         into.copy_(_act(_widened(a), activation).mul_(u))
 
 
-def gated_backward(
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor,
-    activation: str,
-    gate_grad: Tensor | None,
-    up_grad: Tensor | None,
-    product: Tensor | None,
-) -> None:
+def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *into: Tensor | None) -> None:
     """Write the gradients of gate and up, and ``act(gate) * up`` itself, from the product's gradient ``grad``.
 
-    Each is written to its argument, unless that is None; it may be any one of the inputs. All contiguous [C, F].
+    Each is written to its tensor of ``into``, unless that is None; it may be any one of the inputs. All contiguous
+    [C, F], of one dtype.
     """
     if _has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 
-        kernels.gated_backward(gate, up, grad, activation, gate_grad, up_grad, product)
+        kernels.gated_backward(gate, up, grad, activation, *into)
         return
-    for a, u, dp, *into in _pieces(gate, up, grad, gate_grad, up_grad, product):
+    for a, u, dp, gate_grad, up_grad, product in _pieces(gate, up, grad, *into):
         a, u, dp = _widened(a), _widened(u), _widened(dp)
         act = _act(a, activation)
         of_gate = None if gate_grad is None else _act_backward(dp * u, a, activation)
         of_up = None if up_grad is None else dp * act
         p = None if product is None else act.mul_(u)
-        for place, value in zip(into, (of_gate, of_up, p), strict=True):
-            if value is not None:
+        for place, value in ((gate_grad, of_gate), (up_grad, of_up), (product, p)):  # written last: they may be inputs
+            if place is not None:
                 place.copy_(value)
 
 

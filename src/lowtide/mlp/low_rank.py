@@ -18,23 +18,12 @@ PIECE = 2**24
 
 
 class LowRank:
-    """One projection's adapter during one pass.
-
-    Args:
-        a: [r, in], of the dtype of the operands.
-        b: [out, r], the same.
-        scale: s.
-        dropout: The probability that an element of x is dropped.
-        seed: Of the dropout.
-
-    Attributes:
-        sums: The gradients of A and B, not yet multiplied by s; None for those that are not needed.
-    """
+    """One projection's adapter during one pass, A and B in the dtype of the operands."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, dropout: float, seed: int) -> None:
         self.a, self.b = a, b
         self.scale, self.dropout, self.seed = scale, dropout, seed
-        self.sums: tuple[Sum | None, Sum | None] = (None, None)
+        self.sums: tuple[Sum | None, Sum | None] = (None, None)  # of A and B, before s; None: not needed
 
     @classmethod
     def of(cls, call: SwigluCall) -> "list[LowRank | None]":
@@ -57,13 +46,10 @@ class LowRank:
             self._add(inner, self.b.T, out[part])
 
     def backward(self, grad: Tensor, x: Tensor | None, dx: Tensor | None, start: int) -> None:
-        """Add the gradients that follow from the gradient [C, out] of the projection's output.
+        """Add the gradients that follow from the gradient [C, out] of the projection's output, rows from ``start`` on.
 
-        Args:
-            grad: That gradient.
-            x: The projection's input [C, in]; None: the gradients of A and B are added by another call.
-            dx: The gradient of x, to be added to; None: the same, or it is not needed.
-            start: The first row's number among all.
+        ``x`` is the projection's input [C, in]; None: another call adds the gradients of A and B. ``dx`` is the
+        gradient of x, to be added to; None: another call adds to it, or it is not needed.
         """
         of_a, of_b = self.sums if x is not None else (None, None)
         for part in self._pieces(grad, grad):

@@ -21,8 +21,7 @@ from lowtide.graph import (
     undisturbed,
     watched,
 )
-from lowtide.mlp.call import SwigluCall, Wanted
-from lowtide.mlp.flop import backward_flop, forward_flop, projections_flop
+from lowtide.mlp.call import SwigluCall, Wanted, backward_flop, forward_flop, projections_flop
 from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
 from lowtide.samples import Samples
 

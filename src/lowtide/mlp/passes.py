@@ -57,13 +57,9 @@ def backward_tiles(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the call's tensors in their shapes and dtypes, None for those that are not needed.
 
-    Args:
-        call: The arguments of forward.
-        wanted: Which gradients.
-        upstream: The output's gradient [..., D].
-        saved: Gate and up [N, F], or empty tensors if forward saved neither. Removed from the list before the last
-            tile, so that their memory is freed once nothing else refers to them.
-        in_place: Whether these may be overwritten.
+    ``upstream`` is the output's gradient [..., D]; ``saved`` gate and up [N, F], which may be overwritten ``in_place``,
+    or empty tensors if forward saved neither. They are removed from the list before the last tile, so that their memory
+    is freed once nothing else refers to them.
     """
     projections = _projections(call)
     tiles = call.tiles()
@@ -153,13 +149,7 @@ def _backward_tile(
 
 
 class _Projection:
-    """``x W^T + b`` and its adapter's part, during one pass.
-
-    Attributes:
-        adapter: None without one.
-        weight_sum: The weight's gradient; None if it is not needed.
-        bias_sum: The bias's gradient, the same.
-    """
+    """``x W^T + b`` and its adapter's part, during one pass, with the gradients that are needed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, adapter: LowRank | None, dtype: torch.dtype) -> None:
         self._stored, self._bias, self.adapter, self._dtype = weight, bias, adapter, dtype

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_device, check_index, operand_dtype, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.mlp.call import SwigluCall
+from lowtide.mlp.call import Adapter, Projection, SwigluCall
 from lowtide.mlp.operators import WRITTEN_OUT, run
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -89,7 +89,7 @@ def swiglu_mlp(
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
     return run(
-        SwigluCall.plain(
+        SwigluCall.of(
             tensors,
             dtype=dtype,
             activation=activation,
@@ -99,13 +99,45 @@ def swiglu_mlp(
     )
 
 
-def check_level(level: object) -> int:
-    """Return a valid ``checkpoint_level``.
+def adapted_mlp(
+    input: Tensor,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+    *,
+    activation: str,
+    checkpoint_level: int,
+    tile_tokens: int | None = None,
+) -> Tensor:
+    """Return ``(act(gate(x)) * up(x))`` through ``down``: `lowtide.swiglu_mlp` with adapters.
 
-    Raises:
-        ArgumentTypeError: Not an int.
-        ArgumentValueError: There is no such level.
+    The adapters' outputs are added to those of the weights in place. It saves for backward what `swiglu_mlp` saves with
+    frozen weights: at level 0 gate and up, and the input if an adapter of theirs is trained; at level 1 the input.
+    Activations of the adapters' rank are recomputed. A frozen weight costs no GEMM in backward. Adapters of another
+    dtype than the input, such as float32 in a bfloat16 model, are multiplied in theirs, outside autocast.
+
+    Dropout takes its seed from the CPU's default generator, the same for every pass; no mask is saved.
+
+    Only level and tile, which users set as attributes, are checked: the caller made the projections of modules that it
+    had checked.
     """
+    projections = (gate, up, down)
+    # A record of its own for each call: see `SwigluCall.of`.
+    adapters = [Adapter(None, None, 1.0, 0.0) if p.adapter is None else p.adapter for p in projections]
+    return run(
+        SwigluCall.of(
+            (input, *(p.weight for p in projections), *(p.bias for p in projections)),
+            adapters,
+            dtype=operand_dtype(input),
+            activation=activation,
+            checkpoint_level=check_level(checkpoint_level),
+            tile_tokens=check_tile(tile_tokens),
+        )
+    )
+
+
+def check_level(level: object) -> int:
+    """Return a valid ``checkpoint_level``."""
     value = check_index("checkpoint_level", level)
     if value not in LEVELS:
         expected = "0 (gate and up are saved) or 1 (they are recomputed)"
@@ -114,12 +146,7 @@ def check_level(level: object) -> int:
 
 
 def check_tile(tile_tokens: object) -> int | None:
-    """Return a valid ``tile_tokens``: tokens per tile, None for all.
-
-    Raises:
-        ArgumentTypeError: Not an int.
-        ArgumentValueError: Less than one.
-    """
+    """Return a valid ``tile_tokens``: tokens per tile, None for all."""
     if tile_tokens is None:
         return None
     value = check_index("tile_tokens", tile_tokens)

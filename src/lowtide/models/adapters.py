@@ -1,4 +1,4 @@
-"""What peft has put around a linear layer, and LoRA on a gated MLP's projections as `lowtide.mlp.adapted` takes it.
+"""What peft has put around a linear layer, and LoRA on a gated MLP's projections as `adapted_mlp` takes it.
 
 A LoRA layer is a module with children base_layer, lora_A and lora_B; with x its input it computes
 ``base_layer(x) + sum of scaling * lora_B(lora_A(lora_dropout(x)))`` over the active adapters. A layer of peft's
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.code import Code
-from lowtide.mlp.adapted import Adapter, Projection
+from lowtide.mlp.call import Adapter, Projection
 from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.instance import BASE
 from lowtide.models.probe import agree, linear, outcome, random, twin_of

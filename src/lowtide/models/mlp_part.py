@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.distributed.zero import gather_for, gathers_for
-from lowtide.mlp.adapted import adapted_mlp
-from lowtide.mlp.swiglu import swiglu_mlp
+from lowtide.mlp.swiglu import adapted_mlp, swiglu_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_autocast_on, is_ordinary

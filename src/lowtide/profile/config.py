@@ -198,15 +198,7 @@ class ProfileConfig(Settings):
         assert len(self.earlier) == len(self.include)
 
     def check_device(self, kind: str, *, gpus: int) -> None:
-        """Raise where an option needs a GPU, or more of them than there are.
-
-        Args:
-            kind: ``cuda`` or ``cpu``.
-            gpus: How many there are.
-
-        Raises:
-            UnsupportedError: It does.
-        """
+        """Raise an `UnsupportedError` where an option needs a GPU, or more of them than there are."""
         if kind == "cuda":
             if self.gpus > gpus:
                 raise UnsupportedError(message("gpus", f"at most the {gpus} here", self.gpus))

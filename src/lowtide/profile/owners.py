@@ -29,19 +29,12 @@ _BY_PHASE = {HEAD: HEAD_OWNER, HEAD_BACKWARD: HEAD_OWNER, RECOMPUTE: RECOMPUTED}
 
 @dataclass
 class Known:
-    """What is known by identity: by the address of its storage.
+    """What is known by identity: by the address of its storage."""
 
-    Attributes:
-        before: Owner and bytes of what was there when the recording began, by address.
-        baseline: All bytes that were live on the device then.
-        gradients: Addresses of the parameters' gradients when the optimizer began, or an error ended the step.
-        states: Addresses of the optimizer's tensors after its step.
-    """
-
-    before: dict[int, tuple[str, int]] = field(default_factory=dict)
-    baseline: int = 0
-    gradients: set[int] = field(default_factory=set)
-    states: set[int] = field(default_factory=set)
+    before: dict[int, tuple[str, int]] = field(default_factory=dict)  # owner and bytes of what the recording found
+    baseline: int = 0  # all bytes that were live on the device then
+    gradients: set[int] = field(default_factory=set)  # when the optimizer began, or an error ended the step
+    states: set[int] = field(default_factory=set)  # the optimizer's tensors after its step
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

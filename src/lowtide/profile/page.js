@@ -3,22 +3,20 @@
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const names = read("names");
   const data = read("data");
-  const rows = data.implementations.map((row, i) => ({ ...row, color: names.colors[i], shown: true }));
+  const rows = data.implementations.map((row, i) => ({ ...row, color: names.colors[i], label: names.labels[i], shown: true }));
   const drawn = rows.filter((row) => row.timeline);
   const timed = rows.filter((row) => row.seconds);
   const state = { share: false, owner: "" }; // owner: the name of the one that is shown by owner, "" for all as lines
   const RIGHT = 14, PLOT = 330, STRIP = 20;
   let LEFT = 150; // room for the names; less on a narrow screen, where they are cut
 
-  const label = (row) => (row.name.includes(":") ? row.name : `${row.name}, ${row.policy}`);
   const most = (values, otherwise) => values.reduce((a, b) => Math.max(a, b), otherwise);
   const short = (text) => (text.length > LEFT / 6.8 ? `${text.slice(0, LEFT / 6.8 - 1)}…` : text);
-  const unit = most(drawn.map((row) => row.peak.gib), 0) >= 1 ? ["GiB", 1] : ["MiB", 1024];
+  const unit = names.unit; // its name, and how many of it are a GiB
   const number = (value) =>
     value === 0 ? "0"
       : Math.abs(value) >= 0.1 ? value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })
       : value.toPrecision(2);
-  const loss = (value) => (value === null ? "not finite" : value.toFixed(4));
   const size = (gib) => number(gib * unit[1]);
   const seconds = (ms) => (ms < 1000 ? `${number(ms)} ms` : `${number(ms / 1000)} s`);
 
@@ -158,7 +156,7 @@
           svg("rect", { x: middle - half, y: y + 1, width: 2 * half, height: STRIP - 7, fill: "#fff", opacity: 0.85 }),
           svg("text", { class: "small", x: middle, y: y + 11, "text-anchor": "middle" }, text));
       }
-      picture.append(svg("text", { x: LEFT - 14, y: y + 11, "text-anchor": "end" }, short(label(row))));
+      picture.append(svg("text", { x: LEFT - 14, y: y + 11, "text-anchor": "end" }, short(row.label)));
       picture.append(svg("rect", { x: LEFT - 9, y, width: 4, height: STRIP - 5, fill: row.color }));
     });
 
@@ -191,10 +189,10 @@
     const lines = [];
     for (const row of shown) {
       const ms = state.share ? part * end(row) : part * longest;
-      if (ms > end(row)) { lines.push([[swatch(row.color), ` ${label(row)}`], "", "its step has ended"]); continue; }
+      if (ms > end(row)) { lines.push([[swatch(row.color), ` ${row.label}`], "", "its step has ended"]); continue; }
       const at = last(row.timeline.ms, ms);
       const phase = row.segments.find((s) => ms < s.end_ms) || row.segments[row.segments.length - 1];
-      lines.push([[swatch(row.color), ` ${label(row)}`], `${size(row.timeline.gib[at])} ${unit[0]}`, phase ? phase.name : ""]);
+      lines.push([[swatch(row.color), ` ${row.label}`], `${size(row.timeline.gib[at])} ${unit[0]}`, phase ? phase.name : ""]);
       if (one) {
         for (const owner of [...names.owners].reverse()) {
           const gib = row.timeline.owners[owner.id][at];
@@ -214,13 +212,13 @@
     const picture = svg("svg", { viewBox: `0 0 ${width} ${tall * list.length + 4}`, role: "img", "aria-label": id });
     list.forEach((row, i) => {
       let x = left;
-      picture.append(svg("text", { x: left - 14, y: tall * i + 17, "text-anchor": "end" }, short(label(row))));
+      picture.append(svg("text", { x: left - 14, y: tall * i + 17, "text-anchor": "end" }, short(row.label)));
       picture.append(svg("rect", { x: left - 9, y: tall * i + 4, width: 4, height: tall - 7, fill: row.color }));
       for (const [name, color, value, said] of parts(row)) {
         const wide = value * scale;
         if (wide <= 0) continue;
         const bar = svg("rect", { x, y: tall * i + 4, width: wide, height: tall - 7, fill: color });
-        bar.addEventListener("mousemove", (event) => show(event, html("b", {}, label(row)), table([[[swatch(color), ` ${name}`], said]])));
+        bar.addEventListener("mousemove", (event) => show(event, html("b", {}, row.label), table([[[swatch(color), ` ${name}`], said]])));
         bar.addEventListener("mouseleave", hide);
         picture.append(bar);
         x += wide;
@@ -230,30 +228,23 @@
     place.replaceChildren(picture);
   }
 
-  function fill(id, head, lines, total) {
+  function fill(id, head, lines) { // a line: title, texts, the title's colour, whether it is a total
     const element = document.getElementById(id);
-    element.replaceChildren(html("tr", {}, ...head.map((cell) => html("th", {}, ...[].concat(cell)))),
-      ...lines.map(([cells, strong]) => html("tr", strong ? { class: "total" } : {}, ...cells.map((cell) => html("td", {}, ...[].concat(cell))))));
-    element.hidden = !lines.length || !total;
+    const titled = (title, color) => (color ? [swatch(color), ` ${title}`] : [title]);
+    element.replaceChildren(html("tr", {}, ...head.map(([title, color]) => html("th", {}, ...titled(title, color)))),
+      ...lines.map(([title, texts, color, total]) => html("tr", total ? { class: "total" } : {},
+        html("td", {}, ...titled(title, color)), ...texts.map((text) => html("td", {}, text)))));
+    element.hidden = !lines.length;
   }
-  const heads = (list) => list.map((row) => [swatch(row.color), ` ${label(row)}`]);
+  function sheet(name, list) {
+    const { head, lines } = names.tables[name];
+    fill(`${name}-table`, [[head], ...list.map((row) => [row.label, row.color])], list.length ? lines : []);
+  }
 
   function peaks() {
     const items = (row) => names.owners.map((o) => [o.text, o.color, row.peak.owners_gib[o.id], `${size(row.peak.owners_gib[o.id])} ${unit[0]}`]);
     bars("peaks", drawn, items, (row) => row.peak.gib, (row) => `${size(row.peak.gib)} ${unit[0]}, ${row.peak.phase}`);
     document.getElementById("peaks").append(legend(names.owners));
-    const lines = names.owners.map((o) => [[[swatch(o.color), ` ${o.text}`], ...drawn.map((row) => size(row.peak.owners_gib[o.id]))], false]);
-    lines.push([["sum", ...drawn.map((row) => size(row.peak.gib))], true]);
-    lines.push([["of the first", ...drawn.map((row) => (row.peak.gib / drawn[0].peak.gib).toFixed(3))], false]);
-    lines.push([["reached in", ...drawn.map((row) => row.peak.phase + (row.failed ? ", out of memory" : ""))], false]);
-    if (drawn.some((row) => row.allocated_gib)) {
-      lines.push([["peak by the allocator's count", ...drawn.map((row) => (row.allocated_gib ? size(row.allocated_gib) : ""))], false]);
-      lines.push([["held by the allocator", ...drawn.map((row) => (row.reserved_gib ? size(row.reserved_gib) : ""))], false]);
-    }
-    fill("peak-table", [unit[0], ...heads(drawn)], lines, drawn.length);
-    const layers = [...new Set(drawn.flatMap((row) => Object.keys(row.peak.activations_gib)))];
-    fill("layer-table", [unit[0], ...heads(drawn)],
-      layers.map((layer) => [[layer, ...drawn.map((row) => size(row.peak.activations_gib[layer] || 0))], false]), layers.length);
   }
 
   function times() {
@@ -261,38 +252,21 @@
     const whole = (row) => names.kinds.reduce((sum, k) => sum + row.time_by_kind_ms[k.id], 0);
     bars("times", timed, items, whole, (row) => `${seconds(row.seconds * 1000)}${row.mfu ? `, MFU ${(100 * row.mfu).toFixed(1)}%` : ""}`);
     document.getElementById("times").append(legend(used()));
-    const lines = names.kinds.map((k) => [[[swatch(k.color), ` ${k.text}`], ...timed.map((row) => number(row.time_by_kind_ms[k.id]))], false]);
-    lines.push([["step", ...timed.map((row) => number(row.seconds * 1000))], true]);
-    lines.push([["of the first", ...timed.map((row) => (row.seconds / timed[0].seconds).toFixed(3))], false]);
-    lines.push([["tokens/s", ...timed.map((row) => Math.round(row.tokens_per_s).toLocaleString("en"))], false]);
-    const rates = { forward: "layers, forward", head: "head, both ways", backward: "layers, backward", step: "step" };
-    if (timed.some((row) => row.tflops)) {
-      for (const [name, text] of Object.entries(rates)) {
-        lines.push([[`TFLOP/s: ${text}`, ...timed.map((row) => number((row.tflops || {})[name] || 0))], false]);
-      }
-    }
-    if (timed.some((row) => row.mfu)) {
-      lines.push([[`MFU, of ${plain(data.peak_tflops)} TFLOP/s`, ...timed.map((row) => `${(100 * row.mfu).toFixed(1)}%`)], false]);
-    }
-    lines.push([["loss, first and last step", ...timed.map((row) => `${loss(row.losses[0])}, ${loss(row.losses[row.losses.length - 1])}`)], false]);
-    fill("time-table", ["ms", ...heads(timed)], lines, timed.length);
   }
 
   function largest() {
-    const place = document.getElementById("largest");
-    place.replaceChildren(...drawn.map((row) => {
-      const lines = row.peak.largest.map((one) => html("tr", {},
-        html("td", {}, one.operation), html("td", {}, size(one.gib)),
-        html("td", { class: "text" }, one.phase), html("td", { class: "text" }, one.owner)));
-      return html("div", { class: "scroll" }, html("table", {}, html("tr", {},
-        html("th", {}, swatch(row.color), ` ${label(row)}`), html("th", {}, unit[0]),
-        html("th", { class: "text" }, "allocated in"), html("th", { class: "text" }, "counted as")), ...lines));
+    const cells = (tag, [first, gib, ...words]) => html("tr", {}, html(tag, {}, ...[].concat(first)), html(tag, {}, gib),
+      ...words.map((word) => html(tag, { class: "text" }, word)));
+    document.getElementById("largest").replaceChildren(...drawn.map((row, i) => {
+      const [[title, ...head], ...blocks] = names.largest[i];
+      return html("div", { class: "scroll" }, html("table", {},
+        cells("th", [[swatch(row.color), ` ${row.label}: ${title}`], ...head]), ...blocks.map((block) => cells("td", block))));
     }));
   }
 
   function cards() {
     const card = (row) => html("div", { class: "card", style: `border-left-color:${row.color}` },
-      html("b", {}, label(row)),
+      html("b", {}, row.label),
       row.failed ? html("div", { class: "failed" }, row.failed)
         : html("div", {}, html("div", { class: "big" }, `${size(row.peak.gib)} ${unit[0]}`),
           html("div", {}, `${seconds(row.seconds * 1000)} a step, ${Math.round(row.tokens_per_s).toLocaleString("en")} tokens/s`)));
@@ -302,13 +276,13 @@
   function controls() {
     const boxes = drawn.map((row) => html("label", {},
       Object.assign(html("input", { type: "checkbox", onchange: (e) => { row.shown = e.target.checked; timeline(); } }), { checked: true }),
-      swatch(row.color), label(row)));
+      swatch(row.color), row.label));
     const view = html("select", { id: "view", onchange: (e) => {
       state.owner = e.target.value;
       for (const box of boxes) box.firstChild.disabled = Boolean(state.owner);
       timeline();
     } }, html("option", { value: "" }, "all, one over the other"),
-      ...drawn.map((row) => html("option", { value: row.name }, `${label(row)}: by owner`)));
+      ...drawn.map((row) => html("option", { value: row.name }, `${row.label}: by owner`)));
     const share = html("label", {}, html("input", { type: "checkbox", id: "share", onchange: (e) => { state.share = e.target.checked; timeline(); } }),
       "stretch each step to the same width");
     document.getElementById("controls").replaceChildren(...boxes, view, share);
@@ -321,17 +295,18 @@
     document.getElementById("where").textContent = `${where} · ${data.date}`;
     document.getElementById("command").textContent = [...(data.included || []), data.command].join("\n");
     const told = { ...data.machine, commit: data.commit, ...data.settings };
-    const lines = Object.entries(told).filter(([, value]) => value !== null).map(([name, value]) => [[name.replaceAll("_", " "), String(value)], false]);
+    const lines = Object.entries(told).filter(([, value]) => value !== null).map(([name, value]) => [name.replaceAll("_", " "), [String(value)]]);
     for (const row of rows) {
-      if (row.note) lines.push([[row.name, row.note], false]);
-      for (const [kind, file] of Object.entries(row.files || {})) lines.push([[`${row.name}, ${kind}`, file], false]);
+      if (row.note) lines.push([row.name, [row.note]]);
+      for (const [kind, file] of Object.entries(row.files || {})) lines.push([`${row.name}, ${kind}`, [file]]);
     }
-    fill("about", ["", ""], lines, 1);
+    fill("about", [[""], [""]], lines);
     for (const cell of document.querySelectorAll("#about td:last-child")) cell.className = "text";
   }
 
   function draw() { LEFT = window.innerWidth < 640 ? 96 : 150; timeline(); peaks(); times(); }
   about(); cards(); controls(); draw(); largest();
+  sheet("peak", drawn); sheet("layer", drawn); sheet("time", timed);
   let waiting = 0;
   window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(draw, 100); });
   document.body.dataset.ready = "true";

@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
-from itertools import cycle
 from pathlib import Path
-from typing import Any
 
-from lowtide.bench.way import LOWTIDE
 from lowtide.profile.owners import OWNERS
 from lowtide.profile.phases import KINDS, Label
-from lowtide.profile.tables import title_of
-
-_OWN = ("#0b5fa5", "#12a5c4", "#5b3fa0", "#1b8f5a", "#1f2f66", "#6fa8d6")
-_OTHERS = ("#c4561c", "#b58900", "#a32a6b", "#7a4a2b", "#e0849b", "#5d5d1a")
-
-
-def line_colors(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a colour for each implementation's line: lowtide's from one family, the others' from another."""
-    own, others = cycle(_OWN), cycle(_OTHERS)
-    return [next(own if row["impl"] == LOWTIDE else others) for row in rows]
+from lowtide.profile.tables import Line, label_of, largest, line_colors, peaks, times, title_of, unit_of
 
 
 def write_page(file: Path, profile_json: str) -> None:
-    """Write the page of a profile.
-
-    Args:
-        file: Where to.
-        profile_json: The json file's text, which the page holds unmodified.
-    """
+    """Write the page of a profile; it holds the json file's text unmodified."""
     result = json.loads(profile_json)
+    rows, time = result["implementations"], times(result)
+    peak, layer = peaks(result)
+    ends = [", ".join(map(_loss, (row["losses"][0], row["losses"][-1]))) for row in time.rows]
+    time.lines.append(Line("loss, first and last step", ends))
+    sheets = {"peak": peak, "layer": layer, "time": time}
     names = {
         "title": title_of(result),
         "owners": _labels(OWNERS),
         "kinds": _labels(KINDS),
-        "colors": line_colors(result["implementations"]),
+        "colors": line_colors(rows),
+        "labels": [label_of(row) for row in rows],
+        "unit": unit_of(rows),
+        "tables": {name: {"head": sheet.head, "lines": sheet.lines} for name, sheet in sheets.items()},
+        "largest": [largest(row) for row in peak.rows],
     }
     source = files("lowtide.profile")
     parts = {
@@ -48,6 +40,10 @@ def write_page(file: Path, profile_json: str) -> None:
     }
     page = source.joinpath("page.html").read_text(encoding="utf-8")
     file.write_text(re.sub(r"/\*([A-Z]+)\*/", lambda mark: parts[mark[1]], page), encoding="utf-8")
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _labels(labels: Mapping[str, Label]) -> list[dict[str, str]]:

@@ -58,17 +58,12 @@ class Phase:
 
 
 class PhaseMarks:
-    """Detects which phase a step is in.
-
-    Attributes:
-        current: The phase.
-        on_begin: Called with each phase as it begins, never twice in a row with the same.
-        on_weights: Called with a module when its weights are about to be read, gathered if they are sharded.
-    """
+    """Detects which phase a step is in."""
 
     def __init__(self) -> None:
         self.current = Phase(END)
-        self.on_begin: Callable[[Phase], object] = lambda _: None
+        self.on_begin: Callable[[Phase], object] = lambda _: None  # never twice in a row with the same phase
+        # when a module's weights are about to be read, gathered if they are sharded
         self.on_weights: Callable[[nn.Module], object] = lambda _: None
         self._running = 0  # modules of the layer that is recomputed, in each other
         self._layers = 0
@@ -80,12 +75,10 @@ class PhaseMarks:
             self.on_begin(phase)
 
     def install(self, model: nn.Module, *, children: bool) -> None:
-        """Put the hooks on a model's layers.
+        """Put the hooks on a model's layers, and with ``children`` on theirs.
 
-        Args:
-            model: With decoder layers.
-            children: Whether the layers' children get hooks too, which detect a policy's recompute: that runs the
-                layer's forward, not the layer's call. Not where layers are compiled: the hooks would be compiled too.
+        Those detect a policy's recompute, which runs the layer's forward, not the layer's call. Compiled layers go
+        without: the hooks would be compiled too.
         """
         layers = list(find_stack(model).layers.values())
         self._layers = len(layers)

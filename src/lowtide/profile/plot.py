@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide.measure.plots import Named, empty_figure, name_points
+from lowtide.measure.plots import Named, name_points, new_figure
 from lowtide.profile.owners import ACTIVATIONS, OWNERS
-from lowtide.profile.page import line_colors
 from lowtide.profile.phases import BACKWARD, FORWARD, KINDS, RECOMPUTE, Label
-from lowtide.profile.tables import label_of, title_of, unit_of
+from lowtide.profile.tables import label_of, line_colors, title_of, unit_of
 
 _WIDTH = 10.5
 _STRIP = 0.3  # inches per implementation's phases
@@ -34,31 +33,25 @@ class _Drawing(NamedTuple):
 
 
 def draw_profile(file: Path, result: dict[str, Any]) -> None:
-    """Draw memory over a step's time, all implementations in one plot with their phases beneath, and the peaks.
-
-    Args:
-        file: Where to, as PNG.
-        result: The json of ``lowtide profile``.
-    """
+    """Draw the json of ``lowtide profile`` as PNG: memory over a step's time, the phases beneath it, and the peaks."""
     every = result["implementations"]
     rows = [row for row in every if "peak" in row]
     colors = [color for row, color in zip(every, line_colors(every), strict=True) if "peak" in row]
-    heights = [3.6, 0.1 + _STRIP * max(len(rows), 1), 0.3 + _BAR * max(len(rows), 1)]
-    figure = empty_figure(_WIDTH, sum(heights) + 2.6)
-    figure.suptitle(title_of(result), fontsize=10)
-    lines, strips, bars = figure.subplots(3, height_ratios=heights)
-    unit, scale = unit_of(max((row["peak"]["gib"] for row in rows), default=1.0))
+    unit, scale = unit_of(rows)
     longest = max((row["segments"][-1]["end_ms"] for row in rows if row["segments"]), default=1.0)
     drawing = _Drawing(rows, colors, unit, scale, longest)
-    _draw_lines(lines, drawing)
-    _draw_strips(strips, drawing)
-    _draw_bars(bars, drawing)
-    peaks = [
-        Named(f"{peak['gib'] * scale:.4g} in {peak['phase']}", peak["ms"], peak["gib"] * scale, color, 8)
-        for peak, color in zip((row["peak"] for row in rows), colors, strict=True)
-    ]
-    name_points(figure, lines, sorted(peaks, key=lambda peak: -peak.y), path_effects=_halo())
-    figure.savefig(file, dpi=150, format="png")
+    heights = [3.6, 0.1 + _STRIP * max(len(rows), 1), 0.3 + _BAR * max(len(rows), 1)]
+    with new_figure(file, _WIDTH, sum(heights) + 2.6) as figure:
+        figure.suptitle(title_of(result), fontsize=10)
+        lines, strips, bars = figure.subplots(3, height_ratios=heights)
+        _draw_lines(lines, drawing)
+        _draw_strips(strips, drawing)
+        _draw_bars(bars, drawing)
+        peaks = [
+            Named(f"{peak['gib'] * scale:.4g} in {peak['phase']}", peak["ms"], peak["gib"] * scale, color, 8)
+            for peak, color in zip((row["peak"] for row in rows), colors, strict=True)
+        ]
+        name_points(lines, sorted(peaks, key=lambda peak: -peak.y), path_effects=_halo())
 
 
 def _draw_lines(axes: Any, drawing: _Drawing) -> None:

@@ -26,23 +26,14 @@ _ENGINE = "autograd::engine::evaluate_function: "
 
 @dataclass
 class Block:
-    """One allocation.
-
-    Attributes:
-        address: Where.
-        bytes: How many; on a GPU as its allocator rounds them.
-        begin: The number of the event that allocated it.
-        operation: The outermost operation that allocated it.
-        phase: The number of its phase in `Recording.phases`.
-        end: The number of the event that freed it; None if it outlives the recording.
-    """
+    """One allocation; events and phases are given by their index in the `Recording`."""
 
     address: int
-    bytes: int
-    begin: int
-    operation: str
+    bytes: int  # on a GPU as its allocator rounds them
+    begin: int  # the event that allocated it
+    operation: str  # the outermost one that allocated it
     phase: int
-    end: int | None = None
+    end: int | None = None  # the event that freed it; None if it outlives the recording
 
     def is_live_before(self, event: int) -> bool:
         """Return whether the block is live just before the event of a number."""
@@ -50,35 +41,24 @@ class Block:
 
 
 class Event(NamedTuple):
-    """An allocation or a free: its time, bytes (negative: freed), address, and the number of its block.
-
-    The block is None for a free of what was there before the recording.
-    """
+    """An allocation or a free."""
 
     time_ns: int
-    bytes: int
+    bytes: int  # negative: freed
     address: int
-    block: int | None
+    block: int | None  # its index; None for a free of what was there before the recording
 
 
 @dataclass
 class Recording:
-    """A step's allocations.
+    """A step's allocations."""
 
-    Attributes:
-        blocks: Every allocation, in order.
-        events: Every allocation and free, in order of time.
-        phases: In order; the last is the step's end.
-        begins: The number of the first event in each phase.
-        begins_ns: When each phase began.
-        weights: For addresses, the numbers of the events before which a module's weights were there, about to be read.
-    """
-
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)  # in order of time, as the events
     events: list[Event] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
-    begins: list[int] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)  # the last is the step's end
+    begins: list[int] = field(default_factory=list)  # of each phase, its first event
     begins_ns: list[int] = field(default_factory=list)
+    # of an address, the events before which a module's weights lay there, about to be read
     weights: dict[int, list[int]] = field(default_factory=dict)
 
     def totals(self) -> list[int]:
@@ -88,15 +68,7 @@ class Recording:
 
 @contextmanager
 def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
-    """Record one step's allocations on one kind of device, up to the error if it fails.
-
-    Args:
-        marks: Which phase the step is in.
-        device: Which kind.
-
-    Yields:
-        The `Recording`, empty until the block ends.
-    """
+    """Record one step's allocations on one kind of device, up to the error if it fails; empty until the block ends."""
     recording = Recording()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 prints two lines per profile to stderr
     before = marks.on_begin

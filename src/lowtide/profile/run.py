@@ -161,13 +161,7 @@ def step_flop(
     """Return the FLOP of a step's GEMMs by kind of phase, and why there are none if the model cannot be counted.
 
     Two per multiply-add; causal attention without the masked half; backward twice forward; recompute does not count.
-    GEMMs with frozen weights have one gradient, not two.
-
-    Args:
-        settings: The model's config.
-        seq_len: Tokens of a sequence.
-        batch_size: Sequences.
-        lora: Whether weights are frozen; the adapters' own GEMMs do not count.
+    With ``lora`` GEMMs have one gradient, not two, as weights are frozen; the adapters' own GEMMs do not count.
     """
     try:
         shape = read_shape(settings)

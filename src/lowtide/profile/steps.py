@@ -50,16 +50,10 @@ Timed = list[tuple[Phase, float]]
 
 
 def measure(way: dict[str, str], settings: dict[str, Any], stem: str) -> dict[str, Any] | None:
-    """Return the times and the memory of an implementation's steps, or why they did not run; `run_child` calls it.
+    """Return the times and the memory of an implementation's steps, or why they did not run; None on other ranks.
 
-    Args:
-        way: The `Way`'s fields.
-        settings: model, seq_len, batch_size, vocab_size, dtype, device, optimizer, lora, sharding, offload_params,
-            gpus, steps, warm, memory_limit (GiB, 0: none), seed, trace: as in `ProfileConfig`, without "auto".
-        stem: The beginning of the path of every file that is written.
-
-    Returns:
-        None on all ranks but the first.
+    `run_child` calls it with a `Way`'s fields, the settings of `ProfileConfig` without "auto" (memory_limit in GiB, 0:
+    none; sharding; vocab_size), and the beginning of the path of every file that is written.
     """
     device = torch.device(settings["device"])
     rank = int(os.environ.get("RANK", "0"))
@@ -248,13 +242,9 @@ class Steps:
 
 
 def _shard(model: Any, sharding: str, device: torch.device, *, offload: bool) -> None:
-    """Shard each decoder layer, and the rest, by FSDP2.
+    """Shard each decoder layer, and the rest, by FSDP2, with ``offload`` in host memory, where the optimizer then runs.
 
-    Args:
-        model: On the device.
-        sharding: ``zero3``: weights, gradients and optimizer states; ``zero2``: weights are gathered once a step.
-        device: Where it computes.
-        offload: Whether the shards are in host memory, where the optimizer then runs.
+    ``zero3``: weights, gradients and optimizer states; ``zero2``: weights are gathered once a step.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

@@ -18,12 +18,7 @@ LARGEST = 8  # blocks at the peak that are listed
 
 
 def segments(phases: Sequence[Phase], lengths_ms: Sequence[float]) -> list[dict[str, Any]]:
-    """Return the phases of a step with begin and end in ms, equal neighbours merged.
-
-    Args:
-        phases: In order; the last is the step's end.
-        lengths_ms: Of all but the last.
-    """
+    """Return the phases of a step, the last its end, with begin and end in ms, equal neighbours merged."""
     parts: list[dict[str, Any]] = []
     now = 0.0
     for phase, length in zip(phases, lengths_ms, strict=False):
@@ -35,13 +30,7 @@ def segments(phases: Sequence[Phase], lengths_ms: Sequence[float]) -> list[dict[
 
 
 def describe(recording: Recording, known: Known, lengths_ms: Sequence[float]) -> dict[str, Any]:
-    """Return a recording's timeline and peak, for json.
-
-    Args:
-        recording: Of a step.
-        known: What was on the device before, and what is known by identity.
-        lengths_ms: Of each phase but the last, in steps without recording.
-    """
+    """Return a recording's timeline and peak, for json; its phases are as long as in steps without recording."""
     owners, totals = owners_of(recording, known), recording.totals()
     peak = max(range(-1, len(totals)), key=lambda event: totals[event] if event >= 0 else 0)  # -1: before the step
     highest = known.baseline + (totals[peak] if peak >= 0 else 0)
@@ -123,13 +112,8 @@ def drawn(
 ) -> list[tuple[int, list[int]]]:
     """Return the events at which a step function of several parts has to be drawn, and the parts after each.
 
-    Between two of them neither a part nor the sum is further than the tolerance from what is drawn.
-
-    Args:
-        before: The parts at first; they are drawn as event -1.
-        changes: Of each event, the part and by how much it changes.
-        tolerance: The largest distance of a part, or of the sum, from what is drawn.
-        always: An event that is drawn whatever it changes.
+    Between two of them neither a part nor the sum is further than the tolerance from what is drawn. The parts at first
+    are event -1; ``changes`` has the part and its change for each event; ``always`` is drawn whatever it changes.
     """
     live, shown, total, shown_total = list(before), list(before), sum(before), sum(before)
     rows = [(-1, list(before))]

@@ -77,30 +77,22 @@ def _tile(D: int) -> dict[str, int]:
 
 def normalize_rows(
     x_ND: Tensor,
+    residual_ND: Tensor | None,
     weight_D: Tensor,
     eps: float,
     offset: float,
     *,
     round_first: bool,
-    residual_ND: Tensor | None,
-    out_ND: Tensor,
-    sum_ND: Tensor | None,
-    rstd_N: Tensor,
+    into: tuple[Tensor, Tensor | None, Tensor],
 ) -> None:
     """Write ``x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row, in float32.
 
-    Args:
-        x_ND: float32, bfloat16 or float16; rows of any stride, columns contiguous; D up to `LONGEST`.
-        weight_D: Of the same dtypes.
-        eps: Added to the mean square.
-        offset: Added to the weight.
-        round_first: Round ``x * rstd`` to x's dtype before the weight.
-        residual_ND: Added to x first, or None. The sum, rounded to the dtype of ``sum_ND``, is what is normalised.
-        out_ND: For the result, contiguous.
-        sum_ND: For the sum with ``residual_ND``; contiguous.
-        rstd_N: float32, for the factors.
+    A residual is added to x first; the sum, rounded to its dtype, is what is normalised. ``round_first`` rounds
+    ``x * rstd`` to x's dtype before the weight. All float32, bfloat16 or float16; rows of x and residual of any stride,
+    columns contiguous, D up to `LONGEST`. ``into``: the result and the sum, contiguous, and rstd in float32.
     """
     N, D = x_ND.shape
+    out_ND, sum_ND, rstd_N = into
     tile = _tile(D)
     _forward[(blocks_of(N, tile["ROWS"]),)](
         x_ND, x_ND.stride(0), residual_ND, 0 if residual_ND is None else residual_ND.stride(0), sum_ND, weight_D,
@@ -110,32 +102,24 @@ def normalize_rows(
 
 def normalize_rows_backward(
     g_ND: Tensor,
+    g_sum_ND: Tensor | None,
     x_ND: Tensor,
     weight_D: Tensor,
     rstd_N: Tensor,
     offset: float,
     *,
-    g_sum_ND: Tensor | None,
-    dx_ND: Tensor | None,
-    dw_D: Tensor | None,
+    into: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """Write the gradients of `normalize_rows`, with n = x * rstd and h = g * (weight + offset):
 
         dx = rstd (h - n mean(n h)) + g_sum          dw = sum over rows of g n
 
-    Sums are float32, in a fixed order: each of P programs sums its own rows, then the P partial sums are added.
-
-    Args:
-        g_ND: Gradient of the result, rows of any stride.
-        x_ND: The rows that were normalised.
-        weight_D: As in forward.
-        rstd_N: Forward's factors.
-        offset: As in forward.
-        g_sum_ND: Gradient of the sum itself, or None.
-        dx_ND: For the rows' gradient, contiguous; None: not needed.
-        dw_D: For the weight's gradient; None: not needed.
+    Sums are float32, in a fixed order: each of P programs sums its own rows, then the P partial sums are added. x are
+    the rows that were normalised, g and g_sum the gradients of the result and of the sum itself, in rows of any stride.
+    ``into``: dx, contiguous, and dw; None: not needed.
     """
     N, D = x_ND.shape
+    dx_ND, dw_D = into
     tile = _tile(D)
     blocks = blocks_of(N, tile["ROWS"])
     programs = min(blocks, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_ND.device))

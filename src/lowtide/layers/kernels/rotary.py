@@ -73,16 +73,10 @@ def _rotary(  # type: ignore[no-untyped-def]
 def rotate_heads(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, q_out: Tensor, k_out: Tensor, inverse: bool
 ) -> None:
-    """Write ``x * cos + rotate_half(x) * sin``, or the transpose of that map, computed in float32.
+    """Write ``x * cos + rotate_half(x) * sin``, or the ``inverse``, which rotates gradients, computed in float32.
 
-    Args:
-        q: [B, Hq, T, d], strided; a head's values are contiguous.
-        k: [B, Hk, T, d], likewise.
-        cos: [B or 1, T, r], r even and at most d; the last axis contiguous.
-        sin: Likewise.
-        q_out: For the result; of q's shape, strided.
-        k_out: Likewise.
-        inverse: Apply the transpose, which rotates gradients.
+    q [B, Hq, T, d], k [B, Hk, T, d], and the results in their shapes: strided, a head's values contiguous. cos and sin
+    [B or 1, T, r], r even and at most d, the last axis contiguous.
     """
     B, Hq, T, d = q.shape
     r = cos.shape[-1]

@@ -68,7 +68,7 @@ def _gated_backward(  # type: ignore[no-untyped-def]
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
-    """Write ``act(gate) * up`` into ``out``, which may be one of the two; all contiguous, of one shape and dtype."""
+    """As `lowtide.mlp.elementwise.gated`."""
     n = gate.numel()
     if n:
         _gated[(blocks_of(n, BLOCK),)](
@@ -76,21 +76,10 @@ def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
         )
 
 
-def gated_backward(
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor,
-    activation: str,
-    gate_grad: Tensor | None,
-    up_grad: Tensor | None,
-    product: Tensor | None,
-) -> None:
-    """Write the gradients of gate and up, and ``act(gate) * up`` itself, from the product's gradient ``grad``.
-
-    Each is written to its argument, unless that is None; it may be any one of the inputs, since an element's inputs are
-    read before its results are written. All contiguous, of one shape and dtype.
-    """
+def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *into: Tensor | None) -> None:
+    """As `lowtide.mlp.elementwise.gated_backward`: an element's inputs are read before its results are written."""
     n = gate.numel()
+    gate_grad, up_grad, product = into
     if n:
         _gated_backward[(blocks_of(n, BLOCK),)](
             gate, up, grad, gate if gate_grad is None else gate_grad, up if up_grad is None else up_grad,
