@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowtide.bench import longest_way
+from lowtide.bench.children import why_ended
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure
 from lowtide.bench.longest_way import LORA, ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
 from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig, Train
@@ -299,7 +300,7 @@ class Tries:
         elif ended.returncode == OUT_OF_TIME:
             row |= {"out_of": "time", "failed": f"ended after {seconds:.0f} s"}
         else:
-            row["failed"] = f"the process ended with status {ended.returncode}: {_last_line(ended.stderr)}"
+            row["failed"] = why_ended(ended)
         if "seconds" in row:
             self.build_s = max(time.monotonic() - begun - (warm + reps) * row["seconds"], 0.0)
             self.slower = row["seconds"] / demand.seconds
@@ -342,11 +343,6 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
         "way": tries.fit.way, "train": config.train, "longest": low, "shortest_failed": high, "predicted": predicted,
         "ended": why,
     }  # fmt: skip
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:200] if lines else "nothing was said"
 
 
 LONGEST = Benchmark(

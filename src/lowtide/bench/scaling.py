@@ -7,8 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, default_data_collator
 from transformers.trainer_callback import PrinterCallback
 
+from lowtide.bench.children import add_rows, append
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_of, release
 from lowtide.bench.plots import require_matplotlib
 from lowtide.bench.results import Files, replace
@@ -39,7 +39,6 @@ from lowtide.train.settings import trainer_settings
 from lowtide.train.trainers import PreTrainer
 
 WAYS = (LOWTIDE, LIGER, STOCK)
-_LOOK_SECONDS = 0.5  # between looks for rows that are there
 SPEED = "tokens_per_s_per_gpu"
 RECORDED = ("parallel", "tokens", "batch", "steps", "weights", "seed")  # settings in the result
 
@@ -106,45 +105,37 @@ def measure(run: Run[ScalingConfig]) -> None:
     table = Table(heads, figures)
     run.say(table.header)
     for ranks in config.worlds:
-        for row in _measured(ranks, config):
-            run.add({"ranks": ranks, **row}, rows, table)
+        _measure_ranks(ranks, config, lambda row, ranks=ranks: run.add({"ranks": ranks, **row}, rows, table))  # type: ignore[misc]
     for model in config.model:
         _draw(model, run.result, run.files)
 
 
-def _measured(ranks: int, config: ScalingConfig) -> Iterator[Row]:
-    """Yield a row for each way and model as it is known; after a failure new processes measure the others.
+def _measure_ranks(ranks: int, config: ScalingConfig, add: Callable[[Row], object]) -> None:
+    """Add a row for each way and model as it is known; after a failure new processes measure the others.
 
     Liger comes last: it changes the classes that all later models are made of.
     """
     ways = sorted(config.way, key=lambda way: Way.named(way).impl == LIGER)
     left = [(way, model) for way in ways for model in config.model]
+
+    def run_ranks(file: Path) -> str:
+        """Run them to their end, and return the reason for it if there are cases left."""
+        asked = json.dumps({"settings": vars(config), "file": str(file), "cases": left})
+        # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
+        ended = run_command([sys.executable, *launch, "-m", "lowtide.bench.scaling", asked], env=ALLOCATOR)
+        why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
+        last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
+        return (why or last)[0]
+
+    def add_next(row: Row) -> None:
+        way, model = left.pop(0)
+        add({"way": way, "model": model, **row})
+
     while left:
-        with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder, ThreadPoolExecutor(1) as beside:
-            file = Path(folder) / "rows.jsonl"
-            asked = json.dumps({"settings": vars(config), "file": str(file), "cases": left})
-            # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
-            command = [sys.executable, *launch, "-m", "lowtide.bench.scaling", asked]
-            running = beside.submit(run_command, command, env=ALLOCATOR)
-            begun, over = len(left), False
-            while not over:
-                over = bool(wait([running], timeout=_LOOK_SECONDS).done)
-                for row in _rows(file)[begun - len(left) :]:
-                    way, model = left.pop(0)
-                    yield {"way": way, "model": model, **row}
-            if left:
-                ended = running.result()
-                why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
-                last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
-                way, model = left.pop(0)
-                yield {"way": way, "model": model, "failed": (why or last)[0]}
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows that the first rank has written so far, whole lines alone."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        why = add_rows(run_ranks, add_next)
+        if left:
+            add_next({"failed": why})
 
 
 def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
@@ -269,8 +260,7 @@ def main() -> None:
             file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
             raise
         if launched_rank() == 0:
-            with file.open("a") as out:
-                out.write(json.dumps(row) + "\n")
+            append(row, file)
         AcceleratorState._reset_state()
         release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if in_group():
