@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.harness import CannotError, Peer, by_name, compiled, needs_cuda
+from lowtide.bench.loss_peers import TRL_TILE
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import PairShape
 from lowtide.bench.task import Function, Task, Values, bare_gemms, token_benchmark, wider
@@ -24,7 +25,6 @@ from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import Accumulate, HeadOptions
 from lowtide.head.planner import MIB
 
-TRL_TILE = (4096, 32768)  # tokens and classes of each side's float32 logits that TRL 1.16 holds at a time
 CHECKPOINT_ROWS = 1024
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
 
@@ -151,14 +151,6 @@ def _values(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta:
     return divergence_of((x @ w.T).float(), teacher_z, beta)
 
 
-def _naive(task: DivergenceTask) -> Divergence:
-    return partial(_values, beta=task.kind.beta)
-
-
-def _compiled(task: DivergenceTask) -> Divergence:
-    return partial(compiled(_values), beta=task.kind.beta)
-
-
 def _checkpointed(task: DivergenceTask) -> Divergence:
     def values(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor) -> Tensor:
         parts = [
@@ -218,8 +210,8 @@ DIVERGENCE_PEERS = by_name(
     _peer(f"{LOWTIDE}-none", _lowtide(reduction="none")),  # a value per token, as TRL's
     _peer(f"{LOWTIDE}-float32", _lowtide("float32")),
     _peer(f"{LOWTIDE}-trl-memory", _lowtide("float32", "none", at_trls=True)),  # with the scratch of TRL's tiles
-    _peer("naive", _naive),
-    _peer("compile", _compiled),
+    _peer("naive", lambda task: partial(_values, beta=task.kind.beta)),
+    _peer("compile", lambda task: partial(compiled(_values), beta=task.kind.beta)),
     _peer("checkpoint", _checkpointed),  # naive in chunks of 1024 tokens, recomputed in backward
     _peer("trl", _trl, "trl"),
     _peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward

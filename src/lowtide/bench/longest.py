@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from lowtide.bench import longest_way
-from lowtide.bench.children import why_ended
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure, why_ended
 from lowtide.bench.longest_way import LORA, ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
 from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig, Train
 from lowtide.bench.way import LIGER, LOWTIDE, STOCK
@@ -31,7 +30,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
-from lowtide.memory.planner.step_bytes import Groups, Memory, placed
+from lowtide.memory.planner.step_bytes import Groups, Memory
 from lowtide.memory.planner.times import Times
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.policy_words import words_of
@@ -58,11 +57,7 @@ class Fit:
     """One way to train one model on one machine.
 
     Attributes:
-        way: who.
-        train: what is trained.
-        shape: the model.
         gpu: whose rates the times are computed with.
-        dtype: of all tensors.
         gpu_bytes: that may be allocated on the GPU; None: a CPU trains, in the host's memory.
         host_bytes: the same on the host.
         tile: tokens per tile of lowtide's MLPs.
@@ -127,7 +122,8 @@ class Fit:
         peak += self._resident(memory)
         if self.gpu_bytes is None:
             host += peak
-        return Demand(peak, host, self._seconds(job, groups), groups)
+        update = self.shape.params / HOST_RATE if self.train == "full" else 0.0
+        return Demand(peak, host, Times(job).step(groups) + update, groups)
 
     def saved_outside(self, T: int) -> list[int]:
         """Return the bytes of the large tensors that autograd saves of a peer's step outside its layers.
@@ -176,15 +172,6 @@ class Fit:
             return 0
         vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
         return 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
-
-    def _seconds(self, job: Job, groups: Groups) -> float:
-        update = self.shape.params / HOST_RATE if self.train == "full" else 0.0
-        return Times(job).step(groups) + update
-
-
-def moves(groups: Groups) -> int:
-    """Return how many layers' checkpoints go to the host."""
-    return sum(n for _, n, moved in placed(groups) if moved)
 
 
 def pinned_bytes(size: int) -> int:
@@ -253,10 +240,6 @@ class Tries:
     """The attempts of one way, each a process, and what they have shown of the time that one takes.
 
     Attributes:
-        config: what was requested.
-        fit: what should fit.
-        settings: of the config, device and dtype chosen.
-        tell: gets each row.
         build_s: seconds of an attempt before its first step.
         slower: seconds that a step takes over those predicted.
     """

@@ -6,7 +6,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
-from transformers import TrainerCallback, default_data_collator
+from transformers import default_data_collator
 from transformers.trainer_callback import PrinterCallback
 
-from lowtide.bench.children import add_rows, append
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_of, release
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, add_rows, append, reason_of, release
 from lowtide.bench.plots import require_matplotlib
 from lowtide.bench.results import Files, replace
 from lowtide.bench.settings import ScriptSettings, numbers, setting
@@ -28,7 +25,6 @@ from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
 from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
-from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics
@@ -172,36 +168,6 @@ SCALING = Benchmark(
 )
 
 
-class RandomBlocks(Dataset[dict[str, torch.Tensor]]):
-    """Blocks of random tokens, each the same whenever it is read."""
-
-    def __init__(self, vocabulary: int, tokens: int, *, blocks: int, seed: int) -> None:
-        self._vocabulary, self._tokens, self._blocks, self._seed = vocabulary, tokens, blocks, seed
-
-    def __len__(self) -> int:
-        """Return their number."""
-        return self._blocks
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one."""
-        generator = torch.Generator().manual_seed(self._seed * self._blocks + index)
-        ids = torch.randint(0, self._vocabulary, (self._tokens,), generator=generator)
-        return {"input_ids": ids, "labels": ids}
-
-
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """Takes the time at each step's end, which Trainer knows by the loss that it has read from the device."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Take it."""
-        del args, state, control
-        if "loss" in logs:
-            self.times.append(time.perf_counter())
-
-
 def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
     """Return seconds, tokens per second and GPU, and peak of a training step of this rank's run by a `ScalingConfig`.
 
@@ -216,24 +182,24 @@ def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
         all_read()  # nothing is on the host: each builds the model on its GPU
         args = trainer_settings(config, Path(folder), save=False).args
         built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=asked.seed)
-        rows = args.max_steps * batch * args.world_size
-        blocks = RandomBlocks(built.config.vocab_size, tokens, blocks=rows, seed=asked.seed)
-        metrics, clock = StepMetrics(), Clock()
+        generator = torch.Generator().manual_seed(asked.seed)
+        shape = (args.max_steps * batch * args.world_size, tokens)
+        ids = torch.randint(0, built.config.vocab_size, shape, generator=generator)
+        metrics = StepMetrics()
         trainer: Any = PreTrainer(
             metrics=metrics,
             model=built,
             args=args,
-            train_dataset=blocks,
+            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
             data_collator=default_data_collator,
-            callbacks=[Monitor(metrics), clock],
+            callbacks=[Monitor(metrics)],
         )
         trainer.remove_callback(PrinterCallback)
         parameters = sum(p.numel() for p in built.parameters())
         trainer.train()
-        # the step after the warm ones resets the peak as it begins: its time is left out
-        times = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)][WARM_STEPS:]
+        times = metrics.step_seconds[WARM_STEPS + 1 :]  # the step after the warm ones resets the peak: left out
         seconds = statistics.median(times)
-        peak = torch.tensor(cuda_peak_bytes() if args.device.type == "cuda" else peak_resident_bytes()).to(args.device)
+        peak = torch.tensor(metrics.peak_bytes, device=args.device)
         if in_group():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         return {

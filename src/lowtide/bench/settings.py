@@ -154,21 +154,9 @@ class RunSettings(Settings):
         self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
 
 
-class StepSettings(Settings):
-    """What benchmarks have that run training steps: attention's kernel, where, and the seed of the tokens."""
-
-    sdpa: Sdpa
-    device: Device
-    seed: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShapeSettings(RunSettings):
-    """What benchmarks have that measure shapes.
-
-    Attributes:
-        choice: what ``--shape`` can be.
-    """
+    """What benchmarks have that measure shapes; ``choice`` is what ``--shape`` can be."""
 
     choice: ClassVar[Choice[Any]]
 
@@ -196,8 +184,7 @@ class ShapeSettings(RunSettings):
 class PeerSettings(RunSettings):
     """What benchmarks have that measure peers by name; ``known`` has all as ``peers``, in the table's order.
 
-    Attributes:
-        usual_peers: those measured without --only; empty: all.
+    Those of ``usual_peers`` are measured without --only; empty: all.
     """
 
     usual_peers: ClassVar[Sequence[str]] = ()
@@ -230,11 +217,7 @@ def options_of(config: Any, *, but: Sequence[str]) -> list[str]:
 
 
 def numbers(name: str, texts: Iterable[str], kind: type) -> tuple[Any, ...]:
-    """Return a setting's texts as ints or floats.
-
-    Raises:
-        ArgumentValueError: one of them is none.
-    """
+    """Return a setting's texts as ints or floats; `ArgumentValueError` where one of them is none."""
     found = []
     for text in texts:
         try:

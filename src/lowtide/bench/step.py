@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.bench.children import add_rows, append, why_ended
 from lowtide.bench.harness import (
     OUT_OF_MEMORY,
     Benchmark,
@@ -20,15 +19,17 @@ from lowtide.bench.harness import (
     Row,
     Run,
     Table,
+    add_rows,
+    append,
     own_failure,
     reason_in,
     reason_of,
     release,
+    why_ended,
 )
-from lowtide.bench.settings import StepSettings
-from lowtide.bench.train_config import StepBenchConfig
+from lowtide.bench.train_config import LongestBenchConfig, StepBenchConfig
 from lowtide.bench.way import LOWTIDE, Way
-from lowtide.bench.ways import SDPA, VOCABULARY, attention_of, build_way, language_part, make_optimizer
+from lowtide.bench.ways import SDPA, VOCABULARY, attention_of, build_way, language_part, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.child import ALLOCATOR, ChildResult, allocator_setting, run_child
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
@@ -95,37 +96,30 @@ def _rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
 
 
 def steps(
-    model: Any, optimizer: torch.optim.Optimizer, config: StepSettings, tokens: int, batch: int, *, warm: int, reps: int
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    config: StepBenchConfig | LongestBenchConfig,
+    tokens: int,
+    batch: int,
+    *,
+    warm: int,
+    reps: int,
 ) -> dict[str, Any]:
-    """Return seconds, tokens per second, memory and losses of training steps on random tokens.
-
-    Args:
-        model: what is trained.
-        optimizer: of its parameters.
-        config: attention's kernel, the seed and the device.
-        tokens: of a sequence.
-        batch: sequences.
-        warm: steps that do not count.
-        reps: steps that count.
-    """
+    """Return seconds, tokens per second, memory and losses of training steps on random tokens, ``batch`` sequences."""
     device = torch.device(config.device)
     generator = torch.Generator().manual_seed(config.seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []
 
     def step() -> None:
-        with contextlib.nullcontext() if config.sdpa == "auto" else sdpa_kernel(_KERNELS[config.sdpa]):
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        losses.append(train_step(lambda: model(input_ids=ids, labels=ids).loss, optimizer))
 
     release(device)
-    for _ in range(warm):
-        step()
-    reset_cuda_peak()
-    timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
+    with contextlib.nullcontext() if config.sdpa == "auto" else sdpa_kernel(_KERNELS[config.sdpa]):
+        for _ in range(warm):
+            step()
+        reset_cuda_peak()
+        timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
     return {
         "seconds": timing.median_ms / 1e3,
         "spread": timing.spread,
