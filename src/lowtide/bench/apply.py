@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,17 +70,6 @@ TABLE = Table(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ApplyTask(Task):
-    """The mean of a function of each token's logits and label; ``function`` is its name."""
-
-    function: str
-
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        return {"value": FUNCTIONS[self.function](z, self.head.y[rows])}
-
-
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Problem:
     """Return random inputs with a bias, whose labels are drawn from the softmax without it."""
     problem = make_problem(shape, dtype, device, seed=seed)
@@ -108,9 +96,9 @@ def in_two_chunks(inputs: Problem) -> HeadOptions:
     return HeadOptions(workspace_mib=high)
 
 
-def peers_of(task: ApplyTask) -> Iterator[Peer]:
-    """Yield the ways to compute the mean of a task's function, lowtide's with their options."""
-    head, fn = task.head, FUNCTIONS[task.function]
+def peers_of(function: str, head: Problem) -> Iterator[Peer]:
+    """Yield the ways to compute the mean of a function of that name, lowtide's with their options."""
+    fn = FUNCTIONS[function]
     x, w, b, y, N = head.x, head.w, head.b, head.y, head.shape.N
     wide = torch.promote_types(x.dtype, torch.float32)
 
@@ -130,10 +118,10 @@ def peers_of(task: ApplyTask) -> Iterator[Peer]:
     yield summed("two chunks", two)
     yield summed("default", default)
     yield peer("default, per token", lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default)
-    if task.function in FUSIBLE and x.is_cuda:
+    if function in FUSIBLE and x.is_cuda:
         yield summed("two chunks, compiled", two, compile=True)
         yield summed("default, compiled", default, compile=True)
-    if task.function == "cross-entropy":
+    if function == "cross-entropy":
         yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b))
 
 
@@ -145,12 +133,21 @@ class ApplyBench(Bench):
     ``plan``. The naive way's, which is the first, is what the other rows' peaks are measured by: ``of_naive``.
     """
 
-    task: ApplyTask
     naive_mib: float | None = None
+
+    def __init__(self, function: str, inputs: Problem, *, warm: int, reps: int) -> None:
+        self.function = function
+        task = Task(
+            head=inputs,
+            names=("value",),
+            upstream={"value": inputs.g},
+            values_of=lambda z, rows: {"value": FUNCTIONS[function](z, inputs.y[rows])},
+        )
+        super().__init__(task, error=True, warm=warm, reps=reps, limited=False)
 
     def prepare(self, peer: Peer, row: Row) -> Function:
         """See `Bench`."""
-        row["function"] = self.task.function
+        row["function"] = self.function
         if peer.options is not None:
             row["plan"] = dataclasses.asdict(plan_of(self.problem, peer.options(self.problem)))
         return super().prepare(peer, row)
@@ -309,11 +306,10 @@ def measure(run: Run[ApplyBenchConfig]) -> None:
         inputs = make_inputs(shape, run.dtype, run.device, config.seed)
         rows: list[Row] = []
         run.result["shapes"].append({**vars(shape), "rows": rows})
-        for name in config.functions:
+        for name in config.chosen("functions"):
             run.say(f"\n{shape} {run.dtype_name}, {name}\n{TABLE.header}")
-            task = ApplyTask(head=inputs, names=("value",), upstream={"value": inputs.g}, function=name)
-            bench = ApplyBench(task, error=True, warm=config.warm, reps=config.reps, limited=False)
-            for peer in peers_of(task):
+            bench = ApplyBench(name, inputs, warm=config.warm, reps=config.reps)
+            for peer in peers_of(name, inputs):
                 run.add(bench.measure(peer), rows, TABLE)
         del inputs
         release(run.device)

@@ -19,7 +19,7 @@ from lowtide.bench.harness import CannotError, Peer, by_name, compiled, needs_cu
 from lowtide.bench.loss_peers import TRL_TILE
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import PairShape
-from lowtide.bench.task import Function, Task, Values, bare_gemms, token_benchmark, wider
+from lowtide.bench.task import Function, Task, Values, token_benchmark, wider
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import Accumulate, HeadOptions
@@ -67,33 +67,6 @@ class DivergenceTask(Task):
     teacher: Problem
     kind: Kind
 
-    @property
-    def gemms(self) -> int:
-        """See `Task`."""
-        return super().gemms + 1
-
-    @property
-    def flops(self) -> int:
-        """See `Task`."""
-        return super().flops + self.teacher.shape.flops(1)
-
-    def bare(self, rows: int) -> Callable[[], None]:
-        """See `Task`."""
-        student, teacher = bare_gemms(self.head, rows), bare_gemms(self.teacher, rows)
-
-        def run() -> None:
-            teacher()
-            student()
-
-        return run
-
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        x, w = (t.to(wider(self.head.dtype)) for t in (self.teacher.x[rows], self.teacher.w))
-        with torch.no_grad():
-            teacher_z = (x @ w.T).double()
-        return {self.names[0]: divergence_of(z, teacher_z, self.kind.beta)}
-
 
 def make_pair(
     shape: PairShape, dtype: torch.dtype, device: str | torch.device, *, seed: int = 0
@@ -118,9 +91,23 @@ def divergence_task(student: Problem, teacher: Problem, kind: Kind) -> Divergenc
     """Return one divergence of the two: each token's upstream gradient is 1 / N, as of the mean."""
     name = f"{kind.title}, forward and backward, teacher's D {teacher.shape.D}"
     head = student.in_setting(Setting(name=name, gemms=3, reduction="mean"))
-    N = head.shape.N
-    upstream = {"value": torch.full((N,), 1 / N, device=head.device)}
-    return DivergenceTask(head=head, names=("value",), upstream=upstream, teacher=teacher, kind=kind)
+
+    def values_of(z: Tensor, rows: slice) -> Values:
+        x, w = (t.to(wider(head.dtype)) for t in (teacher.x[rows], teacher.w))
+        with torch.no_grad():
+            teacher_z = (x @ w.T).double()
+        return {"value": divergence_of(z, teacher_z, kind.beta)}
+
+    upstream = {"value": head.g}
+    return DivergenceTask(
+        head=head,
+        names=("value",),
+        upstream=upstream,
+        values_of=values_of,
+        teacher=teacher,
+        kind=kind,
+        others=(teacher,),
+    )
 
 
 def divergence_tasks(

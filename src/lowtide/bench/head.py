@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,18 +95,13 @@ TABLE = Table(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossTask(Task):
-    """Each token's cross entropy, or the tokens' mean."""
+def loss_task(problem: Problem) -> Task:
+    """Return each token's cross entropy, or the tokens' mean, in a problem's setting."""
 
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        return {"loss": F.cross_entropy(z, self.head.y[rows], reduction="none")}
+    def values_of(z: Tensor, rows: slice) -> Values:
+        return {"loss": F.cross_entropy(z, problem.y[rows], reduction="none")}
 
-
-def loss_task(problem: Problem) -> LossTask:
-    """Return the loss of a problem in its setting."""
-    return LossTask(head=problem, names=("loss",), upstream={"loss": problem.g})
+    return Task(head=problem, names=("loss",), upstream={"loss": problem.g}, values_of=values_of)
 
 
 class LossBench(Bench):

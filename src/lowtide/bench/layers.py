@@ -198,7 +198,7 @@ def measure(run: Run[LayersBenchConfig]) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
     found = ops(config, run.dtype, run.device)
-    for name in config.ops:
+    for name in config.chosen("ops"):
         shape = f"{config.tokens} x {config.hidden}"
         if name == "rotary":
             shape = f"{config.tokens} x ({config.heads} + {config.kv_heads}) x {config.head_dim}"

@@ -94,7 +94,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def _wanted(config: ModelsBenchConfig) -> list[tuple[str, str]]:
     """Return the kinds and types to check; `ArgumentValueError` where there is no such type."""
-    wanted = [(kind, name) for kind in config.kinds for name in types(kind) if not config.only or name in config.only]
+    wanted = [
+        (kind, name)
+        for kind in config.chosen("kinds")
+        for name in types(kind)
+        if not config.only or name in config.only
+    ]
     unknown = set(config.only) - {name for _, name in wanted}
     if unknown or not wanted:
         raise ArgumentValueError(message("only", "types that transformers has", ", ".join(sorted(unknown)) or "none"))

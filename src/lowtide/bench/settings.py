@@ -120,9 +120,11 @@ class Settings:
         value = getattr(self, name)
         self._require(name, value is None or 0 < value < math.inf, "a number above 0")
 
-    def _chosen(self, key: str, names: Sequence[str], skip: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the known names that were chosen, or all where none was, in the order of the tables."""
-        return tuple(name for name in self.known[key] if (not names or name in names) and name not in skip)
+    def chosen(self, key: str) -> tuple[str, ...]:
+        """Return the known names that an option has chosen, or all where it has none, in the order of the tables."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        names = next(getattr(self, each.name) for each in fields if each.metadata["known"] == key)
+        return tuple(name for name in self.known[key] if not names or name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,8 @@ class PeerSettings(RunSettings):
     @property
     def peers(self) -> tuple[str, ...]:
         """The names of those that are measured, in the table's order."""
-        return self._chosen("peers", self.only or self.usual_peers, self.skip)
+        usual = self.only or self.usual_peers or self.known["peers"]
+        return tuple(name for name in self.known["peers"] if name in usual and name not in self.skip)
 
 
 def options_of(config: Any, *, but: Sequence[str]) -> list[str]:

@@ -98,10 +98,6 @@ class StatsTask(Task):
     topk: int = 0
     backward_alone: bool = False
 
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        return values_of(z, self.y[rows], self.names, self.topk)
-
     def run_of(self, function: Function) -> Function:
         """See `Task`."""
         if not self.backward_alone:
@@ -132,7 +128,8 @@ def stats_task(problem: Problem, work: Work, *, seed: int = 0) -> StatsTask:
         for name in work.names
     }
     return StatsTask(
-        head=head, names=work.names, upstream=upstream if work.setting.grad else {}, y=y, topk=work.topk,
+        head=head, names=work.names, upstream=upstream if work.setting.grad else {},
+        values_of=lambda z, rows: values_of(z, y[rows], work.names, work.topk), y=y, topk=work.topk,
         backward_alone=work.backward_alone,
     )  # fmt: skip
 

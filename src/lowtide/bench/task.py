@@ -92,29 +92,30 @@ class Task:
         head: hidden states, weight and targets; its setting says which gradients are computed, if any.
         names: of the values.
         upstream: the objective's gradient with respect to each value, of its shape; empty without gradients.
+        values_of: returns the values, differentiably, from all logits [rows, V] of some rows.
+        others: heads whose GEMMs it needs as well, such as a teacher's.
     """
 
     head: Problem
     names: tuple[str, ...]
     upstream: Values
+    values_of: Callable[[Tensor, slice], Values]
+    others: tuple[Problem, ...] = ()
 
     @property
     def gemms(self) -> int:
         """The number of GEMMs that it cannot do without."""
-        return self.head.setting.gemms
+        return sum(head.setting.gemms for head in (self.head, *self.others))
 
     @property
     def flops(self) -> int:
         """Operations of those GEMMs."""
-        return self.head.shape.flops(self.head.setting.gemms)
+        return sum(head.shape.flops(head.setting.gemms) for head in (self.head, *self.others))
 
-    def bare(self, rows: int) -> Callable[[], None]:
+    def bare(self, rows: int) -> Callable[[], object]:
         """Return those GEMMs, in chunks of so many rows."""
-        return bare_gemms(self.head, rows)
-
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """Return the values, differentiably, from all logits [rows, V] of some rows."""
-        raise NotImplementedError
+        runs = [bare_gemms(head, rows) for head in (*self.others, self.head)]
+        return lambda: [run() for run in runs]
 
     def step(self, function: Function) -> Values:
         """Run a function once, with its backward pass where there is one, and return its values.
@@ -356,7 +357,7 @@ def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
         for shape in config.shapes:
             tables: list[dict[str, Any]] = []
             shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
-            for task in tasks(config.works, shape, run.dtype, run.device, config.seed):
+            for task in tasks(config.chosen("works"), shape, run.dtype, run.device, config.seed):
                 bench, table = Bench(task, error=config.error, warm=config.warm, reps=config.reps), table_of(task)
                 rows: list[Row] = []
                 tables.append({**limits_of(bench), "rows": rows})

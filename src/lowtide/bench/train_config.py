@@ -156,8 +156,3 @@ class ModelsBenchConfig(Settings):
     resume: str = setting("", "a result to continue: types compared there are not run again", metavar="FILE")
     table: str = setting("", "also write the table as Markdown", metavar="FILE")
     output: str = setting(".", "folder for the result (json)", metavar="DIR", last=True)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds that are swept, in order."""
-        return self._chosen("kinds", self.kind)
