@@ -21,8 +21,9 @@ import torch
 
 import lowtide
 from distributed.train_ranks import shared
-from lowtide.cli import OF_TRAIN, _parser, main
+from lowtide.cli import EXTRAS, _parser, main
 from lowtide.train import TrainConfig
+from lowtide.train.options import parse
 from lowtide.train.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny products gain nothing from more
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     (tmp_path / "text.txt").write_text("the tide came in and went out\n" * 2000)
-    small = ["--vocab-size", 300, "--seq-len", 32, "--batch-size", 2, "--eval-blocks", 2]
+    small = ["--vocab-size", 300, "--seq-len", 32, "--per_device_train_batch_size", 2, "--held-out", 2]
     return ["train", "--model", tmp_path / "tiny.json", "--data", tmp_path / "text.txt", *small]
 
 
@@ -57,13 +58,13 @@ def test_help_has_every_setting_its_default_and_examples(capsys: pytest.CaptureF
         main(["train", "--help"])
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(TrainConfig):
+    for field in (field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata):
         flag = field.name.replace("_", "-")
         assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
         if field.default not in (None, (), True, False):
             default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
             assert f"(default: {default})" in out
-    assert "lowtide train --resume --output my-run" in out
+    assert "lowtide train --resume_from_checkpoint true --output my-run" in out
     assert "--no-patch trains the stock model" in out  # what the option does, not what its field means
     assert all(name in out for name in SHAPES)
 
@@ -106,17 +107,19 @@ def test_the_first_help_says_how_to_begin(capsys: pytest.CaptureFixture[str]) ->
         assert callable(_parser().parse_args(shlex.split(command)).main)
 
 
+PLAN = ["plan", "--model", "x", "--seq-len", "4"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["train", "--modle", "x"], "Did you mean --model?"),
-        (["plan", "--model", "x", "--seq-len", "4", "--budgets=4"], "Did you mean --budget?"),
-        (["train", "--xyzzy"], "unknown arguments: --xyzzy (see"),
-        (["train", "."], "unknown arguments: . (see"),
+        ([*PLAN, "--budgets=4"], "Did you mean --budget?"),
+        ([*PLAN, "--xyzzy"], "unknown arguments: --xyzzy (see"),
+        ([*PLAN, "."], "unknown arguments: . (see"),
         (["tarin"], "Did you mean train?"),
         (["bench", "haed"], "Did you mean head?"),
         (["plan", "--optimizer", "adamv"], "Did you mean adamw?"),
-        (["train", "--epochs", "3"], "unknown arguments: --epochs 3 (see"),
+        ([*PLAN, "--epochs", "3"], "unknown arguments: --epochs 3 (see"),
     ],
 )
 def test_an_option_that_is_not_known_names_its_nearest(
@@ -165,9 +168,12 @@ def test_the_examples_of_a_help_are_commands(name: str, capsys: pytest.CaptureFi
             continue
         arguments = words[words.index("lowtide") + 1 :]
         parsed, unknown = _parser().parse_known_args(arguments)
-        assert not unknown, command
-        if name == "train" and str(getattr(parsed, "model", "")).startswith("./"):
-            assert parsed.lr < TrainConfig.lr, command
+        if name == "train":
+            parse({}, unknown, None, fine_tunes=True)
+        else:
+            assert not unknown, command
+        if name == "train" and str(getattr(parsed, "model", "")).startswith("./") and "--use_peft" not in command:
+            assert parsed.lr <= 1e-5, command
     if name == "train":
         assert any(command.startswith("accelerate launch") for command in commands)
 
@@ -203,8 +209,11 @@ def test_a_package_that_is_missing_is_one_line(
 
 def test_the_packages_whose_lack_is_explained_are_those_of_the_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {re.split(r"[>=<]", line)[0] for line in [*extras["hf"], *extras["train"]]}
-    assert named - {"lowtide[hf]"} == set(OF_TRAIN)
+    extras["train"] += extras["hf"]
+    listed = {(name, re.split(r"[>=<]", line)[0]) for name in ("train", "trl", "peft") for line in extras[name]}
+    modules = {"pyyaml": "yaml"}
+    named = {(modules.get(package, package), name) for name, package in listed if not package.startswith("lowtide")}
+    assert named | {("datasets", "trl")} == {(name, extra.split(",")[-1]) for name, extra in EXTRAS.items()}
 
 
 def test_another_package_that_is_missing_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +242,8 @@ import contextlib, io, sys
 from lowtide.cli import main
 plan = sys.argv[1:]
 for words in (
-    ["--help"], ["--version"], ["train", "--help"], ["plan", "--help"], ["train", "--lr", "0"],
-    ["train", "--model", "/nobody"], ["train", "--data", "/nobody"], ["plan", "--model", "/nobody", "--seq-len", "1"],
+    ["--help"], ["--version"], ["train", "--help"], ["plan", "--help"],
+    ["plan", "--model", "/nobody", "--seq-len", "1"],
     [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
     ["profile", "--help"], ["profile", "--impl", "stock:some"], ["profile", "--model", "/nobody"],
     ["profile", "--impl", "none", "--include", "/nobody"], ["profile", "--device", "cpu", "--memory-limit", "1"],
@@ -272,7 +281,7 @@ sys.exit(main(sys.argv[1:]))
 def test_interrupt_says_how_to_go_on(tmp_path: Path, tiny: list[object]) -> None:
     output, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(INTERRUPTIBLE)
-    endless = ["--max-steps", 100_000, "--save-every", 5, "--output", output]
+    endless = ["--max-steps", 100_000, "--save_steps", 5, "--output", output]
     shared().start(1, *tiny, *endless, script=script, seconds=120)
     until = time.monotonic() + 120
     while time.monotonic() < until and not (output / "checkpoint-5").exists():
@@ -283,4 +292,4 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path, tiny: list[object]) -> None
     assert ended.statuses == [130], ended
     (err,) = ended.err
     assert err.strip().count("\n") == 0, err
-    assert f"lowtide train --resume --output {output}" in err
+    assert f"lowtide train --resume_from_checkpoint true --output {output}" in err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
@@ -64,6 +65,7 @@ def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> N
 
 RESUMED = [
     *("pretrain one 2 ddp", "pretrain one 2 fsdp2", "tune ddp 1 auto", "pretrain fsdp2 1 auto", "tune fsdp2 2 ddp"),
+    *("experts one 1 auto", "experts one 2 fsdp2", "experts fsdp2 1 auto"),
     *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "pretrain zero2 2 zero2", "adapt zero3 2 zero3"),
 ]
 
@@ -75,6 +77,16 @@ def test_resumes(kind: str, wrote: str, ranks: str, engine: str, made: Runs, tmp
     assert ended.statuses == [0] * int(ranks), ended
     assert_same(output, made.of(kind, wrote)[0], 0.0 if wrote == engine else 1e-5)
     assert not (output / ".incoming").exists()
+
+
+def test_the_best_model_has_its_own_experts(made: Runs, tmp_path: Path) -> None:
+    """A learning rate of 1 makes the model worse after the first evaluation."""
+    output, given = tmp_path / "run", ["--lr", 1, "--lr_scheduler_type", "constant", "--per_device_train_batch_size", 4]
+    given += ["--eval_strategy", "steps", "--eval_steps", 2, "--early-stopping-patience", 1, "--output", output]
+    ended = made.ranks.succeed(1, *made.arguments("experts"), *given)
+    assert "step 2: the run went on to step 4" in ended.out[0]
+    best = load_file(output / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(value, best[name]) for name, value in weights(output).items())
 
 
 @needs_deepspeed

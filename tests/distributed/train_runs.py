@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
-from distributed.train_ranks import Ended, shared
+from distributed.train_ranks import Ended, Ranks, shared
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
+EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 WORDS = ("the", "tide", "came", "in", "and", "went", "out", "over", "sand")
 STEPS, SEQUENCES = 4, 4  # of a run, and of a step
 # Other batches add the same numbers up in another order: some float32 roundings of each value.
@@ -31,16 +32,17 @@ class Runs:
     """Runs with four sequences a step, whatever the number of ranks, in a folder of their own.
 
     A kind is "pretrain", from random weights and tied; "tune", pretrained weights on prompts and completions of very
-    different lengths; "adapt", LoRA on those.
+    different lengths; "adapt", LoRA on those; "experts", from random weights whose files have one for each expert.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.ranks = folder, shared()
+        self.folder = folder
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False}))
         model.save_pretrained(folder / "pretrained")
         byte_tokenizer().save_pretrained(folder / "pretrained")
         (folder / "shape.json").write_text(json.dumps(SHAPE))
+        (folder / "experts.json").write_text(json.dumps({**SHAPE, **EXPERTS}))
         rng = random.Random(0)
         with (folder / "rows.jsonl").open("w") as rows:
             for _ in range(60):
@@ -49,12 +51,22 @@ class Runs:
         (folder / "text.txt").write_text("\n".join(" ".join(rng.choices(WORDS, k=9)) for _ in range(600)))
         self.made: dict[tuple[str, str], tuple[Path, Ended]] = {}
 
+    @property
+    def ranks(self) -> Ranks:
+        """What starts the ranks of this process's tests."""
+        return shared()
+
     def arguments(self, kind: str) -> list[str]:
         """Return the arguments of a run, without its ranks, rows and output."""
         both = f"--max-steps {STEPS} --held-out 4 --save_steps 2 --save_total_limit 5"
         pretrain = "train --model {0}/shape.json --data {0}/text.txt --vocab-size 400 --seq-len 32"
         tune = "train --model {0}/pretrained --data {0}/rows.jsonl --max_length 64 --lr 1e-3"
-        own = {"pretrain": pretrain, "tune": tune, "adapt": f"{tune} --use_peft --lora_r 4 --lora_dropout 0"}
+        own = {
+            "pretrain": pretrain,
+            "tune": tune,
+            "experts": pretrain.replace("shape", "experts"),
+            "adapt": f"{tune} --use_peft --lora_r 4 --lora_dropout 0",
+        }
         return f"{own[kind]} {both}".format(self.folder).split()
 
     def spies(self, engine: str, *more: str) -> dict[str, str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from distributed import launch
-from gpu.test_train_ranks import curve, run
-from train.conftest import tiny_arguments
+from distributed.train_runs import Runs
+from gpu.test_train_ranks import arguments, curve, run
 
 FILE = Path(__file__).parents[1] / "distributed" / "zero_cases.py"
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -29,11 +29,10 @@ def test_cases_of_the_cpu(case: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_train(dtype: str, tmp_path: Path) -> None:
     """`lowtide train --parallel zero3`, whose model no GPU ever has as a whole, is `ddp`'s to rounding."""
-    arguments = [*tiny_arguments(tmp_path), "--dtype", dtype]
-    curves = []
+    made, curves = Runs(tmp_path), []
     for engine in ("zero3", "ddp"):
-        said = run(2, *arguments, "--parallel", engine, "--output", tmp_path / engine)
-        assert re.search(r"[1-9]\d* without logits, 0 with\b", said), said
+        out = run(2, *arguments(made, "tune", dtype), "--parallel", engine, "--output", tmp_path / engine)
+        assert re.search(r"[1-9]\d* without logits, 0 with\b", out), out
         curves.append(curve(tmp_path / engine))
     # DeepSpeed's weights are bfloat16 where its products are, and those of DDP are rounded at each product
     assert curves[0] == pytest.approx(curves[1], rel={"float32": 1e-4, "bfloat16": 2e-2}[dtype])

@@ -160,6 +160,6 @@ def test_what_cannot_be_compiled_is_one_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
     x, w = torch.randn(9, 4), torch.randn(7, 4)
-    with pytest.raises(UnsupportedError, match="^compile: .* no compiler. Leave compile=True out") as raised:
+    with pytest.raises(UnsupportedError, match=r"^compile: .* no compiler. Leave compile=True out") as raised:
         linear_apply(lambda z: z.logsumexp(-1), x, w, compile=True)
     assert "\n" not in str(raised.value)

@@ -21,6 +21,8 @@ import torch
 import lowtide
 from distributed.train_ranks import shared
 from lowtide.cli import _parser
+from lowtide.errors import ArgumentValueError
+from lowtide.train.options import parse as parse_options
 from pages.blocks import (
     NEEDS,
     PAGES,
@@ -268,7 +270,10 @@ def parse(command: str, is_part: bool) -> None:
         arguments, unknown = parser.parse_known_args(shlex.split(command))
     except SystemExit:
         pytest.fail(command)
-    assert not unknown, unknown
+    if hasattr(arguments, "unknown"):  # options of other libraries
+        parse_options({}, unknown, None, fine_tunes=True)
+    else:
+        assert not unknown, unknown
     assert is_part or callable(arguments.main)
 
 
@@ -286,6 +291,8 @@ def test_commands_are_found_and_wrong_ones_refused() -> None:
     for wrong in ("bench head --swep", "trian", "train --seq-len many"):
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             parse(wrong, True)
+    with pytest.raises(ArgumentValueError, match="weight_decay"):
+        parse("train --weight_dacay 0.1", True)
     with pytest.raises(pytest.fail.Exception):
         parse("plan --seq-len 64", False)
     parse("plan --seq-len 64", True)

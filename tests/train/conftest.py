@@ -76,8 +76,9 @@ def write_text(path: Path, size: int, seed: int = 0) -> Path:
 
 
 def options(**values: object) -> list[str]:
-    """Return options as words of a command line."""
-    return [word for name, value in values.items() for word in (f"--{name}", *map(str, _values(value)))]
+    """Return options as words of a command line; those that are None are left out."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return [word for name, value in given.items() for word in (f"--{name}", *map(str, _values(value)))]
 
 
 def _values(value: object) -> tuple[object, ...]:

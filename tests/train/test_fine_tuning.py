@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lowtide.train import TrainConfig, checkpoints
 from lowtide.train.run import run
+from lowtide.trl import patch_trl, unpatch_trl
 from train.conftest import Run, log, losses, save_model, weights, write_rows
 
 pytest.importorskip("trl")
@@ -22,7 +24,8 @@ from lowtide.train.fine_tuning import FineTuner
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 Tune = Callable[..., list[str]]
-LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ("q_proj", "down_proj")}
+# fused MLPs draw other random numbers for dropout than stock ones
+LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0, "lora_target_modules": ("q_proj", "down_proj")}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows of text": ("rows", {}),
     "text files": ("text", {}),
@@ -31,8 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("pairs", {}),
     "packed": ("messages", {"packing": True, "assistant_only_loss": True}),
     "packed, wrapped": ("rows", {"packing": True, "packing_strategy": "wrapped"}),
-    # B begins at zero, so A's first gradients are rounding, which AdamW would scale to whole steps
-    "adapters": ("messages", {**LORA, "optim": "sgd"}),
+    "adapters": ("messages", LORA),
     "accumulated": ("pairs", {"gradient_accumulation_steps": 3}),
     "smoothed": ("rows", {"label_smoothing_factor": 0.2}),
     "dft": ("pairs", {"loss_type": "dft"}),
@@ -169,6 +171,8 @@ def test_dft_is_its_formula(tune: Tune, pretrained: Path, lowtide: Run, tmp_path
     logprobs = -nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     expected = -(logprobs.exp() * logprobs).sum() / (labels != -100).sum()
     assert logged[1] == pytest.approx(expected.item(), rel=1e-5)
+    assert patch_trl().calls_lowtide == {}, "a new patch: the run has undone its own"
+    unpatch_trl()
 
 
 EXPERTS = [{}, {"gradient_accumulation_steps": 3}, {"router_aux_loss_coef": 0.7}]
@@ -222,7 +226,7 @@ def test_a_run_says_what_it_trains_on(tune: Tune, lowtide: Run, tmp_path: Path) 
     assert (status, err) == (0, "")
     assert "rows     40 conversations, 3 with nothing to train on skipped" in out
     assert "'human' in 40 of the conversations" in out
-    assert "trained  13 of the of the first sequence, the last '<|im_end|>'" in out
+    assert re.search(r"trained  4 of the \d+ tokens of the first sequence, the last '<\|im_end\|>'", out)
     assert "up to 0.001: high for a pretrained model" in out
     assert "the config is for 128 positions" in out
     assert "rounded away" in out
@@ -247,9 +251,7 @@ def test_the_python_interface_returns_what_was_measured(
         model=str(pretrained), data=(str(data["pairs"]),), output=str(tmp_path / "out"), seq_len=64, options=options
     )
     result = run(config)
-    print((tmp_path / "out" / "log.jsonl").read_text())
-    assert max(result.losses) == 72, "two epochs of 72 rows: a tenth is held out"
-    assert sorted(result.losses)[:3] == [1, 5, 10]
+    assert sorted(result.losses) == [1, *range(5, 75, 5)], "of 72 steps: a tenth of the rows is held out"
     assert result.held_out_after is not None
     assert math.isfinite(result.held_out_after)
     assert (result.calls_materialised, result.saved) == (0, str(tmp_path / "out" / "model"))

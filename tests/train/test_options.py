@@ -209,7 +209,12 @@ def test_every_option_of_trl_has_the_value_that_is_given() -> None:
 def test_defaults_are_the_libraries_except_those_that_help_names(pretrained: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults
-        dull = {"report_to": "none", "use_cpu": not torch.accelerator.is_available(), "bf16": False}
+        dull = {
+            "report_to": "none",
+            "disable_tqdm": False,
+            "use_cpu": not torch.accelerator.is_available(),
+            "bf16": False,
+        }
         stock = [one(str(tmp_path), **dull) for one in (trl.SFTConfig, transformers.TrainingArguments)]
 
     def changed(model: object, *, text: bool = False, **options: Any) -> dict[str, Any]:

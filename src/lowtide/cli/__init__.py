@@ -19,7 +19,11 @@ SUBCOMMANDS = {
     "bench": "measure lowtide beside its peers",
 }
 
-OF_TRAIN = ("transformers", "accelerate", "tokenizers", "psutil", "rich")  # the extra's, without which lowtide imports
+EXTRAS = {  # of packages without which lowtide imports
+    **dict.fromkeys(("transformers", "accelerate", "tokenizers", "psutil", "yaml", "rich"), "train"),
+    **dict.fromkeys(("trl", "datasets"), "train,trl"),
+    "peft": "train,peft",
+}
 
 _EXAMPLES = """\
 to begin with:
@@ -78,9 +82,9 @@ def _status(argv: Sequence[str] | None) -> int:
         sys.stderr.write(f"{arguments.parser.prog}: {argument}{colon}{rest}\n")
         return int(status)
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in OF_TRAIN:
+        if (extra := EXTRAS.get(str(error.name).partition(".")[0])) is None:
             raise
-        needs = f"expected {error.name} to be installed, got none. pip install 'lowtide[train]'"
+        needs = f"expected {error.name} to be installed, got none. pip install 'lowtide[{extra}]'"
         sys.stderr.write(f"{arguments.parser.prog}: {needs}\n")
         return USAGE_ERROR
     except BrokenPipeError:  # whoever read our output is gone: no more can be said, not even by the interpreter

@@ -25,8 +25,8 @@ Besides the options below, every option of TRL's SFTConfig and ModelConfig and o
 option here, by its name, with dashes or underscores: --per_device_train_batch_size, --gradient_accumulation_steps,
 --num_train_epochs, --packing, --assistant_only_loss, --use_peft, --load_in_4bit, --report_to, ... The defaults are
 TRL's and transformers', except: logging_steps 1, save_steps and eval_steps 100, save_total_limit 2, bf16 on GPUs that
-have it, gradient_checkpointing off, text files packed (wrapped), no telemetry, and from random weights a cosine
-schedule."""
+have it, gradient_checkpointing off, text files packed (wrapped), lora_dropout 0, no telemetry, and from random weights
+a cosine schedule."""
 
 _EXAMPLES = """\
 examples:

@@ -51,14 +51,39 @@ class Applied:
     plan: MemoryPlan | None = None
 
 
-def plan_and_apply(model: Any, config: TrainConfig, settings: Settings, seq_len: int) -> Applied | None:
+@dataclass(frozen=True)
+class Batch:
+    """The largest batch of a run, as its layers see it.
+
+    Attributes:
+        seq_len: tokens of a row.
+        rows: how many.
+        mask: transformers makes a mask [rows, 1, seq_len, seq_len] for sdpa and eager attention: rows have padding,
+            or hold several documents.
+    """
+
+    seq_len: int
+    rows: int
+    mask: bool = False
+
+    @classmethod
+    def of(cls, args: Any, seq_len: int, *, padded: bool) -> Batch:
+        """Return the batch of a trainer's arguments; ``padded``: rows differ in length."""
+        rows = args.per_device_train_batch_size
+        packs = getattr(args, "packing", False)
+        if getattr(args, "padding_free", False) or (packs and args.packing_strategy != "wrapped"):
+            return cls(seq_len * rows, 1, mask=True)  # all rows joined
+        return cls(seq_len, rows, mask=padded and not packs and rows > 1)
+
+
+def plan_and_apply(model: Any, config: TrainConfig, settings: Settings, batch: Batch) -> Applied | None:
     """Apply ``--policy``, or the plan for ``--memory-budget``, to the model; None where neither is given.
 
     Args:
         model: the run's, patched, its adapters on it.
         config: the run's settings.
         settings: its trainer's.
-        seq_len: tokens of a sequence.
+        batch: what a step works on at once.
 
     Raises:
         ArgumentValueError: nothing fits in the budget, or the policy is not one for this model.
@@ -73,13 +98,11 @@ def plan_and_apply(model: Any, config: TrainConfig, settings: Settings, seq_len:
     else:
         plan = plan_memory(
             model.config,
-            seq_len,
-            settings.args.per_device_train_batch_size,
-            parse_gib("memory_budget", str(config.memory_budget)),
-            config.host_gib or 0,
+            budget_gib=parse_gib("memory_budget", str(config.memory_budget)),
+            host_gib=config.host_gib or 0,
             options=HeadOptions(workspace_mib=config.workspace_mib),
             offload_states="auto" if config.offload_states else False,
-            **planned_job(model, settings),
+            **planned_job(model, settings, batch),
         )
         policies, lines = list(plan.policies), list(_planned(plan, model, config, settings.args))
     apply_policy(model, policies, host_gib=config.host_gib)
@@ -94,12 +117,13 @@ def current_policies(settings: Settings, applied: Applied | None, layers: int) -
     return [ActivationPolicy(keep="input" if checkpointed else "all")] * layers
 
 
-def planned_job(model: Any, settings: Settings) -> dict[str, Any]:
+def planned_job(model: Any, settings: Settings, batch: Batch) -> dict[str, Any]:
     """Return what `plan_memory` and `lowtide.memory.planner.job.Job` both take of a run, by its name in both.
 
     Args:
         model: the run's, with its adapters and patched.
         settings: of its trainer.
+        batch: what a step works on at once.
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
@@ -107,10 +131,12 @@ def planned_job(model: Any, settings: Settings) -> dict[str, Any]:
     args = settings.args
     weights = getattr(torch, str(settings.model.dtype), torch.float32)
     return {
+        "seq_len": batch.seq_len,
+        "batch_size": batch.rows,
         "optimizer": planned_optimizer(args),
         "keep_gradients": args.gradient_accumulation_steps > 1,
         "adapters": _adapters(model) if any(_LORA_A in name for name, _ in model.named_parameters()) else None,
-        "attention_mask": bool(getattr(args, "packing", False)) and _attention(model) in _MASKED,
+        "attention_mask": batch.mask and _attention(model) in _MASKED,
         "fused_mlp": has_levels(model),
         "dtype": weights,
         "autocast": bool(args.bf16 or args.fp16) and weights == torch.float32,
@@ -199,6 +225,8 @@ def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> It
         )
     if args.world_size > 1:
         yield "         planned for one device with all the weights; what sharding saves is not counted"
+    if _has_dropout(model):
+        yield "         dropout of adapters is not counted: its masks, and MLPs that it keeps from being fused"
     if _attention(model) == "eager":
         yield "         eager attention builds its scores, which are not counted"
     yield from (f"         {note}" for note in plan.notes)
@@ -216,6 +244,10 @@ def _adapters(model: Any) -> Adapters | int:
     shape = read_shape(model.config)
     known = not numbers_alone(shape) and adapters.numbers(shape) == numbers
     return adapters if known else int(numbers)
+
+
+def _has_dropout(model: Any) -> bool:
+    return any(getattr(config, "lora_dropout", 0) for config in getattr(model, "peft_config", {}).values())
 
 
 def _attention(model: Any) -> str:

@@ -21,7 +21,7 @@ from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
 from lowtide.memory.policy_words import Mixture, mixture_of, words_of
-from lowtide.train.activations import Applied, current_policies, planned_job, planned_optimizer
+from lowtide.train.activations import Applied, Batch, current_policies, planned_job, planned_optimizer
 from lowtide.train.config import TrainConfig
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
 from lowtide.train.settings import Settings
@@ -40,7 +40,7 @@ def advise(
     config: TrainConfig,
     settings: Settings | None,
     *,
-    seq_len: int,
+    batch: Batch | None,
     model: Any = None,
     applied: Applied | None = None,
     step: int | None = None,
@@ -52,31 +52,31 @@ def advise(
         error: what was raised.
         config: the run's settings.
         settings: its trainer's; None before there were any.
-        seq_len: tokens of a sequence.
+        batch: what a step works on at once; None before there was a model.
         model: the model; None where it was not there yet.
         applied: the activation policy.
         step: the step in which it happened; None before the first.
         go_on: how to resume the run.
     """
-    if settings is None or model is None:
+    if settings is None or model is None or batch is None:
         ways = ["The model itself does not fit: take a smaller one, --dtype bfloat16 or more GPUs."]
         return OutOfMemory("\n".join([f"out of memory before the first step. {_first_line(error)}", *ways]))
     args = settings.args
     rank = f" on rank {args.process_index}" if args.world_size > 1 else ""
     when = f"in step {step}" if step else "before the first step"
-    size = f"{args.per_device_train_batch_size} x {seq_len} tokens"
+    size = f"{batch.rows} x {batch.seq_len} tokens"
     lines = [
         f"out of memory{rank} {when}, at {size}. {_first_line(error)}",
-        *_what_fits(config, settings, model, applied, seq_len),
+        *_what_fits(config, settings, model, applied, batch),
         go_on,
     ]
     return OutOfMemory("\n".join(line for line in lines if line))
 
 
-def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: Applied | None, seq_len: int) -> list[str]:
+def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: Applied | None, batch: Batch) -> list[str]:
     """Return lines of advice with the planner's figures, or why there are none."""
     try:
-        job = _job(config, settings, model, seq_len)
+        job = _job(config, settings, model, batch)
     except (LowtideError, OSError, RuntimeError) as error:
         why = " ".join(str(error).split())
         return [f"The planner has no figures for it ({why}): lower --per_device_train_batch_size or --seq-len."]
@@ -190,18 +190,16 @@ def plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -
     return " ".join(words)
 
 
-def _job(config: TrainConfig, settings: Settings, model: Any, seq_len: int) -> Job:
+def _job(config: TrainConfig, settings: Settings, model: Any, batch: Batch) -> Job:
     try:
         gpu = find_gpu(None) if settings.args.device.type == "cuda" else GPUS["h100"]
     except (LowtideError, RuntimeError):  # an unknown one would be measured, for which there is no memory now
         gpu = GPUS["h100"]
     return Job(
         shape=read_shape(model.config),
-        seq_len=seq_len,
-        batch_size=settings.args.per_device_train_batch_size,
         gpu=gpu,
         head=HeadOptions(workspace_mib=config.workspace_mib),
-        **planned_job(model, settings),
+        **planned_job(model, settings, batch),
     )
 
 

@@ -106,7 +106,7 @@ def new_output(output: str | None, stamp: str) -> Path:
     try:
         found = {p.name for p in path.iterdir()} if path.is_dir() else set()
         unfinished = [name for name in found - _LEFTOVERS if not _CHECKPOINT.fullmatch(name)]
-        if found & {RUN_FILE, TOKENS, f"{TOKENS}.part"} and not unfinished and not checkpoints(path):
+        if found & {RUN_FILE, _RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.part"} and not unfinished and not checkpoints(path):
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
             hint = "Resume it with --resume_from_checkpoint true, or name another folder."

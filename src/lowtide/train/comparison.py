@@ -25,7 +25,15 @@ from lowtide.train.parallel import launched_ranks
 from lowtide.train.prepare import share_data
 from lowtide.train.quiet import quiet_transformers
 from lowtide.train.report import show_comparison
-from lowtide.train.result import FLOAT32, Comparison, TrainResult, measured_tolerance
+from lowtide.train.result import (
+    EARLY_STEPS,
+    FLOAT32,
+    NARROW_EARLY_STEPS,
+    Comparison,
+    TrainResult,
+    early_steps,
+    measured_tolerance,
+)
 from lowtide.train.run import run
 from lowtide.train.settings import Settings, trainer_settings
 
@@ -86,14 +94,19 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
         folder = Path(name)
         config = replace(config, output=str(folder / "run"))
         settings = trainer_settings(config, folder, save=False, text=find_data(config.data).is_text)
+        if getattr(settings.model, "use_peft", False) and settings.model.lora_dropout:
+            console.print("lora_dropout is 0 in both runs: fused MLPs draw other random numbers than stock ones")
+            config = replace(config, options={**config.options, "lora_dropout": 0})
         shared, tokens = share_data(config, settings, folder)
         block = max(_SHORTEST, max(settings.args.max_steps, 0) // _BLOCKS)
         stock, patched = _interleaved(shared, tokens, folder / "turn", block, console)
-        reference, tolerance = None, FLOAT32
+        steps = max(patched.losses, default=1)
+        rates = settings.args.learning_rate, int(settings.args.get_warmup_steps(steps))
+        reference, tolerance = None, replace(FLOAT32, early_steps=early_steps(EARLY_STEPS, *rates))
         if settings.product_dtype != "float32":
             options = {**shared.options, "bf16": False, "fp16": False, "dtype": "float32"}
             reference = _in_child(replace(shared, patch=False, options=options), tokens, None, console, "float32")
-            tolerance = measured_tolerance(stock, reference)
+            tolerance = measured_tolerance(stock, reference, early_steps(NARROW_EARLY_STEPS, *rates))
     comparison = Comparison(
         stock=stock,
         patched=patched,
@@ -119,9 +132,8 @@ def train_in_child(
     quiet_transformers()
     callbacks = () if turn is None else (Turns(Path(turn[0]), turn[1], turn[2], turn[3]),)
     file = None if tokens is None else Path(tokens)
-    result = run(
-        TrainConfig.from_json(settings), save=False, label=label, tokens=file, callbacks=callbacks, reports=False
-    )
+    config = TrainConfig.from_json(settings)
+    result = run(config, save=False, label=label, tokens=file, callbacks=callbacks, reports=False)
     return {**result.to_json(), "steps_seconds": result.steps_seconds}
 
 

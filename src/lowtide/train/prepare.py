@@ -15,7 +15,7 @@ from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.units import mib
 from lowtide.models import PatchReport
-from lowtide.train.activations import Applied, check_offload, plan_and_apply
+from lowtide.train.activations import Applied, Batch, check_offload, plan_and_apply
 from lowtide.train.bpe import load_tokenizer, train_tokenizer
 from lowtide.train.checkpoints import TOKENS
 from lowtide.train.config import TrainConfig
@@ -29,6 +29,7 @@ from lowtide.train.tokens import write_tokens
 from lowtide.trl import TrlReport
 
 SEQ_LEN = 256  # of a run from random weights
+_SAMPLE = 1000  # rows
 _MOST_HELD_OUT = 10  # a tenth of the rows
 
 
@@ -51,6 +52,7 @@ class Run:
         lines: about data, adapters and model, to print.
         checkpoint: to resume from; None at the start.
         tokens: a file of tokens that another run shares; None: the run writes its own.
+    padded: rows differ in length.
     """
 
     config: TrainConfig
@@ -67,6 +69,12 @@ class Run:
     lines: list[str] = field(default_factory=list)
     checkpoint: Path | None = None
     tokens: Path | None = None
+    padded: bool = False
+
+    @property
+    def batch(self) -> Batch:
+        """What a step works on at once."""
+        return Batch.of(self.settings.args, self.seq_len, padded=self.padded)
 
 
 def prepare(run: Run) -> None:
@@ -84,7 +92,7 @@ def prepare(run: Run) -> None:
     make = _fine_tuner if config.fine_tunes else _pre_trainer
     make(run, sources)
     run.model = run.trainer.model  # with its adapters
-    run.applied = plan_and_apply(run.model, config, run.settings, run.seq_len)
+    run.applied = plan_and_apply(run.model, config, run.settings, run.batch)
     run.lines += [*(run.applied.lines if run.applied else ()), *_notes(run)]
 
 
@@ -204,7 +212,9 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
             raise
         why = " ".join(str(error).split())[:400].rstrip(".")
         raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
-    run.lines += _learned(run.trainer.train_dataset, tokenizer)
+    rows = run.trainer.train_dataset
+    run.padded = len({len(ids) for ids in rows[: min(_SAMPLE, len(rows))]["input_ids"]}) > 1
+    run.lines += _learned(rows, tokenizer)
 
 
 def _patch(run: Run) -> None:

@@ -14,6 +14,8 @@ from lowtide.measure.units import mib
 WARM_STEPS = 2  # the first steps make the optimizer states and fill caches: left out of times and peaks
 EARLY_STEPS = 50
 NARROW_EARLY_STEPS = 20
+_FEWEST_EARLY_STEPS = 3
+_SMALL_RUN = (2e-3, 50)  # learning rate and warm-up steps of the run in which both were measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class Tolerance:
 
     The two runs add up in different orders, and training feeds each step's rounding back into the next, where it grows:
     float32 measured 2e-6 up to step 50 of the small run, 6e-5 at 300, 2e-4 at 500. A wrong gradient shows early.
+    Both rounding and a wrong gradient act on the loss by what the optimizer makes of them, so that "early" is a sum of
+    learning rates: a run that warms up faster has fewer early steps (`early_steps`).
     """
 
     early: float
@@ -81,6 +85,23 @@ class Tolerance:
     def at(self, step: int) -> float:
         """Return the tolerance at one step."""
         return self.early if step <= self.early_steps else self.late
+
+
+def early_steps(most: int, learning_rate: float, warmup: int) -> int:
+    """Return after how many steps the learning rates add up to what the first ``most`` of the small run do.
+
+    Args:
+        most: steps of the small run; the result is not larger.
+        learning_rate: the peak.
+        warmup: steps in which it is reached, linearly.
+    """
+
+    def added(step: int, peak: float, warm: int) -> float:
+        return peak * (step * step / (2 * warm) if step < warm else step - warm / 2)
+
+    limit = added(most, *_SMALL_RUN) * (1 + 1e-9)
+    within = (step for step in range(most, 0, -1) if added(step, learning_rate, warmup) <= limit)
+    return max(next(within, 0), _FEWEST_EARLY_STEPS)
 
 
 FLOAT32 = Tolerance(2e-5, 2e-3)
@@ -172,12 +193,17 @@ def differences(a: TrainResult, b: TrainResult) -> dict[int, float]:
     return {step: abs(x - y) if x == x and y == y else float("inf") for step, (x, y) in pairs.items()}
 
 
-def measured_tolerance(stock: TrainResult, reference: TrainResult) -> Tolerance:
+def measured_tolerance(stock: TrainResult, reference: TrainResult, steps: int = NARROW_EARLY_STEPS) -> Tolerance:
     """Return the tolerance that the stock model's own distance from its float32 run allows, never below float32's.
 
     A run that is not a number in its first steps allows nothing.
+
+    Args:
+        stock: the run in a narrower dtype.
+        reference: the same in float32.
+        steps: how many the first are.
     """
-    apart = max((d for step, d in differences(stock, reference).items() if step <= NARROW_EARLY_STEPS), default=0.0)
+    apart = max((d for step, d in differences(stock, reference).items() if step <= steps), default=0.0)
     early = max(APART * apart if apart < float("inf") else 0.0, FLOAT32.early)
     late = min(early * FLOAT32.late / FLOAT32.early, MOST_LATE)
-    return Tolerance(early, max(early, late), NARROW_EARLY_STEPS)
+    return Tolerance(early, max(early, late), steps)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.model import pretrained_model
 from lowtide.train.parallel import first_does, is_first_rank, launched_ranks, uses_deepspeed, uses_fsdp, zero_stage
 
 _WHOLE, _FSDP2, _SHARDS = "one process or DDP", "FSDP2", "FSDP2 with SHARDED_STATE_DICT"
@@ -45,6 +46,7 @@ def readable(checkpoint: Path, trainer: Any, staging: Path) -> Iterator[Path]:
         staging: folder for a converted one, which takes as much room as its weights and states.
     """
     wrote, now = _wrote(checkpoint), _now()
+    load_experts(checkpoint, trainer.model)
     if wrote == now:
         yield checkpoint
         return
@@ -55,6 +57,20 @@ def readable(checkpoint: Path, trainer: Any, staging: Path) -> Iterator[Path]:
     finally:
         if is_first_rank():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def load_experts(checkpoint: Path, model: Any) -> None:
+    """Load the weights that files have by other names, such as one for each expert: Trainer leaves them out."""
+    from safetensors import safe_open
+
+    if _now() != _WHOLE or hasattr(model, "peft_config"):
+        return
+    names: set[str] = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for file in checkpoint.glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as content:
+            names |= set(content.keys())
+    if model.state_dict().keys() - names:
+        model.load_state_dict(_weights(checkpoint, model))
 
 
 def _wrote(checkpoint: Path) -> str:
@@ -110,20 +126,11 @@ def _names(trainer: Any) -> list[str]:
 
 
 def _weights(checkpoint: Path, model: Any) -> dict[str, Any]:
-    """Return the weights of a checkpoint, tied ones by each of their names; of adapters those that are trained."""
-    from safetensors.torch import load_file
-
+    """Return the weights of a checkpoint by their names in the model; of adapters those that are trained."""
     if hasattr(model, "peft_config"):
         from peft import load_peft_weights, set_peft_model_state_dict
 
         set_peft_model_state_dict(model, load_peft_weights(str(checkpoint), device="cpu"))
         return {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
-    weights: dict[str, Any] = {}
-    for file in sorted(checkpoint.glob("model*.safetensors")):
-        weights |= load_file(file)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    weights |= {name: weights[source] for name, source in tied.items() if name not in weights}
-    if lacking := model.state_dict().keys() - weights.keys():
-        got = f"{checkpoint.name} without {min(lacking)}"
-        raise ArgumentValueError(message("parallel", "the engine that wrote the checkpoint", got))
+    weights: dict[str, Any] = pretrained_model(checkpoint, alone=True).state_dict()
     return weights

@@ -28,7 +28,7 @@ from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_gr
 from lowtide.train.prepare import Run, prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, readable
+from lowtide.train.resuming import check_engine, load_experts, readable
 from lowtide.train.settings import trainer_settings
 from lowtide.train.shapes import model_folder
 
@@ -191,7 +191,7 @@ class _Runner:
         """Let the trainer train.
 
         Raises:
-            ArgumentValueError: the checkpoint cannot be read.
+            ArgumentValueError: the checkpoint cannot be read, or the optimizer or its schedule cannot be made.
         """
         try:
             if self.checkpoint is None:
@@ -199,6 +199,9 @@ class _Runner:
             else:
                 with readable(self.checkpoint, one.trainer, self.output / checkpoints.STAGING) as folder:
                     one.trainer.train(resume_from_checkpoint=str(folder))
+            best = one.trainer.state.best_model_checkpoint
+            if best and one.settings.args.load_best_model_at_end and one.metrics.began:
+                load_experts(Path(best), one.trainer.model)
         except Exception as error:
             if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
@@ -206,6 +209,9 @@ class _Runner:
                 got = f"{self.checkpoint}, which cannot be read ({why(error)})"
                 hint = "If it is damaged, remove it, to resume from an older one."
                 raise ArgumentValueError(message(f"--{_RESUME}", "a complete checkpoint", got, hint)) from error
+            if one.trainer.lr_scheduler is None and isinstance(error, ValueError | TypeError | ImportError):
+                expected = "an optimizer and a schedule with these settings"
+                raise ArgumentValueError(message("options", expected, why(error))) from error
             raise
 
     def _save_model(self, one: Run) -> Path:
@@ -274,7 +280,7 @@ class _Runner:
             error,
             self.config,
             one.settings if one else None,
-            seq_len=one.seq_len if one else 0,
+            batch=one.batch if one else None,
             model=one.model if one else None,
             applied=one.applied if one else None,
             step=None if step is None else step + 1,
@@ -308,13 +314,16 @@ def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     hint = "A resumed run keeps its model, data order and schedule: leave it out, or begin a new run."
     for name in (*fixed_settings(), "lr"):
         if name in changed and changed[name] != (old := getattr(before, name)):
-            raise ArgumentValueError(message(name, f"{old!r}, as the run began", repr(changed[name]), hint))
+            raise ArgumentValueError(message(name, f"{_named(old)}, as the run began", repr(changed[name]), hint))
     for name, value in config.options.items():
         old = before.options.get(name)
         if name != _RESUME and str(value) != str(old) and not name.startswith(_MAY_CHANGE):
-            got = "none" if old is None else repr(old)
-            raise ArgumentValueError(message(f"--{name}", f"{got}, as the run began", repr(value), hint))
+            raise ArgumentValueError(message(f"--{name}", f"{_named(old)}, as the run began", repr(value), hint))
     if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
         changed = {**dict.fromkeys(ACTIVATIONS), **changed}
     options = {**before.options, **{k: v for k, v in config.options.items() if k != _RESUME}}
     return replace(before, **changed, output=str(checkpoint.parent), options=options), checkpoint
+
+
+def _named(value: object) -> str:
+    return "the default" if value is None else repr(value)

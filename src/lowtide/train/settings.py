@@ -50,7 +50,13 @@ _REFUSED = {  # what a trainer would take and this run not apply
 class PretrainArguments:
     """Options of TRL's ModelConfig and SFTConfig that training from random weights has, too."""
 
-    dtype: str = field(default="float32", metadata={"help": "dtype of weights, gradients and optimizer states"})
+    dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "dtype of weights, gradients and optimizer states",
+            "choices": ["float32", "bfloat16", "float16"],
+        },
+    )
     attn_implementation: str | None = field(default=None, metadata={"help": "transformers' attention"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run code that a model's folder brings"})
     dataset_text_field: str = field(default="text", metadata={"help": "the column that holds the text"})
@@ -108,6 +114,8 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
+    if config.lora_merge and not getattr(model, "use_peft", False):
+        raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     if args.mixed_precision != precision:  # the launcher's, which would be used
         expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."
@@ -133,6 +141,8 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
     }
     if config.fine_tunes:
         own["gradient_checkpointing"] = False  # TRL's default is True: --policy and --memory-budget are better ones
+        if _is_on(options.get("use_peft")):
+            own["lora_dropout"] = 0.0  # TRL's default is 0.05, with which MLPs that have adapters cannot be fused
         if text:
             own |= {"packing": True, "packing_strategy": "wrapped"}
     else:

@@ -1,0 +1,363 @@
+"""Ended or killed at any moment, a run goes on from its last complete checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import Trainer
+
+from lowtide.cli import main
+from lowtide.errors import ArgumentValueError
+from lowtide.train import checkpoints
+from lowtide.train.checkpoints import COMPLETE, MODEL
+from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.ending import SaveAndStop
+from train.conftest import Run, assert_same_weights, log, losses, options
+
+Tune = Callable[..., list[str]]
+STEPS = 12  # as the fixture `finished`
+
+
+def names(output: Path) -> list[str]:
+    return [path.name for path in checkpoints.checkpoints(output)]
+
+
+def assert_same_run(output: Path, expected: Path) -> None:
+    assert losses(output) == losses(expected)
+    assert_same_weights(output / MODEL, expected / MODEL)
+
+
+def calls_before(owner: Any, name: str, number: int, what: Callable[[], object]) -> Callable[[], None]:
+    """Let the function of that name do something more before its ``number``-th call; return what undoes it."""
+    original, calls = getattr(owner, name), iter(range(1, 10**6))
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            what()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, called)
+    return lambda: setattr(owner, name, original)
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore Ctrl-C, as do their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Do something in the middle of a step."""
+
+    def at(step: int, what: Callable[[], object]) -> None:
+        monkeypatch.setattr(Trainer, "training_step", Trainer.training_step)  # restored at the end
+        calls_before(Trainer, "training_step", step, what)
+
+    return at
+
+
+def killed(arguments: list[str], owner: Any, name: str, number: int) -> int:
+    """Run the command in a fork of this process that kills itself; return how it ended."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+            for standard in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), standard)
+            calls_before(owner, name, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            os._exit(main(arguments))
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+PLACES = {
+    "a step": (Trainer, "training_step", 8),
+    "the weights": (Trainer, "_save", 2),
+    "the optimizer": (torch, "save", 7),
+    "the mark": (checkpoints, "_flush_all", 2),
+    "removal": (checkpoints.shutil, "rmtree", 3),
+    "the end": (checkpoints.shutil, "rmtree", 4),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_at_a_chosen_place(place: str, tmp_path: Path, tiny: list[str], lowtide: Run, finished: Path) -> None:
+    output = tmp_path / "killed"
+    assert killed([*tiny, "--max-steps", str(STEPS), "--output", str(output)], *PLACES[place]) == -9
+    assert names(output), "it was killed before its first checkpoint: the test tests nothing"
+    half = [path for path in output.glob("checkpoint-*") if not (path / COMPLETE).exists()]
+    assert bool(half) == (place in ("the optimizer", "the mark", "removal"))
+    status, _, err = lowtide("train", "--resume_from_checkpoint", "true", "--output", output)
+    assert (status, err) == (0, "")
+    assert_same_run(output, finished)
+    assert names(output) == ["checkpoint-9", "checkpoint-12"], "save_total_limit is 2"
+    assert sorted(p.name for p in output.iterdir() if p.name.startswith((".", "checkpoint"))) == sorted(names(output))
+
+
+RESUMED = {
+    "conversations": ("messages", {"assistant_only_loss": True, "gradient_accumulation_steps": 2}),
+    "adapters with dropout": ("messages", {"use_peft": True, "lora_r": 4, "lora_dropout": 0.3, "policy": "input"}),
+    "packed": ("text", {}),
+    "two epochs": ("pairs", {"num_train_epochs": 2, "per_device_train_batch_size": 28, "max-steps": None}),
+    "bfloat16": ("rows", {"dtype": "bfloat16"}),
+    "adafactor": ("rows", {"optim": "adafactor"}),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_resumed_fine_tuning_is_the_same_to_the_bit(kind: str, tune: Tune, tmp_path: Path, lowtide: Run) -> None:
+    pytest.importorskip("trl")
+    data, more = RESUMED[kind]
+    output, expected = tmp_path / "resumed", tmp_path / "whole"
+    arguments = tune(data, **more)
+    assert lowtide(*arguments, "--output", expected)[::2] == (0, "")
+    assert names(expected) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    shutil.copytree(expected, output)
+    shutil.rmtree(output / MODEL)
+    shutil.rmtree(output / "checkpoint-6")
+    (output / "checkpoint-4" / COMPLETE).unlink()  # as if it had been killed in step 4
+    assert lowtide("train", "--resume_from_checkpoint", "true", "--output", output)[::2] == (0, "")
+    assert_same_run(output, expected)
+    assert sorted(losses(output)) == list(range(1, 7))
+    assert [line["step"] for line in log(output)] == [line["step"] for line in log(expected)]
+
+
+def test_a_finished_run_is_given_more_steps_and_saves_its_model_again(
+    tmp_path: Path, finished: Path, lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, resume = tmp_path / DEFAULT_ROOT / "now", ["train", "--resume_from_checkpoint"]
+    shutil.copytree(finished, output)
+    shutil.rmtree(output / MODEL)
+    monkeypatch.chdir(tmp_path)
+    assert lowtide(*resume, "true")[::2] == (0, ""), "without --output the newest run goes on"
+    assert_same_run(output, finished)
+    assert lowtide(*resume, "true", "--max-steps", 13, "--output", output)[0] == 0
+    assert sorted(losses(output)) == list(range(1, 14))
+    status, out, err = lowtide(*resume, output / "checkpoint-12", "--policy", "input", "--seed", 42)
+    assert (status, out) == (2, ""), "another checkpoint than the newest can be named, but the seed is the run's"
+    assert "--seed: expected the default, as the run began" in err
+    (output / "checkpoint-12" / "optimizer.pt").write_bytes(b"half")
+    status, _, err = lowtide(*resume, output / "checkpoint-12", "--max-steps", 14)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "checkpoint-12, which cannot be read" in err
+
+
+def test_a_run_is_resumed_from_another_folder(
+    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it has written into the folder of its data is no data."""
+    monkeypatch.chdir(tmp_path / "text")
+    assert lowtide(*tiny, "--data", ".", "--model", "../tiny.json", "--output", "out")[0] == 0
+    shutil.rmtree(tmp_path / "text" / "out" / "checkpoint-6")
+    monkeypatch.chdir(tmp_path)
+    assert lowtide("train", "--resume_from_checkpoint", "true", "--output", "text/out")[::2] == (0, "")
+    assert max(losses(tmp_path / "text" / "out")) == 6
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "rate": (["--lr", "1.0"], "lr: expected the default, as the run began, got 1.0. A resumed run keeps its model"),
+    "rate by TRL's name": (["--learning_rate", "1"], "lr: expected the default, as the run began"),
+    "model": (["--model", "llama-3-8b"], "model: expected "),
+    "data": (["--data", "other.txt"], "data: expected "),
+    "length": (["--seq-len", "64"], "seq_len: expected 32, as the run began, got 64"),
+    "optimizer": (["--optim", "sgd"], "--optim: expected the default, as the run began, got 'sgd'"),
+    "decay": (["--weight_decay", "0.5"], "--weight_decay: expected the default, as the run began"),
+    "sequences": (["--per_device_train_batch_size", "3"], "a divisor of the run's 2 sequences per step, got 1"),
+    "no run": (["--output", "elsewhere"], "--resume_from_checkpoint: expected a run's folder in --output"),
+    "no checkpoint": (["--resume_from_checkpoint", "elsewhere"], "expected a complete checkpoint of a lowtide run"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_resumed_run_keeps_its_settings(
+    case: str, finished: Path, tmp_path: Path, lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, named = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text("words\n" * 999)
+    before = sorted(finished.rglob("*"))
+    resume = {"resume_from_checkpoint": "true", "output": finished, "max-steps": 14}
+    status, _, err = lowtide("train", *options(**resume), *given)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert named in err
+    assert sorted(finished.rglob("*")) == before
+
+
+def test_the_same_settings_again_and_another_batch_are_no_change(finished: Path, tmp_path: Path, lowtide: Run) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(finished, output)
+    same = ["--seq-len", 32, "--per_device_train_batch_size", 1, "--save_steps", 1, "--policy", "input"]
+    resume = ["train", "--resume_from_checkpoint", "true", "--output", output]
+    assert lowtide(*resume, *same, "--max-steps", 13)[::2] == (0, "")
+    told = json.loads((output / "run.json").read_text())
+    assert (told["sequences"], told["config"]["policy"]) == (2, "input"), "two batches of one make a step"
+    (output / "run.json").write_text("{}")
+    status, _, err = lowtide(*resume)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "a run.json as this version writes it" in err
+
+
+def test_early_stopping_leaves_the_best_model(tune: Tune, tmp_path: Path, lowtide: Run) -> None:
+    """A rate so high that it soon gets worse."""
+    pytest.importorskip("trl")
+    output = tmp_path / "out"
+    ways = {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1, "warmup_steps": 0}
+    arguments = tune("rows", **{**ways, "learning_rate": 0.3, "max-steps": 60, "early-stopping-patience": 3})
+    status, out, err = lowtide(*arguments, "--output", output)
+    assert (status, err) == (0, "")
+    held_out = {line["step"]: line["eval_loss"] for line in log(output) if "eval_loss" in line and line["step"]}
+    last = max(losses(output))
+    evaluated = {step: loss for step, loss in held_out.items() if step <= last}
+    best = min(evaluated, key=lambda step: evaluated[step])
+    assert last == best + 6 < 60, "three evaluations later"
+    assert f"best             step {best}: the run went on to step {last}" in out
+    assert names(output) == [f"checkpoint-{best}", f"checkpoint-{last}"], "the newest and the best"
+    assert_same_weights(output / MODEL, output / f"checkpoint-{best}")
+    assert re.search(rf"held-out loss +[\d.]+ -> {evaluated[best]:.3f}", out)
+
+
+@pytest.mark.parametrize(("number", "status", "name"), [(15, 143, "SIGTERM"), (2, 130, "Ctrl-C")])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    number: int, status: int, name: str, at_step: Any, tiny: list[str], finished: Path, lowtide: Run, tmp_path: Path
+) -> None:
+    output, handlers = tmp_path / "out", [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    at_step(5, lambda: [signal.raise_signal(number) for _ in range(1 + (number == signal.SIGTERM))])
+    ended, out, err = lowtide(*tiny, "--max-steps", STEPS, "--output", output)
+    assert (ended, err.count("\n"), "training loss" in out) == (status, 1, False), err
+    assert f"ended by {name} after step 5. Resume with: lowtide train --resume_from_checkpoint true --output" in err
+    assert names(output) == ["checkpoint-3", "checkpoint-5"]
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert not (output / MODEL).exists()
+    assert lowtide("train", "--resume_from_checkpoint", "true", "--output", output)[::2] == (0, "")
+    assert_same_run(output, finished)
+
+
+def test_a_second_interrupt_ends_it_at_once(at_step: Any, tiny: list[str], lowtide: Run, tmp_path: Path) -> None:
+    at_step(5, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    status, _, err = lowtide(*tiny, "--output", tmp_path / "out")
+    assert (status, err.strip().count("\n"), "Traceback" in err) == (130, 0, False), err
+    assert "interrupted. Resume with: lowtide train --resume_from_checkpoint true" in err
+    assert names(tmp_path / "out") == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize("place", ["prepare", "find_data", "trainer_settings"])
+def test_an_interrupt_before_the_first_step_is_one_line(
+    place: str, tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(f"lowtide.train.run.{place}", interrupted)
+    status, _, err = lowtide(*tiny, "--output", tmp_path / "out")
+    assert (status, err.strip()) == (130, "lowtide train: interrupted. There is no checkpoint yet: start again.")
+
+
+def test_a_further_sigterm_leaves_the_checkpoint_to_be_written() -> None:
+    """Slurm signals the ranks and torchrun, which signals them again."""
+    before = signal.getsignal(signal.SIGTERM)
+    stop, control = SaveAndStop(saves=True), SimpleNamespace(should_training_stop=False, should_save=False)
+    stop.on_train_begin(None, None, control)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        stop.on_step_end(SimpleNamespace(device="cpu"), None, control)
+        signal.raise_signal(signal.SIGTERM)  # while the checkpoint is written
+        assert control.should_save
+        assert control.should_training_stop
+    finally:
+        stop.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+FULL = {
+    "run.json": ("lowtide.train.checkpoints._flush", 1, "run.json", []),
+    "first checkpoint": ("transformers.Trainer._save", 1, "checkpoint", []),
+    "second checkpoint": ("transformers.Trainer._save", 2, "checkpoint", ["checkpoint-3"]),
+    "its mark": ("lowtide.train.checkpoints._flush_all", 2, "checkpoint-6", ["checkpoint-3"]),
+    "model": ("transformers.Trainer._save", 3, MODEL, ["checkpoint-3", "checkpoint-6"]),
+    "log": ("lowtide.train.monitor.os.write", 4, "log.jsonl", ["checkpoint-3"]),
+}
+
+
+@pytest.fixture
+def disk_is_full(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Let a function's call fail like a write to a full disk."""
+
+    def at(name: str, number: int) -> None:
+        owner, _, attribute = name.rpartition(".")
+        found = pytest.importorskip(owner.removesuffix(".Trainer").removesuffix(".os"))
+        for part in owner.removeprefix(found.__name__).split("."):
+            found = getattr(found, part) if part else found
+        monkeypatch.setattr(found, attribute, getattr(found, attribute))
+        calls_before(found, attribute, number, full)
+
+    return at
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_disk_that_takes_no_more_leaves_whole_checkpoints(
+    what: str, tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_is_full: Any
+) -> None:
+    function, number, named, left = FULL[what]
+    output = tmp_path / "out"
+    disk_is_full(function, number + (what == "log"))  # the first line is that of the evaluation before
+    status, _, err = lowtide(*tiny, "--output", output)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert f"could not write {output / named}" in err
+    assert "No space left on device" in err
+    assert ("No checkpoint is there yet: start again" if not left else f"{left[-1]} is complete: go on from it") in err
+    assert names(output) == left
+    assert not (output / MODEL).exists()
+    monkeypatch.undo()
+    again = ["train", "--resume_from_checkpoint", "true"] if left else tiny
+    assert lowtide(*again, "--output", output)[::2] == (0, "")
+    assert names(output) == ["checkpoint-3", "checkpoint-6"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EDQUOT, "quota"), True),
+        (SafetensorError("disk"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:815] PytorchStreamWriter failed writing file"), True),
+        (CheckpointException("save", {1: (OSError(28, "x"), None)}), True),  # type: ignore[dict-item]
+        (CheckpointException("save", {1: (KeyError("x"), None)}), False),  # type: ignore[dict-item]
+        (RuntimeError("shapes differ"), False),
+        (ArgumentValueError("x"), False),
+        (MemoryError(), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_which_errors_are_of_files_that_were_not_written(error: Exception, expected: bool) -> None:
+    assert checkpoints.is_not_written(error) == expected
+
+
+@pytest.mark.parametrize("found", [["run.json.new"], ["run.json", "log.jsonl", "checkpoint-3"], ["tokens.bin"]])
+def test_a_run_that_ended_before_its_first_checkpoint_can_begin_again(found: list[str], tmp_path: Path) -> None:
+    for name in found:
+        (tmp_path / name).write_text("{")
+    assert checkpoints.new_output(str(tmp_path), "now") == tmp_path
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ArgumentValueError, match="a folder that is new or empty"):
+        checkpoints.new_output(str(tmp_path), "now")
