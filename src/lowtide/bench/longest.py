@@ -103,11 +103,12 @@ class Fit:
         return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions(), adapters=adapters)
 
     def _demand(self, job: Job, groups: Groups) -> Demand:
-        T, memory = job.seq_len, Memory(job)
+        T, memory, full = job.seq_len, Memory(job), self.train == "full"
+        logits = LOGIT * T * self.shape.vocab if self.way.startswith(STOCK) else 0  # a stock loss builds them
         peak = max(
-            phase.bytes - phase.gradients - (phase.weights if self.train == "full" else 0) + self._logits(T, phase.name)
+            phase.bytes - phase.gradients - phase.weights * full + logits * (phase.name == "head")
             for phase in memory.phases(groups)
-            if not (self.train == "lora" and phase.name in ("embedding", "optimizer"))
+            if full or phase.name not in ("embedding", "optimizer")
         )
         host = self.states
         if self.way == LOWTIDE:
@@ -119,11 +120,14 @@ class Fit:
                 saved = [each] * self.shape.layers + self.saved_outside(T)
                 host += sum(map(pinned_bytes, saved))
                 peak -= (self.shape.layers - ON_DEVICE) * each
-        peak += self._resident(memory)
+        seconds = Times(job).step(groups)
+        if full:  # with the parameters and gradients that are on the GPU at once under FSDP2
+            vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
+            peak += 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
+            seconds += self.shape.params / HOST_RATE
         if self.gpu_bytes is None:
             host += peak
-        update = self.shape.params / HOST_RATE if self.train == "full" else 0.0
-        return Demand(peak, host, Times(job).step(groups) + update, groups)
+        return Demand(peak, host, seconds, groups)
 
     def saved_outside(self, T: int) -> list[int]:
         """Return the bytes of the large tensors that autograd saves of a peer's step outside its layers.
@@ -162,17 +166,6 @@ class Fit:
         moved = min(self.shape.layers, room + ON_DEVICE) if room else 0
         return [(policy, n) for policy, n in ((away, moved), (here, self.shape.layers - moved)) if n]
 
-    def _logits(self, T: int, phase: str) -> int:
-        """Return the bytes of logits in a phase: a stock loss builds them."""
-        return LOGIT * T * self.shape.vocab if phase == "head" and self.way.startswith(STOCK) else 0
-
-    def _resident(self, memory: Memory) -> int:
-        """Return the bytes of parameters and gradients that are on the GPU at once under FSDP2."""
-        if self.train == "lora":
-            return 0
-        vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
-        return 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
-
 
 def pinned_bytes(size: int) -> int:
     """Return what PyTorch's own allocator of pinned memory takes: the next power of two."""
@@ -188,7 +181,7 @@ def parameter_sizes(shape: ModelShape) -> Sequence[int]:
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, without --host
 LEAST_FREE = 2**30  # an attempt is ended before less than that is left
-UNKNLOWTIDE_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
+UNKNOWN_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
 KILLED = -9  # by the system, as a rule for want of memory
 TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
@@ -248,7 +241,7 @@ class Tries:
     fit: Fit
     settings: dict[str, Any]
     tell: Callable[[Row], object]
-    build_s: float = UNKNLOWTIDE_BUILD
+    build_s: float = UNKNOWN_BUILD
     slower: float = 1.0
 
     def seconds(self, T: int) -> float:

@@ -173,7 +173,7 @@ def _keep(model: Any, way: str, policies: str, host_gib: float) -> AbstractConte
 
 @contextlib.contextmanager
 def _world(device: torch.device, *, needed: bool) -> Iterator[None]:
-    """Be the only rank of a world, where FSDP2 needs one."""
+    """Open a process group of one rank, where FSDP2 needs one."""
     if not needed:
         yield
         return

@@ -213,7 +213,7 @@ def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Be a rank that torchrun starts: measure each way and model in turn, as one argument of JSON says."""
+    """Run one rank, started by torchrun: measure each way and model in turn; the one argument is JSON."""
     from accelerate.state import AcceleratorState
 
     asked = json.loads(sys.argv[1])
