@@ -335,7 +335,7 @@ def test_text_that_is_too_short_or_has_no_such_field(tmp_path: Path, tokenizer: 
         path.write_text('{"text": "x"}\n' + json.dumps(row) + "\n")
         found = error_of(tmp_path / "x", tmp_path / "a", tokenizer)
         assert f"expected a text in the field 'text' of each row, got {got.format(path)}" in found or got in found
-        assert "Name the field with --text-field. Conversations need a pretrained model" in found
+        assert "Name it with --dataset_text_field. Conversations need a pretrained model" in found
 
 
 def test_a_tokenizer_is_trained_on_text_that_is_not_held_out(data: Path, tmp_path: Path) -> None:

@@ -181,6 +181,8 @@ class TrainConfig:
             changed["tokenizer"] = _absolute(self.tokenizer)
         if self.model not in SHAPES:
             changed["model"] = _absolute(self.model)
+        if template := self.options.get("chat_template_path"):
+            changed["options"] = {**self.options, "chat_template_path": _absolute(str(template))}
         return dataclasses.replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:

@@ -59,6 +59,11 @@ _OLD = {  # options of earlier versions, and what to give now
     "epochs": "--num_train_epochs",
     "fp32": "--bf16 false",
 }
+_NOT_IN_A_FILE = {  # what --config cannot have
+    **dict.fromkeys(("compare", "json", "config", "write_launch_file"), "Give it on the command line."),
+    "env": "Set the environment's variables before the command.",
+    "datasets": "Name files and folders with data: [...].",
+}
 _OLD_VALUES = {  # of options whose name is TRL's now, with another meaning
     "packing": {
         "joined": "--packing --packing_strategy wrapped",
@@ -90,6 +95,8 @@ def parse(
             file that is no YAML mapping.
     """
     in_file = _from_file(config_file) if config_file is not None else {}
+    for name in in_file.keys() & _NOT_IN_A_FILE.keys():
+        raise ArgumentValueError(message("--config", "options of training alone", name, _NOT_IN_A_FILE[name]))
     in_words = dict(_from_words(words))
     for name, value in (in_file | in_words).items():
         _check(name, value, fine_tunes=fine_tunes)
@@ -198,15 +205,18 @@ def _from_file(file: Path) -> dict[str, Any]:
         raise ArgumentValueError(message("--config", expected, f"{file} ({error.strerror})")) from error
     except (ValueError, yaml.YAMLError) as error:
         raise ArgumentValueError(message("--config", expected, f"{file} ({' '.join(str(error).split())})")) from error
+    found = {} if found is None else found  # comments alone
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ArgumentValueError(message("--config", expected, f"something else in {file}"))
-    return {name.replace("-", "_"): value for name, value in found.items() if value is not None}
+    return {name.replace("-", "_"): value for name, value in found.items() if value not in (None, [])}
 
 
 def _typed(name: str, value: Any) -> Any:
     """Return an own setting's value in the type of its field: command lines have texts, and YAML reads 1e-5 as one."""
     kind = str(TrainConfig.__dataclass_fields__[name].type)
     if kind.startswith("tuple"):
+        if isinstance(value, Mapping):  # columns in YAML
+            return tuple(f"{key}={each}" for key, each in value.items())
         return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
     try:
         if kind.startswith("bool"):

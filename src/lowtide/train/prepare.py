@@ -17,7 +17,7 @@ from lowtide.measure.units import mib
 from lowtide.models import PatchReport
 from lowtide.train.activations import Applied, Batch, check_offload, plan_and_apply
 from lowtide.train.bpe import load_tokenizer, train_tokenizer
-from lowtide.train.checkpoints import TOKENS
+from lowtide.train.checkpoints import TOKENS, is_not_written, save_error
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data
 from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
@@ -212,9 +212,25 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
             raise
         why = " ".join(str(error).split())[:400].rstrip(".")
         raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
+    if type(run.trainer.model.get_output_embeddings()).__name__ == "TrainableTokensWrapper":  # neither trl nor peft can
+        got = f"{args.chat_template_path}, whose tokens the tied embeddings lack"
+        hint = "Give its template as a .jinja file, or train without --use_peft."
+        raise ArgumentValueError(message("--chat_template_path", "no new tokens beside adapters", got, hint))
+    _check_truncation(run, parts)
     rows = run.trainer.train_dataset
     run.padded = len({len(ids) for ids in rows[: min(_SAMPLE, len(rows))]["input_ids"]}) > 1
     run.lines += _learned(rows, tokenizer)
+
+
+def _check_truncation(run: Run, parts: Mapping[str, Any]) -> None:
+    """Raise where TRL has dropped all rows of a part: what they are trained on is behind the most tokens."""
+    for name, left in (("train", run.trainer.train_dataset), ("test", run.trainer.eval_dataset)):
+        if left is not None and len(left) == 0:
+            expected = f"rows with something to train on in their first {run.seq_len} tokens"
+            got = f"none of {len(parts[name])} {'training' if name == 'train' else 'held-out'} rows"
+            raise ArgumentValueError(message("data", expected, got, "Give a larger --seq-len."))
+    if not run.settings.args.packing and (dropped := len(parts["train"]) - len(run.trainer.train_dataset)) > 0:
+        run.lines.append(f"dropped  {dropped:,} rows with nothing to train on in their first {run.seq_len} tokens")
 
 
 def _patch(run: Run) -> None:
@@ -231,10 +247,19 @@ def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) ->
     return train_tokenizer(
         sources,
         vocab_size=config.vocab_size,
-        text_field=settings.model.dataset_text_field,
+        text_field=_text_field(config, settings),
         seq_len=config.seq_len or SEQ_LEN,
         seed=settings.args.seed,
     )
+
+
+def _text_field(config: TrainConfig, settings: Settings) -> str:
+    """Return the column of the text that random weights are trained on."""
+    columns = dict(pair.split("=", 1) for pair in config.columns)
+    if others := sorted(columns.keys() - {"text"}):
+        hint = "Name a pretrained model with --model to train on others."
+        raise ArgumentValueError(message("columns", "text=COLUMN, from random weights", others[0], hint))
+    return columns.get("text", str(settings.model.dataset_text_field))
 
 
 def _write_tokens(
@@ -243,18 +268,23 @@ def _write_tokens(
     """Tokenise as much of the data as the run's steps take."""
     args = settings.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_tokens(
-        file,
-        sources,
-        tokenizer,
-        text_field=settings.model.dataset_text_field,
-        seq_len=config.seq_len or SEQ_LEN,
-        held_out=config.held_out,
-        blocks=args.max_steps * rows if args.max_steps > 0 else None,
-        seed=args.seed,
-        resumes=resumes,
-    )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_tokens(
+            file,
+            sources,
+            tokenizer,
+            text_field=_text_field(config, settings),
+            seq_len=config.seq_len or SEQ_LEN,
+            held_out=config.held_out,
+            blocks=args.max_steps * rows if args.max_steps > 0 else None,
+            seed=args.seed,
+            resumes=resumes,
+        )
+    except OSError as error:
+        if not is_not_written(error):
+            raise
+        raise save_error(file, error) from error
 
 
 def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
@@ -273,13 +303,17 @@ def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
     if args.eos_token is None and tokenizer.eos_token_id is None:
         hint = "It ends every text and turn: name one with --eos_token."
         raise ArgumentValueError(message("tokenizer", "an end-of-text token", f"none in {where}", hint))
-    template = args.chat_template_path
-    if template is not None and template.endswith((".jinja", ".j2")):
+    if (template := args.chat_template_path) is not None:
         try:
-            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-        except OSError as error:
-            got = f"{template} ({error.strerror})"
-            raise ArgumentValueError(message("--chat_template_path", "a template to read", got)) from error
+            if template.endswith((".jinja", ".j2")):
+                tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+            else:  # TRL takes its end-of-text token and added tokens, too, and resizes the embeddings
+                source = AutoTokenizer.from_pretrained(model_folder(template) or template, local_files_only=True)
+                tokenizer.chat_template = source.get_chat_template()
+        except (OSError, ValueError) as error:
+            expected = "a .jinja file, or a tokenizer with a chat template"
+            got = f"{template} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+            raise ArgumentValueError(message("--chat_template_path", expected, got)) from error
     return tokenizer
 
 

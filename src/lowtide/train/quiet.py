@@ -9,8 +9,11 @@ import warnings
 
 def quiet_transformers() -> None:
     """Keep log lines and bars of transformers, TRL, datasets and peft off the terminal."""
-    # peft warns at each checkpoint of adapters on the output layer
+    # peft, of adapters on embeddings and the output layer
     warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
+    warnings.filterwarnings("ignore", message="Unsupported layer type", category=UserWarning)
+    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
+    warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied", category=UserWarning)
     # which lowtide computes without logits
     warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(trl|transformers|peft|accelerate)\.")

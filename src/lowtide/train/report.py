@@ -71,11 +71,12 @@ def show_result(console: Console, result: TrainResult, config: TrainConfig) -> N
 def result_rows(result: TrainResult) -> list[tuple[str, str]]:
     """Return a run's numbers as a person reads them."""
     last = min(_LAST, len(result.losses))
+    speed = f"{result.tokens_per_second:,.0f} tokens/s, {result.step_seconds * 1e3:,.0f} ms a step (median)"
     mean = f"mean of the last {last} steps" if last > 1 else "one step"
     rows = [
         ("training loss", f"{first_loss(result):.3f} -> {last_loss(result):.3f} ({mean})"),
         ("held-out loss", f"{_number(result.held_out_before)} -> {_number(result.held_out_after)}"),
-        ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.step_seconds * 1e3:,.0f} ms a step (median)"),
+        ("speed", speed if result.steps_seconds else "no further step"),
         ("peak memory", f"{mib(result.peak_resident_bytes):,.0f} MiB resident"),
     ]
     if result.peak_cuda_bytes:

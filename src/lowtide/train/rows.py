@@ -4,7 +4,7 @@ A row's format is found by its columns, the first of these that it has:
 
 | columns | becomes |
 |---|---|
-| ``text`` (``--text-field``) | ``text`` |
+| ``text`` (``--dataset_text_field``) | ``text`` |
 | ``messages``: a list of role and content | ``messages`` |
 | ``conversations`` (ShareGPT): a list of from and value, or of role and content; ``system`` | ``messages`` |
 | ``prompt`` and ``completion``: two texts, or two lists of messages | the same |
@@ -235,6 +235,8 @@ def _message(one: Any, name: str) -> Row:
         raise Malformed(f"{name} with {_short(one)}, which has no role")
     if not isinstance(one.get("content"), str | list | None):
         raise Malformed(f"{name} with content that is neither text, a list nor null: {_short(one['content'])}")
+    if all(one[key] is None for key in one.keys() - {"role", "name", "tool_call_id"}):  # templates would print "None"
+        raise Malformed(f"{name} with a message that has neither content nor tool_calls: {_short(one)}")
     return {key: value for key, value in one.items() if value is not None or key == "content"}
 
 
@@ -295,7 +297,8 @@ def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
             raise unreadable(path, error) from error
         except (ValueError, RuntimeError, csv.Error) as error:  # which those of pyarrow and datasets are
             got = f"{path} ({' '.join(str(error).split())[:300]})"
-            raise ArgumentValueError(message("data", "a file or dataset of rows", got)) from error
+            hint = "With one row per line its suffix is .jsonl." if source.kind == "json" else ""
+            raise ArgumentValueError(message("data", "a file or dataset of rows", got, hint)) from error
 
 
 def _read_csv(path: Path) -> Iterator[Row]:

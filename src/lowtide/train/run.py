@@ -212,6 +212,10 @@ class _Runner:
             if one.trainer.lr_scheduler is None and isinstance(error, ValueError | TypeError | ImportError):
                 expected = "an optimizer and a schedule with these settings"
                 raise ArgumentValueError(message("options", expected, why(error))) from error
+            if isinstance(error, NotImplementedError) and not one.metrics.losses:  # such as flex attention on a CPU
+                raise ArgumentValueError(
+                    message("options", "what PyTorch has on this device", why(error).rstrip("."))
+                ) from error
             raise
 
     def _save_model(self, one: Run) -> Path:
@@ -239,6 +243,9 @@ class _Runner:
         assert base is not None
         model = pretrained_model(base, dtype=torch.float32, alone=True)
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        if not merged.config.get_text_config().tie_word_embeddings:  # peft unties where an adapter trained one side
+            # else the weight of the other side is not saved
+            merged.all_tied_weights_keys, merged._keys_to_ignore_on_save = {}, None
         merged.to(stored_dtype(base)).save_pretrained(folder)
         assert self.run is not None
         self.run.trainer.processing_class.save_pretrained(folder)
@@ -304,6 +311,9 @@ def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     if given in (None, False, "", "false", "False"):
         return config, None
     checkpoint = checkpoints.checkpoint_to_resume(config.output, str(given))
+    if config.output is not None and Path(config.output).expanduser().resolve() != checkpoint.parent.resolve():
+        expected, hint = f"{checkpoint.parent}, the folder of the checkpoint", "Copy the folder to keep both."
+        raise ArgumentValueError(message("output", expected, config.output, hint))
     before = TrainConfig.from_json(checkpoints.read_run_file(checkpoint.parent)["config"])
     defaults, now = TrainConfig(), config.absolute()
     changed = {
@@ -315,7 +325,7 @@ def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     for name in (*fixed_settings(), "lr"):
         if name in changed and changed[name] != (old := getattr(before, name)):
             raise ArgumentValueError(message(name, f"{_named(old)}, as the run began", repr(changed[name]), hint))
-    for name, value in config.options.items():
+    for name, value in now.options.items():
         old = before.options.get(name)
         if name != _RESUME and str(value) != str(old) and not name.startswith(_MAY_CHANGE):
             raise ArgumentValueError(message(f"--{name}", f"{_named(old)}, as the run began", repr(value), hint))

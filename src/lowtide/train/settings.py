@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -39,6 +40,12 @@ _FROM_RANDOM_WEIGHTS = {
     "adam_beta2": 0.95,
 }
 _WARMUP = 0.1  # of the steps, from random weights
+_AT_LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "seed": 0,
+}
 _REFUSED = {  # what a trainer would take and this run not apply
     "dataset_kwargs": "The data is prepared by TRL: give --columns for other names of columns.",
     "pad_token": "Set it in the tokenizer's configuration.",
@@ -120,13 +127,36 @@ def trainer_settings(
     if args.mixed_precision != precision:  # the launcher's, which would be used
         expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."
         raise ArgumentValueError(message("mixed_precision of accelerate", expected, repr(args.mixed_precision), hint))
-    if args.fp16 and args.device.type == "cpu":
-        hint = "Take --bf16 or float32 on a CPU."
-        raise ArgumentValueError(message("--fp16", "a GPU, as float16 is for GPUs only", "a CPU", hint))
+    _check(config, args, model)
     if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; several GPUs are torchrun's to start
         args._n_gpu = 1
     keep, args.save_total_limit = args.save_total_limit, None  # a checkpoint is removed once a newer one is complete
     return Settings(args, model, keep)
+
+
+def _check(config: TrainConfig, args: Any, model: Any) -> None:
+    """Raise where the trainers take options that end in a stack trace, some of them after the last step."""
+    for name, least in _AT_LEAST.items():
+        if (value := getattr(args, name)) < least:
+            raise ArgumentValueError(message(f"--{name}", f"a whole number of at least {least}", str(value)))
+    if args.max_steps < 1 and not 0 < args.num_train_epochs < math.inf:
+        raise ArgumentValueError(message("--num_train_epochs", "a number above 0", str(args.num_train_epochs)))
+    for name in ("model_init_kwargs", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs"):
+        if isinstance(value := getattr(args, name, None), str):
+            raise ArgumentValueError(message(f"--{name}", "a JSON object", repr(value)))
+    if args.device.type == "cpu":
+        for name in ("fp16", "activation_offloading"):
+            if getattr(args, name, False):
+                raise ArgumentValueError(message(f"--{name}", "a GPU", "a CPU", "Leave it out on a CPU."))
+    if args.gradient_checkpointing and (config.policy or config.memory_budget):
+        expected, hint = "neither --policy nor --memory-budget beside it", "Layers would be recomputed twice."
+        raise ArgumentValueError(message("--gradient_checkpointing", expected, "one of them", hint))
+    if not config.fine_tunes and not isinstance(getattr(torch, str(model.dtype), None), torch.dtype):
+        raise ArgumentValueError(
+            message("--dtype", "float32, bfloat16 or float16, from random weights", str(model.dtype))
+        )
+    if config.lora_merge and not getattr(model, "use_peft", False):
+        raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
 
 
 def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) -> dict[str, Any]:
@@ -156,7 +186,10 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
         raise ArgumentValueError(message("early_stopping_patience", expected, "none", hint))
     if config.early_stopping_patience:
         own |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-        own["save_steps"] = options.get("eval_steps", own["eval_steps"])  # every model that may be the best is saved
+    if not _eval_is_off(options) and (config.early_stopping_patience or _is_on(options.get("load_best_model_at_end"))):
+        # every model that may be the best is saved
+        own["save_strategy"] = options["eval_strategy"]
+        own["save_steps"] = options.get("eval_steps", own["eval_steps"])
     return {name: value for name, value in own.items() if name not in options}
 
 
@@ -178,9 +211,7 @@ def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
         if isinstance(error, ArgumentValueError):
             raise
         why = " ".join(str(error).split())[:300]
-        given = sorted(set(options) - {"output_dir", "push_to_hub"} - set(_ALWAYS))
-        expected = f"{classes[0].__name__} to accept {', '.join(given)}"
-        raise ArgumentValueError(message("options", expected, why)) from error
+        raise ArgumentValueError(message("options", f"values that {classes[0].__name__} accepts", why)) from error
     return args, model
 
 

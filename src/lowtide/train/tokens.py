@@ -91,7 +91,7 @@ class Pieces:
         text = row.get(self._text_field)
         if not isinstance(text, str):
             expected = f"a text in the field {self._text_field!r} of each row"
-            hint = "Name the field with --text-field. Conversations need a pretrained model: name one with --model."
+            hint = "Name it with --dataset_text_field. Conversations need a pretrained model: name one with --model."
             got = f"{place} with the fields {', '.join(row) or 'none'}" if text is None else f"another value in {place}"
             raise ArgumentValueError(message("data", expected, got, hint))
         return text

@@ -21,6 +21,8 @@ class Measured:
 
     accelerator: Any
     args: Any
+    state: Any
+    control: Any
 
     def __init__(self, *, metrics: StepMetrics, **kwargs: Any) -> None:
         self._metrics_of_run = metrics
@@ -31,6 +33,13 @@ class Measured:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         settle(self.accelerator)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Train an epoch; none where a resumed run has done its steps: `Trainer` itself would do one more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**kwargs)  # type: ignore[misc]
+        else:
+            self.control.should_training_stop = True
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""

@@ -1,0 +1,197 @@
+"""What a stranger's command line had broken: a stack trace, a wrong result without a word, a message that misleads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chat_data import byte_tokenizer
+from train.conftest import Run, assert_same_weights, log, losses, save_model, write_rows
+from train.test_fine_tuning import Tune
+
+pytest.importorskip("trl")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"num_train_epochs": 0}, "--num_train_epochs: expected a number above 0, got 0.0."),
+        ({"num_train_epochs": "inf"}, "--num_train_epochs: expected a number above 0, got inf."),
+        ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size: expected a whole number of at least 1"),
+        ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps: expected a whole number of at least 1"),
+        ({"seed": -1}, "--seed: expected a whole number of at least 0, got -1."),
+        ({"model_init_kwargs": "notjson"}, "--model_init_kwargs: expected a JSON object, got 'notjson'."),
+        ({"lr_scheduler_kwargs": "notjson"}, "--lr_scheduler_kwargs: expected a JSON object, got 'notjson'."),
+        ({"gradient_checkpointing": True, "policy": "input"}, "--gradient_checkpointing: expected neither --policy"),
+        ({"lora-merge": True}, "lora_merge: expected --use_peft beside it, got none."),
+        ({"load_best_model_at_end": True}, "options: expected values that SFTConfig accepts, got"),
+        (
+            {"chat_template_path": "none/such"},
+            "--chat_template_path: expected a .jinja file, or a tokenizer with a chat",
+        ),
+    ],
+)
+def test_options_that_no_run_can_use_are_one_line(
+    wrong: dict[str, object], expected: str, tune: Tune, lowtide: Run, tmp_path: Path
+) -> None:
+    arguments = tune(**wrong)
+    if "num_train_epochs" in wrong:
+        at = arguments.index("--max-steps")
+        del arguments[at : at + 2]
+    status, _, err = lowtide(*arguments, "--output", tmp_path / "run")
+    assert status == 2
+    assert f"lowtide train: {expected}" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU takes them")
+@pytest.mark.parametrize("name", ["activation_offloading", "fp16"])
+def test_options_of_gpus_are_refused_on_a_cpu(name: str, tune: Tune, lowtide: Run, tmp_path: Path) -> None:
+    status, _, err = lowtide(*tune(**{name: True}), "--output", tmp_path / "run")
+    assert (status, err) == (2, f"lowtide train: --{name}: expected a GPU, got a CPU. Leave it out on a CPU.\n")
+
+
+@pytest.mark.parametrize("fine_tunes", [True, False])
+def test_a_run_that_did_its_steps_does_no_further_one_on_resume(
+    fine_tunes: bool, tune: Tune, tiny: list[str], lowtide: Run, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    assert lowtide(*(tune() if fine_tunes else tiny), "--output", output)[0] == 0
+    before = log(output)
+    (output / "model").rename(tmp_path / "model")
+    status, out, err = lowtide("train", "--resume_from_checkpoint", "true", "--output", output)
+    assert (status, err) == (0, "")
+    assert "no further step" in out
+    assert losses(output) == {line["step"]: line["loss"] for line in before if "loss" in line}
+    assert_same_weights(output / "model", tmp_path / "model")
+
+
+def test_another_output_than_the_checkpoints_is_refused(finished: Path, lowtide: Run, tmp_path: Path) -> None:
+    checkpoint = finished / "checkpoint-12"
+    status, _, err = lowtide("train", "--resume_from_checkpoint", checkpoint, "--output", tmp_path / "other")
+    assert (status, "the folder of the checkpoint" in err) == (2, True)
+
+
+def test_a_run_with_a_relative_template_is_resumed_from_another_folder(
+    tune: Tune, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert lowtide(*tune(chat_template_path="t.jinja"), "--output", "run")[0] == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert lowtide("train", "--resume_from_checkpoint", "true", "--output", "../run", "--max-steps", "7")[0] == 0
+    assert len(losses(tmp_path / "run")) == 7
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+def test_a_folders_template_brings_its_tokens(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", template=None)
+    template = "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
+    source = byte_tokenizer(template)
+    source.add_tokens([f"<|{i}|>" for i in range(300)] + ["<|end|>"])
+    source.eos_token = "<|end|>"
+    source.save_pretrained(tmp_path / "source")
+    arguments = tune(model=model, chat_template_path=tmp_path / "source")
+    for output, more in (("patched", ()), ("stock", ("--no-patch",))):
+        status, out, err = lowtide(*arguments, *more, "--output", tmp_path / output)
+        assert (status, err) == (0, "")
+        assert "the last '<|end|>'" in out
+    assert losses(tmp_path / "patched") == pytest.approx(losses(tmp_path / "stock"), rel=2e-6)
+    status, _, err = lowtide(*arguments, "--use_peft", "--output", tmp_path / "adapters")
+    assert (status, "expected no new tokens beside adapters" in err) == (2, True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_a_merged_model_has_both_sides_of_an_untied_embedding(
+    module: str, tune: Tune, pretrained: Path, lowtide: Run, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    arguments = tune(use_peft=True, lora_modules_to_save=module, **{"lora-merge": True})
+    status, _, err = lowtide(*arguments, "--output", tmp_path / "run")
+    assert (status, err) == (0, "")
+    base = AutoModelForCausalLM.from_pretrained(pretrained)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged").eval()
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stops", [{"early-stopping-patience": 1}, {"load_best_model_at_end": True}])
+def test_the_best_model_is_saved_where_it_is_evaluated(
+    stops: dict[str, object], tune: Tune, lowtide: Run, tmp_path: Path
+) -> None:
+    arguments = tune(eval_strategy="epoch", **{**stops, "max-steps": 50})
+    status, out, err = lowtide(*arguments, "--output", tmp_path / "run")
+    assert (status, err) == (0, "")
+    assert "best  " in out
+
+
+def test_rows_that_truncation_leaves_nothing_of_are_reported(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * (200 if i % 2 else 3), "completion": "c"} for i in range(20)]
+    half = write_rows(tmp_path / "half.jsonl", rows)
+    out = lowtide(*tune(data=half, **{"held-out": 1, "seed": 3}), "--output", tmp_path / "half")[1]
+    assert "rows with nothing to train on in their first 96 tokens" in out
+    long = write_rows(tmp_path / "long.jsonl", rows[1::2])
+    status, _, err = lowtide(*tune(data=long), "--output", tmp_path / "long")
+    assert (status, "with something to train on in their first 96 tokens, got none of" in err) == (2, True)
+
+
+def test_a_turn_of_nothing_is_no_text_none(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}]
+    status, _, err = lowtide(*tune(data=write_rows(tmp_path / "a.jsonl", rows)), "--output", tmp_path / "run")
+    assert (status, "neither content nor tool_calls" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("compare: true", "compare. Give it on the command line."),
+        ("env: {A: b}", "env. Set the environment's variables"),
+        ("report_to: []\nlora_target_modules: []\ncolumns: {text: body}\nnum_train_epochs: 1", ""),
+    ],
+)
+def test_config_files_as_trl_has_them(text: str, got: str, tune: Tune, lowtide: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    data = write_rows(tmp_path / "rows.jsonl", [{"body": "some words"}] * 20)
+    status, _, err = lowtide(*tune(data=data), "--config", tmp_path / "run.yaml", "--output", tmp_path / "run")
+    assert status == (2 if got else 0)
+    assert got in err
+
+
+def test_random_weights_are_trained_on_the_column_that_is_named(
+    tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"body": "some words and more of them " * 9}] * 40)
+    arguments = [*tiny, "--data", data, "--max-steps", "2"]
+    assert lowtide(*arguments, "--columns", "text=body", "--output", tmp_path / "a")[0] == 0
+    for more, expected in (
+        (["--columns", "prompt=body"], "columns: expected text=COLUMN, from random weights, got prompt."),
+        (["--dtype", "auto"], "--dtype: expected float32, bfloat16 or float16, from random weights, got auto."),
+        ([], "Name it with --dataset_text_field."),
+    ):
+        status, _, err = lowtide(*arguments, *more, "--output", tmp_path / "b")
+        assert (status, expected in err) == (2, True), err
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lowtide.train.prepare.write_tokens", full)
+    status, _, err = lowtide(*arguments, "--columns", "text=body", "--output", tmp_path / "c")
+    assert (status, "tokens.bin (No space left on device). Make room" in err) == (2, True)
+
+
+def test_what_pytorch_lacks_on_a_device_is_one_line(
+    tune: Tune, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise NotImplementedError("FlexAttention does not support backward on CPU.")
+
+    monkeypatch.setattr("lowtide.train.fine_tuning.FineTuner.compute_loss", lacking)
+    status, _, err = lowtide(*tune(**{"held-out": 1}), "--eval_on_start", "false", "--output", tmp_path / "run")
+    assert (status, "FlexAttention does not support backward on CPU.\n" in err) == (2, True)
