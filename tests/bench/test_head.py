@@ -15,9 +15,9 @@ from torch import Tensor
 from cli.results import result
 from lowtide.bench import head as benchmark
 from lowtide.bench.config import TOKEN_COUNTS, HeadBenchConfig
-from lowtide.bench.harness import CannotError
+from lowtide.bench.harness import CannotError, Peer
 from lowtide.bench.head import TABLE, LossBench, loss_task, ratio
-from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, LossPeer, liger_mib, liger_rows, loss_of
+from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, liger_mib, liger_rows, loss_of
 from lowtide.bench.problem import PLAIN, SETTINGS, make_problem
 from lowtide.bench.shapes import HEADS, SHAPES
 from lowtide.cli import main
@@ -81,8 +81,8 @@ def bench(dtype: torch.dtype = torch.float32, *, error: bool = True) -> LossBenc
     return LossBench(make_problem(HEADS.one("48,16,200"), dtype, "cpu"), error=error, warm=0, reps=2)
 
 
-def peer(loss: Any) -> LossPeer:
-    return LossPeer("peer", lambda task: loss_of(lambda _: loss, task))
+def peer(loss: Any) -> Peer:
+    return Peer("peer", lambda task: loss_of(lambda _: loss, task))
 
 
 def test_a_row_has_every_figure() -> None:
@@ -158,7 +158,7 @@ def test_the_floor_follows_the_plan() -> None:
     summed = measured.in_setting(SETTINGS[0]).measure(PEERS["lowtide"])
     assert summed["plan"]["accumulate"] == "float32"
     alone = {"plan": {**row["plan"], "accumulate": "input", "chunks": 6, "chunk_rows": 8}}
-    measured.record({}, alone)
+    measured.record({}, {}, alone)
     assert alone["dw_floor"] > summed["dw_floor"]  # six roundings of the sum instead of one
 
 

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from lowtide.bench import longest, longest_way
-from lowtide.bench.longest import Fit, moves, parameter_sizes, pinned_bytes
+from lowtide.bench.longest import Fit, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
 from lowtide.bench.train_config import LongestBenchConfig
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure.child import ChildResult
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.step_bytes import placed
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -128,6 +129,11 @@ def test_the_watch_ends_a_process_before_the_host_has_none_left() -> None:
     with Watch(2**30, 100.0, ended.append, lambda: 0) as unknown:  # a system that does not tell
         time.sleep(0.25)
     assert (len(ended), unknown.taken) == (2, 0)
+
+
+def moves(groups: Any) -> int:
+    """How many layers' checkpoints go to the host."""
+    return sum(n for _, n, moved in placed(groups) if moved)
 
 
 def test_what_is_on_the_host_by_hand() -> None:

@@ -3,12 +3,13 @@
 import json
 import multiprocessing
 import os
-import time
+from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lowtide.bench.models import MODELS, _awaited, markdown, summary
+from lowtide.bench.models import MODELS, _in_child, markdown, summary
 from lowtide.bench.models_case import CRASHED, DIFFERENT, FUSED, NOT_BUILT, TIMED_OUT
 from lowtide.bench.tiny import VOCAB, tiny_values
 from lowtide.bench.train_config import ModelsBenchConfig
@@ -39,19 +40,21 @@ def test_a_run_and_going_on_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "args", "status", "why"),
-    [(os._exit, (3,), CRASHED, "ended with status 3"), (time.sleep, (60,), TIMED_OUT, "no answer within 1 s")],
+    ("instead", "of", "status", "why"),
+    [
+        (os._exit, lambda _: (3,), CRASHED, "ended with status 3"),
+        (connection.wait, lambda sender: ([sender], 60), TIMED_OUT, "no answer within 1 s"),
+    ],
     ids=["crash", "hang"],
 )
-def test_a_child_that_does_not_answer_is_a_row(target, args, status, why):
-    context = multiprocessing.get_context("spawn")
-    child, answers = context.Process(target=target, args=args, daemon=True), context.Queue()
-    child.start()
-    if target is os._exit:
-        child.join()
-    told = _awaited(child, answers, 1)
-    child.kill()
-    child.join()
+def test_a_child_that_does_not_answer_is_a_row(instead, of, status, why):
+    spawn = multiprocessing.get_context("spawn")
+
+    def process(target, args, daemon):
+        return spawn.Process(target=instead, args=of(args[0]), daemon=daemon)
+
+    context = SimpleNamespace(Pipe=spawn.Pipe, Process=process)
+    told = _in_child(context, "causal", "gpt2", ModelsBenchConfig(timeout=1))
     assert told["status"] == status
     assert why in told["why"]
 

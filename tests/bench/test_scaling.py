@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed import train_ranks
-from lowtide.bench import scaling
+from lowtide.bench import harness, scaling
 from lowtide.bench.scaling import SCALING, ScalingConfig
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.child import ChildResult
@@ -109,7 +109,7 @@ def test_rows_are_told_and_written_while_others_are_measured(tmp_path: Path, mon
         return ChildResult(returncode=0, seconds=1.0, peak_bytes=0)
 
     monkeypatch.setattr(scaling, "run_command", fake)
-    monkeypatch.setattr(scaling, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(harness, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(scaling.Way, "check_installed", lambda _: None)
     rows, _ = measured(tmp_path, ranks=("1",), model=("a", "b"), way=("liger", "lowtide"))
     assert seen == [1, 2, 3, 4]

@@ -122,7 +122,7 @@ def test_what_was_measured_before_an_end_is_told(tmp_path: Path, monkeypatch: py
     command = "bench step --model lowtide-small --tokens 16 24 --peer none --policy all --device cpu --output"
 
     def child(*args: Any, **_: Any) -> Any:
-        Path(args[-1]).write_text(json.dumps([{"tokens": 16, "failed": "measured"}]))
+        Path(args[-1]).write_text(json.dumps({"tokens": 16, "failed": "measured"}) + "\n")
         if ends == "interrupted":
             raise KeyboardInterrupt
         return ChildResult(returncode=-9, seconds=1.0, peak_bytes=0)
@@ -154,7 +154,7 @@ def test_memory_that_does_not_suffice_ends_a_way(
 
     monkeypatch.setattr(step, "steps", steps)
     rows = step.measure_way("stock", settings(10, 20, 30), str(file))
-    assert seen == ["", json.dumps(rows[:1])], "rows are written as they come"
+    assert seen == ["", json.dumps(rows[0]) + "\n"], "rows are written as they come"
     failed = {"failed": OUT_OF_MEMORY}
     assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
 

@@ -18,13 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from cli.results import result
 from lowtide.bench import task as tasks
 from lowtide.bench.divergence import DIVERGENCE_PEERS, KINDS, DivergenceTask, divergence_task, make_pair
-from lowtide.bench.divergence import TRL_TILE as TRL_DIVERGENCE_TILE
 from lowtide.bench.harness import CannotError, Peer, Row
 from lowtide.bench.head import LossBench, loss_task
-from lowtide.bench.loss_peers import PEERS
+from lowtide.bench.loss_peers import PEERS, TRL_TILE
 from lowtide.bench.problem import PLAIN, SETTINGS, Setting, make_problem
 from lowtide.bench.shapes import HEADS, PAIR_SHAPES, PAIRS, Shape
-from lowtide.bench.stats import STATS_PEERS, TRL_TILE, WORKS, StatsTask, stats_task
+from lowtide.bench.stats import STATS_PEERS, WORKS, StatsTask, stats_task
 from lowtide.bench.task import MOST_LOGITS, Bench, Task, Values, bare_gemms, limit_rows, limits_of, table_of, truth
 from lowtide.cli import main
 from support import relative_error
@@ -287,7 +286,7 @@ def test_trls_tiles_are_as_large_as_lowtide_is_told() -> None:
     kernels = pytest.importorskip("trl.kernels.chunked_logprob")
     divergences = pytest.importorskip("trl.kernels.chunked_divergence")
     assert (kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE) == TRL_TILE
-    assert (divergences.TOKEN_CHUNK_SIZE, divergences.VOCAB_CHUNK_SIZE) == TRL_DIVERGENCE_TILE
+    assert (divergences.TOKEN_CHUNK_SIZE, divergences.VOCAB_CHUNK_SIZE) == TRL_TILE
 
 
 def test_the_teacher_is_like_the_student() -> None:

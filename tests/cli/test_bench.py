@@ -10,7 +10,6 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,8 +387,8 @@ def test_what_is_known_is_written_at_once(kind: str, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Run, "add", interrupted)
     if kind == "step":
-        ended = SimpleNamespace(value=[{"tokens": 16, "failed": "measured"}])
-        monkeypatch.setattr("lowtide.bench.step.run_child", lambda *_, **__: ended)
+        row = json.dumps({"tokens": 16, "failed": "measured"}) + "\n"
+        monkeypatch.setattr("lowtide.bench.step.run_child", lambda *args, **_: Path(args[-1]).write_text(row))
     assert run(kind, tmp_path) == 130
     assert len(rows_of(kind, result(tmp_path))) == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,20 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import ApplyBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release
 from lowtide.bench.problem import Problem, make_problem
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, Function, Task, Values, relative_error, truth
-from lowtide.bench.ways import VOCABULARY
+from lowtide.bench.task import NAME, Bench, Function, Task, Values
+from lowtide.bench.way import STOCK, Way
+from lowtide.bench.ways import build_way, train_step
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
-from lowtide.measure.timing import peak_above, time_side_by_side
 from lowtide.measure.units import mib
-from lowtide.train.model import model_config
 from lowtide.train.shapes import DEFAULT
 
 NAIVE = "naive"
@@ -72,17 +70,6 @@ TABLE = Table(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ApplyTask(Task):
-    """The mean of a function of each token's logits and label; ``function`` is its name."""
-
-    function: str
-
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        return {"value": FUNCTIONS[self.function](z, self.head.y[rows])}
-
-
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Problem:
     """Return random inputs with a bias, whose labels are drawn from the softmax without it."""
     problem = make_problem(shape, dtype, device, seed=seed)
@@ -109,75 +96,69 @@ def in_two_chunks(inputs: Problem) -> HeadOptions:
     return HeadOptions(workspace_mib=high)
 
 
-def ways(name: str, inputs: Problem) -> dict[str, tuple[Callable[[], Tensor], HeadOptions | None]]:
-    """Return each way to compute the mean of a function, with the options of lowtide's."""
-    fn, x, w, b, y, N = FUNCTIONS[name], inputs.x, inputs.w, inputs.b, inputs.y, inputs.shape.N
+def peers_of(function: str, head: Problem) -> Iterator[Peer]:
+    """Yield the ways to compute the mean of a function of that name, lowtide's with their options."""
+    fn = FUNCTIONS[function]
+    x, w, b, y, N = head.x, head.w, head.b, head.y, head.shape.N
     wide = torch.promote_types(x.dtype, torch.float32)
+
+    def peer(name: str, mean: Callable[[], Tensor], options: HeadOptions | None = None) -> Peer:
+        planned = None if options is None else lambda _: options
+        return Peer(name, lambda _: lambda: {"value": mean()}, options=planned)
 
     def total(logits: Tensor, labels: Tensor) -> Tensor:
         return fn(logits, labels).sum() / N
 
-    def summed(options: HeadOptions, compile: bool = False) -> Callable[[], Tensor]:
-        return lambda: linear_apply(total, x, w, y, linear_bias=b, out="sum", compile=compile, options=options)
+    def summed(name: str, options: HeadOptions, compile: bool = False) -> Peer:
+        run = partial(linear_apply, total, x, w, y, linear_bias=b, out="sum", compile=compile, options=options)
+        return peer(name, run, options)
 
-    two, default = in_two_chunks(inputs), HeadOptions()
-    found: dict[str, tuple[Callable[[], Tensor], HeadOptions | None]] = {
-        NAIVE: (lambda: fn(F.linear(x, w, b).to(wide), y).mean(), None),
-        "two chunks": (summed(two), two),
-        "default": (summed(default), default),
-        "default, per token": (lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default),
-    }
-    if name in FUSIBLE and x.is_cuda:
-        found["two chunks, compiled"] = (summed(two, compile=True), two)
-        found["default, compiled"] = (summed(default, compile=True), default)
-    if name == "cross-entropy":
-        found["linear_cross_entropy"] = (lambda: linear_cross_entropy(x, w, y, linear_bias=b), None)
-    return found
+    two, default = in_two_chunks(head), HeadOptions()
+    yield peer(NAIVE, lambda: fn(F.linear(x, w, b).to(wide), y).mean())
+    yield summed("two chunks", two)
+    yield summed("default", default)
+    yield peer("default, per token", lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default)
+    if function in FUSIBLE and x.is_cuda:
+        yield summed("two chunks, compiled", two, compile=True)
+        yield summed("default, compiled", default, compile=True)
+    if function == "cross-entropy":
+        yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b))
 
 
-def rows_of(name: str, inputs: Problem, *, warm: int, reps: int) -> Iterator[Row]:
-    """Yield the row of each way to compute a function's mean and its gradients; one that fails says why.
+class ApplyBench(Bench):
+    """A function of the logits whose mean is computed in several ways, without a limit beside them.
 
-    A row has the ``function`` and the way's ``name``; ``ms``, the median time of forward and backward; ``peak_mib``,
-    the most memory at once above the inputs, gradients included, and ``of_naive``, that over the naive way's; the
-    ``value``, and ``value_error``, its absolute difference from the exact one; the gradients' relative errors
-    (``dx_error``, ``dw_error``, ``db_error``); and lowtide's ``plan``.
+    A row has, beside those of `Bench`, the ``function`` and the ``value``; ``value_error``, its absolute difference
+    from the exact one; the gradients' relative errors (``dx_error``, ``dw_error``, ``db_error``); and lowtide's
+    ``plan``. The naive way's, which is the first, is what the other rows' peaks are measured by: ``of_naive``.
     """
-    device = inputs.device
-    task = ApplyTask(head=inputs, names=("value",), upstream={"value": inputs.g}, function=name)
-    true = truth(task)
-    release(device)
-    naive_mib = None
-    for way, (mean, options) in ways(name, inputs).items():
-        row: Row = {"function": name, "name": way}
-        if options is not None:
-            row["plan"] = dataclasses.asdict(plan_of(inputs, options))
-        with reason_in(row):
-            run = task.run_of(partial(_as_values, mean))
-            row["ms"] = time_side_by_side({way: run}, device, warm=warm, reps=reps)[way].median_ms
-            inputs.clear()
-            got: list[Values] = []
-            row["peak_mib"] = mib(peak_above(partial(_keep, got, run), device))
-            value = got[0]["value"]
-            row |= {"value": value.item(), "value_error": (value.double() - true.values["value"].mean()).abs().item()}
-            for leaf, error, exact in zip(inputs.leaves, ("dx", "dw", "db"), (true.dx, true.dw, true.db), strict=True):
-                assert leaf.grad is not None
-                assert exact is not None
-                row[f"{error}_error"] = relative_error(leaf.grad.view(len(exact), -1), exact.view(len(exact), -1))
-            naive_mib = row["peak_mib"] if way == NAIVE else naive_mib
-            if naive_mib is not None:
-                row["of_naive"] = row["peak_mib"] / naive_mib
-        inputs.clear()
-        release(device)
-        yield row
 
+    naive_mib: float | None = None
 
-def _as_values(mean: Callable[[], Tensor]) -> Values:
-    return {"value": mean()}
+    def __init__(self, function: str, inputs: Problem, *, warm: int, reps: int) -> None:
+        self.function = function
+        task = Task(
+            head=inputs,
+            names=("value",),
+            upstream={"value": inputs.g},
+            values_of=lambda z, rows: {"value": FUNCTIONS[function](z, inputs.y[rows])},
+        )
+        super().__init__(task, error=True, warm=warm, reps=reps, limited=False)
 
+    def prepare(self, peer: Peer, row: Row) -> Function:
+        """See `Bench`."""
+        row["function"] = self.function
+        if peer.options is not None:
+            row["plan"] = dataclasses.asdict(plan_of(self.problem, peer.options(self.problem)))
+        return super().prepare(peer, row)
 
-def _keep(into: list[Values], run: Function) -> None:
-    into.append(run())
+    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
+        """See `Bench`."""
+        row |= {"value": values["value"].item(), **{f"{name}_error": error for name, error in errors.items()}}
+        if row["name"] == NAIVE:
+            self.naive_mib = row["peak_mib"]
+        if self.naive_mib is not None:
+            row["of_naive"] = row["peak_mib"] / self.naive_mib
 
 
 CLIP, BETA, GROUP = 0.2, 0.04, 2
@@ -236,21 +217,16 @@ LOSSES: dict[str, dict[str, Loss]] = {
 def compare(objective: str, run: Run[ApplyBenchConfig]) -> dict[str, Any]:
     """Train by an objective, "train" or "grpo", with each loss from the same weights on the same data.
 
-    Returns:
-        dict: both curves, and how they differ.
-
-    Raises:
-        ArgumentValueError: there is no such model.
+    The result has both curves, and how they differ. `ArgumentValueError` where there is no such model.
     """
     config, device = run.config, run.device
     name = config.model if config.model != "auto" else "llama-3.2-1b" if device.type == "cuda" else DEFAULT
-    settings = model_config(name, vocab_size=VOCABULARY)
     result: dict[str, Any] = {"model": name, "steps": config.steps, "batch": config.batch, "seq_len": config.seq_len}
     sizes = f"{config.steps} steps of {config.batch} x {config.seq_len} tokens"
     run.say(f"\n{objective}: {name}, {sizes}, {run.dtype}\n")
     curves: dict[str, list[float]] = {}
     for way, loss in LOSSES[objective].items():
-        model = _model(settings, run.dtype, device, config.seed)
+        model = _model(name, run.dtype, device, config.seed)
         data = _data(model, objective, config, device)
         result[way] = trained = _trained(model, loss, data)
         curve = curves[way] = trained["losses"]
@@ -266,14 +242,11 @@ def compare(objective: str, run: Run[ApplyBenchConfig]) -> dict[str, Any]:
     return result
 
 
-def _model(settings: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    from transformers import AutoModelForCausalLM, set_seed
-
-    set_seed(seed)
-    model = AutoModelForCausalLM.from_config(settings, dtype=dtype).to(device)
+def _model(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    model = build_way(Way(impl=STOCK, policy="all"), name, dtype, device, seed=seed)
     if not isinstance(getattr(model, "lm_head", None), torch.nn.Linear) or not hasattr(model, "model"):
         raise ArgumentValueError(message("model", "a model with .model and .lm_head", type(model).__name__))
-    return model.train()
+    return model
 
 
 def _data(model: Any, objective: str, config: ApplyBenchConfig, device: torch.device) -> Data:
@@ -313,15 +286,9 @@ def _rollout(model: Any, ids: Tensor, generator: torch.Generator) -> dict[str, T
 
 def _trained(model: Any, loss: Loss, data: Data) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    losses: list[Tensor] = []
     reset_cuda_peak()
     start = time.perf_counter()
-    for batch in data:
-        value = loss(model, batch)
-        value.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.detach())
+    losses = [train_step(partial(loss, model, batch), optimizer) for batch in data]
     curve = torch.stack(losses).tolist()  # waits for the device
     return {"losses": curve, "seconds": time.perf_counter() - start, "peak_mib": mib(cuda_peak_bytes())}
 
@@ -339,10 +306,11 @@ def measure(run: Run[ApplyBenchConfig]) -> None:
         inputs = make_inputs(shape, run.dtype, run.device, config.seed)
         rows: list[Row] = []
         run.result["shapes"].append({**vars(shape), "rows": rows})
-        for name in config.functions:
+        for name in config.chosen("functions"):
             run.say(f"\n{shape} {run.dtype_name}, {name}\n{TABLE.header}")
-            for row in rows_of(name, inputs, warm=config.warm, reps=config.reps):
-                run.add(row, rows, TABLE)
+            bench = ApplyBench(name, inputs, warm=config.warm, reps=config.reps)
+            for peer in peers_of(name, inputs):
+                run.add(bench.measure(peer), rows, TABLE)
         del inputs
         release(run.device)
     if config.train or config.grpo:

@@ -155,11 +155,6 @@ class TokenBenchConfig(PeerSettings, ShapeSettings):
     work: tuple[str, ...] = setting((), "these tables alone: {works}", metavar="WORK", known="works")
     error: bool = setting(True, "do not compute the errors of values and gradients")
 
-    @property
-    def works(self) -> tuple[str, ...]:
-        """The names of the tables, in order."""
-        return self._chosen("works", self.work)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StatsBenchConfig(TokenBenchConfig):
@@ -250,11 +245,6 @@ class ApplyBenchConfig(ShapeSettings):
         super().__post_init__()
         self._require("table", self.table or self.train or self.grpo, "--train or --grpo beside --no-table")
 
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """The names of the functions, in the table's order."""
-        return self._chosen("functions", self.only)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayersBenchConfig(RunSettings):
@@ -286,11 +276,6 @@ class LayersBenchConfig(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("head_dim", self.head_dim % 2 == 0, "an even number")
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """The names of the operations, in the tables' order."""
-        return self._chosen("ops", self.op)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.harness import CannotError, Peer, by_name, compiled, needs_cuda
+from lowtide.bench.loss_peers import TRL_TILE
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import PairShape
-from lowtide.bench.task import Function, Task, Values, bare_gemms, token_benchmark, wider
+from lowtide.bench.task import Function, Task, Values, token_benchmark, wider
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import Accumulate, HeadOptions
 from lowtide.head.planner import MIB
 
-TRL_TILE = (4096, 32768)  # tokens and classes of each side's float32 logits that TRL 1.16 holds at a time
 CHECKPOINT_ROWS = 1024
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
 
@@ -67,33 +67,6 @@ class DivergenceTask(Task):
     teacher: Problem
     kind: Kind
 
-    @property
-    def gemms(self) -> int:
-        """See `Task`."""
-        return super().gemms + 1
-
-    @property
-    def flops(self) -> int:
-        """See `Task`."""
-        return super().flops + self.teacher.shape.flops(1)
-
-    def bare(self, rows: int) -> Callable[[], None]:
-        """See `Task`."""
-        student, teacher = bare_gemms(self.head, rows), bare_gemms(self.teacher, rows)
-
-        def run() -> None:
-            teacher()
-            student()
-
-        return run
-
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        x, w = (t.to(wider(self.head.dtype)) for t in (self.teacher.x[rows], self.teacher.w))
-        with torch.no_grad():
-            teacher_z = (x @ w.T).double()
-        return {self.names[0]: divergence_of(z, teacher_z, self.kind.beta)}
-
 
 def make_pair(
     shape: PairShape, dtype: torch.dtype, device: str | torch.device, *, seed: int = 0
@@ -118,9 +91,23 @@ def divergence_task(student: Problem, teacher: Problem, kind: Kind) -> Divergenc
     """Return one divergence of the two: each token's upstream gradient is 1 / N, as of the mean."""
     name = f"{kind.title}, forward and backward, teacher's D {teacher.shape.D}"
     head = student.in_setting(Setting(name=name, gemms=3, reduction="mean"))
-    N = head.shape.N
-    upstream = {"value": torch.full((N,), 1 / N, device=head.device)}
-    return DivergenceTask(head=head, names=("value",), upstream=upstream, teacher=teacher, kind=kind)
+
+    def values_of(z: Tensor, rows: slice) -> Values:
+        x, w = (t.to(wider(head.dtype)) for t in (teacher.x[rows], teacher.w))
+        with torch.no_grad():
+            teacher_z = (x @ w.T).double()
+        return {"value": divergence_of(z, teacher_z, kind.beta)}
+
+    upstream = {"value": head.g}
+    return DivergenceTask(
+        head=head,
+        names=("value",),
+        upstream=upstream,
+        values_of=values_of,
+        teacher=teacher,
+        kind=kind,
+        others=(teacher,),
+    )
 
 
 def divergence_tasks(
@@ -149,14 +136,6 @@ def _values(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta:
     with torch.no_grad():
         teacher_z = (teacher_x @ teacher_w.T).float()
     return divergence_of((x @ w.T).float(), teacher_z, beta)
-
-
-def _naive(task: DivergenceTask) -> Divergence:
-    return partial(_values, beta=task.kind.beta)
-
-
-def _compiled(task: DivergenceTask) -> Divergence:
-    return partial(compiled(_values), beta=task.kind.beta)
 
 
 def _checkpointed(task: DivergenceTask) -> Divergence:
@@ -218,8 +197,8 @@ DIVERGENCE_PEERS = by_name(
     _peer(f"{LOWTIDE}-none", _lowtide(reduction="none")),  # a value per token, as TRL's
     _peer(f"{LOWTIDE}-float32", _lowtide("float32")),
     _peer(f"{LOWTIDE}-trl-memory", _lowtide("float32", "none", at_trls=True)),  # with the scratch of TRL's tiles
-    _peer("naive", _naive),
-    _peer("compile", _compiled),
+    _peer("naive", lambda task: partial(_values, beta=task.kind.beta)),
+    _peer("compile", lambda task: partial(compiled(_values), beta=task.kind.beta)),
     _peer("checkpoint", _checkpointed),  # naive in chunks of 1024 tokens, recomputed in backward
     _peer("trl", _trl, "trl"),
     _peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import re
+import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -18,9 +23,12 @@ from lowtide.bench.results import Files, begin
 from lowtide.bench.settings import Settings
 from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
+from lowtide.head.options import HeadOptions
+from lowtide.measure.child import ChildResult
 from lowtide.measure.failures import is_out_of_memory
 
 REASON_LENGTH = 200
+_LOOK_SECONDS = 0.5  # between looks for new rows of a child process
 OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
 
 Row = dict[str, Any]
@@ -28,6 +36,7 @@ Row = dict[str, Any]
 Say = Callable[[str], object]
 C = TypeVar("C", bound=Settings)
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class CannotError(Exception):
@@ -42,27 +51,24 @@ class Peer:
         name: of its row.
         build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
+        options: lowtide's options for the case's head, where it has a plan to be recorded; None for every other peer.
+        gemms: per layer of an MLP, that it cannot do without.
     """
 
     name: str
     build: Callable[[Any], Any]
     package: str = ""
+    options: Callable[[Any], HeadOptions] | None = None
+    gemms: int = 9
 
 
-P = TypeVar("P", bound=Peer)
-
-
-def by_name(*peers: P) -> dict[str, P]:
+def by_name(*peers: Peer) -> dict[str, Peer]:
     """Return the peers of a table by name, in its order."""
     return {peer.name: peer for peer in peers}
 
 
 def needs_cuda(device: torch.device) -> None:
-    """Raise for a peer without an implementation on the CPU.
-
-    Raises:
-        CannotError: the device is no GPU.
-    """
+    """Raise `CannotError` on a CPU, for a peer without an implementation there."""
     if device.type != "cuda":
         raise CannotError("runs on GPUs only")
 
@@ -75,12 +81,8 @@ def compiled(function: F) -> F:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a printed table.
-
-    Attributes:
-        title: above it.
-        value: a key of the row, or what computes the value from the row; None prints as blanks.
-        format: of the value, with the column's width.
+    """A column of a printed table: a key of the row or a function of it, whose None prints as blanks; the width is in
+    the value's ``format``.
     """
 
     title: str
@@ -138,17 +140,8 @@ class Table:
 
 @dataclass(kw_only=True)
 class Run(Generic[C]):
-    """A benchmark under way.
-
-    Attributes:
-        config: what was requested.
-        device: where.
-        dtype: of what is measured.
-        say: gets the text, a line or more at a time.
-        files: the result file, and the plots beside it.
-        result: what the result file holds: command, date, commit and machine, and what the benchmark adds.
-        rows: all rows so far.
-        status: the exit status, when it has ended.
+    """A benchmark under way: ``say`` gets its text, and ``result`` is what its file holds: command, date, commit and
+    machine, and what the benchmark adds. ``status`` is the exit status, when it has ended.
     """
 
     config: C
@@ -229,6 +222,45 @@ class Benchmark(Generic[C]):
         return run
 
 
+def append(row: Row, file: Path) -> None:
+    """Add a row to the file of a child's rows."""
+    with file.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+
+
+def add_rows(run: Callable[[Path], T], add: Callable[[Row], object]) -> T:
+    """Return ``run(file)``, which runs children to their end; each row that they append goes to ``add`` at once.
+
+    The rows that were known are added, too, where ``run`` raises, as it does on Ctrl-C.
+    """
+    over = threading.Event()
+
+    def follow() -> None:
+        known, last = 0, False
+        while not last:
+            last = over.wait(_LOOK_SECONDS)
+            text = file.read_text() if file.exists() else ""
+            rows = text[: text.rfind("\n") + 1].splitlines()  # whole lines alone
+            for row in rows[known:]:
+                add(json.loads(row))
+            known = len(rows)
+
+    with tempfile.TemporaryDirectory(prefix="lowtide-rows-") as folder, ThreadPoolExecutor(1) as beside:
+        file = Path(folder) / "rows.jsonl"
+        following = beside.submit(follow)
+        try:
+            return run(file)
+        finally:
+            over.set()
+            following.result()
+
+
+def why_ended(child: ChildResult) -> str:
+    """Return how a child ended that has left no value: its status, and the last line of its errors."""
+    lines = child.stderr.strip().splitlines()
+    return f"the process ended with status {child.returncode}" + "".join(f": {line[:200]}" for line in lines[-1:])
+
+
 @contextlib.contextmanager
 def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
     """Catch a peer's error as its row's ``failed``, and a `CannotError` under the key ``cannot``."""
@@ -266,11 +298,7 @@ def answers(device: torch.device) -> bool:
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device of that name; auto: a GPU if there is one.
-
-    Raises:
-        UnsupportedError: there is no such device.
-    """
+    """Return the device of that name, or raise `UnsupportedError`; auto: a GPU if there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "Take --device cpu."))
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")

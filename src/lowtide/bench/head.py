@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, release
-from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, LossPeer, lowtide_peer
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release
+from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.plots import draw, require_matplotlib
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
@@ -24,16 +23,9 @@ from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
 
 
-class Floor(NamedTuple):
-    """Relative errors of the two gradients that the roundings alone cause; None where there is no such gradient."""
-
-    dx: float | None
-    dw: float | None
-
-
 @torch.no_grad()
-def rounding_floor(problem: Problem, true: Truth, chunk_rows: int | None) -> Floor:
-    """Return the errors of the unnormalised exponentials when nothing but their roundings is wrong.
+def rounding_floor(problem: Problem, true: Truth, chunk_rows: int | None) -> dict[str, float]:
+    """Return the gradients' relative errors, ``dx`` and ``dw``, when nothing is wrong but the exponentials' roundings.
 
     With t a token's target logit and r the sum of ``E = exp(z - t)`` over the other classes, ``s = g / (1 + r)``,
 
@@ -48,7 +40,7 @@ def rounding_floor(problem: Problem, true: Truth, chunk_rows: int | None) -> Flo
         chunk_rows: dW is rounded to its own dtype after every so many tokens; None: summed in float32, rounded once.
     """
     if true.dx is None:
-        return Floor(None, None)
+        return {}
     N, narrow = problem.shape.N, problem.dtype
     w = problem.w.float()
     dx_error = dx_norm = torch.zeros((), device=problem.device, dtype=torch.float64)
@@ -74,8 +66,8 @@ def rounding_floor(problem: Problem, true: Truth, chunk_rows: int | None) -> Flo
             if total is not None and chunk_sum is not None:
                 total.copy_(chunk_sum.add_(total))  # rounds
                 chunk_sum.zero_()
-    dw_error = None if total is None or true.dw is None else relative_error(total, true.dw)
-    return Floor((dx_error / dx_norm).sqrt().item(), dw_error)
+    floor = {"dx": (dx_error / dx_norm).sqrt().item()}
+    return floor if total is None or true.dw is None else {**floor, "dw": relative_error(total, true.dw)}
 
 
 SWEEP_POINTS = 7
@@ -103,18 +95,13 @@ TABLE = Table(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossTask(Task):
-    """Each token's cross entropy, or the tokens' mean."""
+def loss_task(problem: Problem) -> Task:
+    """Return each token's cross entropy, or the tokens' mean, in a problem's setting."""
 
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        return {"loss": F.cross_entropy(z, self.head.y[rows], reduction="none")}
+    def values_of(z: Tensor, rows: slice) -> Values:
+        return {"loss": F.cross_entropy(z, problem.y[rows], reduction="none")}
 
-
-def loss_task(problem: Problem) -> LossTask:
-    """Return the loss of a problem in its setting."""
-    return LossTask(head=problem, names=("loss",), upstream={"loss": problem.g})
+    return Task(head=problem, names=("loss",), upstream={"loss": problem.g}, values_of=values_of)
 
 
 class LossBench(Bench):
@@ -127,14 +114,14 @@ class LossBench(Bench):
 
     def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
         super().__init__(loss_task(problem), error=error, warm=warm, reps=reps)
-        self._floors: dict[int | None, Floor] = {}
+        self._floors: dict[int | None, dict[str, float]] = {}
 
     def in_setting(self, setting: Setting) -> LossBench:
         """Return the bench of the same numbers in another setting."""
         problem = self.problem.in_setting(setting)
         return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps)
 
-    def prepare(self, peer: LossPeer, row: Row) -> Function:
+    def prepare(self, peer: Peer, row: Row) -> Function:
         """See `Bench`."""
         problem = self.problem
         row |= {"setting": problem.setting.name, "tokens": problem.shape.N}
@@ -142,8 +129,9 @@ class LossBench(Bench):
             row["plan"] = dataclasses.asdict(plan_of(peer, problem))
         return super().prepare(peer, row)
 
-    def record(self, errors: dict[str, float], row: Row) -> None:
+    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
         """See `Bench`."""
+        del values
         row |= {f"{name}_error": error for name, error in errors.items()}
         plan = row.get("plan")
         if plan and self.true is not None and self.problem.dtype == torch.bfloat16:  # fp16 cannot hold exponentials
@@ -151,8 +139,7 @@ class LossBench(Bench):
             rows = None if in_float32 else plan["chunk_rows"]
             if rows not in self._floors:
                 self._floors[rows] = rounding_floor(self.problem, self.true, rows)
-            floors = self._floors[rows]._asdict()
-            row |= {f"{name}_floor": value for name, value in floors.items() if value is not None}
+            row |= {f"{name}_floor": value for name, value in self._floors[rows].items()}
 
 
 def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
@@ -282,7 +269,7 @@ def default_sweep(shape: Shape, dtype: torch.dtype) -> tuple[float, ...]:
     return tuple(2.0**k for k in range(top - SWEEP_POINTS + 1, top + 1))
 
 
-def plan_of(peer: LossPeer, problem: Problem) -> HeadPlan:
+def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
     """Return the `plan_head` of lowtide with the peer's options."""
     assert peer.options is not None
     shape, w = problem.shape, problem.w

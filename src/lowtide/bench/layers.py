@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, compiled, reason_in, release
 from lowtide.bench.task import relative_error
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
@@ -79,12 +79,9 @@ def _exact_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor
     return *_exact_norm(x + residual, weight), x + residual
 
 
-def _compiled(function: Function) -> Callable[[], Function]:
-    def build() -> Function:
-        torch._dynamo.reset()
-        return torch.compile(function)
-
-    return build
+def _plain(function: Function) -> dict[str, Callable[[], Function]]:
+    """Return a function as Hugging Face writes it, compiled and eager, as peers."""
+    return {"compile": lambda: compiled(function), "eager": lambda: function}
 
 
 def _liger(module: str, function: str) -> Callable[[], Any]:
@@ -122,19 +119,16 @@ def ops(config: LayersBenchConfig, dtype: torch.dtype, device: torch.device) -> 
         "lowtide": lambda: lambda x, w: (rms_norm(x, w, EPS, rounding="before_weight"),),
         "F.rms_norm": lambda: lambda x, w: (F.rms_norm(x, (D,), w, EPS),),
         "liger": _liger_norm,
-        "compile": _compiled(_hf_norm),
-        "eager": lambda: _hf_norm,
+        **_plain(_hf_norm),
     }
     add_norms: dict[str, Callable[[], Function]] = {
         "lowtide": lambda: lambda x, r, w: add_rms_norm(x, r, w, EPS, rounding="before_weight"),
         "liger": _liger_add_norm,
-        "compile": _compiled(_hf_add_norm),
-        "eager": lambda: _hf_add_norm,
+        **_plain(_hf_add_norm),
     }
     rotaries: dict[str, Callable[[], Function]] = {
         "lowtide": lambda: rotary,
-        "compile": _compiled(_hf_rotary),
-        "eager": lambda: _hf_rotary,
+        **_plain(_hf_rotary),
         "liger": _liger("rope", "liger_rotary_pos_emb"),  # last: it turns its inputs in place
     }
     return {
@@ -204,7 +198,7 @@ def measure(run: Run[LayersBenchConfig]) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
     found = ops(config, run.dtype, run.device)
-    for name in config.ops:
+    for name in config.chosen("ops"):
         shape = f"{config.tokens} x {config.hidden}"
         if name == "rotary":
             shape = f"{config.tokens} x ({config.heads} + {config.kv_heads}) x {config.head_dim}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowtide.bench import longest_way
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure, why_ended
 from lowtide.bench.longest_way import LORA, ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
 from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig, Train
 from lowtide.bench.way import LIGER, LOWTIDE, STOCK
@@ -30,7 +30,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
-from lowtide.memory.planner.step_bytes import Groups, Memory, placed
+from lowtide.memory.planner.step_bytes import Groups, Memory
 from lowtide.memory.planner.times import Times
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.policy_words import words_of
@@ -57,11 +57,7 @@ class Fit:
     """One way to train one model on one machine.
 
     Attributes:
-        way: who.
-        train: what is trained.
-        shape: the model.
         gpu: whose rates the times are computed with.
-        dtype: of all tensors.
         gpu_bytes: that may be allocated on the GPU; None: a CPU trains, in the host's memory.
         host_bytes: the same on the host.
         tile: tokens per tile of lowtide's MLPs.
@@ -107,11 +103,12 @@ class Fit:
         return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions(), adapters=adapters)
 
     def _demand(self, job: Job, groups: Groups) -> Demand:
-        T, memory = job.seq_len, Memory(job)
+        T, memory, full = job.seq_len, Memory(job), self.train == "full"
+        logits = LOGIT * T * self.shape.vocab if self.way.startswith(STOCK) else 0  # a stock loss builds them
         peak = max(
-            phase.bytes - phase.gradients - (phase.weights if self.train == "full" else 0) + self._logits(T, phase.name)
+            phase.bytes - phase.gradients - phase.weights * full + logits * (phase.name == "head")
             for phase in memory.phases(groups)
-            if not (self.train == "lora" and phase.name in ("embedding", "optimizer"))
+            if full or phase.name not in ("embedding", "optimizer")
         )
         host = self.states
         if self.way == LOWTIDE:
@@ -123,10 +120,14 @@ class Fit:
                 saved = [each] * self.shape.layers + self.saved_outside(T)
                 host += sum(map(pinned_bytes, saved))
                 peak -= (self.shape.layers - ON_DEVICE) * each
-        peak += self._resident(memory)
+        seconds = Times(job).step(groups)
+        if full:  # with the parameters and gradients that are on the GPU at once under FSDP2
+            vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
+            peak += 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
+            seconds += self.shape.params / HOST_RATE
         if self.gpu_bytes is None:
             host += peak
-        return Demand(peak, host, self._seconds(job, groups), groups)
+        return Demand(peak, host, seconds, groups)
 
     def saved_outside(self, T: int) -> list[int]:
         """Return the bytes of the large tensors that autograd saves of a peer's step outside its layers.
@@ -165,26 +166,6 @@ class Fit:
         moved = min(self.shape.layers, room + ON_DEVICE) if room else 0
         return [(policy, n) for policy, n in ((away, moved), (here, self.shape.layers - moved)) if n]
 
-    def _logits(self, T: int, phase: str) -> int:
-        """Return the bytes of logits in a phase: a stock loss builds them."""
-        return LOGIT * T * self.shape.vocab if phase == "head" and self.way.startswith(STOCK) else 0
-
-    def _resident(self, memory: Memory) -> int:
-        """Return the bytes of parameters and gradients that are on the GPU at once under FSDP2."""
-        if self.train == "lora":
-            return 0
-        vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
-        return 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
-
-    def _seconds(self, job: Job, groups: Groups) -> float:
-        update = self.shape.params / HOST_RATE if self.train == "full" else 0.0
-        return Times(job).step(groups) + update
-
-
-def moves(groups: Groups) -> int:
-    """Return how many layers' checkpoints go to the host."""
-    return sum(n for _, n, moved in placed(groups) if moved)
-
 
 def pinned_bytes(size: int) -> int:
     """Return what PyTorch's own allocator of pinned memory takes: the next power of two."""
@@ -200,7 +181,7 @@ def parameter_sizes(shape: ModelShape) -> Sequence[int]:
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, without --host
 LEAST_FREE = 2**30  # an attempt is ended before less than that is left
-UNKNLOWTIDE_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
+UNKNOWN_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
 KILLED = -9  # by the system, as a rule for want of memory
 TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
@@ -252,10 +233,6 @@ class Tries:
     """The attempts of one way, each a process, and what they have shown of the time that one takes.
 
     Attributes:
-        config: what was requested.
-        fit: what should fit.
-        settings: of the config, device and dtype chosen.
-        tell: gets each row.
         build_s: seconds of an attempt before its first step.
         slower: seconds that a step takes over those predicted.
     """
@@ -264,7 +241,7 @@ class Tries:
     fit: Fit
     settings: dict[str, Any]
     tell: Callable[[Row], object]
-    build_s: float = UNKNLOWTIDE_BUILD
+    build_s: float = UNKNOWN_BUILD
     slower: float = 1.0
 
     def seconds(self, T: int) -> float:
@@ -299,7 +276,7 @@ class Tries:
         elif ended.returncode == OUT_OF_TIME:
             row |= {"out_of": "time", "failed": f"ended after {seconds:.0f} s"}
         else:
-            row["failed"] = f"the process ended with status {ended.returncode}: {_last_line(ended.stderr)}"
+            row["failed"] = why_ended(ended)
         if "seconds" in row:
             self.build_s = max(time.monotonic() - begun - (warm + reps) * row["seconds"], 0.0)
             self.slower = row["seconds"] / demand.seconds
@@ -342,11 +319,6 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
         "way": tries.fit.way, "train": config.train, "longest": low, "shortest_failed": high, "predicted": predicted,
         "ended": why,
     }  # fmt: skip
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:200] if lines else "nothing was said"
 
 
 LONGEST = Benchmark(

@@ -43,13 +43,8 @@ LORA = Adapters(16, ("q_proj", "v_proj"))  # what is trained where the model is 
 
 
 class Watch:
-    """Ends this process before the system has to: when the host has too little left, or the time is over.
-
-    Args:
-        least_bytes: that must stay free on the host.
-        seconds: that the process may run.
-        end: ends it, with an exit status.
-        free: returns the bytes that are free now.
+    """Ends this process before the system has to: when the host has fewer bytes ``free`` than must stay so, or after so
+    many seconds; ``end`` gets the exit status.
     """
 
     def __init__(
@@ -101,13 +96,9 @@ def measure(
     """Return a row: time and memory of a step, or what ran out, or why it failed; `run_child` calls it.
 
     Args:
-        way: by whom.
         settings: of a `LongestBenchConfig`, device and dtype chosen.
-        tokens: of the sequence.
         policies: of lowtide's layers, as `parse_policies` reads it; empty for peers.
         host_gib: host memory for what they save.
-        warm: steps that do not count.
-        reps: steps that count.
         least_bytes: of the host's memory, that must stay free.
         seconds: that the process may take.
     """
@@ -182,7 +173,7 @@ def _keep(model: Any, way: str, policies: str, host_gib: float) -> AbstractConte
 
 @contextlib.contextmanager
 def _world(device: torch.device, *, needed: bool) -> Iterator[None]:
-    """Be the only rank of a world, where FSDP2 needs one."""
+    """Open a process group of one rank, where FSDP2 needs one."""
     if not needed:
         yield
         return
@@ -204,7 +195,7 @@ def _shard(model: Any, device: torch.device) -> None:
 
     mesh = init_device_mesh(device.type, (1,))
     settings: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
-    filled: dict[int, nn.Parameter] = {}
+    filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in find_stack(model).layers.values():
         _fill(layer, device, filled)
         fully_shard(layer, **settings)
@@ -212,7 +203,7 @@ def _shard(model: Any, device: torch.device) -> None:
     fully_shard(model, **settings)
 
 
-def _fill(module: nn.Module, device: torch.device, filled: dict[int, nn.Parameter]) -> None:
+def _fill(module: nn.Module, device: torch.device, filled: dict[nn.Parameter, nn.Parameter]) -> None:
     """Give a module's empty parameters random values, as a model begins with: ones in norms, zeros in biases.
 
     ``filled`` has what the empty ones became, so that tied ones stay tied.
@@ -221,12 +212,11 @@ def _fill(module: nn.Module, device: torch.device, filled: dict[int, nn.Paramete
         for name, empty in list(part._parameters.items()):
             if empty is None or not empty.is_meta:
                 continue
-            if id(empty) not in filled:
+            if empty not in filled:
                 value = torch.empty(empty.shape, dtype=empty.dtype, device=device)
                 if empty.dim() > 1:
                     value.normal_(0.0, INIT_STD)
                 else:
                     value.fill_(0.0 if name == "bias" else 1.0)
-                filled[id(empty)] = nn.Parameter(value, requires_grad=empty.requires_grad)
-                filled[-id(empty)] = empty  # alive, so that no other gets its id
-            part._parameters[name] = filled[id(empty)]
+                filled[empty] = nn.Parameter(value, requires_grad=empty.requires_grad)
+            part._parameters[name] = filled[empty]

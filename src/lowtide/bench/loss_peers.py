@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,18 +26,8 @@ from lowtide.head.planner import MIB
 
 Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # x [N, D], w [V, D], y [N], reduction
 LIGER = "liger"
+TRL_TILE = (4096, 32768)  # tokens and classes of the logits (float32 for divergences) that TRL 1.16 holds at a time
 LOWTIDE_AT_LIGERS = "lowtide-liger-memory"
-
-
-@dataclass(frozen=True)
-class LossPeer(Peer):
-    """One way to the loss: ``build`` returns what computes a task's ``loss``.
-
-    Attributes:
-        options: lowtide's options; None for every other peer.
-    """
-
-    options: Callable[[Problem], HeadOptions] | None = None
 
 
 def loss_of(make: Callable[[Problem], Loss], task: Task) -> Function:
@@ -59,7 +48,7 @@ def liger_mib(problem: Problem) -> float:
     return liger_rows(problem.shape) * problem.shape.V * problem.dtype.itemsize / MIB
 
 
-def lowtide_peer(name: str, workspace_mib: Callable[[Problem], float | None]) -> LossPeer:
+def lowtide_peer(name: str, workspace_mib: Callable[[Problem], float | None]) -> Peer:
     """Return lowtide with so much workspace as a peer; the setting has the other options."""
 
     def options(problem: Problem) -> HeadOptions:
@@ -69,7 +58,7 @@ def lowtide_peer(name: str, workspace_mib: Callable[[Problem], float | None]) ->
         chosen = options(problem)
         return lambda x, w, y, reduction: linear_cross_entropy(x, w, y, reduction=reduction, options=chosen)
 
-    return LossPeer(name, partial(loss_of, make), options=options)
+    return Peer(name, partial(loss_of, make), options=options)
 
 
 def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -89,13 +78,7 @@ def _torch(**options: Any) -> Callable[[Problem], Loss]:
 
 
 def on_cuda(module: str, function: str, **options: Any) -> Callable[[Problem], Loss]:
-    """Return what imports a package's loss for GPUs, with these options.
-
-    Args:
-        module: where it is.
-        function: its name.
-        options: its keyword arguments.
-    """
+    """Return what imports a package's loss for GPUs, with these keyword arguments."""
 
     def make(problem: Problem) -> Loss:
         needs_cuda(problem.device)
@@ -128,8 +111,8 @@ def _trl(problem: Problem) -> Loss:
     return loss
 
 
-def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> LossPeer:
-    return LossPeer(name, partial(loss_of, make), package)
+def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer:
+    return Peer(name, partial(loss_of, make), package)
 
 
 PEERS = by_name(

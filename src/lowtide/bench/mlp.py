@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,10 +56,11 @@ class Stack:
     x: Tensor
     weights: list[tuple[Tensor, Tensor, Tensor]]
     upstream: Tensor
-    leaves: list[Tensor] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "leaves", [self.x, *(w for layer in self.weights for w in layer)])
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gets a gradient: the hidden states and each weight."""
+        return [self.x, *(w for layer in self.weights for w in layer)]
 
     @property
     def bytes(self) -> int:
@@ -137,17 +138,6 @@ def bare_layers(stack: Stack, gemms: int) -> Callable[[], None]:
     return run
 
 
-@dataclass(frozen=True)
-class MlpPeer(Peer):
-    """One way through a layer: ``build`` returns a `Layer` for a `Stack`.
-
-    Attributes:
-        gemms: per layer, that it cannot do without.
-    """
-
-    gemms: int = 9
-
-
 def _lowtide(level: int, tile: int | None = None) -> Callable[[Stack], Layer]:
     def build(stack: Stack) -> Layer:
         if tile is not None and tile >= stack.shape.N:
@@ -173,16 +163,16 @@ def _liger(stack: Stack) -> Layer:
 
 
 MLP_PEERS = by_name(
-    MlpPeer(f"{LOWTIDE}-0", _lowtide(0)),
-    MlpPeer(f"{LOWTIDE}-1", _lowtide(1), gemms=11),
-    MlpPeer(f"{LOWTIDE}-1-tiled", _lowtide(1, TILE), gemms=11),
-    MlpPeer("liger", _liger, "liger-kernel"),  # LigerSiLUMulFunction between three linear layers
-    MlpPeer("naive", lambda _: _naive),  # as Hugging Face's Llama writes it
-    MlpPeer("compile", lambda _: compiled(_naive)),
+    Peer(f"{LOWTIDE}-0", _lowtide(0)),
+    Peer(f"{LOWTIDE}-1", _lowtide(1), gemms=11),
+    Peer(f"{LOWTIDE}-1-tiled", _lowtide(1, TILE), gemms=11),
+    Peer("liger", _liger, "liger-kernel"),  # LigerSiLUMulFunction between three linear layers
+    Peer("naive", lambda _: _naive),  # as Hugging Face's Llama writes it
+    Peer("compile", lambda _: compiled(_naive)),
 )
 
 
-def row_of(peer: MlpPeer, stack: Stack, *, warm: int, reps: int) -> Row:
+def row_of(peer: Peer, stack: Stack, *, warm: int, reps: int) -> Row:
     """Return a peer's row, measured interleaved with the bare GEMMs.
 
     A row has the peer's ``name`` and its ``gemms`` per layer, and ``limit_ms``, their time in the same rounds;

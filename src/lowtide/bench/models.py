@@ -6,9 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
-import queue
 import re
-import sys
 import time
 import warnings
 from collections import Counter
@@ -21,13 +19,13 @@ import torch
 
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
 from lowtide.bench.models_case import (
+    AUTO_CLASSES,
     COMPARED,
     CRASHED,
     DIFFERENT,
     FACTOR,
     FELL_BACK,
     FUSED,
-    MAPPINGS,
     STATUSES,
     TIMED_OUT,
     check,
@@ -73,7 +71,7 @@ def measure(run: Run[ModelsBenchConfig]) -> None:
             kind, name = waiting[ended]
             rows.append({"kind": kind, "type": name, **ended.result()})
             run.say(f"{at:4}/{len(todo)}  {TABLE.line(rows[-1])}")
-            rows.sort(key=lambda row: (list(MAPPINGS).index(row["kind"]), row["type"]))
+            rows.sort(key=lambda row: (list(AUTO_CLASSES).index(row["kind"]), row["type"]))
             run.save()
     run.save()
     run.rows = [row for row in rows if (row["kind"], row["type"]) in set(wanted)]
@@ -87,7 +85,7 @@ def measure(run: Run[ModelsBenchConfig]) -> None:
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return how many rows of each kind ended how."""
     text = ""
-    for kind in MAPPINGS:
+    for kind in AUTO_CLASSES:
         counts = Counter(row["status"] for row in rows if row["kind"] == kind)
         if counts:
             text += f"{kind:11}" + ", ".join(f"{counts[s]} {s}" for s in STATUSES if counts[s]) + "\n"
@@ -95,12 +93,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def _wanted(config: ModelsBenchConfig) -> list[tuple[str, str]]:
-    """Return the kinds and types to check.
-
-    Raises:
-        ArgumentValueError: no such type.
-    """
-    wanted = [(kind, name) for kind in config.kinds for name in types(kind) if not config.only or name in config.only]
+    """Return the kinds and types to check; `ArgumentValueError` where there is no such type."""
+    wanted = [
+        (kind, name)
+        for kind in config.chosen("kinds")
+        for name in types(kind)
+        if not config.only or name in config.only
+    ]
     unknown = set(config.only) - {name for _, name in wanted}
     if unknown or not wanted:
         raise ArgumentValueError(message("only", "types that transformers has", ", ".join(sorted(unknown)) or "none"))
@@ -137,30 +136,24 @@ def _servers() -> Iterator[Any]:
 
 
 def _in_child(context: Any, kind: str, name: str, config: ModelsBenchConfig) -> dict[str, Any]:
-    answers = context.Queue()
-    child = context.Process(target=_answer, args=(answers, kind, name, config.seed), daemon=True)
+    answer, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(sender, kind, name, config.seed), daemon=True)
     child.start()
+    sender.close()  # the child's alone now: its end is read as one
     try:
-        return _awaited(child, answers, config.timeout)
-    finally:
-        if child.is_alive():
-            child.kill()
+        if answer.poll(config.timeout):
+            return dict(answer.recv())
+        return {"status": TIMED_OUT, "why": f"no answer within {config.timeout} s"}
+    except EOFError:
         child.join()
-        answers.close()
+        return {"status": CRASHED, "why": f"its process ended with status {child.exitcode}"}
+    finally:
+        child.kill()
+        child.join()
+        answer.close()
 
 
-def _awaited(child: Any, answers: Any, seconds: int) -> dict[str, Any]:
-    for _ in range(10 * seconds):
-        with contextlib.suppress(queue.Empty):
-            return dict(answers.get(timeout=0.1))
-        if not child.is_alive():
-            with contextlib.suppress(queue.Empty):
-                return dict(answers.get(timeout=1))
-            return {"status": CRASHED, "why": f"its process ended with status {child.exitcode}"}
-    return {"status": TIMED_OUT, "why": f"no answer within {seconds} s"}
-
-
-def _answer(answers: Any, kind: str, name: str, seed: int) -> None:
+def _answer(sender: Any, kind: str, name: str, seed: int) -> None:
     """The child's side."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -168,10 +161,7 @@ def _answer(answers: Any, kind: str, name: str, seed: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     start = time.perf_counter()
     row = check(kind, name, seed)
-    answers.put({**row, "seconds": round(time.perf_counter() - start, 1)})
-    answers.close()
-    answers.join_thread()
-    sys.stdout.flush()
+    sender.send({**row, "seconds": round(time.perf_counter() - start, 1)})
     os._exit(0)  # whatever a model's package started does not hold the child up
 
 

@@ -31,11 +31,6 @@ AUTO_CLASSES = {
     "image-text": "AutoModelForImageTextToText",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-MAPPINGS = {
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-}
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
 CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
 COMPARED = (FUSED, FELL_BACK, DIFFERENT)
@@ -44,9 +39,9 @@ STATUSES = (FUSED, FELL_BACK, NOT_BUILT, CRASHED, TIMED_OUT, DIFFERENT)
 
 def types(kind: str) -> list[str]:
     """Return the model types of a kind, in the order of their names."""
-    from transformers.models.auto import modeling_auto
+    import transformers
 
-    return sorted({config.model_type for config in getattr(modeling_auto, MAPPINGS[kind])})
+    return sorted({config.model_type for config in getattr(transformers, AUTO_CLASSES[kind])._model_mapping})
 
 
 def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
@@ -156,13 +151,15 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
         "tolerances": noise.summary(),
     }
     results: dict[str, str] = {}
-    built = False
+    built = sighted = False
     for name, inputs in cases(stock, seed).items():
         try:
-            expected = _run(stock, {**inputs, **extra})
+            with track_allocations() as seen:
+                expected = _run(stock, {**inputs, **extra})
         except Exception as error:
             results[name] = f"not for this type: {_reason(error)}"
             continue
+        sighted = sighted or (name == "labels" and bool(rows_of_logits(seen, stock)))
         before = report.calls_materialised
         try:
             with track_allocations() as seen:
@@ -175,9 +172,6 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
         if wrong is None and name == "labels":
             wrong = _read_after(got[0], expected[0], noise)
         results[name] = "equal" if wrong is None else f"{DIFFERENT}: {wrong}"
-    with track_allocations() as seen:
-        _run(stock, {**batch(seed), **extra})
-    sighted = bool(rows_of_logits(seen, stock))
     status, why = _status(results, report, built=built, sighted=sighted)
     return {**found, "cases": results, "status": status, "why": why}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lowtide.bench.ways import make_optimizer
+from lowtide.bench.ways import make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine
@@ -62,12 +64,6 @@ class PlanCheck:
 
 def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WARM, steps: int = STEPS) -> PlanCheck:
     """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
-
-    Args:
-        settings: the model's config.
-        plan: what was planned for it.
-        warm: steps before the first that counts.
-        steps: that count.
 
     Raises:
         UnsupportedError: there is no GPU, transformers or the optimizer's library is missing, or memory ran out.
@@ -126,7 +122,7 @@ def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
     return model
 
 
-def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
+def _step(model: Any, plan: MemoryPlan) -> Callable[[], Tensor]:
     """Return a function that runs one training step of the plan."""
     job = plan.job
     optimizer = make_optimizer(job.optimizer, list(model.parameters()))
@@ -134,12 +130,9 @@ def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
         offload_optimizer(optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
     ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
 
-    def step() -> None:
+    def loss() -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=job.autocast):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not job.keep_gradients)
+            value: Tensor = model(input_ids=ids, labels=ids).loss
+        return value
 
-    return step
+    return partial(train_step, loss, optimizer, keep_gradients=job.keep_gradients)

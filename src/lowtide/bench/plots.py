@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,9 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
         on_line = (p for p in points if all(p[other] == center[other] for other in "NDV" if other != letter))
         return sorted(on_line, key=lambda point: point[letter])
 
-    def lines(letter: str, value: Callable[[Mapping[str, Any]], float | None], **style: Any) -> list[Line]:
+    def lines(letter: str, *keys: str, **style: Any) -> list[Line]:
         return [
-            Line(name, _values(along(letter), letter, name, value), own=name.startswith(LOWTIDE), **style)
+            Line(name, _values(along(letter), letter, name, *keys), own=name.startswith(LOWTIDE), **style)
             for name in names
         ]
 
@@ -82,16 +82,13 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
 
     rate, memory, errors = [], [], []
     for letter in columns:
-        rate.append(Panel([*lines(letter, _key("tflops")), quiet(letter, "bare GEMMs", "limit_tflops")]))
+        rate.append(Panel([*lines(letter, "tflops"), quiet(letter, "bare GEMMs", "limit_tflops")]))
         grads = quiet(letter, "gradients alone", "gradients_mib")
-        memory.append(Panel([*lines(letter, _key("peak_mib")), grads], log=True))
-        floor = Line(
-            "bfloat16's roundings alone",
-            _values(along(letter), letter, LOWTIDE, lambda row: _worse(row, "dx_floor", "dw_floor")),
-            quiet=True,
-        )
-        grads_error = lines(letter, lambda row: _worse(row, "dx_error", "dw_error"))
-        errors.append(Panel([*grads_error, *lines(letter, _key("loss_error"), dotted=True), floor], log=True))
+        memory.append(Panel([*lines(letter, "peak_mib"), grads], log=True))
+        floors = _values(along(letter), letter, LOWTIDE, "dx_floor", "dw_floor")
+        floor = Line("bfloat16's roundings alone", floors, quiet=True)
+        grads_error = lines(letter, "dx_error", "dw_error")
+        errors.append(Panel([*grads_error, *lines(letter, "loss_error", dotted=True), floor], log=True))
     rows = {"TFLOP/s: 6NDV / time": rate, "peak above the inputs, MiB": memory}
     if asked["error"]:
         rows["error: gradients (lines), loss (dots)"] = errors
@@ -110,34 +107,15 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raise unless plots can be drawn.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
+    """Raise `UnsupportedError` unless matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         hint = "pip install 'lowtide[plot]'"
         raise UnsupportedError(message(what, "matplotlib, for the plots", "none", hint))
 
 
-def _key(name: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda row: row.get(name)
-
-
-def _worse(row: Mapping[str, Any], *names: str) -> float | None:
-    """Return the largest of a row's values that it has."""
-    found = [row[name] for name in names if name in row]
-    return max(found) if found else None
-
-
-def _values(
-    points: list[Mapping[str, Any]], letter: str, name: str, value: Callable[[Mapping[str, Any]], float | None]
-) -> list[tuple[float, float]]:
-    """Return size and value of each point where a peer has one."""
-    found = []
-    for point in points:
-        row = next((row for row in point["rows"] if row["name"] == name), None)
-        got = None if row is None else value(row)
-        if got is not None:
-            found.append((point[letter], got))
-    return found
+def _values(points: list[Mapping[str, Any]], letter: str, name: str, *keys: str) -> list[tuple[float, float]]:
+    """Return the size and a peer's value of each point: the largest under these keys, where it has one."""
+    rows = [(point[letter], row) for point in points for row in point["rows"] if row["name"] == name]
+    return [
+        (size, max(row[key] for key in keys if key in row)) for size, row in rows if not row.keys().isdisjoint(keys)
+    ]

@@ -55,14 +55,8 @@ class Files:
 def begin(
     folder: str, benchmark: str, command: str, device: torch.device, packages: Iterable[str] = ()
 ) -> tuple[Files, dict[str, Any]]:
-    """Return the files of a run, and what each result has first: command, date, commit, machine.
-
-    Args:
-        folder: of the files.
-        benchmark: that their names have after the date.
-        command: that repeats the run.
-        device: where it runs.
-        packages: whose versions the machine has beside our own; "" counts for nothing.
+    """Return the files of a run, and what each result has first: command, date, commit, and the machine, with the
+    versions of these packages ("" counts for nothing).
 
     Raises:
         ArgumentValueError: the folder cannot be made or written.

@@ -6,9 +6,7 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +14,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
-from transformers import TrainerCallback, default_data_collator
+from transformers import default_data_collator
 from transformers.trainer_callback import PrinterCallback
 
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_of, release
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, add_rows, append, reason_of, release
 from lowtide.bench.plots import require_matplotlib
 from lowtide.bench.results import Files, replace
 from lowtide.bench.settings import ScriptSettings, numbers, setting
@@ -28,7 +25,6 @@ from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
 from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
-from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics
@@ -39,7 +35,6 @@ from lowtide.train.settings import trainer_settings
 from lowtide.train.trainers import PreTrainer
 
 WAYS = (LOWTIDE, LIGER, STOCK)
-_LOOK_SECONDS = 0.5  # between looks for rows that are there
 SPEED = "tokens_per_s_per_gpu"
 RECORDED = ("parallel", "tokens", "batch", "steps", "weights", "seed")  # settings in the result
 
@@ -106,45 +101,37 @@ def measure(run: Run[ScalingConfig]) -> None:
     table = Table(heads, figures)
     run.say(table.header)
     for ranks in config.worlds:
-        for row in _measured(ranks, config):
-            run.add({"ranks": ranks, **row}, rows, table)
+        _measure_ranks(ranks, config, lambda row, ranks=ranks: run.add({"ranks": ranks, **row}, rows, table))  # type: ignore[misc]
     for model in config.model:
         _draw(model, run.result, run.files)
 
 
-def _measured(ranks: int, config: ScalingConfig) -> Iterator[Row]:
-    """Yield a row for each way and model as it is known; after a failure new processes measure the others.
+def _measure_ranks(ranks: int, config: ScalingConfig, add: Callable[[Row], object]) -> None:
+    """Add a row for each way and model as it is known; after a failure new processes measure the others.
 
     Liger comes last: it changes the classes that all later models are made of.
     """
     ways = sorted(config.way, key=lambda way: Way.named(way).impl == LIGER)
     left = [(way, model) for way in ways for model in config.model]
+
+    def run_ranks(file: Path) -> str:
+        """Run them to their end, and return the reason for it if there are cases left."""
+        asked = json.dumps({"settings": vars(config), "file": str(file), "cases": left})
+        # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
+        ended = run_command([sys.executable, *launch, "-m", "lowtide.bench.scaling", asked], env=ALLOCATOR)
+        why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
+        last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
+        return (why or last)[0]
+
+    def add_next(row: Row) -> None:
+        way, model = left.pop(0)
+        add({"way": way, "model": model, **row})
+
     while left:
-        with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder, ThreadPoolExecutor(1) as beside:
-            file = Path(folder) / "rows.jsonl"
-            asked = json.dumps({"settings": vars(config), "file": str(file), "cases": left})
-            # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
-            command = [sys.executable, *launch, "-m", "lowtide.bench.scaling", asked]
-            running = beside.submit(run_command, command, env=ALLOCATOR)
-            begun, over = len(left), False
-            while not over:
-                over = bool(wait([running], timeout=_LOOK_SECONDS).done)
-                for row in _rows(file)[begun - len(left) :]:
-                    way, model = left.pop(0)
-                    yield {"way": way, "model": model, **row}
-            if left:
-                ended = running.result()
-                why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
-                last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
-                way, model = left.pop(0)
-                yield {"way": way, "model": model, "failed": (why or last)[0]}
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows that the first rank has written so far, whole lines alone."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        why = add_rows(run_ranks, add_next)
+        if left:
+            add_next({"failed": why})
 
 
 def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
@@ -181,36 +168,6 @@ SCALING = Benchmark(
 )
 
 
-class RandomBlocks(Dataset[dict[str, torch.Tensor]]):
-    """Blocks of random tokens, each the same whenever it is read."""
-
-    def __init__(self, vocabulary: int, tokens: int, *, blocks: int, seed: int) -> None:
-        self._vocabulary, self._tokens, self._blocks, self._seed = vocabulary, tokens, blocks, seed
-
-    def __len__(self) -> int:
-        """Return their number."""
-        return self._blocks
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one."""
-        generator = torch.Generator().manual_seed(self._seed * self._blocks + index)
-        ids = torch.randint(0, self._vocabulary, (self._tokens,), generator=generator)
-        return {"input_ids": ids, "labels": ids}
-
-
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """Takes the time at each step's end, which Trainer knows by the loss that it has read from the device."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Take it."""
-        del args, state, control
-        if "loss" in logs:
-            self.times.append(time.perf_counter())
-
-
 def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
     """Return seconds, tokens per second and GPU, and peak of a training step of this rank's run by a `ScalingConfig`.
 
@@ -225,24 +182,24 @@ def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
         all_read()  # nothing is on the host: each builds the model on its GPU
         args = trainer_settings(config, Path(folder), save=False).args
         built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=asked.seed)
-        rows = args.max_steps * batch * args.world_size
-        blocks = RandomBlocks(built.config.vocab_size, tokens, blocks=rows, seed=asked.seed)
-        metrics, clock = StepMetrics(), Clock()
+        generator = torch.Generator().manual_seed(asked.seed)
+        shape = (args.max_steps * batch * args.world_size, tokens)
+        ids = torch.randint(0, built.config.vocab_size, shape, generator=generator)
+        metrics = StepMetrics()
         trainer: Any = PreTrainer(
             metrics=metrics,
             model=built,
             args=args,
-            train_dataset=blocks,
+            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
             data_collator=default_data_collator,
-            callbacks=[Monitor(metrics), clock],
+            callbacks=[Monitor(metrics)],
         )
         trainer.remove_callback(PrinterCallback)
         parameters = sum(p.numel() for p in built.parameters())
         trainer.train()
-        # the step after the warm ones resets the peak as it begins: its time is left out
-        times = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)][WARM_STEPS:]
+        times = metrics.step_seconds[WARM_STEPS + 1 :]  # the step after the warm ones resets the peak: left out
         seconds = statistics.median(times)
-        peak = torch.tensor(cuda_peak_bytes() if args.device.type == "cuda" else peak_resident_bytes()).to(args.device)
+        peak = torch.tensor(metrics.peak_bytes, device=args.device)
         if in_group():
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         return {
@@ -256,7 +213,7 @@ def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Be a rank that torchrun starts: measure each way and model in turn, as one argument of JSON says."""
+    """Run one rank, started by torchrun: measure each way and model in turn; the one argument is JSON."""
     from accelerate.state import AcceleratorState
 
     asked = json.loads(sys.argv[1])
@@ -269,8 +226,7 @@ def main() -> None:
             file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
             raise
         if launched_rank() == 0:
-            with file.open("a") as out:
-                out.write(json.dumps(row) + "\n")
+            append(row, file)
         AcceleratorState._reset_state()
         release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if in_group():

@@ -120,9 +120,11 @@ class Settings:
         value = getattr(self, name)
         self._require(name, value is None or 0 < value < math.inf, "a number above 0")
 
-    def _chosen(self, key: str, names: Sequence[str], skip: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the known names that were chosen, or all where none was, in the order of the tables."""
-        return tuple(name for name in self.known[key] if (not names or name in names) and name not in skip)
+    def chosen(self, key: str) -> tuple[str, ...]:
+        """Return the known names that an option has chosen, or all where it has none, in the order of the tables."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        names = next(getattr(self, each.name) for each in fields if each.metadata["known"] == key)
+        return tuple(name for name in self.known[key] if not names or name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,21 +156,9 @@ class RunSettings(Settings):
         self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
 
 
-class StepSettings(Settings):
-    """What benchmarks have that run training steps: attention's kernel, where, and the seed of the tokens."""
-
-    sdpa: Sdpa
-    device: Device
-    seed: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShapeSettings(RunSettings):
-    """What benchmarks have that measure shapes.
-
-    Attributes:
-        choice: what ``--shape`` can be.
-    """
+    """What benchmarks have that measure shapes; ``choice`` is what ``--shape`` can be."""
 
     choice: ClassVar[Choice[Any]]
 
@@ -196,8 +186,7 @@ class ShapeSettings(RunSettings):
 class PeerSettings(RunSettings):
     """What benchmarks have that measure peers by name; ``known`` has all as ``peers``, in the table's order.
 
-    Attributes:
-        usual_peers: those measured without --only; empty: all.
+    Those of ``usual_peers`` are measured without --only; empty: all.
     """
 
     usual_peers: ClassVar[Sequence[str]] = ()
@@ -212,7 +201,8 @@ class PeerSettings(RunSettings):
     @property
     def peers(self) -> tuple[str, ...]:
         """The names of those that are measured, in the table's order."""
-        return self._chosen("peers", self.only or self.usual_peers, self.skip)
+        usual = self.only or self.usual_peers or self.known["peers"]
+        return tuple(name for name in self.known["peers"] if name in usual and name not in self.skip)
 
 
 def options_of(config: Any, *, but: Sequence[str]) -> list[str]:
@@ -230,11 +220,7 @@ def options_of(config: Any, *, but: Sequence[str]) -> list[str]:
 
 
 def numbers(name: str, texts: Iterable[str], kind: type) -> tuple[Any, ...]:
-    """Return a setting's texts as ints or floats.
-
-    Raises:
-        ArgumentValueError: one of them is none.
-    """
+    """Return a setting's texts as ints or floats; `ArgumentValueError` where one of them is none."""
     found = []
     for text in texts:
         try:

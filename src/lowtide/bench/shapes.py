@@ -120,14 +120,8 @@ MODELS = tuple(
 
 @dataclass(frozen=True)
 class Choice(Generic[S]):
-    """What an option ``--shape`` can be.
-
-    Attributes:
-        kind: the class of the shapes.
-        numbers: what its numbers are called, in order.
-        usual: the name of what is measured where no shape is given.
-        named: the shapes that have a name.
-        groups: names of several.
+    """What an option ``--shape`` can be: ``numbers``, as these are called in order, or a name; ``usual`` is the name of
+    what is measured without the option, and ``groups`` are names of several shapes.
     """
 
     kind: type[S]
@@ -137,20 +131,12 @@ class Choice(Generic[S]):
     groups: Mapping[str, tuple[S, ...]] = field(default_factory=dict)
 
     def read(self, text: str) -> tuple[S, ...]:
-        """Return the shape of a name, the shapes of a group, or the shape of numbers with commas between them.
-
-        Raises:
-            ArgumentValueError: it is none of these.
-        """
+        """Return the shape of a name, the shapes of a group, or that of numbers; else `ArgumentValueError`."""
         groups = {**self.groups, ALL: tuple(self.named.values())}
         return groups[text] if text in groups else (self.one(text, *groups),)
 
     def one(self, text: str, *others: str) -> S:
-        """Return the shape of a name or of numbers; the error lists ``others`` as well.
-
-        Raises:
-            ArgumentValueError: it is neither.
-        """
+        """Return the shape of a name or of numbers; else `ArgumentValueError`, which lists ``others`` as well."""
         if text in self.named:
             return self.named[text]
         sizes = [size.strip() for size in text.split(",")]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.harness import CannotError, Peer, by_name, compiled
-from lowtide.bench.loss_peers import cce
+from lowtide.bench.loss_peers import TRL_TILE, cce
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import Function, Task, Values, token_benchmark
@@ -27,7 +27,6 @@ from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB = "logprob", "entropy", "lse", "mean_logit", "sum_sq_prob"
 TOPK = "topk"  # the values, without their classes
 SEVERAL = 8  # targets of a token, or highest logits
-TRL_TILE = (4096, 32768)  # tokens and classes of the logits that TRL 1.16 holds at a time
 VERL_ROWS = 512  # tokens whose logits verl's fused_linear_for_ppo holds at a time
 
 
@@ -99,10 +98,6 @@ class StatsTask(Task):
     topk: int = 0
     backward_alone: bool = False
 
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """See `Task`."""
-        return values_of(z, self.y[rows], self.names, self.topk)
-
     def run_of(self, function: Function) -> Function:
         """See `Task`."""
         if not self.backward_alone:
@@ -133,7 +128,8 @@ def stats_task(problem: Problem, work: Work, *, seed: int = 0) -> StatsTask:
         for name in work.names
     }
     return StatsTask(
-        head=head, names=work.names, upstream=upstream if work.setting.grad else {}, y=y, topk=work.topk,
+        head=head, names=work.names, upstream=upstream if work.setting.grad else {},
+        values_of=lambda z, rows: values_of(z, y[rows], work.names, work.topk), y=y, topk=work.topk,
         backward_alone=work.backward_alone,
     )  # fmt: skip
 

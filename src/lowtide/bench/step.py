@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,19 @@ from lowtide.bench.harness import (
     Row,
     Run,
     Table,
+    add_rows,
+    append,
     own_failure,
+    reason_in,
     reason_of,
     release,
+    why_ended,
 )
-from lowtide.bench.settings import StepSettings
-from lowtide.bench.train_config import StepBenchConfig
+from lowtide.bench.train_config import LongestBenchConfig, StepBenchConfig
 from lowtide.bench.way import LOWTIDE, Way
-from lowtide.bench.ways import SDPA, VOCABULARY, attention_of, build_way, language_part, make_optimizer
+from lowtide.bench.ways import SDPA, VOCABULARY, attention_of, build_way, language_part, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure.child import ALLOCATOR, allocator_setting, run_child
-from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.child import ALLOCATOR, ChildResult, allocator_setting, run_child
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
@@ -54,18 +56,21 @@ COLUMNS = (
 )
 
 
-def measure_way(way: str, settings: dict[str, Any], file: str | None = None) -> list[dict[str, Any]]:
+def measure_way(way: str, settings: dict[str, Any], file: str | None = None) -> list[Row]:
     """Return a row for each length, seconds, peak and losses of a step or why there are none; `run_child` calls it.
 
-    No length is tried after one that did not fit.
-
-    Args:
-        way: a name of the table.
-        settings: of a `StepBenchConfig`, device and dtype chosen.
-        file: where to write the rows as json after each length, for a parent that outlives this process.
+    No length is tried after one that did not fit. Each row is appended to a ``file`` as it is known.
     """
-    config = StepBenchConfig.read(settings)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    for row in _rows_of(way, StepBenchConfig.read(settings)):
+        rows.append(row)
+        if file is not None:
+            append(row, Path(file))
+    return rows
+
+
+def _rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
+    why = None  # nothing is measured any more
     try:
         dtype, device = getattr(torch, config.dtype), torch.device(config.device)
         built = build_way(way_of(way), config.model, dtype, device, seed=config.seed)
@@ -76,54 +81,45 @@ def measure_way(way: str, settings: dict[str, Any], file: str | None = None) -> 
         if states is not None:
             offload_optimizer(optimizer, built, **states)
     except Exception as error:
-        return [{"tokens": tokens, "failed": reason_of(error)} for tokens in config.lengths]
+        why = reason_of(error)
     for tokens in config.lengths:
-        try:
-            row = steps(built, optimizer, config, tokens, config.batch, warm=config.warm, reps=config.reps)
-            rows.append({"tokens": tokens, **row})
-        except Exception as error:
-            if is_out_of_memory(error):
-                left = config.lengths[len(rows) :]
-                return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
-            rows.append({"tokens": tokens, "failed": reason_of(error)})
-            optimizer.zero_grad(set_to_none=True)  # which the next length would add to
-        if file is not None:
-            Path(file).write_text(json.dumps(rows))
-    return rows
+        row: Row = {"tokens": tokens}
+        if why is None:
+            with reason_in(row):
+                row |= steps(built, optimizer, config, tokens, config.batch, warm=config.warm, reps=config.reps)
+            if row.get("failed") == OUT_OF_MEMORY:
+                why = OUT_OF_MEMORY
+            optimizer.zero_grad(set_to_none=True)  # what a step that failed has left
+        else:
+            row["failed"] = why
+        yield row
 
 
 def steps(
-    model: Any, optimizer: torch.optim.Optimizer, config: StepSettings, tokens: int, batch: int, *, warm: int, reps: int
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    config: StepBenchConfig | LongestBenchConfig,
+    tokens: int,
+    batch: int,
+    *,
+    warm: int,
+    reps: int,
 ) -> dict[str, Any]:
-    """Return seconds, tokens per second, memory and losses of training steps on random tokens.
-
-    Args:
-        model: what is trained.
-        optimizer: of its parameters.
-        config: attention's kernel, the seed and the device.
-        tokens: of a sequence.
-        batch: sequences.
-        warm: steps that do not count.
-        reps: steps that count.
-    """
+    """Return seconds, tokens per second, memory and losses of training steps on random tokens, ``batch`` sequences."""
     device = torch.device(config.device)
     generator = torch.Generator().manual_seed(config.seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []
 
     def step() -> None:
-        with contextlib.nullcontext() if config.sdpa == "auto" else sdpa_kernel(_KERNELS[config.sdpa]):
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        losses.append(train_step(lambda: model(input_ids=ids, labels=ids).loss, optimizer))
 
     release(device)
-    for _ in range(warm):
-        step()
-    reset_cuda_peak()
-    timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
+    with contextlib.nullcontext() if config.sdpa == "auto" else sdpa_kernel(_KERNELS[config.sdpa]):
+        for _ in range(warm):
+            step()
+        reset_cuda_peak()
+        timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
     return {
         "seconds": timing.median_ms / 1e3,
         "spread": timing.spread,
@@ -159,26 +155,22 @@ def measure(run: Run[StepBenchConfig]) -> None:
     table = Table((Column("", "way", "<34"), Column("T", "tokens", "9")), (*COLUMNS, share))
     run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}, attention by {config.sdpa}\n{table.header}")
 
-    def add(way: str, results: list[Row]) -> None:
-        for row in results:
+    for way in config.ways:
+        known: list[Row] = []
+
+        def add(row: Row, way: str = way, known: list[Row] = known) -> None:
             if "seconds" in row:
                 first.setdefault(row["tokens"], row["seconds"])
+            known.append(row)
             run.add({"way": way, **row}, rows, table)
 
-    for way in config.ways:
-        with tempfile.TemporaryDirectory(prefix="lowtide-step-") as folder:
-            known = Path(folder) / "rows.json"
-            try:
-                ended = run_child(measure_way, way, run.settings, str(known), env=ALLOCATOR)
-            except BaseException:  # Ctrl-C: the lengths that were measured are written
-                add(way, json.loads(known.read_text()) if known.exists() else [])
-                raise
-            results = ended.value
-            if results is None:  # it died: what it had written, and why there is no more
-                results = json.loads(known.read_text()) if known.exists() else []
-                why = f"the process ended with status {ended.returncode}"
-                results += [{"tokens": tokens, "failed": why} for tokens in config.lengths[len(results) :]]
-        add(way, results)
+        ended = add_rows(partial(_run_way, way, run.settings), add)
+        for tokens in config.lengths[len(known) :]:  # it died
+            add({"tokens": tokens, "failed": why_ended(ended)})
+
+
+def _run_way(way: str, settings: dict[str, Any], file: Path) -> ChildResult:
+    return run_child(measure_way, way, settings, str(file), env=ALLOCATOR)
 
 
 STEP = Benchmark(

@@ -133,11 +133,7 @@ class _Sweep:
         return [name for name in self.config.peers if name not in have]
 
     def measure(self, shape: Shape) -> None:
-        """Measure a shape's missing rows.
-
-        Raises:
-            UnsupportedError: A peer has left the GPU in a state in which nothing runs; its row says so.
-        """
+        """Measure a shape's missing rows; `UnsupportedError` where a peer has left the GPU unusable."""
         bench = bench_of(self.run, shape, error=self.config.error)
         missing = self.missing(shape)
         point = self.point(shape)
@@ -169,14 +165,7 @@ def rates_of(shape: Shape, dtype: torch.dtype, device: torch.device, *, error: b
 
 
 def estimate(config: SweepBenchConfig, shape: Shape, peers: Collection[str], rates: tuple[float, float]) -> float:
-    """Return about how many seconds a shape will take.
-
-    Args:
-        config: the rounds, and whether errors are computed.
-        shape: which.
-        peers: the names of those that run.
-        rates: as `rates_of` returns.
-    """
+    """Return about how many seconds a shape will take by these peers, at the rates of `rates_of`."""
     once = shape.flops(PLAIN.gemms)
     rounds = config.warm + config.reps
     seconds = once / rates[0] * (2 * rounds + 1)  # the limit, by several numbers of rows, and the inputs

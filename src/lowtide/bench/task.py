@@ -92,29 +92,30 @@ class Task:
         head: hidden states, weight and targets; its setting says which gradients are computed, if any.
         names: of the values.
         upstream: the objective's gradient with respect to each value, of its shape; empty without gradients.
+        values_of: returns the values, differentiably, from all logits [rows, V] of some rows.
+        others: heads whose GEMMs it needs as well, such as a teacher's.
     """
 
     head: Problem
     names: tuple[str, ...]
     upstream: Values
+    values_of: Callable[[Tensor, slice], Values]
+    others: tuple[Problem, ...] = ()
 
     @property
     def gemms(self) -> int:
         """The number of GEMMs that it cannot do without."""
-        return self.head.setting.gemms
+        return sum(head.setting.gemms for head in (self.head, *self.others))
 
     @property
     def flops(self) -> int:
         """Operations of those GEMMs."""
-        return self.head.shape.flops(self.head.setting.gemms)
+        return sum(head.shape.flops(head.setting.gemms) for head in (self.head, *self.others))
 
-    def bare(self, rows: int) -> Callable[[], None]:
+    def bare(self, rows: int) -> Callable[[], object]:
         """Return those GEMMs, in chunks of so many rows."""
-        return bare_gemms(self.head, rows)
-
-    def values_of(self, z: Tensor, rows: slice) -> Values:
-        """Return the values, differentiably, from all logits [rows, V] of some rows."""
-        raise NotImplementedError
+        runs = [bare_gemms(head, rows) for head in (*self.others, self.head)]
+        return lambda: [run() for run in runs]
 
     def step(self, function: Function) -> Values:
         """Run a function once, with its backward pass where there is one, and return its values.
@@ -161,7 +162,8 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def relative_error(got: Tensor, true: Tensor) -> float:
-    """Return ``||got - true|| / ||true||``, computed in blocks of rows."""
+    """Return ``||got - true|| / ||true||`` of matrices or vectors, computed in blocks of rows."""
+    got, true = got.reshape(len(got), -1), true.reshape(len(true), -1)
     error = norm = torch.zeros((), device=true.device, dtype=torch.float64)
     for rows in blocks(len(true), 2**24 // true.shape[1] + 1):
         block = true[rows].double()
@@ -218,22 +220,19 @@ class Bench:
     above the inputs, gradients included; and ``errors``: of each value by name, the absolute difference, its mean over
     the tokens; ``dx`` and ``dw``, the relative errors of the two gradients.
 
-    Args:
-        task: what is computed.
-        error: whether errors are measured.
-        warm: rounds that do not count.
-        reps: rounds that do.
-
     Attributes:
-        limit: milliseconds of the bare GEMMs by rows of a chunk.
-        true: exact values and gradients; None: errors are not measured.
+        limit: milliseconds of the bare GEMMs by rows of a chunk; empty without ``limited``, and then a row has neither.
+        true: exact values and gradients; None without ``error``, and then a row has no errors.
     """
 
-    def __init__(self, task: Task, *, error: bool, warm: int, reps: int) -> None:
+    def __init__(self, task: Task, *, error: bool, warm: int, reps: int, limited: bool = True) -> None:
         self.task, self.problem, self.warm, self.reps = task, task.head, warm, reps
         device = self.problem.device
+        self.limit: dict[int, float] = {}
         self.true = truth(task) if error else None
         release(device)
+        if not limited:
+            return
         rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize)
         timings = time_side_by_side({str(c): task.bare(c) for c in rows}, device, warm=warm, reps=reps)
         self.limit = {int(c): timing.median_ms for c, timing in timings.items()}
@@ -244,8 +243,9 @@ class Bench:
         del row
         return self.task.run_of(peer.build(self.task))
 
-    def record(self, errors: dict[str, float], row: Row) -> None:
+    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
         """Add the errors that are numbers to a row."""
+        del values
         row["errors"] = errors
 
     @property
@@ -289,18 +289,21 @@ class Bench:
 
     def _fill(self, row: Row, run: Function) -> None:
         device = self.problem.device
-        functions: dict[str, Callable[[], object]] = {"limit": self.task.bare(self.best_rows), "peer": run}
+        functions: dict[str, Callable[[], object]] = {"peer": run}
+        if self.limit:
+            functions = {"limit": self.task.bare(self.best_rows), **functions}
         timings = time_side_by_side(functions, device, warm=self.warm, reps=self.reps)
         self.problem.clear()
         got: list[Values] = []
         peak = peak_above(lambda: got.append(run()), device)
-        ms, limit_ms = timings["peer"].median_ms, timings["limit"].median_ms
-        row |= {"ms": ms, "limit_ms": limit_ms, "share": limit_ms / ms, "spread": timings["peer"].spread}
-        row |= {"peak_mib": mib(peak)}
+        row |= {"ms": timings["peer"].median_ms, "spread": timings["peer"].spread, "peak_mib": mib(peak)}
+        if self.limit:
+            row["limit_ms"] = timings["limit"].median_ms
+            row["share"] = row["limit_ms"] / row["ms"]
         if self.true is not None:
             errors = self._errors(got[0], self.true)
             if found := {name: error for name, error in errors.items() if math.isfinite(error)}:
-                self.record(found, row)
+                self.record(got[0], found, row)
             if missing := errors.keys() - found.keys():
                 row["failed"] = f"{', '.join(name for name in errors if name in missing)}: missing or not finite"
 
@@ -311,7 +314,8 @@ class Bench:
             value = got.get(name)
             expected = exact if value is None or value.dim() else exact.mean()
             errors[name] = math.nan if value is None else (value.double() - expected).abs().mean().item()
-        for name, leaf, gradient in (("dx", self.problem.x, true.dx), ("dw", self.problem.w, true.dw)):
+        leaves = zip(("dx", "dw", "db"), self.problem.leaves, (true.dx, true.dw, true.db), strict=False)
+        for name, leaf, gradient in leaves:
             if gradient is not None:
                 errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, gradient)
         return errors
@@ -322,15 +326,13 @@ Tasks = Callable[[tuple[str, ...], Any, torch.dtype, torch.device, int], Iterato
 _TITLES = {"dx": "dX err", "dw": "dW err", "mean_logit": "mean err", "sum_sq_prob": "sumsq err"}
 
 
-def _error(name: str, row: Row) -> float | None:
-    found: float | None = row.get("errors", {}).get(name)
-    return found
-
-
 def table_of(task: Task) -> Table:
     """Return how a task's rows are printed: with a column for each error."""
     names = (*task.names, "dx", "dw") if task.head.setting.grad else task.names
-    columns = [Column(_TITLES.get(name, f"{name} err"), partial(_error, name), "14.1e") for name in names]
+    columns = [
+        Column(_TITLES.get(name, f"{name} err"), partial(lambda of, row: row.get("errors", {}).get(of), name), "14.1e")
+        for name in names
+    ]
     return Table((NAME,), (*SHARE, *columns))
 
 
@@ -355,7 +357,7 @@ def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
         for shape in config.shapes:
             tables: list[dict[str, Any]] = []
             shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
-            for task in tasks(config.works, shape, run.dtype, run.device, config.seed):
+            for task in tasks(config.chosen("works"), shape, run.dtype, run.device, config.seed):
                 bench, table = Bench(task, error=config.error, warm=config.warm, reps=config.reps), table_of(task)
                 rows: list[Row] = []
                 tables.append({**limits_of(bench), "rows": rows})

@@ -48,7 +48,6 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r".*(head_dim|dim_head|headdim|head_size|d_kv|kv_channels|pre_attn_scalar|rank)", lambda _, head_dim: head_dim),
     (r".*(state_size|d_state)", lambda _, head_dim: head_dim),
     (r"mamba_d_ssm|.*(intermediate|ffn|feed_forward|mlp_dim|d_ff|n_inner|d_inner).*", _heads_together(2)),
-    (r".*shared_expert_dim.*", _heads_together(2)),
     (r".*(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|emb_dim|hidden_dim)", _heads_together(1)),
     (r".*(model_dim|lru_width|per_layer_input|proj_dim|projection_dim|attention_dim|output_dim)", _heads_together(1)),
     (r".*(input_dim|num_pos_feats|token_embed_dim|adapter_in_dim)", _heads_together(1)),
@@ -80,7 +79,8 @@ HINTS: dict[str, dict[str, Any]] = {
 
 def tiny_values(values: Mapping[str, Any], head_dim: int = HEAD_DIMS[0]) -> dict[str, Any]:
     """Return the settings of a config, as its ``to_dict`` gives them, as those of a tiny model."""
-    return _Shrinking(values, head_dim).all()
+    shrinking = _Shrinking(values, head_dim)
+    return {name: shrinking.one(name, value) for name, value in values.items()}
 
 
 class _Shrinking:
@@ -93,9 +93,6 @@ class _Shrinking:
             (values[n] for n in ("n_head", "n_heads", "num_heads", "num_attention_heads") if n in values), None
         )
         self.tokens = iter(range(VOCAB - 1, 0, -1))
-
-    def all(self) -> dict[str, Any]:
-        return {name: self.one(name, value) for name, value in self.values.items()}
 
     def one(self, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -175,13 +172,7 @@ def _kept_layers(values: Mapping[str, Any]) -> list[int]:
 
 
 def tiny_config(config_class: Any, *, head_dim: int, decoder: bool) -> Any:
-    """Return the config of a tiny model.
-
-    Args:
-        config_class: Its class.
-        head_dim: Size of each of its heads.
-        decoder: Whether a type that can also be an encoder is to be none.
-    """
+    """Return the config of a tiny model; with ``decoder`` a type that can also be an encoder is none."""
     values = tiny_values(config_class().to_dict(), head_dim)
     for name in ("transformers_version", "dtype", "architectures"):
         values.pop(name, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lowtide.bench.settings import RunSettings, Sdpa, Settings, StepSettings, numbers, setting
+from lowtide.bench.settings import RunSettings, Sdpa, Settings, numbers, setting
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy_words import FORM, STATES_FORM, parse_policies, split_states
 
@@ -16,7 +16,7 @@ Train = Literal["full", "lora"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBenchConfig(StepSettings, RunSettings):
+class StepBenchConfig(RunSettings):
     """Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by stock
     transformers, with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy. A
     peer's layers are checkpointed; NAME-attention saves attention's output, NAME-all saves everything. Each way is a
@@ -71,7 +71,7 @@ class StepBenchConfig(StepSettings, RunSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongestBenchConfig(StepSettings, RunSettings):
+class LongestBenchConfig(RunSettings):
     """Tokens per second at one length, and the longest sequence that runs, of a large model on one GPU: full training
     with parameters, gradients and AdamW's states in host memory (FSDP2's CPU offload in a world of one), or LoRA; by
     lowtide, whose layers save their inputs in pinned host memory as far as there is room and on the GPU beyond, and by
@@ -156,8 +156,3 @@ class ModelsBenchConfig(Settings):
     resume: str = setting("", "a result to continue: types compared there are not run again", metavar="FILE")
     table: str = setting("", "also write the table as Markdown", metavar="FILE")
     output: str = setting(".", "folder for the result (json)", metavar="DIR", last=True)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds that are swept, in order."""
-        return self._chosen("kinds", self.kind)

@@ -172,11 +172,7 @@ def run(config: TuneConfig, say: Say, clock: Callable[[], float] = time.monotoni
 
 
 def suitable_device(shape: Shape) -> torch.device:
-    """Return the current GPU.
-
-    Raises:
-        UnsupportedError: there is none, or it cannot run the exponential path at this shape.
-    """
+    """Return the current GPU; `UnsupportedError`: there is none that can run the exponential path at this shape."""
     if not torch.cuda.is_available():
         raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "There is nothing to tune."))
     device = torch.device("cuda", torch.cuda.current_device())

@@ -47,20 +47,12 @@ class Way:
 
     @classmethod
     def named(cls, name: str) -> Way:
-        """Return the way of a name, an implementation or ``implementation:policy``.
-
-        Raises:
-            ArgumentValueError: As for the class.
-        """
+        """Return the way of a name, an implementation or ``implementation:policy``."""
         impl, _, policy = name.partition(":")
         return cls(impl=impl, policy=policy) if policy else cls(impl=impl)
 
     def check_installed(self) -> None:
-        """Raise where the implementation's package is not installed.
-
-        Raises:
-            UnsupportedError: It is not.
-        """
+        """Raise `UnsupportedError` where the implementation's package is not installed."""
         if self.impl == LIGER and importlib.util.find_spec("liger_kernel") is None:
             hint = "pip install liger-kernel, or leave liger out."
             raise UnsupportedError(message("impl", "the package liger-kernel to be installed", "none", hint))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -32,7 +33,7 @@ def language_part(config: Any) -> Any:
         ArgumentValueError: there is no causal language model in it, or several, or a sequence-to-sequence model or an
             encoder whose config does not set ``is_decoder``.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     expected, got = "a causal language model", f"a {config.model_type}"
     if getattr(config, "is_encoder_decoder", False):
@@ -45,18 +46,11 @@ def language_part(config: Any) -> Any:
         raise ArgumentValueError(message("model", expected, f"{got} with several parts for text", hint)) from error
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ArgumentValueError(message("model", expected, got, "Other models are not measured."))
-    if _is_encoder(text):
+    encodes = type(text) in MODEL_FOR_MASKED_LM_MAPPING or text.model_type == "bert-generation"
+    if encodes and not getattr(text, "is_decoder", False):  # causal only where its config says so
         hint = f"With is_decoder set to true in its config {text.model_type} is measured as one."
         raise ArgumentValueError(message("model", expected, f"{got}, whose tokens see those after them", hint))
     return text
-
-
-def _is_encoder(config: Any) -> bool:
-    """Return whether a type with a causal variant is that only where its config says so, and this one does not."""
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
-
-    both = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
-    return both and not getattr(config, "is_decoder", False)
 
 
 def build_way(
@@ -72,15 +66,8 @@ def build_way(
 ) -> Any:
     """Return the model of a way, with random weights, ready to train.
 
-    Args:
-        way: which.
-        model: whose shape, as in ``lowtide train --model``.
-        dtype: of its weights, adapters included.
-        device: where.
-        seed: of the weights.
-        vocab_size: of the model that has none of its own.
-        lora: the rank of adapters on every linear layer but the output layer, all else frozen; 0: full training.
-        compiler: what stands in for ``torch.compile``.
+    ``model`` has the shape, as in ``lowtide train --model``; ``vocab_size`` is of the model that has none of its own.
+    ``lora`` is the rank of adapters on every linear layer but the output layer, all else frozen; 0: full training.
 
     Raises:
         UnsupportedError: peft or Liger is not installed.
@@ -131,11 +118,7 @@ def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
 
 
 def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer by its name among the planner's.
-
-    Raises:
-        UnsupportedError: its library is not installed.
-    """
+    """Return an optimizer by its name among the planner's; `UnsupportedError` where its library is not installed."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
     if name == "adamw-foreach":
@@ -149,6 +132,16 @@ def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.opt
         found: torch.optim.Optimizer = AdamW8bit(parameters, lr=LEARNING_RATE)
         return found
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=True)
+
+
+def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, *, keep_gradients: bool = False) -> Tensor:
+    """Return ``loss()`` of a training step: forward, backward and the optimizer; gradients are freed, or set to 0."""
+    value = loss()
+    value.backward()  # type: ignore[no-untyped-call]
+    value = value.detach()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=not keep_gradients)
+    return value
 
 
 def _set_way(model: Any, way: Way, compiler: Callable[..., Any]) -> None:
