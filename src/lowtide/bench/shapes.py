@@ -142,7 +142,8 @@ class Choice(Generic[S]):
         sizes = [size.strip() for size in text.split(",")]
         whole = all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes)
         if not whole or len(sizes) != len(dataclasses.fields(self.kind)) - 1:
-            expected = ", ".join((*self.named, *others, f"numbers above 0: {self.numbers}"))
+            names = ", ".join((*self.named, *others))
+            expected = f"{names}, or numbers above 0: {self.numbers}".removeprefix(", or ")
             raise ArgumentValueError(message("shape", expected, repr(text)))
         return self.kind(",".join(sizes), *map(int, sizes))
 
