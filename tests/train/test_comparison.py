@@ -16,7 +16,6 @@ from transformers import Trainer
 
 from lowtide.measure.child import ChildResult
 from lowtide.train import TrainConfig, comparison
-from lowtide.train.comparison import Turns, give_turn
 from lowtide.train.result import (
     EARLY_STEPS,
     FLOAT32,
@@ -27,6 +26,7 @@ from lowtide.train.result import (
     early_steps,
     measured_tolerance,
 )
+from lowtide.train.turns import Turns, give_turn
 from train.conftest import Run, options
 
 RESULT = TrainResult(

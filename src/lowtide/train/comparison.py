@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 import threading
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
-from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.child import run_child
+from lowtide.train.child import train_in_child
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import find_data
 from lowtide.train.parallel import launched_ranks
 from lowtide.train.prepare import share_data
-from lowtide.train.quiet import quiet_transformers
 from lowtide.train.report import show_comparison
 from lowtide.train.result import (
     EARLY_STEPS,
@@ -34,51 +28,16 @@ from lowtide.train.result import (
     early_steps,
     measured_tolerance,
 )
-from lowtide.train.run import run
 from lowtide.train.settings import Settings, trainer_settings
+from lowtide.train.turns import FREE, give_turn
 
 _BLOCKS = 50  # of a run: enough for a median, and long enough that a turn costs nothing
 _SHORTEST = 5  # steps of one
-_STOCK, _PATCHED, _FREE = "stock", "lowtide", ""
-_POLL_SECONDS = 0.002
+_STOCK, _PATCHED = "stock", "lowtide"
 
 
 class CompareError(LowtideError, RuntimeError):
     """One of the two runs failed."""
-
-
-class Turns(TrainerCallback):  # type: ignore[misc]
-    """Lets one of two processes train for a block of steps while the other waits.
-
-    Args:
-        file: holds the name of the process whose turn it is; empty once one of them has ended.
-        own: the name of this one.
-        other: the name of the other.
-        block: steps of a turn.
-    """
-
-    def __init__(self, file: Path, own: str, other: str, block: int) -> None:
-        self._file, self._own, self._other, self._block = file, own, other, block
-        self._done = 0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Hand over the turn after a block, and wait for the next."""
-        del state, control
-        if self._done % self._block == 0:
-            if self._done and self._file.read_text() == self._own:
-                if args.device.type == "cuda":
-                    torch.cuda.empty_cache()  # the other one needs the memory
-                give_turn(self._file, self._other)
-            while self._file.read_text() not in (self._own, _FREE):
-                time.sleep(_POLL_SECONDS)
-        self._done += 1
-
-
-def give_turn(file: Path, name: str) -> None:
-    """Write whose turn it is, whole at any moment."""
-    aside = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
-    aside.write_text(name)
-    aside.replace(file)
 
 
 def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Path | None) -> Comparison:
@@ -125,18 +84,6 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
     return comparison
 
 
-def train_in_child(
-    settings: Mapping[str, Any], tokens: str | None, turn: tuple[str, str, str, int] | None, label: str
-) -> dict[str, Any]:
-    """Train without saving and return the result as JSON: the child's side."""
-    quiet_transformers()
-    callbacks = () if turn is None else (Turns(Path(turn[0]), turn[1], turn[2], turn[3]),)
-    file = None if tokens is None else Path(tokens)
-    config = TrainConfig.from_json(settings)
-    result = run(config, save=False, label=label, tokens=file, callbacks=callbacks, reports=False)
-    return {**result.to_json(), "steps_seconds": result.steps_seconds}
-
-
 def _interleaved(
     config: TrainConfig, tokens: Path | None, turn: Path, block: int, console: Console
 ) -> tuple[TrainResult, TrainResult]:
@@ -151,7 +98,7 @@ def _interleaved(
         except BaseException as error:  # raised again below, in the main thread
             results[name] = error
         finally:
-            give_turn(turn, _FREE)
+            give_turn(turn, FREE)
 
     threads = [threading.Thread(target=one, args=pair) for pair in ((_STOCK, _PATCHED), (_PATCHED, _STOCK))]
     for thread in threads:
