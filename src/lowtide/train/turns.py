@@ -1,0 +1,49 @@
+"""Turns of two processes that train at the same time: a file holds the name of the one that may."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+FREE = ""  # instead of a name: one of them has ended
+_POLL_SECONDS = 0.002
+
+
+class Turns(TrainerCallback):  # type: ignore[misc]
+    """Lets one of two processes train for a block of steps while the other waits.
+
+    Args:
+        file: holds the name of the process whose turn it is; empty once one of them has ended.
+        own: the name of this one.
+        other: the name of the other.
+        block: steps of a turn.
+    """
+
+    def __init__(self, file: Path, own: str, other: str, block: int) -> None:
+        self._file, self._own, self._other, self._block = file, own, other, block
+        self._done = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Hand over the turn after a block, and wait for the next."""
+        del state, control
+        if self._done % self._block == 0:
+            if self._done and self._file.read_text() == self._own:
+                if args.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the other one needs the memory
+                give_turn(self._file, self._other)
+            while self._file.read_text() not in (self._own, FREE):
+                time.sleep(_POLL_SECONDS)
+        self._done += 1
+
+
+def give_turn(file: Path, name: str) -> None:
+    """Write whose turn it is, whole at any moment."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+    aside.write_text(name)
+    aside.replace(file)
