@@ -4,8 +4,8 @@
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
     python benchmarks/scaling.py --ranks 1 2 --way lowtide:all lowtide liger
 
-Layers are checkpointed, but for ways with a policy, such as lowtide:all or lowtide:attention. On one GPU nothing is
-shared out; on several, by FSDP2 as `--parallel fsdp2` does it.
+Layers are checkpointed, except in ways with a policy, such as lowtide:all or lowtide:attention. One GPU holds the whole
+model; several shard it by FSDP2, as `lowtide train --parallel fsdp2` does.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_from_arguments_to_files(
     told = result(tmp_path)
     assert "--shape 20,6,90 --tokens 5 20 --hidden 6 12 --vocab 90 33" in told["command"]
     assert told["machine"]["torch"]
-    assert {"commit", "date", "asked"} <= set(told)
+    assert {"commit", "date", "config"} <= set(told)
     assert told["finished"] is True
     assert sizes(told) == SIZES
     for point in told["points"]:

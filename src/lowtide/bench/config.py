@@ -143,8 +143,8 @@ class SweepBenchConfig(PeerSettings):
         return tuple(found[sizes] for sizes in sorted(found, key=lambda sizes: (sizes != middle, math.prod(sizes))))
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What must be the same for one run to continue another."""
+    def continued_by(self) -> dict[str, Any]:
+        """The settings that a run has to share to continue this one."""
         return {name: value for name, value in self.recorded().items() if name not in ("seconds", "fresh")}
 
 
@@ -250,8 +250,8 @@ class ApplyBenchConfig(ShapeSettings):
 class LayersBenchConfig(RunSettings):
     """Time and bandwidth of what stands between a decoder layer's GEMMs, forward and backward: RMS normalisation, the
     same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own fused operation) and
-    Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "kept" is what is saved for
-    backward beyond inputs and the residual stream.
+    Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "saved" is what
+    autograd saves for backward beyond inputs and the residual stream.
     """
 
     benchmark, summary = "layers", "norm and rotary embedding"
@@ -282,9 +282,9 @@ class LayersBenchConfig(RunSettings):
 class MlpBenchConfig(PeerSettings, ShapeSettings):
     """Time and memory of the gated MLP, forward and backward, at both levels of swiglu_mlp and of every peer that can
     be imported, interleaved in one process with the limit: the bare GEMMs, 9 per layer, or 11 where gate and up are
-    recomputed. "kept" is what is saved for backward, the input included; peaks are above input and weights and include
-    the gradients; "all" counts everything, and "again" the same of a step that adds to the gradients of the one before.
-    A peer that fails is a row with the reason.
+    recomputed. "saved" is for backward, the input included; peaks are above input and weights and include the
+    gradients; "total" counts everything, "accumulating" the same of a step that adds to the gradients of the one
+    before. A peer that fails is a row with the reason.
     """
 
     benchmark, summary, stem = "mlp", "the gated MLP", "mlp-{dtype}"

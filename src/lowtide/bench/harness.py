@@ -205,13 +205,13 @@ class Benchmark(Generic[C]):
             UnsupportedError: there is no such device, or a package is missing that the config needs.
             ArgumentValueError: the folder for the results cannot be written, or a value that no run could use.
         """
-        asked: Any = config  # which has device, dtype and output
-        device = chosen_device(asked.device)
-        dtype = chosen_dtype(asked.dtype, device)
+        settings: Any = config  # which has device, dtype and output
+        device = chosen_device(settings.device)
+        dtype = chosen_dtype(settings.dtype, device)
         self.check(config)
         stem = config.stem.format(dtype=str(dtype).removeprefix("torch."))
         packages = [*self.packages, *(peer.package for peer in self.peers.values())]
-        files, result = begin(asked.output, stem, config.command(), device, packages)
+        files, result = begin(settings.output, stem, config.command(), device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:
             self.measure(run)

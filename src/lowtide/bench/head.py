@@ -17,7 +17,7 @@ from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, lowtide_pe
 from lowtide.bench.plots import draw, require_matplotlib
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, SHARE, Bench, Function, Task, Truth, Values, exact_products, relative_error
+from lowtide.bench.task import NAME, SHARE, Bench, Function, Task, Truth, Values, exact_gemms, relative_error
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
@@ -46,7 +46,7 @@ def rounding_floor(problem: Problem, true: Truth, chunk_rows: int | None) -> dic
     dx_error = dx_norm = torch.zeros((), device=problem.device, dtype=torch.float64)
     total = None if true.dw is None else torch.zeros_like(problem.w.detach())  # in dW's own dtype
     chunk_sum = None if total is None else torch.zeros_like(w)
-    with exact_products():
+    with exact_gemms():
         for chunk in blocks(N, chunk_rows or N):
             for rows in blocks(chunk.stop - chunk.start, ROWS):
                 at = slice(chunk.start + rows.start, chunk.start + rows.stop)

@@ -28,7 +28,7 @@ TABLE = Table(
     (Column("", "peer", "<16"),),
     (
         Column("forward ms", "forward_ms", "12.3f"), Column("GB/s", "forward_gb_per_s", "7.0f"),
-        Column("both ms", "ms", "10.3f"), Column("GB/s", "gb_per_s", "7.0f"), Column("kept MiB", "kept_mib", "10.1f"),
+        Column("both ms", "ms", "10.3f"), Column("GB/s", "gb_per_s", "7.0f"), Column("saved MiB", "kept_mib", "11.1f"),
         Column("error", "error", "9.1e"),
     ),
 )  # fmt: skip

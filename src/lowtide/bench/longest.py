@@ -187,8 +187,8 @@ TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
     (
         Column("s", "seconds", "10.3f"), Column("tokens/s", "tokens_per_s", "10.0f"),
-        Column("GPU GiB", "peak_gib", "9.2f"), Column("should", "gpu_gib_predicted", "8.2f"),
-        Column("host GiB", "host_gib", "10.2f"), Column("should", "host_gib_predicted", "8.2f"),
+        Column("GPU GiB", "peak_gib", "9.2f"), Column("predicted", "gpu_gib_predicted", "11.2f"),
+        Column("host GiB", "host_gib", "10.2f"), Column("predicted", "host_gib_predicted", "11.2f"),
         Column("  saved", lambda row: f"  {row['kept']}", ""),
     ),
     reason=lambda row: f"out of {row['out_of']}: {row['failed']}" if row.get("out_of") else row.get("failed"),

@@ -136,19 +136,19 @@ def config_of(name: str, layers: int | None) -> Any:
     return config
 
 
-def build(way: str, asked: LongestBenchConfig) -> Any:
+def build(way: str, settings: LongestBenchConfig) -> Any:
     """Return the model of a way, with random weights, where training is to have them."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    device, lora = torch.device(asked.device), asked.train == "lora"
-    config = config_of(asked.model, asked.layers)
+    device, lora = torch.device(settings.device), settings.train == "lora"
+    config = config_of(settings.model, settings.layers)
     config.use_cache = False
     if way.startswith(LIGER):
         apply_liger(config)
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(settings.seed)
     with device if lora else init_empty_weights(include_buffers=False):
-        dtype = getattr(torch, asked.dtype)
+        dtype = getattr(torch, settings.dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
     if not lora:
         model.tie_weights()  # which the empty ones are not

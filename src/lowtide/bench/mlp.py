@@ -41,9 +41,9 @@ TABLE = Table(
     (Column("", "name", "<18"),),
     (
         Column("forward ms", "forward_ms", "11.2f"), Column("backward ms", "backward_ms", "12.2f"),
-        Column("both ms", "ms", "9.2f"), Column("limit ms", "limit_ms", "9.2f"), Column("over it", "over", "9.1%"),
-        Column("kept MiB", "kept_mib", "10.1f"), Column("peak MiB", "peak_mib", "10.1f"),
-        Column("all GB", "all_gb", "8.2f"), Column("again GB", "again_gb", "9.2f"),
+        Column("both ms", "ms", "9.2f"), Column("limit ms", "limit_ms", "9.2f"), Column("over limit", "over", "12.1%"),
+        Column("saved MiB", "kept_mib", "11.1f"), Column("peak MiB", "peak_mib", "10.1f"),
+        Column("total GB", "all_gb", "10.2f"), Column("accumulating GB", "again_gb", "17.2f"),
     ),
 )  # fmt: skip
 

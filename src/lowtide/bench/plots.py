@@ -61,11 +61,11 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
     The rows are the rate, the peak of memory above the inputs, and the errors: of the gradients (relative, the larger
     of the two) as lines, of the loss (absolute) as dots.
     """
-    asked, points = result["asked"], result["points"]
+    config, points = result["config"], result["points"]
     names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
-    shape = HEADS.one(asked["shape"])
+    shape = HEADS.one(config["shape"])
     center = {"N": shape.N, "D": shape.D, "V": shape.V}
-    columns = [letter for axis, letter in AXES.items() if "none" not in asked[axis]]
+    columns = [letter for axis, letter in AXES.items() if "none" not in config[axis]]
 
     def along(letter: str) -> list[Mapping[str, Any]]:
         on_line = (p for p in points if all(p[other] == center[other] for other in "NDV" if other != letter))
@@ -90,7 +90,7 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
         grads_error = lines(letter, "dx_error", "dw_error")
         errors.append(Panel([*grads_error, *lines(letter, "loss_error", dotted=True), floor], log=True))
     rows = {"TFLOP/s: 6NDV / time": rate, "peak above the inputs, MiB": memory}
-    if asked["error"]:
+    if config["error"]:
         rows["error: gradients (lines), loss (dots)"] = errors
     machine = result["machine"]
     title = (

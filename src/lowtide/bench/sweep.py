@@ -1,6 +1,6 @@
 """The head's benchmark along three lines: N tokens, hidden size D and vocabulary V, each with the others held.
 
-The plots are those that the thread on PyTorch's own function requested (pytorch/pytorch issue 124480): the rate, the
+The plots are those that the thread on PyTorch's own function asks for (pytorch/pytorch issue 124480): the rate, the
 peak of memory and the errors over each of the three.
 """
 
@@ -23,7 +23,7 @@ from lowtide.bench.plots import draw_sweep, require_matplotlib
 from lowtide.bench.problem import PLAIN, make_problem
 from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import exact_products, wider
+from lowtide.bench.task import exact_gemms, wider
 from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.timing import time_side_by_side
@@ -53,8 +53,8 @@ def measure(run: Run[SweepBenchConfig]) -> None:
         UnsupportedError: the GPU no longer answers after a peer.
     """
     start, config = time.monotonic(), run.config
-    asked = json.loads(json.dumps(config.asked))
-    run.result |= {"dtype": run.dtype_name, "asked": asked, "finished": False, "points": []}
+    settings = json.loads(json.dumps(config.continued_by))
+    run.result |= {"dtype": run.dtype_name, "config": settings, "finished": False, "points": []}
     if not config.fresh and (found := _unfinished(Path(config.output), run.result)) is not None:
         run.files, run.result = found
         points = run.result["points"]
@@ -69,7 +69,7 @@ def measure(run: Run[SweepBenchConfig]) -> None:
 
 def _unfinished(folder: Path, result: dict[str, Any]) -> tuple[Files, dict[str, Any]] | None:
     """Return the newest unfinished result of the same sweep, and its files."""
-    same = ("asked", "dtype", "machine", "commit", "finished")
+    same = ("config", "dtype", "machine", "commit", "finished")
     for file in sorted(folder.glob("*-sweep-*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(file.read_text())
@@ -158,7 +158,7 @@ def rates_of(shape: Shape, dtype: torch.dtype, device: torch.device, *, error: b
     found = []
     for kind in (dtype, wider(dtype)) if error else (dtype,):
         x, w = (torch.randn(rows, D, device=device, dtype=torch.float32).to(kind) for rows in (N, V))
-        with exact_products():
+        with exact_gemms():
             ms = time_side_by_side({"mm": lambda x=x, w=w: x @ w.T}, device, warm=1, reps=2)["mm"].median_ms  # type: ignore[misc]
         found.append(2e3 * N * D * V / ms)
     return found[0], found[-1]

@@ -145,7 +145,7 @@ class Task:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def exact_gemms() -> Iterator[None]:
     """Run float32 GEMMs in float32: no TF32, no bfloat16."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -192,7 +192,7 @@ def truth(task: Task) -> Truth:
     b = None if head.b is None else head.b.detach().to(dtype)
     db = None if b is None else torch.zeros_like(b)
     found: dict[str, list[Tensor]] = {name: [] for name in task.names}
-    with exact_products():
+    with exact_gemms():
         for rows in blocks(head.shape.N, ROWS):
             x = head.x[rows].to(dtype)
             z = F.linear(x, w, b).double().requires_grad_(setting.grad)
