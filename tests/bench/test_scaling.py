@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from distributed import train_ranks
-from lowtide.bench import harness, scaling
-from lowtide.bench.scaling import SCALING, ScalingConfig
+from lowtide.bench import harness
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.child import ChildResult
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import scaling
+from scaling import SCALING, ScalingConfig
 
 STEPS = 2
 
