@@ -114,7 +114,7 @@ class SweepBenchConfig(PeerSettings):
         super().__post_init__()
         for axis in AXES:
             self._require(axis, all(size > 0 for size in self.sizes(axis)), "whole numbers above 0, or none")
-        self._require("tokens", any(self.sizes(axis) for axis in AXES), "one line that is not none")
+        self._require("tokens", bool(self.shapes), "one line that is not none")
         self._require_positive("seconds")
 
     @property
@@ -133,14 +133,10 @@ class SweepBenchConfig(PeerSettings):
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """All shapes, each once: where the lines cross, then from the least work to the most."""
-        center = self.center
-        found = {}
-        for axis, letter in AXES.items():
-            for size in self.sizes(axis):
-                N, D, V = (size if letter == other else getattr(center, other) for other in "NDV")
-                found[N, D, V] = Shape(f"{N},{D},{V}", N, D, V)
-        middle = (center.N, center.D, center.V)
-        return tuple(found[sizes] for sizes in sorted(found, key=lambda sizes: (sizes != middle, math.prod(sizes))))
+        center = {letter: getattr(self.center, letter) for letter in "NDV"}
+        lines = ({**center, letter: size} for axis, letter in AXES.items() for size in self.sizes(axis))
+        found = {HEADS.one(",".join(map(str, sizes.values()))): sizes for sizes in lines}
+        return tuple(sorted(found, key=lambda shape: (found[shape] != center, shape.flops(1))))
 
     @property
     def continued_by(self) -> dict[str, Any]:
@@ -287,7 +283,7 @@ class MlpBenchConfig(PeerSettings, ShapeSettings):
     before. A peer that fails is a row with the reason.
     """
 
-    benchmark, summary, stem = "mlp", "the gated MLP", "mlp-{dtype}"
+    benchmark, summary, stem = "mlp", "the gated MLP", "{benchmark}-{dtype}"
     choice = MLPS
     known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")}
     examples: ClassVar = {
@@ -323,7 +319,6 @@ class TuneConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
         self._require_positive("seconds")
         CHUNK.one(self.shape)
 

@@ -209,7 +209,7 @@ class Benchmark(Generic[C]):
         device = chosen_device(settings.device)
         dtype = chosen_dtype(settings.dtype, device)
         self.check(config)
-        stem = config.stem.format(dtype=str(dtype).removeprefix("torch."))
+        stem = config.stem.format(benchmark=config.benchmark, dtype=str(dtype).removeprefix("torch."))
         packages = [*self.packages, *(peer.package for peer in self.peers.values())]
         files, result = begin(settings.output, stem, config.command(), device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)

@@ -72,9 +72,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _description(config: type[Settings]) -> str:
     text = " ".join(str(config.__doc__).split())
     if hasattr(config, "output"):
-        file = f"DIR/<date>-{config.stem.replace('{dtype}', '<dtype>')}-<gpu>.json"
-        text += f" The result is {file}, with the hardware and the versions; set COMMIT in the environment where the"
-        text += " source has no git history."
+        stem = config.stem.format(benchmark=config.benchmark, dtype="<dtype>")
+        text += f" The result is DIR/<date>-{stem}-<gpu>.json, with the hardware and the versions; set COMMIT in the"
+        text += " environment where the source has no git history."
     return f"{text} Exit status 1 where {config.exit_1}."
 
 
