@@ -109,9 +109,8 @@ def test_rows_are_told_and_written_while_others_are_measured(tmp_path: Path, mon
             while time.monotonic() < until and len(json.loads(files[0].read_text())["rows"]) < known:
                 time.sleep(0.01)
             seen.append(len(json.loads(files[0].read_text())["rows"]))
-            os.truncate(
-                told["file"], Path(told["file"]).stat().st_size - len('{"sec')
-            )  # a write would be seen half done
+            half = len('{"sec')
+            os.truncate(told["file"], Path(told["file"]).stat().st_size - half)  # at once, as a write would not be
         return ChildResult(returncode=0, seconds=1.0, peak_bytes=0)
 
     monkeypatch.setattr(scaling, "run_command", fake)

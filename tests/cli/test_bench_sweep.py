@@ -118,18 +118,17 @@ def test_a_run_that_was_killed_goes_on_with_the_next_row(
 
 @pytest.mark.usefixtures("undrawn")
 def test_what_was_another_sweep_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Any, shape: Any) -> None:
-        raise KeyboardInterrupt
+    measure = sweep._measure_shape
+
+    def one_shape(run: Any, shape: Any) -> None:
+        if run.result["points"]:
+            raise KeyboardInterrupt
+        measure(run, shape)
 
     lines = ["--tokens", "5", "20", "--hidden", "none", "--vocab", "none", *QUICK, "--only", "naive"]
     run = ["--shape", "20,6,90", *lines, "--no-error", "--output", tmp_path]
     with monkeypatch.context() as patched:
-        measure = sweep._Sweep.measure
-        patched.setattr(
-            sweep._Sweep,
-            "measure",
-            lambda self, shape: (interrupted if self.run.result["points"] else measure)(self, shape),
-        )
+        patched.setattr(sweep, "_measure_shape", one_shape)
         assert bench(*run) == 130
     (old,) = tmp_path.glob("*.json")
     before = old.read_text()
