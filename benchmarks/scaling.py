@@ -24,8 +24,18 @@ import torch.distributed as dist
 from transformers import default_data_collator
 from transformers.trainer_callback import PrinterCallback
 
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, add_rows, append, reason_of, release
-from lowtide.bench.plots import require_matplotlib
+from lowtide.bench.harness import (
+    Benchmark,
+    Column,
+    Row,
+    Run,
+    Table,
+    add_rows,
+    append,
+    reason_of,
+    release,
+    require_matplotlib,
+)
 from lowtide.bench.results import Files, replace
 from lowtide.bench.settings import ScriptSettings, numbers, setting
 from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cli.results import result
 from lowtide.bench import head as benchmark
 from lowtide.bench.config import TOKEN_COUNTS, HeadBenchConfig
 from lowtide.bench.harness import CannotError, Peer
-from lowtide.bench.head import TABLE, LossBench, loss_task, ratio
+from lowtide.bench.head import TABLE, LossBench, loss_task, plan_of, ratio
 from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, liger_mib, liger_rows, loss_of
 from lowtide.bench.problem import PLAIN, SETTINGS, make_problem
 from lowtide.bench.shapes import HEADS, SHAPES
@@ -154,11 +155,10 @@ def test_a_wrong_loss_has_its_error() -> None:
 
 def test_the_floor_follows_the_plan() -> None:
     measured = bench(torch.bfloat16)
-    row = measured.measure(PEERS["lowtide"])
     summed = measured.in_setting(SETTINGS[0]).measure(PEERS["lowtide"])
     assert summed["plan"]["accumulate"] == "float32"
-    alone = {"plan": {**row["plan"], "accumulate": "input", "chunks": 6, "chunk_rows": 8}}
-    measured.record({}, {}, alone)
+    plan = plan_of(PEERS["lowtide"], measured.problem)
+    alone = measured.floor_of(replace(plan, accumulate="input", chunks=6, chunk_rows=8))
     assert alone["dw_floor"] > summed["dw_floor"]  # six roundings of the sum instead of one
 
 

@@ -24,7 +24,7 @@ from lowtide.bench.loss_peers import PEERS, TRL_TILE
 from lowtide.bench.problem import PLAIN, SETTINGS, Setting, make_problem
 from lowtide.bench.shapes import HEADS, PAIR_SHAPES, PAIRS, Shape
 from lowtide.bench.stats import STATS_PEERS, WORKS, StatsTask, stats_task
-from lowtide.bench.task import MOST_LOGITS, Bench, Task, Values, bare_gemms, limit_rows, limits_of, table_of, truth
+from lowtide.bench.task import MOST_LOGITS, Bench, Task, Values, bare_gemms, limit_rows, table_of, truth
 from lowtide.cli import main
 from support import relative_error
 
@@ -187,8 +187,8 @@ def test_a_row_has_every_figure(case: Any) -> None:
     assert bench.gradients_mib == pytest.approx(sum(g.numel() for g in (dx, dw) if g is not None) * 4 / 2**20)
     assert row["peak_mib"] >= bench.gradients_mib
     assert task.head.w.grad is None
-    assert limits_of(bench)["limit_rows"] == N
-    json.dumps([limits_of(bench), row], allow_nan=False)
+    assert bench.limits()["rows"] == N
+    json.dumps([bench.limits(), row], allow_nan=False)
     text = table_of(task).line(row)
     assert text.startswith("lowtide ")
     assert len(text.split()) == 4 + len(row["errors"])

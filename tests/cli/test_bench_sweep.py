@@ -13,7 +13,6 @@ pytest.importorskip("matplotlib")
 import torch
 
 from cli.results import result
-from lowtide.bench import plots as figures
 from lowtide.bench import sweep
 from lowtide.bench.config import SweepBenchConfig
 from lowtide.bench.harness import Peer
@@ -51,7 +50,7 @@ def test_from_arguments_to_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, worst: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[dict[str, Any]] = []
-    monkeypatch.setattr(figures, "draw_panels", lambda *a, **k: (drawn.append(a[2]), plots.draw_panels(*a, **k)))
+    monkeypatch.setattr(sweep, "draw_panels", lambda *a, **k: (drawn.append(a[2]), plots.draw_panels(*a, **k)))
     assert bench(*SMALL, *QUICK, "--dtype", dtype, "--output", tmp_path) == 0
     told = result(tmp_path)
     assert "--shape 20,6,90 --tokens 5 20 --hidden 6 12 --vocab 90 33" in told["command"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release
 from lowtide.bench.problem import Problem, make_problem
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, Bench, Function, Task, Values
+from lowtide.bench.task import NAME, Bench, Task
 from lowtide.bench.way import STOCK, Way
 from lowtide.bench.ways import build_way, train_step
 from lowtide.errors import ArgumentValueError, message
@@ -24,6 +25,7 @@ from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.head.planner import MIB
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
 from lowtide.measure.units import mib
 from lowtide.train.shapes import DEFAULT
@@ -86,14 +88,13 @@ def plan_of(inputs: Problem, options: HeadOptions) -> HeadPlan:
 
 def in_two_chunks(inputs: Problem) -> HeadOptions:
     """Return the least workspace with which the plan has two chunks."""
-    low, high = 0.0, 1.0
-    while plan_of(inputs, HeadOptions(workspace_mib=high)).chunks > 2:
-        low, high = high, 2 * high
-    for _ in range(30):
-        middle = (low + high) / 2
-        enough = plan_of(inputs, HeadOptions(workspace_mib=middle)).chunks <= 2
-        low, high = (low, middle) if enough else (middle, high)
-    return HeadOptions(workspace_mib=high)
+    sizes = range(1, 2**50)  # bytes
+
+    def options(size: int) -> HeadOptions:
+        return HeadOptions(workspace_mib=size / MIB)
+
+    least = bisect_left(sizes, True, key=lambda size: plan_of(inputs, options(size)).chunks <= 2)
+    return options(sizes[least])
 
 
 def peers_of(function: str, head: Problem) -> Iterator[Peer]:
@@ -133,7 +134,7 @@ class ApplyBench(Bench):
     ``plan``. The naive way's, which is the first, is what the other rows' peaks are measured by: ``of_naive``.
     """
 
-    naive_mib: float | None = None
+    naive_mib = 0.0  # unknown
 
     def __init__(self, function: str, inputs: Problem, *, warm: int, reps: int) -> None:
         self.function = function
@@ -145,20 +146,19 @@ class ApplyBench(Bench):
         )
         super().__init__(task, error=True, warm=warm, reps=reps, limited=False)
 
-    def prepare(self, peer: Peer, row: Row) -> Function:
+    def measure(self, peer: Peer) -> Row:
         """See `Bench`."""
-        row["function"] = self.function
+        row = super().measure(peer) | {"function": self.function}
+        row |= {f"{name}_error": error for name, error in row.pop("errors", {}).items()}
         if peer.options is not None:
             row["plan"] = dataclasses.asdict(plan_of(self.problem, peer.options(self.problem)))
-        return super().prepare(peer, row)
-
-    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
-        """See `Bench`."""
-        row |= {"value": values["value"].item(), **{f"{name}_error": error for name, error in errors.items()}}
-        if row["name"] == NAIVE:
-            self.naive_mib = row["peak_mib"]
-        if self.naive_mib is not None:
-            row["of_naive"] = row["peak_mib"] / self.naive_mib
+        if "value_error" in row:
+            row["value"] = self.values["value"].item()
+            if peer.name == NAIVE:
+                self.naive_mib = row["peak_mib"]
+            if self.naive_mib:
+                row["of_naive"] = row["peak_mib"] / self.naive_mib
+        return row
 
 
 CLIP, BETA, GROUP = 0.2, 0.04, 2

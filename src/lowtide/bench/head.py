@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release, require_matplotlib
 from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
-from lowtide.bench.plots import draw, require_matplotlib
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
+from lowtide.bench.results import Files, replace
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, SHARE, Bench, Function, Task, Truth, Values, exact_gemms, relative_error
+from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, relative_error
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
+from lowtide.measure.plots import Point, draw_front, draw_shares
 
 
 @torch.no_grad()
@@ -108,38 +111,38 @@ class LossBench(Bench):
     """A problem on which peers' losses are measured.
 
     Their rows have ``setting`` and ``tokens``; ``loss_error``, the absolute difference of the loss (the mean one, of
-    several); ``dx_error``, the relative error of the hidden states' gradient, ``dx_floor``, what the roundings alone
-    cause, and the same of the weight's. lowtide's have the ``plan`` of `plan_head`.
+    several); ``dx_error``, the relative error of the hidden states' gradient, and the same of the weight's. lowtide's
+    have the ``plan`` of `plan_head`, and in bfloat16 ``dx_floor`` and ``dw_floor``, the errors that the roundings alone
+    cause (float16 cannot hold the exponentials).
     """
 
     def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
         super().__init__(loss_task(problem), error=error, warm=warm, reps=reps)
-        self._floors: dict[int | None, dict[str, float]] = {}
+        if self.true is not None:
+            self._floor = functools.cache(functools.partial(rounding_floor, problem, self.true))
 
     def in_setting(self, setting: Setting) -> LossBench:
         """Return the bench of the same numbers in another setting."""
         problem = self.problem.in_setting(setting)
         return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps)
 
-    def prepare(self, peer: Peer, row: Row) -> Function:
+    def measure(self, peer: Peer) -> Row:
         """See `Bench`."""
         problem = self.problem
-        row |= {"setting": problem.setting.name, "tokens": problem.shape.N}
+        row = super().measure(peer) | {"setting": problem.setting.name, "tokens": problem.shape.N}
+        row |= {f"{name}_error": error for name, error in row.pop("errors", {}).items()}
         if peer.options is not None:
-            row["plan"] = dataclasses.asdict(plan_of(peer, problem))
-        return super().prepare(peer, row)
+            plan = plan_of(peer, problem)
+            row["plan"] = dataclasses.asdict(plan)
+            if self.true is not None and "ms" in row and problem.dtype == torch.bfloat16:
+                row |= self.floor_of(plan)
+        return row
 
-    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
-        """See `Bench`."""
-        del values
-        row |= {f"{name}_error": error for name, error in errors.items()}
-        plan = row.get("plan")
-        if plan and self.true is not None and self.problem.dtype == torch.bfloat16:  # fp16 cannot hold exponentials
-            in_float32 = plan["accumulate"] == "float32" or plan["chunks"] <= 1
-            rows = None if in_float32 else plan["chunk_rows"]
-            if rows not in self._floors:
-                self._floors[rows] = rounding_floor(self.problem, self.true, rows)
-            row |= {f"{name}_floor": value for name, value in self._floors[rows].items()}
+    def floor_of(self, plan: HeadPlan) -> dict[str, float]:
+        """Return the floors of a plan's errors."""
+        in_float32 = plan.accumulate == "float32" or plan.chunks <= 1
+        floor = self._floor(None if in_float32 else plan.chunk_rows)
+        return {f"{name}_floor": value for name, value in floor.items()}
 
 
 def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
@@ -236,16 +239,8 @@ class _Shape:
 
     def add_limit(self, bench: LossBench) -> None:
         """Add and print a limit."""
-        self.result["limits"].append(
-            {
-                "setting": bench.problem.setting.name,
-                "tokens": bench.problem.shape.N,
-                "ms": bench.limit_ms,
-                "rows": bench.best_rows,
-                "ms_by_rows": {str(rows): ms for rows, ms in bench.limit.items()},
-                "tflops": bench.tflops,
-            }
-        )
+        problem = bench.problem
+        self.result["limits"].append({"setting": problem.setting.name, "tokens": problem.shape.N, **bench.limits()})
         self.run.say(bench.title() + TABLE.header)
 
     def add(self, part: str, row: Row) -> None:
@@ -281,6 +276,42 @@ def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
 def _check(config: HeadBenchConfig) -> None:
     if config.sweep or config.tokens:
         require_matplotlib("sweep and tokens")
+
+
+def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) -> list[Path]:
+    """Draw what there is to draw and return the files."""
+    drawn = []
+    name, N, D, V = (result[key] for key in ("name", "N", "D", "V"))
+    where = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
+    sweep = [
+        Point(f"{row['workspace_mib']:g}", row["peak_mib"], row["ms"]) for row in result.get("sweep", ()) if "ms" in row
+    ]
+    if sweep:
+        peers = [
+            Point(row["name"], row["peak_mib"], row["ms"], own=row["name"] == LOWTIDE)
+            for row in result.get("table", ())
+            if "ms" in row and row["name"] != LOWTIDE_AT_LIGERS  # it is on the line
+        ]
+        limit = next(limit["ms"] for limit in result["limits"] if limit["tokens"] == N)
+        file = files.picture(name)
+        title = f"Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n{where}"
+        replace(
+            file,
+            lambda at: draw_front(
+                at, title, front=sweep, front_name=LOWTIDE, points=peers, limit=limit, least=result["gradients_mib"]
+            ),
+        )
+        drawn.append(file)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in result.get("tokens", ()):
+        if "share" in row:
+            lines.setdefault(row["name"], []).append((row["tokens"], row["share"]))
+    if lines:
+        file = files.picture(f"{name}-tokens")
+        title = f"Share of the limit by number of tokens: D={D}, V={V}\n{where}"
+        replace(file, lambda at: draw_shares(at, title, lines))
+        drawn.append(file)
+    return drawn
 
 
 HEAD = Benchmark(measure=measure, peers=PEERS, check=_check)

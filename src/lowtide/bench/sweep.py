@@ -9,27 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowtide.bench.config import SweepBenchConfig
-from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers, own_failure
+from lowtide.bench.config import AXES, NONE, SweepBenchConfig
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers, own_failure, require_matplotlib
 from lowtide.bench.head import TABLE, bench_of, loss_task
 from lowtide.bench.loss_peers import PEERS
-from lowtide.bench.plots import draw_sweep, require_matplotlib
 from lowtide.bench.problem import PLAIN, make_problem
-from lowtide.bench.results import Files
-from lowtide.bench.shapes import Shape
+from lowtide.bench.results import Files, replace
+from lowtide.bench.shapes import HEADS, Shape
 from lowtide.bench.task import exact_gemms, wider
+from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
+from lowtide.measure.plots import Line, Panel, draw_panels
 from lowtide.measure.timing import time_side_by_side
 
 PACE = 2.0  # times the limit that a peer takes, about: from 1.1 to 4.7
 FIRST = 1.0  # seconds that a peer takes to compile for a new shape, about: from 0 to 5
 DRAWING = 3.0  # seconds that are left for the plot
+_LETTERS = {"N": "tokens N", "D": "hidden size D", "V": "vocabulary V"}
 _PROBE = {"cuda": (4096, 4096, 32768), "cpu": (512, 512, 2048)}  # the most of N, D and V that the rate is measured with
 
 
@@ -155,6 +157,65 @@ def estimate(config: SweepBenchConfig, shape: Shape, peers: Collection[str], rat
     if config.error:
         seconds += once / rates[1] * 2  # the truth, and the roundings' own error
     return seconds
+
+
+def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
+    """Draw a result of `lowtide.bench.sweep`, finished or not, and return the file: a column for each line of shapes.
+
+    The rows are the rate, the peak of memory above the inputs, and the errors: of the gradients (relative, the larger
+    of the two) as lines, of the loss (absolute) as dots.
+    """
+    config, points = result["config"], result["points"]
+    names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
+    shape = HEADS.one(config["shape"])
+    center = {"N": shape.N, "D": shape.D, "V": shape.V}
+    columns = [letter for axis, letter in AXES.items() if NONE not in config[axis]]
+
+    def along(letter: str) -> list[Mapping[str, Any]]:
+        on_line = (p for p in points if all(p[other] == center[other] for other in "NDV" if other != letter))
+        return sorted(on_line, key=lambda point: point[letter])
+
+    def lines(letter: str, *keys: str, **style: Any) -> list[Line]:
+        return [
+            Line(name, _values(along(letter), letter, name, *keys), own=name.startswith(LOWTIDE), **style)
+            for name in names
+        ]
+
+    def quiet(letter: str, name: str, key: str) -> Line:
+        return Line(name, [(point[letter], point[key]) for point in along(letter)], quiet=True)
+
+    rate, memory, errors = [], [], []
+    for letter in columns:
+        rate.append(Panel([*lines(letter, "tflops"), quiet(letter, "bare GEMMs", "limit_tflops")]))
+        grads = quiet(letter, "gradients alone", "gradients_mib")
+        memory.append(Panel([*lines(letter, "peak_mib"), grads], log=True))
+        floors = _values(along(letter), letter, LOWTIDE, "dx_floor", "dw_floor")
+        floor = Line("bfloat16's roundings alone", floors, quiet=True)
+        grads_error = lines(letter, "dx_error", "dw_error")
+        errors.append(Panel([*grads_error, *lines(letter, "loss_error", dotted=True), floor], log=True))
+    rows = {"TFLOP/s: 6NDV / time": rate, "peak above the inputs, MiB": memory}
+    if config["error"]:
+        rows["error: gradients (lines), loss (dots)"] = errors
+    machine = result["machine"]
+    title = (
+        "Linear + cross entropy, forward and backward, each size with the others held at "
+        f"N={center['N']}, D={center['D']}, V={center['V']}\n"
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
+    )
+    out = sorted({row["name"] for p in points for row in p["rows"] if row.get("failed") == OUT_OF_MEMORY})
+    if out:
+        title += f"; lines end where memory does ({', '.join(out)})"
+    file = files.picture("lines")
+    replace(file, lambda at: draw_panels(at, title, rows, columns=[_LETTERS[letter] for letter in columns]))
+    return file
+
+
+def _values(points: list[Mapping[str, Any]], letter: str, name: str, *keys: str) -> list[tuple[float, float]]:
+    """Return the size and a peer's value of each point: the largest under these keys, where it has one."""
+    rows = [(point[letter], row) for point in points for row in point["rows"] if row["name"] == name]
+    return [
+        (size, max(row[key] for key in keys if key in row)) for size, row in rows if not row.keys().isdisjoint(keys)
+    ]
 
 
 SWEEP = Benchmark(
