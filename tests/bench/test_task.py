@@ -61,7 +61,7 @@ def stats_in_float64(task: StatsTask, z: Tensor) -> Values:
     logprob = all_of_them.log_prob(task.y.view(N, -1).T).T.view_as(task.y)
     values = {"logprob": logprob, "entropy": all_of_them.entropy(), "lse": z.exp().sum(1).log()}
     values |= {"mean_logit": z.sum(1) / V, "sum_sq_prob": (p @ p.T).diagonal()}
-    values["topk"] = z.sort(1, descending=True).values[:, : task.topk]
+    values["topk"] = z.sort(1, descending=True).values[:, : task.work.topk]
     return {name: values[name] for name in task.names}
 
 

@@ -318,8 +318,6 @@ class Bench:
         return errors
 
 
-Tasks = Callable[[tuple[str, ...], Any, torch.dtype, torch.device, int], Iterator[Task]]
-"""Makes the tasks of the works' names, a shape, dtype, device and seed."""
 _TITLES = {"dx": "dX err", "dw": "dW err", "mean_logit": "mean err", "sum_sq_prob": "sumsq err"}
 
 
@@ -333,8 +331,8 @@ def table_of(task: Task) -> Table:
     return Table((NAME,), (*SHARE, *columns))
 
 
-def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
-    """Return the benchmark of these tasks by these peers."""
+def token_benchmark(tasks: Callable[[Run[Any], Any], Iterator[Task]], peers: Mapping[str, Peer]) -> Benchmark[Any]:
+    """Return the benchmark of a run's ``tasks`` for each shape, by these peers."""
 
     def measure(run: Run[TokenBenchConfig]) -> None:
         config, shapes = run.config, run.result.setdefault("shapes", [])
@@ -342,7 +340,7 @@ def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
         for shape in config.shapes:
             tables: list[dict[str, Any]] = []
             shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
-            for task in tasks(config.chosen("works"), shape, run.dtype, run.device, config.seed):
+            for task in tasks(run, shape):
                 bench, table = Bench(task, error=config.error, warm=config.warm, reps=config.reps), table_of(task)
                 rows: list[Row] = []
                 about = {"work": task.head.setting.name, "gradients_mib": bench.gradients_mib, "rows": rows}
