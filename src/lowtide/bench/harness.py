@@ -316,4 +316,5 @@ def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of that name; auto: bfloat16 on a GPU, float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

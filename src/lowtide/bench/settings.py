@@ -95,11 +95,7 @@ class Settings:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
 
     def check_here(self) -> None:
-        """Check what depends on files, before torch is loaded.
-
-        Raises:
-            ArgumentValueError: the settings have a ``model``, and there is none of that name.
-        """
+        """Check what depends on files, before torch is loaded: raise `ArgumentValueError` for an unknown ``model``."""
         model = getattr(self, "model", "auto")
         if model != "auto" and model not in SHAPES:
             config_file(model)

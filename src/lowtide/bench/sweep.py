@@ -38,10 +38,8 @@ _PROBE = {"cuda": (4096, 4096, 32768), "cpu": (512, 512, 2048)}  # the most of N
 def measure(run: Run[SweepBenchConfig]) -> None:
     """Measure every shape, as far as the time goes, and draw them at the end.
 
-    An unfinished result of the same sweep (settings, machine, commit) is continued.
-
-    Raises:
-        UnsupportedError: the GPU no longer answers after a peer.
+    An unfinished result of the same sweep (settings, machine, commit) is continued. `UnsupportedError` where the GPU no
+    longer answers after a peer.
     """
     start, config = time.monotonic(), run.config
     settings = json.loads(json.dumps(config.continued_by))

@@ -101,10 +101,8 @@ def apply_liger(config: Any) -> None:
 def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
     """Return the model with LoRA adapters of this rank on its linear layers, in their dtype, all else frozen.
 
-    ``targets`` are the names of the layers that get one; none: every linear layer but the output layer.
-
-    Raises:
-        UnsupportedError: peft is not installed.
+    ``targets`` are the names of the layers that get one; none: every linear layer but the output layer. Without peft:
+    `UnsupportedError`.
     """
     try:
         from peft import LoraConfig, get_peft_model
