@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,99 +153,79 @@ def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
 
 
 def measure(run: Run[HeadBenchConfig]) -> None:
-    """Measure each shape with all that the options request."""
+    """Measure each shape with all that the options request.
+
+    A shape's result has ``limits`` by setting (and number of tokens, where it is not the shape's): milliseconds by rows
+    of a chunk, the best of them, and its rate; ``gradients_mib``; the rows of ``table``, the peers, and of ``sweep``,
+    ``settings`` and ``tokens``, those of the options of that name.
+    """
     config, shapes = run.config, run.result.setdefault("shapes", [])
     run.result |= {"warm": config.warm, "reps": config.reps}
     for shape in config.shapes:
-        part = _Shape(run, shape)
-        shapes.append(part.result)
-        part.measure()
+        result: dict[str, Any] = {**vars(shape), "dtype": run.dtype_name, "limits": [], "gradients_mib": 0.0}
+        shapes.append(result)
+        _measure_shape(run, shape, result)
         if config.sweep or config.tokens:
-            for file in draw(part.result, run.files, run.result["machine"]):
+            for file in draw(result, run.files, run.result["machine"]):
                 run.say(f"drawn: {file}\n")
 
 
-class _Shape:
-    """Everything that is measured of one shape.
+def _measure_shape(run: Run[HeadBenchConfig], shape: Shape, result: dict[str, Any]) -> None:
+    config = run.config
 
-    Attributes:
-        result: ``limits`` by setting (and number of tokens, where it is not the shape's): milliseconds by rows of a
-            chunk, the best of them, and its rate; ``gradients_mib``; the rows of ``table``, the peers, and of
-            ``sweep``, ``settings`` and ``tokens``, what the options of that name ask for.
-    """
+    def begin(bench: LossBench) -> None:
+        limit = {"setting": bench.problem.setting.name, "tokens": bench.problem.shape.N, **bench.limits()}
+        result["limits"].append(limit)
+        run.say(bench.title() + TABLE.header)
 
-    def __init__(self, run: Run[HeadBenchConfig], shape: Shape) -> None:
-        self.run, self.config, self.shape = run, run.config, shape
-        self.result: dict[str, Any] = {**vars(shape), "dtype": run.dtype_name, "limits": [], "gradients_mib": 0.0}
+    def add(part: str, bench: LossBench, peer: Peer, **more: float) -> None:
+        run.add(bench.measure(peer) | more, result.setdefault(part, []), TABLE)
 
-    def measure(self) -> None:
-        config = self.config
-        if config.table or config.sweep or config.settings:
-            bench = bench_of(self.run, self.shape, error=config.error)
-            self.result["gradients_mib"] = bench.gradients_mib
-            if config.table or config.sweep:
-                self.add_limit(bench)
-            if config.table:
-                self.add_table(bench)
-            if config.sweep:
-                self.add_sweep(bench)
-            if config.settings:
-                self.add_settings(bench)
-            del bench
-        if config.tokens:
-            self.add_tokens()
-        release(self.run.device)
-
-    def add_table(self, bench: LossBench) -> None:
-        """Measure the peers."""
-        for name in self.config.peers:
-            self.add("table", bench.measure(PEERS[name]))
-        rows = {row["name"]: row for row in self.result["table"]}
-        self.run.say(ratio(rows.get(LOWTIDE_AT_LIGERS), rows.get(LIGER)))
-
-    def add_sweep(self, bench: LossBench) -> None:
-        """Measure lowtide with each workspace; of those that come to the same plan, the smallest alone."""
-        seen: list[object] = []
-        for value in sorted(self.config.sweep_mib) or default_sweep(self.shape, self.run.dtype):
-            peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", lambda _, value=value: value)  # type: ignore[misc]
-            plan = plan_of(peer, bench.problem)
-            key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
-            if key not in seen:
-                self.add("sweep", bench.measure(peer) | {"workspace_mib": value})
-            seen.append(key)
-
-    def add_settings(self, bench: LossBench) -> None:
-        """Measure other uses of the loss, each beside its own limit."""
-        chosen = [name for name in self.config.peers if self.config.only or name in SETTING_PEERS]
-        for setting in SETTINGS:
-            if setting.wide and self.run.dtype == torch.float32:
+    if config.table or config.sweep or config.settings:
+        bench = bench_of(run, shape, error=config.error)
+        result["gradients_mib"] = bench.gradients_mib
+        if config.table or config.sweep:
+            begin(bench)
+        if config.table:
+            for name in config.peers:
+                add("table", bench, PEERS[name])
+            rows = {row["name"]: row for row in result["table"]}
+            run.say(ratio(rows.get(LOWTIDE_AT_LIGERS), rows.get(LIGER)))
+        if config.sweep:
+            for value, peer in _sweep_peers(sorted(config.sweep_mib) or default_sweep(shape, run.dtype), bench.problem):
+                add("sweep", bench, peer, workspace_mib=value)
+        for setting in SETTINGS if config.settings else ():
+            if setting.wide and run.dtype == torch.float32:
                 continue  # nothing is cast
             other = bench.in_setting(setting)
-            self.add_limit(other)
-            for name in chosen:
-                # an option of lowtide's is no other setting to anyone else
-                if setting.accumulate == PLAIN.accumulate or PEERS[name].options:
-                    self.add("settings", other.measure(PEERS[name]))
+            begin(other)
+            for name in config.peers:
+                # an option of lowtide's alone leaves peers as they are
+                applies = setting.accumulate == PLAIN.accumulate or PEERS[name].options
+                if applies and (config.only or name in SETTING_PEERS):
+                    add("settings", other, PEERS[name])
+            del other
+        del bench
+    for N in config.token_counts:
+        bench = bench_of(run, dataclasses.replace(shape, N=N), error=False)
+        begin(bench)
+        for name in config.peers:
+            if name == LOWTIDE or config.only:
+                add("tokens", bench, PEERS[name])
+        del bench
+    release(run.device)
 
-    def add_tokens(self) -> None:
-        """Measure other numbers of tokens."""
-        for N in self.config.token_counts:
-            bench = bench_of(self.run, dataclasses.replace(self.shape, N=N), error=False)
-            self.add_limit(bench)
-            for name in self.config.peers:
-                if name == LOWTIDE or self.config.only:
-                    self.add("tokens", bench.measure(PEERS[name]))
-            del bench
 
-    def add_limit(self, bench: LossBench) -> None:
-        """Add and print a limit."""
-        problem = bench.problem
-        self.result["limits"].append({"setting": problem.setting.name, "tokens": problem.shape.N, **bench.limits()})
-        self.run.say(bench.title() + TABLE.header)
-
-    def add(self, part: str, row: Row) -> None:
-        """Add a row to a part of the result."""
-        self.run.add(row, self.result.setdefault(part, []), TABLE)
+def _sweep_peers(values: Iterable[float], problem: Problem) -> Iterator[tuple[float, Peer]]:
+    """Yield lowtide with each workspace in MiB, ascending; of those that have the same plan, the smallest alone."""
+    seen: list[object] = []
+    for value in values:
+        peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", lambda _, value=value: value)  # type: ignore[misc]
+        plan = plan_of(peer, problem)
+        key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
+        if key not in seen:
+            yield value, peer
+        seen.append(key)
 
 
 def ratio(lowtide: Row | None, liger: Row | None) -> str:
