@@ -18,8 +18,8 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
         files.write_json({"run": expected})
         files.write_json({"run": expected, "more": 1})  # the same run may
         assert json.loads(files.json.read_text())["more"] == 1
-    assert files.picture("16,2,3").name == "day-head-h100-3-16-2-3.png"
-    assert len(list((tmp_path / "new").iterdir())) == 3
+    assert files.plot("16,2,3", lambda file: file.write_text("")).name == "day-head-h100-3-16-2-3.png"
+    assert len(list((tmp_path / "new").iterdir())) == 4
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

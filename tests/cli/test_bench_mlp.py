@@ -76,7 +76,6 @@ def test_the_limit_runs_as_many_gemms_as_its_rows_have(monkeypatch: pytest.Monke
         calls.clear()
         bare_layers(stack, gemms)()
         assert len(calls) == 2 * gemms
-        assert stack.shape.flops(gemms) == len(calls) * 2 * 16 * 4 * 6
 
 
 def test_peers_compute_the_same() -> None:

@@ -69,10 +69,6 @@ class MlpShape:
         """Tokens."""
         return self.batch * self.seq
 
-    def flops(self, gemms: int) -> int:
-        """Return the floating-point operations of so many GEMMs per layer, 2NDF each."""
-        return gemms * self.layers * 2 * self.N * self.D * self.F
-
     def __str__(self) -> str:
         return _text(self.name, self.batch, self.seq, self.D, self.F, self.layers)
 

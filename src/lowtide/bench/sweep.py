@@ -20,7 +20,7 @@ from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers, own_fa
 from lowtide.bench.head import TABLE, bench_of, loss_task
 from lowtide.bench.loss_peers import PEERS
 from lowtide.bench.problem import PLAIN, make_problem
-from lowtide.bench.results import Files, replace
+from lowtide.bench.results import Files
 from lowtide.bench.shapes import HEADS, Shape
 from lowtide.bench.task import exact_gemms, wider
 from lowtide.bench.way import LOWTIDE
@@ -203,9 +203,8 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
     out = sorted({row["name"] for p in points for row in p["rows"] if row.get("failed") == OUT_OF_MEMORY})
     if out:
         title += f"; lines end where memory does ({', '.join(out)})"
-    file = files.picture("lines")
-    replace(file, lambda at: draw_panels(at, title, rows, columns=[_LETTERS[letter] for letter in columns]))
-    return file
+    titles = [_LETTERS[letter] for letter in columns]
+    return files.plot("lines", lambda at: draw_panels(at, title, rows, columns=titles))
 
 
 def _values(points: list[Mapping[str, Any]], letter: str, name: str, *keys: str) -> list[tuple[float, float]]:
