@@ -394,20 +394,6 @@ def test_what_is_known_is_written_at_once(kind: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("command", "settings"),
-    [
-        ("head --shape llama-1b 1,2,3 --sweep --no-error --reps 3",
-         {"shape": ("llama-1b", "1,2,3"), "sweep": True, "error": False, "reps": 3}),
-        ("stats", {}),
-        ("divergence --work jsd --no-error", {"work": ("jsd",), "error": False}),
-    ],
-)  # fmt: skip
-def test_a_command_repeats_its_run(command: str, settings: dict[str, Any]) -> None:
-    config = CONFIGS[command.split()[0]](**settings, output="/somewhere")
-    assert config.command() == f"lowtide bench {command}"
-
-
-@pytest.mark.parametrize(
     ("kind", "shape", "names"),
     [
         ("head", (), ["llama-1b"]), ("head", ("all",), [*SHAPES]), ("head", ("llama-1b", "llama-1b"), ["llama-1b"]),

@@ -153,22 +153,20 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
     results: dict[str, str] = {}
     built = sighted = False
     for name, inputs in cases(stock, seed).items():
-        try:
-            with track_allocations() as seen:
-                expected = _run(stock, {**inputs, **extra})
-        except Exception as error:
-            results[name] = f"not for this type: {_reason(error)}"
-            continue
-        sighted = sighted or (name == "labels" and bool(rows_of_logits(seen, stock)))
         before = report.calls_materialised
+        failed = "not for this type"
         try:
+            with track_allocations() as seen_stock:
+                expected = _run(stock, {**inputs, **extra})
+            failed = DIFFERENT
             with track_allocations() as seen:
                 got = _run(model, {**inputs, **extra})
         except Exception as error:
-            results[name] = f"{DIFFERENT}: {_reason(error)}"
+            results[name] = f"{failed}: {_reason(error)}"
             continue
         wrong = difference(got, expected, noise)
-        built = built or bool(rows_of_logits(seen, stock)) or report.calls_materialised > before
+        sighted |= name == "labels" and bool(rows_of_logits(seen_stock, stock))
+        built |= bool(rows_of_logits(seen, stock)) or report.calls_materialised > before
         if wrong is None and name == "labels":
             wrong = _read_after(got[0], expected[0], noise)
         results[name] = "equal" if wrong is None else f"{DIFFERENT}: {wrong}"
