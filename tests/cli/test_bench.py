@@ -189,6 +189,7 @@ BAD = {
     "layers": {
         **COMMON,
         "--op mlp": "op: expected names out of norm",
+        "--only nobody": "only: expected names out of lowtide",
         "--head-dim 7": "head_dim: expected an even number",
         "--tokens 1": "tokens: expected a whole number of at least 64",
         "--hidden 0": "hidden: expected a whole number of at least 1",

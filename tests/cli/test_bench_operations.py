@@ -155,6 +155,7 @@ def test_layers_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_each_operation_has_to_move() -> None:
     config = LayersBenchConfig(tokens=64, hidden=32, heads=4, kv_heads=2, head_dim=8)
     ops = layers.ops(config, torch.bfloat16, torch.device("cpu"))
+    assert {name for op in ops.values() for name in op.peers} == set(config.known["names"])
     row = 64 * 32 * 2
     assert (ops["norm"].forward_bytes, ops["norm"].backward_bytes) == (2 * row, 3 * row)
     assert (ops["add-norm"].forward_bytes, ops["add-norm"].backward_bytes) == (4 * row, 4 * row)

@@ -26,10 +26,10 @@ OPTIONS = lowtide.HeadOptions(workspace_mib=4 * VOCAB * 4 / 2**20)
 ULP = 2.0**-23  # of float32, relative
 # How many times what an ulp in each weight does to a result may rounding in another order do.
 FACTOR = 20.0
-AUTO_CLASSES = {
-    "causal": "AutoModelForCausalLM",
-    "image-text": "AutoModelForImageTextToText",
-    "seq2seq": "AutoModelForSeq2SeqLM",
+KINDS = {  # the class that makes a model of the kind, and its title
+    "causal": ("AutoModelForCausalLM", "Causal language models"),
+    "image-text": ("AutoModelForImageTextToText", "Images and text"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "Sequence to sequence"),
 }
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
 CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
@@ -41,7 +41,7 @@ def types(kind: str) -> list[str]:
     """Return the model types of a kind, in the order of their names."""
     import transformers
 
-    return sorted({config.model_type for config in getattr(transformers, AUTO_CLASSES[kind])._model_mapping})
+    return sorted({config.model_type for config in getattr(transformers, KINDS[kind][0])._model_mapping})
 
 
 def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], di
 
     transformers.logging.set_verbosity_error()
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-    auto = getattr(transformers, AUTO_CLASSES[kind])
+    auto = getattr(transformers, KINDS[kind][0])
     last: Exception | None = None
     for head_dim in HEAD_DIMS:
         make = functools.partial(tiny_model, auto, config_class, head_dim=head_dim, decoder=kind == "causal", seed=seed)
