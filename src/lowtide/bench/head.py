@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release, require_matplotlib
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release, require_matplotlib
 from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.results import Files
@@ -135,7 +135,8 @@ class LossBench(Bench):
             plan = plan_of(peer, problem)
             row["plan"] = dataclasses.asdict(plan)
             if self.true is not None and "ms" in row and problem.dtype == torch.bfloat16:
-                row |= self.floor_of(plan)
+                with reason_in(row):  # it needs memory of its own
+                    row |= self.floor_of(plan)
         return row
 
     def floor_of(self, plan: HeadPlan) -> dict[str, float]:
