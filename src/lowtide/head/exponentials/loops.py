@@ -50,7 +50,7 @@ class Exponentials:
         self.ahead = 0 if self.ranks.alone else 1
 
     def begin(self, piece: Piece) -> Piece:
-        """Begin to gather a piece's hidden states; the piece itself is left without, for nobody lets go of it."""
+        """Begin to gather a piece's hidden states; in a copy, so that their memory can be freed."""
         return replace(piece, x_CD=self.ranks.begin_rows(self.head.input, None, piece.part, self.head.dtype))
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:

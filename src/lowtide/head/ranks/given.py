@@ -51,10 +51,10 @@ def _given_shard(tensors: dict[str, Tensor | None], shard: object) -> VocabShard
         raise ArgumentTypeError(message("vocab_shard", "lowtide.VocabShard or None", type(shard).__name__))
     for name, tensor in tensors.items():
         if is_dtensor(tensor):
-            hint = "A DTensor says itself what it holds."
+            hint = "The placements of a DTensor are its shard: leave vocab_shard out."
             raise ArgumentTypeError(message(name, "a plain tensor with vocab_shard", "a DTensor", hint))
     weight = tensors["linear_weight"]
     if weight is not None and weight.dim() and weight.shape[0] != shard.rows:
-        expected = f"shape [{shard.rows}, D], as vocab_shard says"
+        expected = f"shape [{shard.rows}, D], as vocab_shard has"
         raise ArgumentValueError(message("linear_weight", expected, str(list(weight.shape))))
     return shard

@@ -108,17 +108,17 @@ class Ranks:
         Returns whether ``known`` is true on all of them. Raises on all, where numbers differ or classes are missing.
         """
         mine = [self.first, self.rows, known, *numbers.values()]
-        told = exchange.numbers_of_all(mine, self._group, self._device)
-        firsts, self._classes = ([rank[i] for rank in told] for i in range(2))
+        numbers_of = exchange.numbers_of_all(mine, self._group, self._device)
+        firsts, self._classes = ([rank[i] for rank in numbers_of] for i in range(2))
         for i, name in enumerate(numbers):
-            seen = [rank[3 + i] for rank in told]
+            seen = [rank[3 + i] for rank in numbers_of]
             if len(set(seen)) > 1:
                 raise ArgumentValueError(message(name, "the same on every rank that shares the head", f"{seen}"))
         if firsts != [sum(self._classes[:i]) for i in range(self.size)] or sum(self._classes) != self.vocab:
             expected = f"parts of {self.vocab} classes, one after another in the order of the ranks"
             got = f"first={firsts} and rows={self._classes}"
             raise ArgumentValueError(message("vocab_shard", expected, got))
-        return all(rank[2] for rank in told)
+        return all(rank[2] for rank in numbers_of)
 
     def share_of(self, part: slice) -> slice:
         """Return the rows of a chunk that are this rank's share: where tokens are spread, its own."""
@@ -171,8 +171,8 @@ class Ranks:
 
     def begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to exchange ``x``; return what waits on the device, and returns the sum of all ranks'."""
-        told = self.begin_gather(x)
-        return lambda: told.get().sum(0)
+        gathered = self.begin_gather(x)
+        return lambda: gathered.get().sum(0)
 
     def begin_gather(self, x: Tensor) -> Exchange:
         """Begin to gather it.

@@ -30,17 +30,17 @@ _KNOWN: "WeakKeyDictionary[Any, dict[str, Limits]]" = WeakKeyDictionary()  # a g
 def limits_of(group: Any, device: torch.device) -> Limits:
     """Return what the ranks of ``group`` can do. They exchange it once, at their first call: the host waits."""
     if device.type not in _KNOWN.get(group, {}):
-        _tell([], group, device)
+        _exchanged([], group, device)
     return _KNOWN[group][device.type]
 
 
-def _tell(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
+def _exchanged(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
     """Return the numbers of each rank; what it can do is exchanged with them."""
-    told = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
-    gpu_bytes, exponentials = (min(rank[i] for rank in told) for i in range(2))
+    of_ranks = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
+    gpu_bytes, exponentials = (min(rank[i] for rank in of_ranks) for i in range(2))
     limits = Limits(gpu_bytes=gpu_bytes or None, exponentials=bool(exponentials))
     _KNOWN.setdefault(group, {})[device.type] = limits
-    return [rank[2:] for rank in told]
+    return [rank[2:] for rank in of_ranks]
 
 
 def _limits_here(device: torch.device) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class VocabShard:
         """
         rows = check_tensor("linear_weight", linear_weight).shape[0]
         group = _group_of(group)
-        sizes = [size for (size,) in _tell([rows], group, linear_weight.device)]
+        sizes = [size for (size,) in _exchanged([rows], group, linear_weight.device)]
         first = sum(sizes[: group.rank()])
         return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
 
