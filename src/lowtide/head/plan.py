@@ -27,8 +27,7 @@ from lowtide.head.planner import (
     cut,
     gemms_of,
 )
-from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 
 Args = CrossEntropyArgs | TokenStatsArgs | DivergenceArgs

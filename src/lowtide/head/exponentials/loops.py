@@ -21,7 +21,7 @@ from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
-from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import rows_are_aligned
 
 

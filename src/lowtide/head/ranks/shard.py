@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.arguments import check_tensor
-from lowtide.errors import ArgumentValueError, message
+from lowtide.arguments import check_tensor, is_dtensor
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.backends import why_not_exp
 from lowtide.head.ranks import exchange as exchange
 
@@ -116,6 +116,21 @@ def _group_of(group: Any) -> Any:
         hint = "Call torch.distributed.init_process_group first, and this on the group's ranks alone."
         raise ArgumentValueError(message("group", "a process group that this rank is in", repr(group), hint))
     return found
+
+
+def checked_shard(tensors: dict[str, Tensor | None], shard: object) -> VocabShard:
+    """Return the user's shard of plain tensors; raise where it does not fit them."""
+    if not isinstance(shard, VocabShard):
+        raise ArgumentTypeError(message("vocab_shard", "lowtide.VocabShard or None", type(shard).__name__))
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            hint = "The placements of a DTensor are its shard: leave vocab_shard out."
+            raise ArgumentTypeError(message(name, "a plain tensor with vocab_shard", "a DTensor", hint))
+    weight = tensors["linear_weight"]
+    if weight is not None and weight.dim() and weight.shape[0] != shard.rows:
+        expected = f"shape [{shard.rows}, D], as vocab_shard has"
+        raise ArgumentValueError(message("linear_weight", expected, str(list(weight.shape))))
+    return shard
 
 
 def shard_of_dtensor(name: str, weight: Any, mesh: Any) -> VocabShard:
