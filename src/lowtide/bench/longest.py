@@ -180,15 +180,14 @@ def parameter_sizes(shape: ModelShape) -> Sequence[int]:
 
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, without --host
-LEAST_FREE = 2**30  # an attempt is ended before less than that is left
 UNKNOWN_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
 KILLED = -9  # by the system, as a rule for want of memory
 TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
     (
         Column("s", "seconds", "10.3f"), Column("tokens/s", "tokens_per_s", "10.0f"),
-        Column("GPU GiB", "peak_gib", "9.2f"), Column("should", "gpu_gib_predicted", "8.2f"),
-        Column("host GiB", "host_gib", "10.2f"), Column("should", "host_gib_predicted", "8.2f"),
+        Column("GPU GiB", "peak_gib", "9.2f"), Column("predicted", "gpu_gib_predicted", "11.2f"),
+        Column("host GiB", "host_gib", "10.2f"), Column("predicted", "host_gib_predicted", "11.2f"),
         Column("  saved", lambda row: f"  {row['kept']}", ""),
     ),
     reason=lambda row: f"out of {row['out_of']}: {row['failed']}" if row.get("out_of") else row.get("failed"),
@@ -218,11 +217,11 @@ def measure(run: Run[LongestBenchConfig]) -> None:
         run.add(row, run.result["rows"], TABLE)
 
     for way in config.way:
-        tries = Tries(config, replace(fit, way=way), run.settings, tell)
+        tries = Tries(replace(fit, way=way), run.settings, tell)
         end = time.monotonic() + config.seconds
         if config.tokens:
             demand = tries.fit.fastest(config.tokens)
-            tries.once(config.tokens, demand, warm=config.warm, reps=config.reps, seconds=config.seconds)
+            tries.once(config.tokens, demand, (config.warm, config.reps), config.seconds)
         if config.search:
             run.result["ways"].append(search(tries, config, run.say, end))
         run.save()
@@ -237,7 +236,6 @@ class Tries:
         slower: seconds that a step takes over those predicted.
     """
 
-    config: LongestBenchConfig
     fit: Fit
     settings: dict[str, Any]
     tell: Callable[[Row], object]
@@ -248,15 +246,13 @@ class Tries:
         """Return about how many seconds an attempt of one step takes."""
         return self.build_s + self.slower * self.fit.at(T).seconds
 
-    def once(self, T: int, demand: Demand, *, warm: int, reps: int, seconds: float) -> Row:
-        """Run a length in a process of at most so many seconds, and return its row.
+    def once(self, T: int, demand: Demand, rounds: tuple[int, int], seconds: float) -> Row:
+        """Run a length in a process of at most so many seconds, and return its row; ``rounds``: warm, and counted.
 
         It has ``seconds``, or ``failed`` and, where memory or time ran out, ``out_of``.
         """
-        config = self.config
-        own = self.fit.way == LOWTIDE
-        kept = words_of(demand.groups) if own else ""
-        row: Row = {"way": self.fit.way, "train": config.train, "tokens": T, "warm": warm, "kept": kept}
+        kept = words_of(demand.groups) if self.fit.way == LOWTIDE else ""
+        row: Row = {"way": self.fit.way, "train": self.fit.train, "tokens": T, "warm": rounds[0], "kept": kept}
         row |= {"gpu_gib_predicted": gib(demand.gpu), "host_gib_predicted": gib(demand.host)}
         row["seconds_predicted"] = demand.seconds
         if demand.host > self.fit.host_bytes:
@@ -265,10 +261,8 @@ class Tries:
             return row
         for_layers = gib(max(self.fit.host_bytes - self.fit.states, 0))
         begun = time.monotonic()
-        ended = run_child(
-            longest_way.measure, self.fit.way, self.settings, T, kept, for_layers, warm, reps, LEAST_FREE, seconds,
-            env=ALLOCATOR,
-        )  # fmt: skip
+        attempt = (self.fit.way, self.settings, T, kept, for_layers, rounds, seconds)
+        ended = run_child(longest_way.measure, *attempt, env=ALLOCATOR)
         if ended.value is not None:
             row |= ended.value
         elif ended.returncode in (OUT_OF_HOST, KILLED):
@@ -278,7 +272,7 @@ class Tries:
         else:
             row["failed"] = why_ended(ended)
         if "seconds" in row:
-            self.build_s = max(time.monotonic() - begun - (warm + reps) * row["seconds"], 0.0)
+            self.build_s = max(time.monotonic() - begun - sum(rounds) * row["seconds"], 0.0)
             self.slower = row["seconds"] / demand.seconds
         self.tell(row)
         return row
@@ -300,7 +294,7 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
         if tries.seconds(at) > left:
             why = f"{at} tokens would take about {tries.seconds(at):.0f} s, of {max(left, 0):.0f} that are left"
             break
-        row = tries.once(at, tries.fit.at(at), warm=0, reps=1, seconds=left)
+        row = tries.once(at, tries.fit.at(at), (0, 1), left)
         if "seconds" in row:
             low = at
         elif row.get("out_of") in (None, "time"):
@@ -316,7 +310,7 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
             at = low + max(step, (high - low) // 2 // step * step)
     say(f"{tries.fit.way}: {low} tokens run (predicted {predicted}); {why}\n")
     return {
-        "way": tries.fit.way, "train": config.train, "longest": low, "shortest_failed": high, "predicted": predicted,
+        "way": tries.fit.way, "train": tries.fit.train, "longest": low, "shortest_failed": high, "predicted": predicted,
         "ended": why,
     }  # fmt: skip
 

@@ -47,8 +47,8 @@ class Way:
 
     @classmethod
     def named(cls, name: str) -> Way:
-        """Return the way of a name, an implementation or ``implementation:policy``."""
-        impl, _, policy = name.partition(":")
+        """Return the way of a name: an implementation, ``implementation:policy``, or a peer's ``stock-all``."""
+        impl, _, policy = name.partition(":" if ":" in name else "-")
         return cls(impl=impl, policy=policy) if policy else cls(impl=impl)
 
     def check_installed(self) -> None:
