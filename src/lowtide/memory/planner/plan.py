@@ -65,8 +65,8 @@ def plan_memory(
             memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
-            seconds and cached in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
-            where the table lacks it), and an H100 where there is none.
+            seconds and cached in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by the table of
+            GPUs (measured if it is not in the table); without a GPU an H100.
         dtype: Of parameters, activations, gradients and optimizer states: ``"bfloat16"``, ``"float16"``,
             ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config, float32 with ``autocast``.
         optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.
@@ -115,8 +115,9 @@ def plan_memory(
     if offload_states is not False and offload_states != "auto":
         raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     gpu = find_gpu(device)
-    above_0 = budget_gib is not None
-    requested = budget_bytes("budget_gib", budget_gib, above_0=True) if above_0 else gpu.default_budget_bytes
+    requested = gpu.default_budget_bytes
+    if budget_gib is not None:
+        requested = budget_bytes("budget_gib", budget_gib, above_0=True)
     host = budget_bytes("host_gib", host_gib)
     shape = read_shape(model_or_config)
     job = Job(
@@ -191,7 +192,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
 
 
 def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
-    """Return what can be said of a plan's figures, and whether it applies."""
+    """Return each note on a plan's figures, and whether it applies."""
     shape, gpu = job.shape, job.gpu
     by_rank = isinstance(job.adapters, Adapters)
     adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained{f', {job.adapters}' if by_rank else ''}"

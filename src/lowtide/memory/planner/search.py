@@ -74,7 +74,7 @@ class Search:
         states = self.memory.states if offload_states and host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
-        rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # that a line of Python can say
+        rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # short in the lines of Python
         self._amounts = sorted(rounded - {0})
 
     def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
