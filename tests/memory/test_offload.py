@@ -14,24 +14,9 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload, pinned, remove_policy
-from memory.models import ALL, VOCAB, CountAttention, LazySide, Plain, assert_same, step
 from memory.models import OFFLOADED_ATTENTION as ATTENTION
 from memory.models import OFFLOADED_INPUT as INPUT
-
-
-@pytest.mark.parametrize("policy", [ATTENTION, INPUT], ids=["attention", "input"])
-def test_same_to_the_bit(pair: tuple[Any, Any], policy: Any, side: LazySide, ids: Tensor) -> None:
-    model, stock = pair
-    report = apply_policy(model, policy)
-    for seed in range(3):
-        with CountAttention() as counted:
-            got = step(model, ids, seed)
-        assert counted.calls == (5 if policy is ATTENTION else 10)
-        assert_same(got, step(stock, ids, seed))
-    tokens, D, heads = ids.numel(), 24, 3
-    moved = len(report.policies) - offload.ON_DEVICE
-    assert side.pinned == report.host_bytes == moved * tokens * (4 * D + (4 * D + 4 * heads) * (policy is ATTENTION))
-    assert side.copies == 3 * moved * (3 if policy is ATTENTION else 1)
+from memory.models import VOCAB, LazySide, Plain, assert_same, step
 
 
 @pytest.mark.parametrize("policy", [ATTENTION, INPUT], ids=["attention", "input"])
@@ -67,16 +52,6 @@ def test_device_memory_with_a_graph_that_is_kept(side: LazySide) -> None:
         loss.backward(retain_graph=True)
     assert seen.events[-1].total_bytes <= 2 * tokens * 4 * D + 20_000, after_forward
     loss.backward()
-
-
-def test_layers_mixed(pair: tuple[Any, Any], side: LazySide, ids: Tensor) -> None:
-    model, stock = pair
-    policies = [INPUT, ATTENTION, ALL, ATTENTION, ActivationPolicy(keep="input")]
-    report = apply_policy(model, policies)
-    assert report.on_device == tuple(list(report.policies)[i] for i in (1, 3))
-    for seed in range(2):
-        assert_same(step(model, ids, seed), step(stock, ids, seed))
-    assert side.pinned == ids.numel() * 4 * 24
 
 
 def test_forty_steps_leak_nothing(side: LazySide) -> None:
