@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import json
 import re
@@ -408,13 +407,3 @@ def test_frozen_weights_gradients_are_not_computed() -> None:
     products = shape.layers * (shape.projection_params + shape.mlp_params) + shape.vocab_params
     saved = 2 * 4096 * products / gpu.gemm + 8.1 * 2 * shape.params / gpu.bandwidth
     assert full.seconds - lora.seconds == pytest.approx(saved, rel=0.1)
-
-
-def test_it_is_reachable_and_every_argument_documented() -> None:
-    assert lowtide.memory.plan_memory is plan_memory
-    text = inspect.getdoc(plan_memory) or ""
-    for argument in inspect.signature(plan_memory).parameters:
-        assert f"{argument}:" in text, argument
-    text = inspect.getdoc(MemoryPlan) or ""
-    for field in inspect.signature(MemoryPlan).parameters:
-        assert f"{field}:" in text or f"{field}``" in text, field
