@@ -17,7 +17,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.measure.timing import peak_above
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.models import mlp_part
-from memory.models import SHAPE, step
+from memory.models import INPUT, SHAPE, step
 
 
 @pytest.mark.parametrize("keep", ["all", "attention", "input"])
@@ -160,8 +160,10 @@ def test_no_level_makes_a_recomputing_layer_multiply_more(
 
 
 @pytest.mark.parametrize("field", ["mlp_level", "mlp_tile_tokens"])
-def test_settings_of_an_mlp_that_a_patch_leaves_alone_say_so(field: str, llama: Callable[..., Any]) -> None:
+def test_settings_of_an_mlp_that_is_not_fused_are_refused(field: str, llama: Callable[..., Any]) -> None:
     model = llama(hidden_act="relu")
     assert not lowtide.patch(model, loss=False, norm=False, rope=False).parts["mlp"].patched
-    with pytest.raises(UnsupportedError, match=rf"for {field} to set.*for MLPs .* cannot fuse, omit {field}"):
-        apply_policy(model, ActivationPolicy(**{field: 1}))
+    said = rf"for {field} to set.* lowtide\.patch\(model, mlp=True\) first; for MLPs .* cannot fuse, omit {field}"
+    with pytest.raises(UnsupportedError, match=said):
+        apply_policy(model, [*[INPUT] * 4, ActivationPolicy(**{field: 1})])
+    assert not any("_lowtide_policy" in vars(m) for m in model.modules()), "nothing has changed"

@@ -118,6 +118,11 @@ def test_what_is_assigned_is_put_back_for_the_recompute(what: str, llama: Any, i
     assert_as_stock(prepare(llama()), ids, change, (INPUT, ATTENTION)[len(what) % 2])
 
 
+@torch.no_grad()
+def in_place(param: nn.Parameter) -> None:
+    param.add_(1)
+
+
 def write(change: Callable[[nn.Parameter], object]) -> Callable[[Any], object]:
     return lambda m: change(layers(m)[2].mlp.gate_proj.weight)
 
@@ -129,6 +134,7 @@ WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object], str]] = 
         each_module(lambda m: m.merge(), lambda m: hasattr(m, "merge")),
         r"layers\.4: expected parameters that are in backward.* merge adapters",
     ),
+    "in place": (as_built, write(in_place), THROUGH_DATA),
     "all": (as_built, write(lambda p: p.data.mul_(2)), THROUGH_DATA),
     "a row": (as_built, write(lambda p: p.data[7].zero_()), THROUGH_DATA),
     "a column": (as_built, write(lambda p: p.data[:, 5].zero_()), THROUGH_DATA),
@@ -144,6 +150,9 @@ def test_writes_to_weights_are_an_error(what: str, llama: Any, ids: Tensor) -> N
     apply_policy(model, ATTENTION)
     with pytest.raises(UnsupportedError, match=said):
         results(model, ids, change)
+    model.zero_grad()
+    if what == "in place":
+        results(model, ids, lambda m: None)
 
 
 def test_functional_call_recomputes_with_its_parameters(llama: Any, ids: Tensor) -> None:
