@@ -93,7 +93,7 @@ class BusSide(LazySide):
 def test_copies_that_the_planner_has_time_for_hold_nothing_up(
     pace: float, stalls: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a layer's seconds the copies take a share, ``pace``: up to 0.9 is what `Times.travels` allows."""
+    """Of a layer's seconds the copies take a share, ``pace``: up to 0.9 is what `StepCosts.travels` allows."""
     bus, layers = BusSide(), 16
     monkeypatch.setattr(offload, "side_for", lambda _: bus)
     pair = Pair(model=Plain(layers))

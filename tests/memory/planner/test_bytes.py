@@ -22,8 +22,7 @@ from lowtide.memory.planner.layer_costs import (
 )
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import WORKSPACE, Memory, placed
-from lowtide.memory.planner.times import BESIDE, Times
+from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, StepCosts, placed
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096
@@ -60,7 +59,7 @@ def test_temporaries_of_a_layer() -> None:
 
 
 def test_phases_of_a_step_that_keeps_all() -> None:
-    phases = {str(phase): phase for phase in Memory(LLAMA).phases([(ALL, 32)])}
+    phases = {str(phase): phase for phase in StepCosts(LLAMA).phases([(ALL, 32)])}
     params, layer, vocab = 8_030_261_248, 218_112_000, 128_256 * H
     kept = T * (27 * H + NORMS + LSE)
     other = 2 * WORKSPACE + 24 * T + 2 * T * 128 * 2
@@ -77,9 +76,9 @@ def test_phases_of_a_step_that_keeps_all() -> None:
     assert last.gradients == 2 * (vocab + mlp // 3)
     assert first.activations == kept
     assert first.gradients == 2 * (31 * layer + vocab + mlp // 3)
-    few = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H)).phases([(ALL, 32)])}
+    few = {str(phase): phase for phase in StepCosts(replace(LLAMA, seq_len=H)).phases([(ALL, 32)])}
     assert few["backward of layer 31"].gradients == 2 * (vocab + mlp // 3)
-    fewer = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H // 2)).phases([(ALL, 32)])}
+    fewer = {str(phase): phase for phase in StepCosts(replace(LLAMA, seq_len=H // 2)).phases([(ALL, 32)])}
     assert fewer["backward of layer 31"].gradients == 2 * (vocab + mlp - 2 * (H // 2) * 14336)
     assert phases["embedding"].transients == 2 * T * H + 4 * T * H
     assert phases["optimizer"].gradients == 2 * params
@@ -87,14 +86,14 @@ def test_phases_of_a_step_that_keeps_all() -> None:
 
 
 def test_a_recomputed_layer_is_whole_while_its_backward_runs() -> None:
-    phases = {str(phase): phase for phase in Memory(LLAMA).phases([(INPUT, 32)])}
+    phases = {str(phase): phase for phase in StepCosts(LLAMA).phases([(INPUT, 32)])}
     whole, alone = checkpoint_bytes(LLAMA, ALL), checkpoint_bytes(LLAMA, INPUT)
     assert phases["backward of layer 31"].activations == 31 * alone + whole
     assert phases["backward of layer 0"].activations == whole
 
 
 def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
-    memory = Memory(LLAMA)
+    memory = StepCosts(LLAMA)
     away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
     one, whole = checkpoint_bytes(LLAMA, ATTENTION), checkpoint_bytes(LLAMA, ALL)
     groups = [(away, 20), (ALL, 12)]
@@ -112,7 +111,7 @@ def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
 
 def test_autocast_has_wide_parameters_and_narrow_gemms() -> None:
     job = replace(LLAMA, dtype=torch.float32, autocast=True)
-    memory = Memory(replace(job, optimizer="adamw"))
+    memory = StepCosts(replace(job, optimizer="adamw"))
     assert memory.weights + memory.all_gradients + memory.states == 16 * 8_030_261_248
     assert job.head_plan.backend == "exp"
     assert job.head_plan.cast_bytes == 2 * 128_256 * H
@@ -124,9 +123,9 @@ def test_autocast_has_wide_parameters_and_narrow_gemms() -> None:
 
 def test_gradients_that_stay_are_there_in_every_phase() -> None:
     job = replace(LLAMA, keep_gradients=True)
-    for phase in Memory(job).phases([(ATTENTION, 32)]):
+    for phase in StepCosts(job).phases([(ATTENTION, 32)]):
         assert phase.gradients == 2 * 8_030_261_248
-    before, after = (Memory(one).peak([(ATTENTION, 32)]).bytes for one in (LLAMA, job))
+    before, after = (StepCosts(one).peak([(ATTENTION, 32)]).bytes for one in (LLAMA, job))
     assert after > before
 
 
@@ -134,15 +133,15 @@ def test_gradients_that_stay_are_there_in_every_phase() -> None:
     ("optimizer", "each"), [("adamw", 4), ("adamw-8bit", 2 + 8 / 256), ("sgd", 0), ("sgd-momentum", 2)]
 )
 def test_states_of_optimizers(optimizer: str, each: float) -> None:
-    memory = Memory(replace(LLAMA, optimizer=optimizer))
+    memory = StepCosts(replace(LLAMA, optimizer=optimizer))
     assert memory.states == int(each * LLAMA.shape.params)
-    in_float32 = Memory(replace(LLAMA, optimizer=optimizer, dtype=torch.float32))
+    in_float32 = StepCosts(replace(LLAMA, optimizer=optimizer, dtype=torch.float32))
     assert in_float32.states == int((each if "8bit" in optimizer else 2 * each) * LLAMA.shape.params)
 
 
 def test_the_foreach_optimizer_s_temporaries_can_be_the_peak() -> None:
     short = replace(LLAMA, seq_len=16, optimizer="adamw-foreach")
-    peak = Memory(short).peak([(ALL, 32)])
+    peak = StepCosts(short).peak([(ALL, 32)])
     assert peak.name == "optimizer"
     assert peak.transients == 2 * LLAMA.shape.params
     assert set(OPTIMIZERS) == {"adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"}
@@ -181,7 +180,7 @@ def test_what_recompute_costs() -> None:
 
 
 def test_offloaded_states_by_phase() -> None:
-    memory = Memory(ADAMW)
+    memory = StepCosts(ADAMW)
     groups, states = [(INPUT, 20), (ALL, 12)], memory.states // 2
     for late in (False, True):
         stay = {str(phase): phase for phase in memory.phases(groups)}
@@ -206,7 +205,7 @@ def test_offloaded_states_by_phase() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -> None:
     """What runs of equal layers hold with states on their way, layer by layer."""
-    memory = Memory(replace(ADAMW, seq_len=2048))
+    memory = StepCosts(replace(ADAMW, seq_len=2048))
     away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
     for groups in ([(INPUT, 32)], [(ALL, 32)], [(away, 9), (INPUT, 20), (ALL1, 3)], [(ALL1, 1), (ALL, 31)]):
         singly = [(policy, 1) for policy, n in groups for _ in range(n)]
@@ -223,7 +222,7 @@ def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -
 def test_states_that_travel_hold_no_layer_up() -> None:
     away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
     for groups in ([(ALL, 32)], [(away, 32)], [(INPUT, 4), (away, 8), (ALL1, 20)]):
-        times = Times(LLAMA)
+        times = StepCosts(LLAMA)
         each = [times.layers[policy] for policy, n in groups for _ in range(n)]
         moves = [n for _, n, goes in placed(groups) for n in [goes] * n]
         bus = LLAMA.gpu.pcie
@@ -234,7 +233,7 @@ def test_states_that_travel_hold_no_layer_up() -> None:
             assert portion * 31 / 30 / bus + goes * one.transfer <= one.backward
         assert times.on_the_way(2**30) == pytest.approx(2 * BESIDE * 2**30 / bus)
         assert times.on_the_way(2**30, late=True) == pytest.approx((1 + BESIDE) * 2**30 / bus)
-    slow = Times(replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e8)))
+    slow = StepCosts(replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e8)))
     assert slow.travels([(away, 32)]) == 0
 
 
@@ -243,10 +242,10 @@ def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
     away = ActivationPolicy(keep="input", mlp_level=0, offload=True)
     each, one = 2 * T * H / 1e9, layer_cost(slow, away)
     assert each > one.backward
-    moved, times = 32 - 2, Times(slow)
-    difference = times.step([(away, 32)]) - times.fixed - 2 * (one.forward + one.backward)
+    moved, times = 32 - 2, StepCosts(slow)
+    difference = times.seconds([(away, 32)]) - times.fixed_seconds - 2 * (one.forward + one.backward)
     assert difference == pytest.approx(moved * 2 * each * (1 + BESIDE))
-    quick = Times(LLAMA).step([(away, 32)]) - Times(LLAMA).step([(INPUT, 32)])
+    quick = StepCosts(LLAMA).seconds([(away, 32)]) - StepCosts(LLAMA).seconds([(INPUT, 32)])
     assert quick == pytest.approx(moved * 2 * BESIDE * 2 * T * H / GPUS["h100"].pcie)
 
 

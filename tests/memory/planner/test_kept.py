@@ -20,7 +20,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import checkpoint_bytes
 from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import Memory
+from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy_words import word_of
 
 transformers = pytest.importorskip("transformers")
@@ -188,7 +188,7 @@ def test_gradients_of_a_large_vocabulary_meet_as_planned(tied: bool, keep_gradie
         loss = model(input_ids=ids, labels=ids).loss
     with track_allocations() as backward:
         loss.backward()
-    memory = Memory(Job(read_shape(config), T, B, GPUS["h100"], torch.float32, "sgd", keep_gradients))
+    memory = StepCosts(Job(read_shape(config), T, B, GPUS["h100"], torch.float32, "sgd", keep_gradients))
     there = memory.weights + memory.other + (memory.all_gradients if keep_gradients else 0)
     phases = memory.phases([(ActivationPolicy(mlp_level=0), 2)])
     planned = max(phase.bytes for phase in phases if phase.name in ("backward", "embedding")) - there

@@ -60,7 +60,7 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All mixtures of a model of 5 layers in the order of memory, one by one, for budgets from the least up."""
     search = Search(plan(FEW, seq_len, budget=60, host_gib=host_gib).job, int(host_gib * GIB))
     by_memory = sorted(
-        ladder(search.job, offload=host_gib > 0), key=lambda p: search.memory.layers[p].places(moves=p.offload)
+        ladder(search.job, offload=host_gib > 0), key=lambda p: search.costs.layers[p].places(moves=p.offload)
     )
     every = []
     for layers in itertools.combinations_with_replacement(by_memory, 5):
@@ -202,7 +202,7 @@ def test_the_lines_offload_the_optimizers_states(
     assert found.chosen.states > 0
     assert found.chosen.late == late
     optimizer, settings = run_lines(found, monkeypatch)["offload_optimizer"]
-    everything = Search(found.job, 0).memory.states
+    everything = Search(found.job, 0).costs.states
     amount = {"gib": found.chosen.states / GIB} if found.chosen.states < everything else {}
     assert (optimizer, settings) == (7, {**amount, **({"late": True} if late else {})})
     assert f"{found.chosen.states / GIB:.2f} GiB of states offloaded" in str(found)

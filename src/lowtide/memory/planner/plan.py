@@ -141,7 +141,7 @@ def plan_memory(
 
 
 def _plan(search: Search, requested: int) -> MemoryPlan:
-    job, memory = search.job, search.memory
+    job, costs = search.job, search.costs
     budget = min(requested, job.gpu.most_bytes)
     chosen = search.fastest(budget)
     if chosen is None:
@@ -151,14 +151,14 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         peak_bytes=chosen.peak,
         seconds=chosen.seconds,
         tokens_per_second=job.tokens / chosen.seconds,
-        phase=memory.peak(chosen.groups, chosen.states, late=chosen.late),
-        phases=tuple(memory.phases(chosen.groups, chosen.states, late=chosen.late)),
+        phase=costs.peak(chosen.groups, chosen.states, late=chosen.late),
+        phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late)),
         host_bytes=chosen.host,
         budget_bytes=budget,
         requested_bytes=requested,
         host_budget_bytes=search.host_bytes,
         front=tuple(search.front),
-        ladder=tuple(memory.layers[policy] for policy in search.ladder),
+        ladder=tuple(costs.layers[policy] for policy in search.ladder),
         offload_states=search.offload_states,
         job=job,
         chosen=chosen,
@@ -168,8 +168,8 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
 
 def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> ArgumentValueError:
     """Return the error where nothing fits: how much is missing, and what would help."""
-    job, memory = search.job, search.memory
-    states = memory.weights + memory.all_gradients + memory.states
+    job, costs = search.job, search.costs
+    states = costs.weights + costs.all_gradients + costs.states
     lighter = [name for name in OPTIMIZERS if name != job.optimizer and search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
     if states > budget:
@@ -182,7 +182,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     roomy = Search(job, 2**60, offload_states=search.offload_states).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
-    phase = memory.peak(least.groups, least.states, late=least.late)
+    phase = costs.peak(least.groups, least.states, late=least.late)
     tokens = f"{job.batch_size} x {job.seq_len} tokens"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
     usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
