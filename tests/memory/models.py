@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.memory import ActivationPolicy, attention
-from lowtide.memory.policy import Keep
-from lowtide.memory.policy_words import word_of
+from lowtide.memory.policy import Keep, word_of
 
 VOCAB = 61
 SHAPE = {

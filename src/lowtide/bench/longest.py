@@ -31,8 +31,7 @@ from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
 from lowtide.memory.planner.step_costs import Groups, StepCosts
-from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.policy_words import words_of
+from lowtide.memory.policy import ActivationPolicy, words_of
 
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
 STATES = 2  # tensors that AdamW has for each parameter

@@ -20,7 +20,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
-from lowtide.memory.policy_words import Mixture, mixture_of, words_of
+from lowtide.memory.policy import Mixture, mixture_of, words_of
 from lowtide.train.activations import Applied, Batch, current_policies, planned_job, planned_optimizer
 from lowtide.train.config import TrainConfig
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp

@@ -21,7 +21,7 @@ from lowtide.memory.planner.layer_costs import checkpoint_bytes
 from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
-from lowtide.memory.policy_words import word_of
+from lowtide.memory.policy import word_of
 
 transformers = pytest.importorskip("transformers")
 

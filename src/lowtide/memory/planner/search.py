@@ -17,8 +17,7 @@ from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.step_costs import StepCosts
-from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.policy_words import Mixture, words_of
+from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states: the amounts that are tried
