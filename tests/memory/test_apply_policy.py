@@ -37,28 +37,27 @@ from memory.models import (
 KEEPS = ("all", "attention", "input")
 
 
-@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "fused", "flash_for_cpu", "package", "flex"])
-def test_operators_that_are_attention(kind: str) -> None:
-    """By name, so that every backend of PyTorch counts, whether or not this machine can run it; no backward does."""
-    aten, found = torch.ops.aten, attention.is_attention
-    if kind == "flex":
-        operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
-    elif kind == "package":
-        operators = torch.ops.lowtide_test_flash_attn.fwd.default, aten.mm.default
-    elif kind == "flash_for_cpu":
-        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
-        operators = forward, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    elif kind == "fused":
-        forward = aten._scaled_dot_product_fused_attention_overrideable.default
-        operators = forward, aten._scaled_dot_product_fused_attention_overrideable_backward.default
-    else:
-        forward = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
-        operators = forward, getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
-        inner, inner_backward = f"_{kind}_attention_forward", f"_{kind}_attention_backward"
-        assert found(getattr(aten, inner).default)
-        assert not found(getattr(aten, inner_backward).default)
-    assert [found(operator) for operator in operators] == [True, False]
-    assert not found(aten._scaled_dot_product_attention_math.default)
+FORWARDS = {
+    **{f"_{kind}_attention_forward": f"_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")},
+    **{
+        f"_scaled_dot_product_{kind}": f"_scaled_dot_product_{kind}_backward"
+        for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
+                     "fused_attention_overrideable")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_operators_of_pytorch_that_are_attention(forward: str) -> None:
+    """By name, so that every backend counts, whether or not this machine can run it; no backward does."""
+    names = [forward, FORWARDS[forward], "_scaled_dot_product_attention_math"]
+    assert [attention.is_attention(getattr(torch.ops.aten, name).default) for name in names] == [True, False, False]
+
+
+def test_other_operators_that_are_attention() -> None:
+    flex = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+    packages = torch.ops.lowtide_test_flash_attn.fwd.default, torch.ops.aten.mm.default
+    assert [attention.is_attention(operator) for operator in flex + packages] == [True, False] * 2
 
 
 @pytest.mark.parametrize("policy", [ALL, *RECOMPUTING.values()], ids=["all", *RECOMPUTING])
