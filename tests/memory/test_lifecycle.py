@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from distributed.train_ranks import shared
+from distributed import launch
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.memory.state import Versions
@@ -238,14 +238,9 @@ def test_a_patched_model_compiled_whole_with_numbers_as_variables(llama: Any, id
         torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("keep", ["attention", "input"])
-@pytest.mark.parametrize("order", ["policy-first", "shard-first"])
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
-def test_fsdp2_on_two_ranks(keep: str, order: str) -> None:
-    offload = "offload" if (keep, order) in {("attention", "policy-first"), ("input", "shard-first")} else "stay"
-    ended = shared()(2, keep, order, offload, script=Path(__file__).with_name("two_ranks.py"))
-    assert ended.statuses == [0, 0], ended
-    assert ended.out == ["rank 0 is right\n", "rank 1 is right\n"]
+def test_fsdp2_on_two_ranks() -> None:
+    launch.check_all(Path(__file__).with_name("two_ranks.py"), 2)
 
 
 def test_the_report(llama: Any) -> None:
