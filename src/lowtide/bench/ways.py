@@ -17,7 +17,7 @@ from lowtide.bench.way import COMPILE, LIGER, LOWTIDE, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config

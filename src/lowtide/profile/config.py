@@ -15,7 +15,7 @@ from lowtide.bench.settings import Device, Dtype, Settings, setting
 from lowtide.bench.way import IMPLEMENTATIONS, LIGER, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import parse_gib
-from lowtide.memory.policy_words import FORM
+from lowtide.memory.policy import FORM
 from lowtide.train.shapes import SHAPES, config_file
 
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"]

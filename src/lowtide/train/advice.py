@@ -19,8 +19,8 @@ from lowtide.memory.planner.gpus import GPUS, USABLE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import Memory
-from lowtide.memory.policy_words import Mixture, mixture_of, words_of
+from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory.policy import Mixture, mixture_of, words_of
 from lowtide.train.activations import Applied, Batch, current_policies, planned_job, planned_optimizer
 from lowtide.train.config import TrainConfig
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
@@ -83,11 +83,11 @@ def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: App
     policies = current_policies(settings, applied, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
     search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
-    every = search.memory.states if config.offload_states else 0
+    every = search.costs.states if config.offload_states else 0
     plan = applied.plan if applied is not None else None
     away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
     groups = mixture_of(policies)
-    takes = search.memory.peak(groups, away, late=late).bytes
+    takes = search.costs.peak(groups, away, late=late).bytes
     memory, where = _memory(settings.args)
     limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
@@ -96,7 +96,7 @@ def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: App
         return [*lines, "That is with lowtide's loss. A stock model's logits are added to it: leave --no-patch out."]
     helps = [*_other_policy(search, limit, every), *_states(config, settings.args, search, groups)]
     helps = [(options, peak) for options, peak in helps if peak <= limit]
-    helps += _smaller(job, limit, lambda memory: memory.peak(groups, away, late=late).bytes)
+    helps += _smaller(job, limit, lambda costs: costs.peak(groups, away, late=late).bytes)
     if helps:
         width = max(len(options) for options, _ in helps)
         lines += ["What would fit:", *(f"  {options:<{width}}  {gib(peak):.2f} GiB" for options, peak in helps)]
@@ -110,7 +110,7 @@ def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: App
 
 def _other_policy(search: Search, limit: float, away: int) -> list[tuple[str, int]]:
     """Return the fastest policy that fits with this many bytes of optimizer states on the host; else none."""
-    peaks = [(search.memory.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
+    peaks = [(search.costs.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
     fitting = [(one.seconds, peak, one) for peak, one in peaks if peak <= limit]
     if not fitting:
         return []
@@ -122,10 +122,10 @@ def _states(config: TrainConfig, args: Any, search: Search, groups: Mixture) -> 
     """Return the bytes where the optimizer's states are on the host, if this run could have them there."""
     if config.offload_states or args.device.type != "cuda" or uses_fsdp() or uses_deepspeed():
         return []
-    return [("--offload-states", search.memory.peak(groups, search.memory.states).bytes)]
+    return [("--offload-states", search.costs.peak(groups, search.costs.states).bytes)]
 
 
-def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> list[tuple[str, int]]:
+def _smaller(job: Job, limit: float, peak_of: Callable[[StepCosts], int]) -> list[tuple[str, int]]:
     """Return the largest part of the batch, and of the sequence, that fits with the policy as it is, and their bytes.
 
     A part of the batch is one that more batches make whole again.
@@ -140,13 +140,13 @@ def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> list[t
     ]
     found = []
     for kind in jobs:
-        peaks = ((options, peak_of(Memory(smaller))) for options, smaller in kind)
+        peaks = ((options, peak_of(StepCosts(smaller))) for options, smaller in kind)
         found += [next(((options, peak) for options, peak in peaks if peak <= limit), None)]
     return [one for one in found if one is not None]
 
 
 def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
-    memory = search.memory
+    memory = search.costs
     fixed = memory.weights + memory.states + memory.all_gradients
     if fixed < limit / 2:
         return (
