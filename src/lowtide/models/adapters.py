@@ -87,7 +87,7 @@ def saved_module(module: nn.Module) -> nn.Module | str:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether the names of the module's children say that it is a LoRA layer."""
+    """Whether the module's children have the names of a LoRA layer's."""
     return {"base_layer", "lora_A", "lora_B"} <= module._modules.keys()
 
 
@@ -117,16 +117,16 @@ def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
             continue
         if name in lora.lora_variant:
             return f"has an adapter of another form than LoRA's ({type(lora.lora_variant[name]).__name__})"
-        scale: object = lora.scaling[name]
+        scale = lora.scaling[name]
         if type(dropouts[name]) not in (nn.Dropout, nn.Identity):
             return f"drops by a {type(dropouts[name]).__name__}"
         if type(scale) not in (int, float) or a_s[name]._parameters.get("bias") is not None:
             return "has an adapter of another form than LoRA's"
-        found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], lora.scaling[name]))
+        found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], scale))
     if found and not getattr(lora, "cast_input_dtype_enabled", True):
         dtype = base.weight.dtype
         if any(adapter.a.weight.dtype != dtype for adapter in found):
-            return "leaves its input's dtype as it is, which is not that of its adapters"
+            return "does not cast its input to its adapters' dtype"
     return tuple(found)
 
 

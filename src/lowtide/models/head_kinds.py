@@ -54,7 +54,7 @@ def why_not_linear(head: nn.Module | None) -> str | None:
 
 
 def with_what(head: nn.Module) -> str:
-    """Return what the report says of the adapters that are there now."""
+    """Return the report's text about the adapters that are active now."""
     found = adapted_linear(head) if is_lora(head) else None
     return ", LoRA with it" if isinstance(found, AdaptedLinear) and found.adapters else ""
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch._C import TensorBase
 
-from lowtide.arguments import is_dtensor
+from lowtide.arguments import is_autocast_on, is_dtensor
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.head_kinds import adapted_cross_entropy, plain_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.steps import NO_CLASS, LogitArguments, Step, fold

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.arguments import is_autocast_on
 from lowtide.distributed.zero import gather_for, gathers_for
 from lowtide.mlp.swiglu import adapted_mlp, swiglu_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
-from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_autocast_on, is_ordinary
+from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
 from lowtide.models.parallel_mlp import is_cut_over, is_hooked, mesh_of_mlp, run_sharded
 from lowtide.models.parallel_style import why_not_agreed
@@ -34,13 +35,13 @@ _HOOKED = "a child has hooks or a forward of its own"
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether the names of the module's children say that it is a gated MLP."""
+    """Whether the module's children have the names of a gated MLP's."""
     children = dict(module.named_children())
     return all(name in children for name in _PROJECTIONS) or {"gate_up_proj", "down_proj"} <= children.keys()
 
 
 def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...], probe.Settings]] | str:
-    """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
+    """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     children = dict(module.named_children())
     if "gate_up_proj" in children:
         return "gate and up are one projection (gate_up_proj)"

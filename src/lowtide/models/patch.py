@@ -63,7 +63,7 @@ class _PatchState(Counter):
 
     def count_built(self, why: str, hint: str) -> None:
         """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
-        if self.head is None:  # the report says so already
+        if self.head is None:  # the report has the reason
             return
         self.report.count_materialised(why)
         if not self.warned:
@@ -324,7 +324,7 @@ def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwar
     outputs = forward(*args, **kwargs)
     if eligibility.is_under_compile():  # between two graphs, where the head is in one
         state.count_compiled()
-    elif getattr(model, "_is_replica", False):  # it returns outputs by C++ that knows no lazy tensors
+    elif getattr(model, "_is_replica", False):  # it returns outputs by C++, which cannot read lazy tensors
         state.count_built(*_REPLICA)
     elif state.head_calls != calls:
         state.count_built(*_WITHOUT_LABELS)
