@@ -71,9 +71,17 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
     return AdaptedLinear(base, found, (*around, kept, *dropouts))
 
 
+def saved_layers(module: nn.Module | None) -> list[nn.Module]:
+    """Return the modules that a layer of modules_to_save may call; [] of any other."""
+    if module is None or not _is_saved(module):
+        return []
+    children: Any = module._modules
+    return [children["original_module"], *children["modules_to_save"].children()]
+
+
 def saved_module(module: nn.Module) -> nn.Module | str:
     """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
-    if "original_module" not in module._modules or "modules_to_save" not in module._modules:
+    if not _is_saved(module):
         return module
     why_not = _why_not_class(module, _SAVED, _why_not_saved)
     if why_not is not None:
@@ -84,6 +92,10 @@ def saved_module(module: nn.Module) -> nn.Module | str:
     active = list(layer.active_adapters)
     stock = layer.disable_adapters or not active or any(name not in layer._adapters for name in active)
     return layer.original_module if stock else layer.modules_to_save[active[0]]  # type: ignore[no-any-return]
+
+
+def _is_saved(module: nn.Module) -> bool:
+    return "original_module" in module._modules and "modules_to_save" in module._modules
 
 
 def is_lora(module: nn.Module) -> bool:

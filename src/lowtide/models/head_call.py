@@ -59,7 +59,6 @@ class HeadCall:
     Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for each access.
     """
 
-    adapted = False  # adapters add to the logits
     only_loss = False  # cross entropy alone can be computed without logits
     sharded = False  # each rank has a shard of the classes
     gives_dtensor = False

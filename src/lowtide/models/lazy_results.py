@@ -57,7 +57,7 @@ def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
             return NotImplemented
 
         def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-            compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
+            compute = adapted_cross_entropy if "adapters" in kwargs else linear_cross_entropy
             kwargs |= {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
             kwargs |= {"reduction": reduction, "options": _of_tokens(options) if reduction == "none" else options}
             result = compute(hidden, head, target.reshape(hidden.shape[:-1]), **kwargs)

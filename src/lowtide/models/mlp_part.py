@@ -132,11 +132,8 @@ def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module], la
 def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: probe.Settings) -> dict[str, Any]:
     """Return what a patched MLP does differently from ``base``.
 
-    Args:
-        base: The stock class.
-        activation: As `swiglu_mlp` takes it.
-        other_types: The classes of the children beside the projections, which the probe ran with them.
-        found: The settings of the MLP and of these children.
+    ``other_types`` are the classes of the children beside the projections, and ``found`` the settings of the MLP and of
+    these children.
     """
     args = (activation, other_types, found)
     confirm = lambda mlp: find(mlp, base)[1:] == (args,)  # noqa: E731

@@ -21,8 +21,9 @@ from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models import eligibility, parallel_style
+from lowtide.models.adapters import saved_layers, saved_module
 from lowtide.models.head_call import HeadWork, running_forward
-from lowtide.models.head_kinds import called_head, head_call, saved_layers, why_not_linear, with_what
+from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
@@ -239,7 +240,8 @@ def _unwrapped(model: Any) -> Any:
 def _adopt_head(model: Any, state: _PatchState) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
     outer: Any = model.get_output_embeddings()
-    head: Any = called_head(outer)
+    found = None if outer is None else saved_module(outer)
+    head: Any = outer if isinstance(found, str) else found
     if state.head is not None and head is state.head and part_of(state.head) is not None:
         _owners.setdefault(head, ref(state))  # a copied model's head has had no owner so far
         return

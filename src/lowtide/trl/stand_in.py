@@ -66,13 +66,9 @@ class TrlReport:
 
 
 class StandIn:
-    """An object with the ``apply`` of one of TRL's functions; its other attributes are that function's.
+    """An object with the ``apply`` of one of TRL's functions, ``stock``; its other attributes are that function's.
 
-    Args:
-        stock: TRL's autograd function.
-        call: `LogProbCall` or `DivergenceCall`.
-        report: Where calls are counted.
-        options: How the heads run.
+    ``call`` is `LogProbCall` or `DivergenceCall`.
     """
 
     def __init__(self, stock: Any, call: Any, report: TrlReport, options: HeadOptions | None) -> None:
