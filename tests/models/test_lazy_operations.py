@@ -330,8 +330,7 @@ def test_evaluated_without_grad_and_used_with_it(patched, batch):
             assert report.calls_materialised == 0
         (trained,) = torch.autograd.grad((logits * scale).logsumexp(-1).sum(), scale)
         seen.append((loss, logits.detach().argmax(-1), trained, logits.detach()))
-    for ours, expected in zip(*seen, strict=True):
-        torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(*seen)
 
 
 def test_a_model_without_a_loss_function_of_its_own(batch):
