@@ -58,13 +58,16 @@ def test_a_run_that_did_its_steps_does_no_further_one_on_resume(
     fine_tunes: bool, tune: Tune, tiny: list[str], lowtide: Run, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    assert lowtide(*(tune() if fine_tunes else tiny), "--output", output)[0] == 0
-    before = log(output)
+    arguments = tune(eval_strategy="epoch", save_strategy="epoch") if fine_tunes else tiny
+    assert lowtide(*arguments, "--output", output)[0] == 0
+    before, saved = log(output), (output / "checkpoint-6" / "complete").stat().st_mtime_ns
     (output / "model").rename(tmp_path / "model")
     status, out, err = lowtide("train", "--resume_from_checkpoint", "true", "--output", output)
     assert (status, err) == (0, "")
     assert "no further step" in out
-    assert losses(output) == {line["step"]: line["loss"] for line in before if "loss" in line}
+    assert log(output)[: len(before)] == before
+    assert len(log(output)) == len(before) + (not fine_tunes), "evaluated again, which its checkpoint does not have"
+    assert (output / "checkpoint-6" / "complete").stat().st_mtime_ns == saved
     assert_same_weights(output / "model", tmp_path / "model")
 
 
@@ -139,7 +142,9 @@ def test_rows_that_truncation_leaves_nothing_of_are_reported(tune: Tune, lowtide
     assert "rows with nothing to train on in their first 96 tokens" in out
     long = write_rows(tmp_path / "long.jsonl", rows[1::2])
     status, _, err = lowtide(*tune(data=long), "--output", tmp_path / "long")
-    assert (status, "with something to train on in their first 96 tokens, got none of" in err) == (2, True)
+    assert (status, "96 tokens, got none in the 9 training rows. Give a larger --seq-len.\n" in err) == (2, True)
+    status, _, err = lowtide(*tune(data=half, **{"held-out": 1, "seed": 1}), "--output", tmp_path / "held-out")
+    assert (status, "none in the 1 held-out rows. Give a larger --seq-len or more --held-out" in err) == (2, True)
 
 
 def test_a_turn_of_nothing_is_no_text_none(tune: Tune, lowtide: Run, tmp_path: Path) -> None:

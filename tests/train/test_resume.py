@@ -292,8 +292,8 @@ def full(*_: Any, **__: Any) -> Any:
 
 FULL = {
     "run.json": ("lowtide.train.checkpoints._flush", 1, "run.json", []),
-    "first checkpoint": ("transformers.Trainer._save", 1, "checkpoint", []),
-    "second checkpoint": ("transformers.Trainer._save", 2, "checkpoint", ["checkpoint-3"]),
+    "first checkpoint": ("transformers.Trainer._save", 1, "checkpoint-3", []),
+    "second checkpoint": ("transformers.Trainer._save", 2, "checkpoint-6", ["checkpoint-3"]),
     "its mark": ("lowtide.train.checkpoints._flush_all", 2, "checkpoint-6", ["checkpoint-3"]),
     "model": ("transformers.Trainer._save", 3, MODEL, ["checkpoint-3", "checkpoint-6"]),
     "log": ("lowtide.train.monitor.os.write", 4, "log.jsonl", ["checkpoint-3"]),

@@ -14,24 +14,24 @@ END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 4 * 2**20  # merges stop getting better long before; on two cores this takes a few seconds
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """Return the tokenizer in a folder.
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, end: str | None = None) -> Any:
+    """Return the tokenizer in a folder; ``end`` is the end-of-text token that the trainer will set.
 
     Raises:
-        ArgumentValueError: there is none, or it has no end-of-text token to put between documents.
+        ArgumentValueError: there is none, or it has no end-of-text token to put behind documents and turns.
     """
     from transformers import AutoTokenizer
 
-    expected = "a folder with a tokenizer in the Hugging Face format"
-    if not Path(path).expanduser().is_dir():
+    expected, folder = "a folder with a tokenizer in the Hugging Face format", Path(path).expanduser()
+    if not folder.is_dir():
         raise ArgumentValueError(message("tokenizer", expected, f"{path}, which is no folder"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(path).expanduser(), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # its own errors have no common base
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArgumentValueError(message("tokenizer", expected, f"{path} ({why})")) from error
-    if tokenizer.eos_token_id is None:
-        hint = "It goes between documents: set eos_token in its tokenizer_config.json."
+    if end is None and tokenizer.eos_token_id is None:
+        hint = "It ends texts and turns: set eos_token in its tokenizer_config.json, or to fine-tune give --eos_token."
         raise ArgumentValueError(message("tokenizer", "an end-of-text token", f"none in {path}", hint))
     return tokenizer
 

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.train.config import DEFAULT_ROOT, RUN_FILE
+from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.files import RUN_FILE
 from lowtide.train.parallel import in_group
 
 MODEL = "model"
@@ -114,8 +116,7 @@ def new_output(output: str | None, stamp: str) -> Path:
         if path.exists() and (not path.is_dir() or found):
             raise ArgumentValueError(message("output", expected, f"{path}, which is neither", "Name another."))
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise ArgumentValueError(message("output", "a folder that can be written", f"{path}", "Name another."))
+        Path(tempfile.mkdtemp(dir=existing)).rmdir()  # /proc grants access, and takes no folder
     except OSError as error:
         raise ArgumentValueError(message("output", expected, f"{path} ({error.strerror})", "Name another.")) from error
     return path

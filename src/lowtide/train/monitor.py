@@ -133,6 +133,12 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             self._began = time.perf_counter()
         self.metrics.began = True
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and evaluate nothing again if a resumed run had done its steps."""
+        del args, state
+        if not self.metrics.began:
+            control.should_save = control.should_evaluate = control.should_log = False
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Stop the clock: Trainer has just read the loss, so the device is done with the step.
 

@@ -47,12 +47,12 @@ class Run:
         model: as it is trained.
         trainer: that trains it.
         patched: what `lowtide.patch` did; None for a stock model.
-    patched_trl: what `lowtide.patch_trl` did, for a loss that TRL's own head computes; None for others.
+        patched_trl: what `lowtide.patch_trl` did, for a loss that TRL's own head computes; None for others.
         applied: the activation policy; None where each layer saves everything.
         lines: about data, adapters and model, to print.
         checkpoint: to resume from; None at the start.
         tokens: a file of tokens that another run shares; None: the run writes its own.
-    padded: rows differ in length.
+        padded: rows differ in length.
     """
 
     config: TrainConfig
@@ -227,8 +227,9 @@ def _check_truncation(run: Run, parts: Mapping[str, Any]) -> None:
     for name, left in (("train", run.trainer.train_dataset), ("test", run.trainer.eval_dataset)):
         if left is not None and len(left) == 0:
             expected = f"rows with something to train on in their first {run.seq_len} tokens"
-            got = f"none of {len(parts[name])} {'training' if name == 'train' else 'held-out'} rows"
-            raise ArgumentValueError(message("data", expected, got, "Give a larger --seq-len."))
+            got = f"none in the {len(parts[name])} {'training' if name == 'train' else 'held-out'} rows"
+            hint = "Give a larger --seq-len" + (" or more --held-out rows" if name == "test" else "") + "."
+            raise ArgumentValueError(message("data", expected, got, hint))
     if not run.settings.args.packing and (dropped := len(parts["train"]) - len(run.trainer.train_dataset)) > 0:
         run.lines.append(f"dropped  {dropped:,} rows with nothing to train on in their first {run.seq_len} tokens")
 
@@ -292,17 +293,7 @@ def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     where = (model_folder(config.tokenizer) or config.tokenizer) if config.tokenizer else folder
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            where, local_files_only=True, trust_remote_code=args.trust_remote_code
-        )
-    except Exception as error:  # its own errors have no common base
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        expected = "a folder with a tokenizer in the Hugging Face format"
-        raise ArgumentValueError(message("tokenizer", expected, f"{where} ({why})")) from error
-    if args.eos_token is None and tokenizer.eos_token_id is None:
-        hint = "It ends every text and turn: name one with --eos_token."
-        raise ArgumentValueError(message("tokenizer", "an end-of-text token", f"none in {where}", hint))
+    tokenizer = load_tokenizer(where, trust_remote_code=args.trust_remote_code, end=args.eos_token)
     if (template := args.chat_template_path) is not None:
         try:
             if template.endswith((".jinja", ".j2")):

@@ -110,8 +110,8 @@ class _Runner:
                 raise self._out_of_memory(error) from error
             if is_lost_rank(error):
                 raise RankLost(f"another process has ended ({why(error)}). {self._how_to_resume()}") from error
-            if checkpoints.is_not_written(error) and self.save and self._step() is not None:
-                raise checkpoints.save_error(self.output / "checkpoint", error) from error
+            if checkpoints.is_not_written(error) and self.save and (step := self._step()) is not None:
+                raise checkpoints.save_error(self.output / f"checkpoint-{step}", error) from error
             raise
 
     def _result(self, tokens: Path | None, callbacks: tuple[Any, ...]) -> TrainResult | Terminated:
@@ -143,8 +143,8 @@ class _Runner:
             self._train(one)
             if stop.stopped:
                 name = "SIGTERM" if stop.stopped == 15 else "Ctrl-C"
-                text_ = f"ended by {name} after step {trainer.state.global_step}. {self._how_to_resume()}"
-                return Terminated(text_, stop.stopped)
+                ended = f"ended by {name} after step {trainer.state.global_step}. {self._how_to_resume()}"
+                return Terminated(ended, stop.stopped)
             history = trainer.state.log_history
             evaluated = [e for e in history if "eval_loss" in e and e["step"] == trainer.state.global_step]
             if trainer.eval_dataset is not None and (not evaluated or trainer.state.best_model_checkpoint):

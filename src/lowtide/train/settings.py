@@ -121,8 +121,6 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
-    if config.lora_merge and not getattr(model, "use_peft", False):
-        raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     if args.mixed_precision != precision:  # the launcher's, which would be used
         expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` on blocks of tokens; the loop, optimizer, precision and sharding are its own."""
+"""What both trainers of a run measure and correct; and `transformers.Trainer` on blocks of tokens."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Measured:
         settle(self.accelerator)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
 
-    def _run_epoch(self, **kwargs: Any) -> None:
-        """Train an epoch; none where a resumed run has done its steps: `Trainer` itself would do one more."""
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
         if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(**kwargs)  # type: ignore[misc]
-        else:
-            self.control.should_training_stop = True
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self.control.should_training_stop = True
+        return [], None
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""
