@@ -83,8 +83,8 @@ def test_it_is_transformers_trainer_on_the_same_blocks(tiny: list[str], lowtide:
     """Nothing of lowtide's but the file of tokens and the initial weights."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
-    from lowtide.train.bpe import load_tokenizer
     from lowtide.train.model import model_config, random_model
+    from lowtide.train.tokenizer import load_tokenizer
     from lowtide.train.tokens import Blocks
 
     output = tmp_path / "out"

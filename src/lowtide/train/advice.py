@@ -23,6 +23,7 @@ from lowtide.memory.planner.step_bytes import Memory
 from lowtide.memory.policy_words import Mixture, mixture_of, words_of
 from lowtide.train.activations import Applied, Batch, current_policies, planned_job, planned_optimizer
 from lowtide.train.config import TrainConfig
+from lowtide.train.files import why
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
 from lowtide.train.settings import Settings
 
@@ -78,8 +79,7 @@ def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: App
     try:
         job = _job(config, settings, model, batch)
     except (LowtideError, OSError, RuntimeError) as error:
-        why = " ".join(str(error).split())
-        return [f"The planner has no figures for it ({why}): lower --per_device_train_batch_size or --seq-len."]
+        return [f"The planner has no figures for it ({why(error)}): lower --per_device_train_batch_size or --seq-len."]
     policies = current_policies(settings, applied, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
     search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)

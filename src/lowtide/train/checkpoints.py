@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.config import DEFAULT_ROOT
-from lowtide.train.files import RUN_FILE
+from lowtide.train.files import RUN_FILE, why
 from lowtide.train.parallel import in_group
 
 MODEL = "model"
@@ -247,15 +247,6 @@ def _system_reason(path: Path, error: BaseException) -> str:
     if shutil.disk_usage(folder).free < _ALMOST_FULL:
         return os.strerror(errno.ENOSPC)
     return os.strerror(errno.EIO) if any(sign in text for sign in _NOT_WRITTEN) else (text.splitlines() or ["?"])[0]
-
-
-def why(error: BaseException) -> str:
-    """Return an error of whatever kind in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if "PytorchStreamReader" in str(error) or "inline_container" in str(error):
-        return "a file that torch.save wrote is damaged"
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _flush_all(folder: Path) -> None:

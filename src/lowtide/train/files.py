@@ -77,6 +77,11 @@ class Source:
         """Return a source with its size."""
         return cls(path, kind, config, sum(stat.st_size for _, stat in cls(path, kind).stats()))
 
+    @property
+    def is_table(self) -> bool:
+        """Whether `datasets` reads it."""
+        return self.kind not in ("text", "jsonl")
+
     def stats(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Yield the files it consists of, with their sizes and times."""
         inside = (Path(where, name) for where, _, names in sorted(os.walk(self.path)) for name in sorted(names))
@@ -107,8 +112,8 @@ class Sources:
 
     @property
     def has_tables(self) -> bool:
-        """Whether any of them is read by `datasets`."""
-        return any(file.kind not in ("text", "jsonl") for file in self.files)
+        """Whether `datasets` reads any of them."""
+        return any(file.is_table for file in self.files)
 
     def fingerprint(self, *arguments: object) -> str:
         """Return a digest of all files' names, sizes and times of change, and of the arguments' representations.
@@ -368,6 +373,17 @@ def load_json(text: bytes) -> Any:
     if rb"\u" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def why(error: BaseException) -> str:
+    """Return an error of the system or of another library in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    if "PytorchStreamReader" in text or "inline_container" in text:
+        return "a file that torch.save wrote is damaged"
+    name = type(error).__name__
+    return (f"{name}: {text}" if isinstance(error, LookupError) else text or name)[:300].rstrip(".")
 
 
 def unreadable(path: Path, error: OSError) -> ArgumentValueError:

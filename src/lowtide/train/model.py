@@ -12,6 +12,7 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.train.files import why
 from lowtide.train.parallel import built_whole, first_does, receives_weights, uses_fsdp
 from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
@@ -164,8 +165,7 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ArgumentValueError(message("model", "a causal language model", f"{name} ({why})")) from error
+        raise ArgumentValueError(message("model", "a causal language model", f"{name} ({why(error)})")) from error
 
 
 def _from_settings(settings: dict[str, Any], where: str) -> Any:
@@ -177,11 +177,8 @@ def _from_settings(settings: dict[str, Any], where: str) -> Any:
     try:
         return AutoConfig.for_model(**settings)
     except Exception as error:  # transformers' checks of configs have no common base
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        hint = "Fix the config, or take a built-in name."
-        raise ArgumentValueError(
-            message("model", "a config that transformers accepts", f"{where}: {why}", hint)
-        ) from error
+        expected, hint = "a config that transformers accepts", "Fix the config, or take a built-in name."
+        raise ArgumentValueError(message("model", expected, f"{where}: {why(error)}", hint)) from error
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

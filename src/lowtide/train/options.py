@@ -16,6 +16,7 @@ from typing import Any
 
 from lowtide.errors import ArgumentValueError, did_you_mean, message
 from lowtide.train.config import TrainConfig, flag
+from lowtide.train.files import why
 
 _DECLARED = {  # in which files, of which library
     False: (("transformers", "training_args.py"),),
@@ -201,10 +202,8 @@ def _from_file(file: Path) -> dict[str, Any]:
     except ImportError as error:
         hint = "pip install pyyaml"
         raise ArgumentValueError(message("--config", "PyYAML to be installed", "none", hint)) from error
-    except OSError as error:
-        raise ArgumentValueError(message("--config", expected, f"{file} ({error.strerror})")) from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ArgumentValueError(message("--config", expected, f"{file} ({' '.join(str(error).split())})")) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ArgumentValueError(message("--config", expected, f"{file} ({why(error)})")) from error
     found = {} if found is None else found  # comments alone
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ArgumentValueError(message("--config", expected, f"something else in {file}"))

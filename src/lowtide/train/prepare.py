@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,16 +15,16 @@ from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.units import mib
 from lowtide.models import PatchReport
 from lowtide.train.activations import Applied, Batch, check_offload, plan_and_apply
-from lowtide.train.bpe import load_tokenizer, train_tokenizer
 from lowtide.train.checkpoints import TOKENS, is_not_written, save_error
 from lowtide.train.config import TrainConfig
-from lowtide.train.files import Sources, find_data
+from lowtide.train.files import Sources, find_data, why
 from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
 from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import first_does
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
-from lowtide.train.tokens import write_tokens
+from lowtide.train.tokenizer import check_template, load_tokenizer, set_chat_template, train_tokenizer
+from lowtide.train.tokens import Text, write_tokens
 from lowtide.trl import TrlReport
 
 SEQ_LEN = 256  # of a run from random weights
@@ -105,9 +104,10 @@ def share_data(config: TrainConfig, settings: Settings, folder: Path) -> tuple[T
     sources = find_data(config.data)
     if config.fine_tunes:
         return config, None
-    tokenizer = _own_tokenizer(config, settings, sources)
+    text = _text(config, settings, sources)
+    tokenizer = _own_tokenizer(config, text)
     tokenizer.save_pretrained(folder)
-    _write_tokens(folder / TOKENS, config, settings, sources, tokenizer)
+    _write_tokens(folder / TOKENS, text, tokenizer, config, settings.args)
     return replace(config, tokenizer=str(folder)), folder / TOKENS
 
 
@@ -124,10 +124,11 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     file = run.output / TOKENS if run.tokens is None else run.tokens
 
     def tokenized() -> Any:
-        tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, settings, sources)
+        text = _text(config, settings, sources)
+        tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text)
         check_vocabulary(shape, len(tokenizer))
         if run.tokens is None:
-            _write_tokens(file, config, settings, sources, tokenizer, resumes=run.checkpoint is not None)
+            _write_tokens(file, text, tokenizer, config, args, resumes=run.checkpoint is not None)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -163,14 +164,16 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     config, settings, args = run.config, run.settings, run.settings.args
     folder = model_folder(config.model)
     assert folder is not None
-    tokenizer = _chat_tokenizer(config, args, folder)
+    tokenizer = load_tokenizer(config.tokenizer or folder, trust_remote_code=args.trust_remote_code, end=args.eos_token)
+    if args.chat_template_path is not None:
+        set_chat_template(tokenizer, args.chat_template_path)
     columns = dict(pair.split("=", 1) for pair in config.columns)
     with args.main_process_first(local=False):
         rows, notes = load_rows(
             sources,
             columns=columns,
             text_field=args.dataset_text_field,
-            check=lambda row: _check_template(tokenizer, row),
+            check=lambda row: check_template(tokenizer, row),
             check_key=str(tokenizer.chat_template),
         )
     args.dataset_text_field = "text"  # whatever the column's name was in the files
@@ -210,8 +213,8 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     except (ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
-        why = " ".join(str(error).split())[:400].rstrip(".")
-        raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
+        expected = "settings and data that TRL's SFTTrainer accepts"
+        raise ArgumentValueError(message("options", expected, why(error))) from error
     if type(run.trainer.model.get_output_embeddings()).__name__ == "TrainableTokensWrapper":  # neither trl nor peft can
         got = f"{args.chat_template_path}, whose tokens the tied embeddings lack"
         hint = "Give its template as a .jinja file, or train without --use_peft."
@@ -241,86 +244,34 @@ def _patch(run: Run) -> None:
             run.patched_trl = lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
 
 
-def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) -> Any:
-    """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
-    if config.tokenizer is not None:
-        return load_tokenizer(model_folder(config.tokenizer) or config.tokenizer)
-    return train_tokenizer(
-        sources,
-        vocab_size=config.vocab_size,
-        text_field=_text_field(config, settings),
-        seq_len=config.seq_len or SEQ_LEN,
-        seed=settings.args.seed,
-    )
-
-
-def _text_field(config: TrainConfig, settings: Settings) -> str:
-    """Return the column of the text that random weights are trained on."""
+def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:
+    """Return the text that random weights are trained on."""
     columns = dict(pair.split("=", 1) for pair in config.columns)
     if others := sorted(columns.keys() - {"text"}):
         hint = "Name a pretrained model with --model to train on others."
         raise ArgumentValueError(message("columns", "text=COLUMN, from random weights", others[0], hint))
-    return columns.get("text", str(settings.model.dataset_text_field))
+    field = columns.get("text", str(settings.model.dataset_text_field))
+    return Text(sources, field, config.seq_len or SEQ_LEN, settings.args.seed)
+
+
+def _own_tokenizer(config: TrainConfig, text: Text) -> Any:
+    """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
+    return load_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(text, vocab_size=config.vocab_size)
 
 
 def _write_tokens(
-    file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any, *, resumes: bool = False
+    file: Path, text: Text, tokenizer: Any, config: TrainConfig, args: Any, *, resumes: bool = False
 ) -> None:
-    """Tokenise as much of the data as the run's steps take."""
-    args = settings.args
+    """Tokenise as much of the text as the run's steps take."""
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    blocks = args.max_steps * rows if args.max_steps > 0 else None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tokens(
-            file,
-            sources,
-            tokenizer,
-            text_field=_text_field(config, settings),
-            seq_len=config.seq_len or SEQ_LEN,
-            held_out=config.held_out,
-            blocks=args.max_steps * rows if args.max_steps > 0 else None,
-            seed=args.seed,
-            resumes=resumes,
-        )
+        write_tokens(file, text, tokenizer, held_out=config.held_out, blocks=blocks, resumes=resumes)
     except OSError as error:
         if not is_not_written(error):
             raise
         raise save_error(file, error) from error
-
-
-def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
-    """Return the tokenizer of a pretrained model, its chat template and end-of-text token as the options say."""
-    from transformers import AutoTokenizer
-
-    where = (model_folder(config.tokenizer) or config.tokenizer) if config.tokenizer else folder
-    tokenizer = load_tokenizer(where, trust_remote_code=args.trust_remote_code, end=args.eos_token)
-    if (template := args.chat_template_path) is not None:
-        try:
-            if template.endswith((".jinja", ".j2")):
-                tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-            else:  # TRL takes its end-of-text token and added tokens, too, and resizes the embeddings
-                source = AutoTokenizer.from_pretrained(model_folder(template) or template, local_files_only=True)
-                tokenizer.chat_template = source.get_chat_template()
-        except (OSError, ValueError) as error:
-            expected = "a .jinja file, or a tokenizer with a chat template"
-            got = f"{template} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
-            raise ArgumentValueError(message("--chat_template_path", expected, got)) from error
-    return tokenizer
-
-
-def _check_template(tokenizer: Any, row: Mapping[str, Any]) -> None:
-    """Raise where the chat template refuses a conversation; other rows have no template."""
-    messages = row.get("messages")
-    if messages is None and isinstance(row.get("prompt"), list):
-        messages = [*row["prompt"], *row["completion"]]
-    if messages is None:
-        return
-    if tokenizer.chat_template is None:
-        hint = "Give one with --chat_template_path."
-        raise ArgumentValueError(message("tokenizer", "a chat template, for conversations", "none", hint))
-    tools = row.get("tools")
-    kwargs = row.get("chat_template_kwargs") or {}
-    tokenizer.apply_chat_template(messages, tools=json.loads(tools) if tools else None, tokenize=False, **kwargs)
 
 
 def _learned(dataset: Any, tokenizer: Any) -> Iterator[str]:

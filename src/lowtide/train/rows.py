@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, did_you_mean, message
-from lowtide.train.files import Place, Source, Sources, load_json, read_lines, read_text, unreadable
+from lowtide.train.files import Place, Source, Sources, load_json, read_lines, read_text, unreadable, why
 
 Row = dict[str, Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -273,8 +273,7 @@ def _short(value: Any) -> str:
 def _bad_row(error: Exception, place: object) -> ArgumentValueError:
     if isinstance(error, Malformed):
         return ArgumentValueError(message("data", f"rows with {_KNOWN}", f"{place}: {error}", "Fix or remove the row."))
-    why = " ".join(str(error).split())[:300] or type(error).__name__
-    return ArgumentValueError(f"data: {place}: {why}")
+    return ArgumentValueError(f"data: {place}: {why(error)}")
 
 
 def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
@@ -296,8 +295,8 @@ def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
         except OSError as error:
             raise unreadable(path, error) from error
         except (ValueError, RuntimeError, csv.Error) as error:  # which those of pyarrow and datasets are
-            got = f"{path} ({' '.join(str(error).split())[:300]})"
             hint = "With one row per line its suffix is .jsonl." if source.kind == "json" else ""
+            got = f"{path} ({why(error)})"
             raise ArgumentValueError(message("data", "a file or dataset of rows", got, hint)) from error
 
 

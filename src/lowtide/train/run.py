@@ -18,10 +18,10 @@ from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.train import checkpoints
 from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
-from lowtide.train.checkpoints import Complete, why, write_folder
+from lowtide.train.checkpoints import Complete, write_folder
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
-from lowtide.train.files import find_data
+from lowtide.train.files import find_data, why
 from lowtide.train.model import pretrained_model, stored_dtype
 from lowtide.train.monitor import Monitor
 from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_group

@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import TrainConfig
+from lowtide.train.files import why
 from lowtide.train.options import words_of
 
 _ALWAYS = {  # of every run
@@ -204,8 +205,8 @@ def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         if isinstance(error, ArgumentValueError):
             raise
-        why = " ".join(str(error).split())[:300]
-        raise ArgumentValueError(message("options", f"values that {classes[0].__name__} accepts", why)) from error
+        expected = f"values that {classes[0].__name__} accepts"
+        raise ArgumentValueError(message("options", expected, why(error))) from error
     return args, model
 
 
