@@ -21,9 +21,10 @@ from lowtide.train.activations import Batch
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
+from lowtide.train.prepare import Run
 from lowtide.train.settings import Settings
 from lowtide.train.trainers import PreTrainer
-from train.conftest import Run
+from train import conftest
 
 KINDS = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has\nmore to say"),
@@ -45,7 +46,7 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: Callable[[],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_does_not_fit(
-    kind: str, tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, tiny: list[str], lowtide: conftest.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
     fail_in_step(monkeypatch, 5, KINDS[kind])
@@ -67,7 +68,7 @@ def test_a_step_that_does_not_fit(
 
 
 def test_before_the_model_is_there(
-    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: list[str], lowtide: conftest.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*args: Any, **kwargs: Any) -> Any:
         raise KINDS["cuda"]()
@@ -97,7 +98,7 @@ def advice(
     dtype: str = "float32",
     seq_len: int = 8192,
     padded: bool = False,
-    trainer: Mapping[str, Any] = MappingProxyType({}),
+    arguments: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:
     """The advice for a Llama-3.2-1B on a GPU with so much memory left, without any GPU or weights."""
@@ -114,7 +115,7 @@ def advice(
         "per_device_train_batch_size": batch_size,
         "gradient_checkpointing": False,
         "packing": False,
-        **trainer,
+        **arguments,
     }
     shape = model_config(config.model, vocab_size=0)
     shape._attn_implementation = "sdpa"
@@ -124,8 +125,9 @@ def advice(
     monkeypatch.setattr("lowtide.train.activations._adapters", lambda model: adapters)
     error = torch.OutOfMemoryError("x")
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
-    batch = Batch.of(of_run.args, seq_len, padded=padded)
-    return str(advise(error, config, of_run, batch=batch, model=model, step=7, go_on="Go on."))
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=6))
+    run = Run(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
+    return str(advise(error, run, go_on="Go on."))
 
 
 def takes(told: str) -> float:
@@ -159,11 +161,11 @@ def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gradients_that_are_added_up_and_checkpointing_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    summed = advice(40, monkeypatch, trainer={"gradient_accumulation_steps": 2})
+    summed = advice(40, monkeypatch, arguments={"gradient_accumulation_steps": 2})
     assert takes(summed) > takes(advice(40, monkeypatch))
     assert "--grad-accum 2" in summed.rpartition("The figures:")[2]
     for name in ("gradient_checkpointing", "activation_checkpointing"):
-        assert takes(advice(20, monkeypatch, trainer={name: True})) < takes(advice(40, monkeypatch)) / 2
+        assert takes(advice(20, monkeypatch, arguments={name: True})) < takes(advice(40, monkeypatch)) / 2
 
 
 def test_a_model_without_fused_mlps_is_told_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_runs_of_a_comparison_share_their_tokens_and_save_nothing(
     shared, tokens = prepare.share_data(config, settings, tmp_path / "shared")
     assert tokens is not None
     before = {*tmp_path.rglob("*")}
-    result = run(shared, save=False, tokens=tokens)
+    result = run(shared, side=prepare.Side("stock", tokens))
     assert sorted(result.losses) == [1, 2, 3]
     assert {*tmp_path.rglob("*")} - before <= {tmp_path / "x"}, "which Trainer makes"
     assert find_data(config.data).is_text

@@ -21,10 +21,11 @@ from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
 from lowtide.memory.policy_words import Mixture, mixture_of, words_of
-from lowtide.train.activations import Applied, Batch, current_policies, planned_job, planned_optimizer
+from lowtide.train.activations import current_policies, planned_job, planned_optimizer
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
+from lowtide.train.prepare import Run
 from lowtide.train.settings import Settings
 
 _MARGIN = 0.95  # what is advised must be expected to take less than what has just failed
@@ -36,48 +37,25 @@ class OutOfMemory(LowtideError, MemoryError):
     exit_status = 3
 
 
-def advise(
-    error: BaseException,
-    config: TrainConfig,
-    settings: Settings | None,
-    *,
-    batch: Batch | None,
-    model: Any = None,
-    applied: Applied | None = None,
-    step: int | None = None,
-    go_on: str,
-) -> OutOfMemory:
-    """Return the error that says what happened and what would fit.
-
-    Args:
-        error: what was raised.
-        config: the run's settings.
-        settings: its trainer's; None before there were any.
-        batch: what a step works on at once; None before there was a model.
-        model: the model; None where it was not there yet.
-        applied: the activation policy.
-        step: the step in which it happened; None before the first.
-        go_on: how to resume the run.
-    """
-    if settings is None or model is None or batch is None:
-        ways = ["The model itself does not fit: take a smaller one, --dtype bfloat16 or more GPUs."]
-        return OutOfMemory("\n".join([f"out of memory before the first step. {_first_line(error)}", *ways]))
-    args = settings.args
+def advise(error: BaseException, run: Run, *, go_on: str) -> OutOfMemory:
+    """Return the error with what happened in a run and what would fit; ``go_on`` is how to resume it."""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    if run.model is None:
+        ways = "The model itself does not fit: take a smaller one, --dtype bfloat16 or more GPUs."
+        return OutOfMemory(f"out of memory before the first step. {first_line}\n{ways}")
+    args, batch = run.settings.args, run.batch
     rank = f" on rank {args.process_index}" if args.world_size > 1 else ""
-    when = f"in step {step}" if step else "before the first step"
+    when = "before the first step" if run.step is None else f"in step {run.step + 1}"
     size = f"{batch.rows} x {batch.seq_len} tokens"
-    lines = [
-        f"out of memory{rank} {when}, at {size}. {_first_line(error)}",
-        *_what_fits(config, settings, model, applied, batch),
-        go_on,
-    ]
+    lines = [f"out of memory{rank} {when}, at {size}. {first_line}", *_what_fits(run), go_on]
     return OutOfMemory("\n".join(line for line in lines if line))
 
 
-def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: Applied | None, batch: Batch) -> list[str]:
+def _what_fits(run: Run) -> list[str]:
     """Return lines of advice with the planner's figures, or why there are none."""
+    config, settings, applied = run.config, run.settings, run.applied
     try:
-        job = _job(config, settings, model, batch)
+        job = _job(run)
     except (LowtideError, OSError, RuntimeError) as error:
         return [f"The planner has no figures for it ({why(error)}): lower --per_device_train_batch_size or --seq-len."]
     policies = current_policies(settings, applied, job.shape.layers)
@@ -190,16 +168,16 @@ def plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -
     return " ".join(words)
 
 
-def _job(config: TrainConfig, settings: Settings, model: Any, batch: Batch) -> Job:
+def _job(run: Run) -> Job:
     try:
-        gpu = find_gpu(None) if settings.args.device.type == "cuda" else GPUS["h100"]
+        gpu = find_gpu(None) if run.settings.args.device.type == "cuda" else GPUS["h100"]
     except (LowtideError, RuntimeError):  # an unknown one would be measured, for which there is no memory now
         gpu = GPUS["h100"]
     return Job(
-        shape=read_shape(model.config),
+        shape=read_shape(run.model.config),
         gpu=gpu,
-        head=HeadOptions(workspace_mib=config.workspace_mib),
-        **planned_job(model, settings, batch),
+        head=HeadOptions(workspace_mib=run.config.workspace_mib),
+        **planned_job(run.model, run.settings, run.batch),
     )
 
 
@@ -210,7 +188,3 @@ def _memory(args: Any) -> tuple[int, str]:
         mine = torch.cuda.memory_reserved(args.device)
         return int(min(total * USABLE, free + mine)), "this GPU"
     return resident_bytes() + available_bytes(), "this machine"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,14 +33,31 @@ _SAMPLE = 1000  # rows
 _MOST_HELD_OUT = 10  # a tenth of the rows
 
 
+@dataclass(frozen=True)
+class Side:
+    """What a run has as one side of a comparison, which saves nothing and prints its progress alone.
+
+    Attributes:
+        label: printed in front of the progress.
+        tokens: the file of tokens that the sides share; None for fine-tuning.
+        callbacks: of the trainer, before lowtide's.
+    """
+
+    label: str
+    tokens: Path | None
+    callbacks: tuple[Any, ...] = ()
+
+
 @dataclass
 class Run:
     """A run as far as it is prepared, for the trainer and for an error in between.
 
     Attributes:
         config: its settings.
-        settings: its trainer's.
         output: its folder.
+        checkpoint: to resume from; None at the start.
+        side: of a comparison; None for a run by itself, which saves checkpoints and the model.
+        settings: its trainer's.
         metrics: what its steps measure.
         callbacks: of its trainer.
         seq_len: the most tokens of a sequence.
@@ -49,14 +67,15 @@ class Run:
         patched_trl: what `lowtide.patch_trl` did, for a loss that TRL's own head computes; None for others.
         applied: the activation policy; None where each layer saves everything.
         lines: about data, adapters and model, to print.
-        checkpoint: to resume from; None at the start.
-        tokens: a file of tokens that another run shares; None: the run writes its own.
         padded: rows differ in length.
+        began: the time of the process's clock, in seconds.
     """
 
     config: TrainConfig
-    settings: Settings
     output: Path
+    checkpoint: Path | None = None
+    side: Side | None = None
+    settings: Any = None
     metrics: StepMetrics = field(default_factory=StepMetrics)
     callbacks: list[Any] = field(default_factory=list)
     seq_len: int = SEQ_LEN
@@ -66,9 +85,18 @@ class Run:
     patched_trl: TrlReport | None = None
     applied: Applied | None = None
     lines: list[str] = field(default_factory=list)
-    checkpoint: Path | None = None
-    tokens: Path | None = None
     padded: bool = False
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes checkpoints and the model."""
+        return self.side is None
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer steps done; None before there is a trainer."""
+        return None if self.trainer is None else int(self.trainer.state.global_step)
 
     @property
     def batch(self) -> Batch:
@@ -121,13 +149,14 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     config, settings, args = run.config, run.settings, run.settings.args
     run.seq_len = config.seq_len or SEQ_LEN
     shape = model_config(config.model, vocab_size=config.vocab_size)  # a wrong name ends the run before the tokenizer
-    file = run.output / TOKENS if run.tokens is None else run.tokens
+    shared = None if run.side is None else run.side.tokens
+    file = shared or run.output / TOKENS
 
     def tokenized() -> Any:
         text = _text(config, settings, sources)
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text)
         check_vocabulary(shape, len(tokenizer))
-        if run.tokens is None:
+        if shared is None:
             _write_tokens(file, text, tokenizer, config, args, resumes=run.checkpoint is not None)
         return tokenizer
 
