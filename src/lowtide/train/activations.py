@@ -77,13 +77,7 @@ class Batch:
 
 
 def plan_and_apply(model: Any, config: TrainConfig, settings: Settings, batch: Batch) -> Applied | None:
-    """Apply ``--policy``, or the plan for ``--memory-budget``, to the model; None where neither is given.
-
-    Args:
-        model: the run's, patched, its adapters on it.
-        config: the run's settings.
-        settings: its trainer's.
-        batch: what a step works on at once.
+    """Apply ``--policy``, or the plan for ``--memory-budget``, to a patched model with its adapters; None for neither.
 
     Raises:
         ArgumentValueError: nothing fits in the budget, or the policy is not one for this model.
@@ -118,12 +112,7 @@ def current_policies(settings: Settings, applied: Applied | None, layers: int) -
 
 
 def planned_job(model: Any, settings: Settings, batch: Batch) -> dict[str, Any]:
-    """Return what `plan_memory` and `lowtide.memory.planner.job.Job` both take of a run, by its name in both.
-
-    Args:
-        model: the run's, with its adapters and patched.
-        settings: of its trainer.
-        batch: what a step works on at once.
+    """Return the arguments that `plan_memory` and `lowtide.memory.planner.job.Job` both take of a run.
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
@@ -144,7 +133,7 @@ def planned_job(model: Any, settings: Settings, batch: Batch) -> dict[str, Any]:
 
 
 def planned_optimizer(args: Any) -> str:
-    """Return Trainer's optimizer by its name in the planner.
+    """Return the planner's name of Trainer's optimizer.
 
     Raises:
         ArgumentValueError: it has none.
@@ -165,29 +154,24 @@ def has_levels(model: Any) -> bool:
 class OffloadStates(TrainerCallback):  # type: ignore[misc]
     """Offloads the states of Trainer's optimizer once there is one, those of a resumed run included.
 
-    Args:
-        config: the run's settings.
-        applied: its policy; a plan says how many bytes leave the GPU.
-
-    Raises:
-        UnsupportedError: there is no GPU, or each process has only a shard of the parameters.
+    A plan decides how many bytes leave the GPU; without one all do.
     """
 
     def __init__(self, config: TrainConfig, applied: Applied | None) -> None:
-        check_offload(config)
-        chosen = applied.plan.chosen if applied is not None and applied.plan is not None else None
-        self._size = {"gib": None if applied is None or applied.plan is None else applied.plan.states_gib}
-        self._late, self._host = chosen is not None and chosen.late, config.host_gib
-        self._none = chosen is not None and not chosen.states
-        self.handle: Any = None
+        self._plan, self._host_gib = applied.plan if applied is not None else None, config.host_gib
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
         """Add the hooks: of a step's backward passes the last one brings the states back."""
         del state, control
-        if not self._none:
-            batches = args.gradient_accumulation_steps
-            self.handle = offload_optimizer(
-                optimizer, model, **self._size, host_gib=self._host, late=self._late, backwards_per_step=batches
+        plan = self._plan
+        if plan is None or plan.chosen.states:
+            offload_optimizer(
+                optimizer,
+                model,
+                gib=None if plan is None else plan.states_gib,
+                host_gib=self._host_gib,
+                late=plan is not None and plan.chosen.late,
+                backwards_per_step=args.gradient_accumulation_steps,
             )
 
 

@@ -46,8 +46,7 @@ class SaveError(LowtideError, OSError):
 class Complete(TrainerCallback):  # type: ignore[misc]
     """Marks a checkpoint as complete once all ranks have written it to disk, and then removes older ones.
 
-    Args:
-        keep: how many to keep, the newest ones and the best; None: all.
+    The newest ``keep`` stay, and the best; with None all do.
     """
 
     def __init__(self, keep: int | None) -> None:
@@ -94,11 +93,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def new_output(output: str | None, stamp: str) -> Path:
-    """Return the folder for a new run, which is not made yet.
-
-    Args:
-        output: the user's, None for a new folder under `DEFAULT_ROOT`.
-        stamp: the name of that folder.
+    """Return the folder for a new run, which is not made yet: the user's, or one named ``stamp`` in `DEFAULT_ROOT`.
 
     Raises:
         ArgumentValueError: it holds a run or other files already, or nothing can be written there.
@@ -187,12 +182,7 @@ def read_run_file(output: Path) -> dict[str, Any]:
 
 
 def write_folder(final: Path, write: Callable[[Path], object], *, publish: bool = True) -> None:
-    """Write a folder aside and rename it once it is on the disk.
-
-    Args:
-        final: its name.
-        write: called with the folder to write into.
-        publish: this rank renames it.
+    """Let each rank ``write`` into a folder aside; one of them renames it once it is on the disk.
 
     Raises:
         SaveError: it could not be written.

@@ -135,10 +135,9 @@ class Sources:
 def find_data(paths: Sequence[str]) -> Sources:
     """Find the files and datasets that the user named.
 
-    Args:
-        paths: files, folders or names of Hub datasets; none: the standard library's sources. Of a folder every file
-            with a suffix is taken, except hidden ones, the folders of runs, and files that are empty, binary or not
-            UTF-8, which are counted. A file with two names is taken once.
+    Without names it is the standard library's sources. Of a folder every file with a suffix is taken, except hidden
+    ones, the folders of runs, and files that are empty, binary or not UTF-8, which are counted. A file with two names
+    is taken once.
 
     Raises:
         ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or holds no data; or a Hub
@@ -168,14 +167,9 @@ def hub_cache() -> Path:
 
 
 def hub_snapshot(name: str, kind: Literal["models", "datasets"]) -> Path | None:
-    """Return the folder of a model or dataset in the Hub's local cache; None: it is not there.
+    """Return the folder of ``org/name`` or ``name`` in the Hub's local cache; None: it is not there.
 
-    Args:
-        name: ``org/name`` or ``name``, as on the Hub.
-        kind: what it names.
-
-    Returns:
-        The snapshot of the branch main; if only other revisions were downloaded, the newest snapshot.
+    It is the snapshot of the branch main; if only other revisions were downloaded, the newest snapshot.
     """
     if not _HUB_NAME.fullmatch(name) or ":" in name:
         return None

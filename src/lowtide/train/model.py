@@ -18,11 +18,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
 
 def model_config(name: str, *, vocab_size: int) -> Any:
-    """Return the `transformers` config that a ``--model`` names.
-
-    Args:
-        name: a built-in name, a .json file, or a folder with a config.json.
-        vocab_size: the vocabulary of the default model, which has none of its own.
+    """Return the `transformers` config that a ``--model`` names; the default model gets the ``vocab_size``.
 
     Raises:
         ArgumentValueError: there is no such model, or its config cannot be used.
@@ -72,13 +68,8 @@ def pretrained_model(folder: Path, *, dtype: Any = "auto", alone: bool = False, 
     """Return the model in a folder, with all of its weights.
 
     On a process that receives its shard of the first one's weights, those of another dtype than the file's are not
-    written, and take no memory; the others are the file's pages.
-
-    Args:
-        folder: where it is; nothing is downloaded.
-        dtype: of the weights; "auto": the file's.
-        alone: this process reads it by itself, whole; otherwise all do, and ZeRO-3 leaves each its shard.
-        kwargs: of ``AutoModelForCausalLM.from_pretrained``.
+    written, and take no memory; the others are the file's pages. If ``alone``, this process reads the whole model by
+    itself; otherwise all do, and ZeRO-3 leaves each its shard.
 
     Raises:
         ArgumentValueError: it is no causal language model, or lacks weights, which would be random.

@@ -88,13 +88,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     """Fills `StepMetrics` while a trainer runs; the first rank prints and writes each log.
 
     A line of the file is written in one call, so that the file always has whole lines: ``step``, ``time`` (seconds
-    since 1970) and the figures, null where one is not finite.
-
-    Args:
-        metrics: to be filled.
-        console: where to print progress; None: nowhere.
-        label: printed in front of it.
-        file: of the log, continued where it exists; None: no log.
+    since 1970) and the figures, null where one is not finite. A log that exists is continued.
     """
 
     def __init__(

@@ -80,16 +80,9 @@ def parse(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return lowtide's own settings and the options of TRL and transformers that a command and a YAML file give.
 
-    Args:
-        own: settings of the command line by lowtide's own names.
-        words: what it has beside them: ``--name value ...``, ``--name=value`` or ``--name``, with dashes or
-            underscores.
-        config_file: a YAML file of options by their names, which the command line overrides.
-        fine_tunes: TRL's options are valid, too.
-
-    Returns:
-        The settings by name, TRL's names of them resolved; and the options by name, whose values are a text, a list of
-        texts, or what the file has.
+    The command line has ``own`` settings and, beside them, ``words``: ``--name value ...``, ``--name=value`` or
+    ``--name``, with dashes or underscores. It overrides the file. TRL's options are valid to fine-tune alone. Values of
+    options are a text, a list of texts, or what the file has.
 
     Raises:
         ArgumentValueError: an option that neither library has, with the nearest one, a setting given by two names, or a

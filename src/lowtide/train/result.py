@@ -88,12 +88,9 @@ class Tolerance:
 
 
 def early_steps(most: int, learning_rate: float, warmup: int) -> int:
-    """Return after how many steps the learning rates add up to what the first ``most`` of the small run do.
+    """Return after how many steps, at most ``most``, the learning rates add up to those of so many of the small run.
 
-    Args:
-        most: steps of the small run; the result is not larger.
-        learning_rate: the peak.
-        warmup: steps in which it is reached, linearly.
+    The peak ``learning_rate`` is reached linearly in ``warmup`` steps.
     """
 
     def added(step: int, peak: float, warm: int) -> float:
@@ -197,12 +194,7 @@ def differences(a: TrainResult, b: TrainResult) -> dict[int, float]:
 def measured_tolerance(stock: TrainResult, reference: TrainResult, steps: int = NARROW_EARLY_STEPS) -> Tolerance:
     """Return the tolerance that the stock model's own distance from its float32 run allows, never below float32's.
 
-    A run that is not a number in its first steps allows nothing.
-
-    Args:
-        stock: the run in a narrower dtype.
-        reference: the same in float32.
-        steps: how many the first are.
+    The distance is taken over the first ``steps``; a run that is not a number in them allows nothing.
     """
     apart = max((d for step, d in differences(stock, reference).items() if step <= steps), default=0.0)
     early = max(APART * apart if apart < float("inf") else 0.0, FLOAT32.early)

@@ -45,7 +45,7 @@ _TEXT_BYTES = 2**20  # of one row
 
 @dataclass
 class Notes:
-    """What there is to say of rows that were read.
+    """What was counted in rows that were read.
 
     Attributes:
         skipped: rows without anything to train on.
@@ -68,24 +68,21 @@ def load_rows(
     check: Callable[[Row], object] | None = None,
     check_key: str = "",
 ) -> tuple[Any, Notes]:
-    """Return all rows as one `datasets.Dataset`, converted and checked, and what there is to say of them.
+    """Return all rows as one `datasets.Dataset`, converted and checked, and the notes on them.
 
     The rows are stored in the cache of `datasets`, under a digest of the arguments and of the files' names, sizes and
     times of change: the next call with the same ones reads nothing. A call that fails stores nothing.
 
+    The dataset is of one of four kinds: ``text``; ``messages``; ``prompt`` and ``completion`` as texts, or as lists of
+    messages. Conversations have the columns ``tools`` (JSON text or None) and ``chat_template_kwargs`` too.
+
     Args:
         sources: the files.
         columns: the files' columns by the name of what they hold, such as ``{"prompt": "question", "completion":
-            "answer"}``; of the others ``tools``, ``chat_template_kwargs``, ``system`` and ``input`` alone are read.
-            Empty: the format is found by the columns.
+            "answer"}``; of the others `_BESIDE` alone are read. Empty: the format is found by the columns.
         text_field: the column of texts.
         check: called with each converted row; its error is raised with the row's place.
-        check_key: what the outcome of ``check`` depends on, such as the chat template: rows are checked again where it
-            changed.
-
-    Returns:
-        The dataset, of one of four kinds: ``text``; ``messages``; ``prompt`` and ``completion`` as texts, or as lists
-        of messages. Conversations have the columns ``tools`` (JSON text or None) and ``chat_template_kwargs`` too.
+        check_key: what the outcome of ``check`` depends on, such as the chat template.
 
     Raises:
         ArgumentValueError: a file cannot be read, a row cannot be trained on, rows are of several kinds, or none has

@@ -97,12 +97,8 @@ def trainer_settings(
 ) -> Settings:
     """Return the arguments of a run's trainer.
 
-    Args:
-        config: the run's settings.
-        output: its folder.
-        save: write checkpoints.
-        text: the data is text files, which fine-tuning packs by default: most are longer than a sequence.
-        accumulate: batches per step, where another number of processes resumes the run; None: as the user says.
+    If the data is ``text`` files, fine-tuning packs them by default: most are longer than a sequence. ``accumulate`` is
+    the number of batches per step if another number of processes resumes the run.
 
     Raises:
         ArgumentValueError: an option has a value that its library refuses, or cannot be used here.
@@ -211,12 +207,7 @@ def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]
-    """transformers' parser of arguments, whose errors are lowtide's.
-
-    Args:
-        classes: of arguments.
-        lists: the options that are given several values.
-    """
+    """transformers' parser of arguments, whose errors are lowtide's; ``lists`` are options with several values."""
 
     def __init__(self, classes: tuple[Any, ...], lists: Collection[str] = ()) -> None:
         super().__init__(classes, allow_abbrev=False)

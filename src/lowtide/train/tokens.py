@@ -115,15 +115,15 @@ def write_tokens(
     """Tokenise text into a file for `Blocks`; a file with as many blocks of the same text is left as it is.
 
     Each document has what the tokenizer puts around a text, and one end-of-text token behind it. At most a tenth of the
-    text is held out.
+    text is held out. The file is written aside and renamed when it is whole.
 
     Args:
-        file: where to; it is written aside and renamed when it is whole.
+        file: where to.
         text: what to tokenise.
         tokenizer: of transformers.
-        held_out: blocks to hold out; fewer where a tenth of the text has fewer.
-        blocks: blocks to train on, fewer where the text has fewer; None: all of the text.
-        resumes: the run has begun: a file with enough blocks is taken whatever became of the text.
+        held_out: blocks to hold out, fewer if a tenth of the text has fewer.
+        blocks: blocks to train on, fewer if the text has fewer; None: all of the text.
+        resumes: the run has begun: a file with enough blocks is taken even if the text has changed.
 
     Raises:
         ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one
@@ -184,11 +184,7 @@ def write_tokens(
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
-    """Blocks of a file that `write_tokens` wrote.
-
-    Args:
-        file: the file.
-        part: "train" or "held_out".
+    """Blocks of a file that `write_tokens` wrote: those to train on, or those held out.
 
     Raises:
         ArgumentValueError: there is no such file.
@@ -209,18 +205,13 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return self._count
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch: 0 is the file's, in which pieces are shuffled; others shuffle the blocks.
-
-        Args:
-            epoch: counted from 0.
-        """
+        """Choose the order of an epoch: 0 is the file's, in which pieces are shuffled; others shuffle the blocks."""
         self._order = _permutation(self._count, f"{self._seed}:{epoch}") if epoch else None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``labels``, int64 [seq_len]; nothing predicts the first token, so it is ignored.
+        """Return ``input_ids`` and ``labels``, int64 [seq_len], of a block, counted in the epoch's order.
 
-        Args:
-            index: of a block, in the epoch's order.
+        Nothing predicts the first token, so its label is ignored.
 
         Raises:
             IndexError: there are not so many.
@@ -240,12 +231,8 @@ class Blocks(Dataset[dict[str, Tensor]]):
 def read_header(file: Path) -> dict[str, Any] | None:
     """Return what is known of a file of tokens; None: there is none, or it is not whole.
 
-    Args:
-        file: the file.
-
-    Returns:
-        ``held_out`` and ``train``, the counts of blocks; ``whole``, whether that is all of the text; ``seq_len``,
-        ``seed``, ``itemsize`` (bytes of a token); and ``fingerprint``, of the files, the tokenizer and the settings.
+    It has ``held_out`` and ``train``, the counts of blocks; ``whole``, whether that is all of the text; ``seq_len``,
+    ``seed``, ``itemsize`` (bytes of a token); and ``fingerprint``, of the files, the tokenizer and the settings.
     """
     try:
         header: dict[str, Any] = json.loads(_header_file(file).read_bytes())

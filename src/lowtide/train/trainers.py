@@ -8,16 +8,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowtide.train.monitor import StepMetrics
-from lowtide.train.parallel import settle
+from lowtide.train.parallel import correct_fsdp2
 
 
 class Measured:
-    """What both trainers have: FSDP2 as `settle` corrects it, and a count of the tokens.
-
-    Args:
-        metrics: where to count.
-        kwargs: the trainer's own.
-    """
+    """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics."""
 
     accelerator: Any
     args: Any
@@ -31,7 +26,7 @@ class Measured:
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and correct what it makes of FSDP2."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        settle(self.accelerator)
+        correct_fsdp2(self.accelerator)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
