@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
-from lowtide.memory.policy_words import Mixture, mixture_of, words_of
+from lowtide.memory.policy_words import mixture_of, words_of
 from lowtide.train.activations import current_policies, planned_job, planned_optimizer
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
@@ -72,9 +73,11 @@ def _what_fits(run: Run) -> list[str]:
     lines = [f"According to the planner this step takes {gib(takes):.2f} GiB{left}."]
     if not config.patch:
         return [*lines, "That is with lowtide's loss. A stock model's logits are added to it: leave --no-patch out."]
-    helps = [*_other_policy(search, limit, every), *_states(config, settings.args, search, groups)]
-    helps = [(options, peak) for options, peak in helps if peak <= limit]
+    helps = [*_other_policy(search, limit, every)]
+    if not (config.offload_states or settings.args.device.type != "cuda" or uses_fsdp() or uses_deepspeed()):
+        helps.append(("--offload-states", search.memory.peak(groups, search.memory.states).bytes))
     helps += _smaller(job, limit, lambda memory: memory.peak(groups, away, late=late).bytes)
+    helps = [(options, peak) for options, peak in helps if peak <= limit]
     if helps:
         width = max(len(options) for options, _ in helps)
         lines += ["What would fit:", *(f"  {options:<{width}}  {gib(peak):.2f} GiB" for options, peak in helps)]
@@ -86,41 +89,29 @@ def _what_fits(run: Run) -> list[str]:
     return [*lines, f"The figures: {line}"] if line else lines
 
 
-def _other_policy(search: Search, limit: float, away: int) -> list[tuple[str, int]]:
-    """Return the fastest policy that fits with this many bytes of optimizer states on the host; else none."""
+def _other_policy(search: Search, limit: float, away: int) -> Iterator[tuple[str, int]]:
+    """Yield the fastest policy that fits with this many bytes of optimizer states on the host, and its bytes."""
     peaks = [(search.memory.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
-    fitting = [(one.seconds, peak, one) for peak, one in peaks if peak <= limit]
-    if not fitting:
-        return []
-    _, peak, found = min(fitting, key=lambda each: each[:2])
-    return [(f"--policy {shlex.quote(words_of(found.groups))}", peak)]
+    fitting = [(one.seconds, peak, words_of(one.groups)) for peak, one in peaks if peak <= limit]
+    for _, peak, words in sorted(fitting)[:1]:
+        yield f"--policy {shlex.quote(words)}", peak
 
 
-def _states(config: TrainConfig, args: Any, search: Search, groups: Mixture) -> list[tuple[str, int]]:
-    """Return the bytes where the optimizer's states are on the host, if this run could have them there."""
-    if config.offload_states or args.device.type != "cuda" or uses_fsdp() or uses_deepspeed():
-        return []
-    return [("--offload-states", search.memory.peak(groups, search.memory.states).bytes)]
-
-
-def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> list[tuple[str, int]]:
-    """Return the largest part of the batch, and of the sequence, that fits with the policy as it is, and their bytes.
+def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> Iterator[tuple[str, int]]:
+    """Yield the largest part of the batch, and of the sequence, that fits with the same policy, and their bytes.
 
     A part of the batch is one that more batches make whole again.
     """
-    parts = [n for n in range(job.batch_size // 2, 0, -1) if job.batch_size % n == 0]
-    more = "times the --gradient_accumulation_steps"
-    batches = [(f"--per_device_train_batch_size {n} and {job.batch_size // n} {more}", n) for n in parts]
+    rows, more = job.batch_size, "times the --gradient_accumulation_steps"
+    parts = {
+        f"--per_device_train_batch_size {n} and {rows // n} {more}": replace(job, batch_size=n, keep_gradients=True)
+        for n in range(rows // 2, 0, -1)
+        if rows % n == 0
+    }
     lengths = [job.seq_len >> halved for halved in range(1, job.seq_len.bit_length() - 1)]
-    jobs = [
-        [(options, replace(job, batch_size=n, keep_gradients=True)) for options, n in batches],
-        [(f"--seq-len {n}", replace(job, seq_len=n)) for n in lengths],
-    ]
-    found = []
-    for kind in jobs:
-        peaks = ((options, peak_of(Memory(smaller))) for options, smaller in kind)
-        found += [next(((options, peak) for options, peak in peaks if peak <= limit), None)]
-    return [one for one in found if one is not None]
+    for jobs in (parts, {f"--seq-len {n}": replace(job, seq_len=n) for n in lengths}):
+        peaks = ((options, peak_of(Memory(smaller))) for options, smaller in jobs.items())
+        yield from islice((each for each in peaks if each[1] <= limit), 1)
 
 
 def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
