@@ -174,15 +174,11 @@ def _from_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ArgumentValueError(message("arguments", expected, repr(words[at]), hint))
         name, equals, value = words[at][2:].partition("=")
         end = at + 1
-        while end < len(words) and not equals and not _is_option(words[end]):
+        while end < len(words) and not equals and not words[end].startswith("--"):
             end += 1
         values = [value] if equals else list(words[at + 1 : end])
         yield name.replace("-", "_"), values[0] if len(values) == 1 else values or True
         at = end
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("--")
 
 
 def _from_file(file: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def load_rows(
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "lowtide" / key
     notes, notes_file = Notes(), cache / "notes.json"
 
-    def converted(notes: Notes) -> Iterator[tuple[Row, object]]:
+    def converted() -> Iterator[tuple[Row, object]]:
         name = columns.get("text", text_field)
         for row, place in (found for source in sources.files for found in _read(source, name)):
             try:
@@ -111,7 +112,8 @@ def load_rows(
                 yield one, place
             notes.skipped += one is None
 
-    first, first_place = next(converted(Notes()), (None, None))
+    every = converted()
+    first, first_place = next(every, (None, None))
     if first is None:
         names = ", ".join(str(source.path) for source in sources.files[:3])
         hint = "Texts and completions are empty, or conversations have no turn of the role assistant."
@@ -119,7 +121,7 @@ def load_rows(
     kinds = _kinds(first)
 
     def stored() -> Iterator[Row]:
-        for row, place in converted(notes):
+        for row, place in chain([(first, first_place)], every):
             if _kinds(row) != kinds:
                 expected = "rows of one kind in a run (texts, conversations, or prompts with completions)"
                 got = f"{_noun(first)} in {first_place} and {_noun(row)} in {place}"
