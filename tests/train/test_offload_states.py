@@ -23,6 +23,7 @@ from lowtide.train import activations
 from lowtide.train.activations import OffloadStates, check_offload
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
+from lowtide.train.run_state import RunState
 from lowtide.train.settings import Settings
 from memory.models import LazySide
 from train.conftest import SHAPE, Run, assert_same_weights, losses
@@ -121,27 +122,27 @@ def test_a_plan_says_how_many_bytes(monkeypatch: pytest.MonkeyPatch, side: LazyS
     monkeypatch.setattr(activations, "has_levels", lambda model: True)
     monkeypatch.setattr(activations, "apply_policy", lambda model, policies, **kwargs: None)
     monkeypatch.setattr(activations, "offload_optimizer", lambda optimizer, model, **kwargs: made.append(kwargs))
-    args = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "gradient_accumulation_steps": 1}
-    args |= {"per_device_train_batch_size": 1, "device": torch.device("cpu"), "world_size": 1}
-    of_run = Settings(SimpleNamespace(**args), SimpleNamespace(dtype="float32"), None)
+    given = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "gradient_accumulation_steps": 1}
+    given |= {"per_device_train_batch_size": 1, "device": torch.device("cpu"), "world_size": 1}
+    args = SimpleNamespace(**given)
+    of_run = Settings(args, SimpleNamespace(dtype="float32"), None)
     shape = SimpleNamespace(config=model_config("llama-3.2-1b", vocab_size=0), named_parameters=list)
 
     def planned(offloads: bool) -> Any:
         config = TrainConfig(model="llama-3.2-1b", memory_budget="24GiB", host_budget="64GiB", offload_states=offloads)
-        applied = activations.plan_and_apply(shape, config, of_run, activations.Batch(16_384, 1))
-        assert applied is not None
+        run = RunState(config, Path(), settings=of_run, model=shape, seq_len=16_384)
+        activations.plan_and_apply(run)
         if offloads:
-            OffloadStates(config, applied).on_train_begin(of_run.args, None, None, model=None, optimizer=None)
-            assert any("of the optimizer states are offloaded" in line for line in applied.lines)
-        return applied.plan
+            OffloadStates(run.plan, config.host_gib).on_train_begin(args, None, None, model=None, optimizer=None)
+            assert any("of the optimizer states are offloaded" in line for line in run.lines)
+        return run.plan
 
     without, plan = planned(False), planned(True)
     assert without.chosen.states == 0 < plan.chosen.states
     assert plan.seconds < without.seconds
     late = plan.chosen.late
     assert made == [{"gib": plan.states_gib, "host_gib": 64, "late": late, "backwards_per_step": 1}]
-    alone = TrainConfig(offload_states=True, host_budget="3GiB")
-    OffloadStates(alone, None).on_train_begin(of_run.args, None, None, model=None, optimizer=None)
+    OffloadStates(None, 3.0).on_train_begin(args, None, None, model=None, optimizer=None)
     assert made[1:] == [{"gib": None, "host_gib": 3.0, "late": False, "backwards_per_step": 1}]
 
 

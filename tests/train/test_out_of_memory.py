@@ -17,14 +17,13 @@ from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
 from lowtide.memory.policy_words import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
-from lowtide.train.activations import Batch
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
-from lowtide.train.prepare import Run
+from lowtide.train.run_state import RunState
 from lowtide.train.settings import Settings
 from lowtide.train.trainers import PreTrainer
-from train import conftest
+from train.conftest import Run
 
 KINDS = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has\nmore to say"),
@@ -46,7 +45,7 @@ def fail_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: Callable[[],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_does_not_fit(
-    kind: str, tmp_path: Path, tiny: list[str], lowtide: conftest.Run, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
     fail_in_step(monkeypatch, 5, KINDS[kind])
@@ -68,7 +67,7 @@ def test_a_step_that_does_not_fit(
 
 
 def test_before_the_model_is_there(
-    tmp_path: Path, tiny: list[str], lowtide: conftest.Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*args: Any, **kwargs: Any) -> Any:
         raise KINDS["cuda"]()
@@ -126,7 +125,7 @@ def advice(
     error = torch.OutOfMemoryError("x")
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=6))
-    run = Run(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
+    run = RunState(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
     return str(advise(error, run, go_on="Go on."))
 
 
@@ -210,8 +209,9 @@ def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: py
 
 def test_what_layers_see_of_a_batch() -> None:
     def batch(rows: int = 3, *, padded: bool = False, **trainer: Any) -> tuple[int, int, bool]:
-        found = Batch.of(SimpleNamespace(per_device_train_batch_size=rows, **trainer), 64, padded=padded)
-        return found.seq_len, found.rows, found.mask
+        args = SimpleNamespace(per_device_train_batch_size=rows, **trainer)
+        of_run = Settings(args, SimpleNamespace(), None)
+        return RunState(TrainConfig(), Path(), settings=of_run, seq_len=64, padded=padded).batch
 
     assert batch() == (64, 3, False)  # transformers' arguments: rows of one length
     assert batch(packing=False, padded=True) == (64, 3, True)

@@ -19,6 +19,7 @@ from lowtide.train.files import find_data
 from lowtide.train.monitor import Monitor, StepMetrics
 from lowtide.train.quiet import stay_offline
 from lowtide.train.run import run
+from lowtide.train.run_state import Side
 from train.conftest import Run, log, losses, options
 
 # Runs the command, and then lists which of the libraries it has imported.
@@ -195,7 +196,7 @@ def test_runs_of_a_comparison_share_their_tokens_and_save_nothing(
     shared, tokens = prepare.share_data(config, settings, tmp_path / "shared")
     assert tokens is not None
     before = {*tmp_path.rglob("*")}
-    result = run(shared, side=prepare.Side("stock", tokens))
+    result = run(shared, side=Side("stock", tokens))
     assert sorted(result.losses) == [1, 2, 3]
     assert {*tmp_path.rglob("*")} - before <= {tmp_path / "x"}, "which Trainer makes"
     assert find_data(config.data).is_text

@@ -26,7 +26,7 @@ from lowtide.train.activations import current_policies, planned_job, planned_opt
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
-from lowtide.train.prepare import Run
+from lowtide.train.run_state import RunState
 from lowtide.train.settings import Settings
 
 _MARGIN = 0.95  # what is advised must be expected to take less than what has just failed
@@ -38,7 +38,7 @@ class OutOfMemory(LowtideError, MemoryError):
     exit_status = 3
 
 
-def advise(error: BaseException, run: Run, *, go_on: str) -> OutOfMemory:
+def advise(error: BaseException, run: RunState, *, go_on: str) -> OutOfMemory:
     """Return the error with what happened in a run and what would fit; ``go_on`` is how to resume it."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     if run.model is None:
@@ -52,18 +52,17 @@ def advise(error: BaseException, run: Run, *, go_on: str) -> OutOfMemory:
     return OutOfMemory("\n".join(line for line in lines if line))
 
 
-def _what_fits(run: Run) -> list[str]:
+def _what_fits(run: RunState) -> list[str]:
     """Return lines of advice with the planner's figures, or why there are none."""
-    config, settings, applied = run.config, run.settings, run.applied
+    config, settings, plan = run.config, run.settings, run.plan
     try:
         job = _job(run)
     except (LowtideError, OSError, RuntimeError) as error:
         return [f"The planner has no figures for it ({why(error)}): lower --per_device_train_batch_size or --seq-len."]
-    policies = current_policies(settings, applied, job.shape.layers)
+    policies = current_policies(run, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
     search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
     every = search.memory.states if config.offload_states else 0
-    plan = applied.plan if applied is not None else None
     away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
     groups = mixture_of(policies)
     takes = search.memory.peak(groups, away, late=late).bytes
@@ -159,7 +158,7 @@ def plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -
     return " ".join(words)
 
 
-def _job(run: Run) -> Job:
+def _job(run: RunState) -> Job:
     try:
         gpu = find_gpu(None) if run.settings.args.device.type == "cuda" else GPUS["h100"]
     except (LowtideError, RuntimeError):  # an unknown one would be measured, for which there is no memory now
@@ -168,7 +167,7 @@ def _job(run: Run) -> Job:
         shape=read_shape(run.model.config),
         gpu=gpu,
         head=HeadOptions(workspace_mib=run.config.workspace_mib),
-        **planned_job(run.model, run.settings, run.batch),
+        **planned_job(run),
     )
 
 

@@ -19,8 +19,8 @@ def train_in_child(
     ``settings`` are `TrainConfig.to_json`'s, ``turn`` has the arguments of `Turns`; None: it trains alone.
     """
     quiet_transformers()  # before anything imports the libraries that it silences
-    from lowtide.train.prepare import Side
     from lowtide.train.run import run
+    from lowtide.train.run_state import Side
     from lowtide.train.turns import Turns
 
     callbacks = () if turn is None else (Turns(Path(turn[0]), *turn[1:]),)

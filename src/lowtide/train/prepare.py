@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,97 +13,23 @@ import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.units import mib
-from lowtide.models import PatchReport
-from lowtide.train.activations import Applied, Batch, check_offload, plan_and_apply
+from lowtide.train.activations import check_offload, plan_and_apply
 from lowtide.train.checkpoints import TOKENS, is_not_written, save_error
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data, why
 from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
-from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import first_does
+from lowtide.train.run_state import SEQ_LEN, RunState
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
 from lowtide.train.tokenizer import check_template, load_tokenizer, set_chat_template, train_tokenizer
 from lowtide.train.tokens import Text, write_tokens
-from lowtide.trl import TrlReport
 
-SEQ_LEN = 256  # of a run from random weights
 _SAMPLE = 1000  # rows
 _MOST_HELD_OUT = 10  # a tenth of the rows
 
 
-@dataclass(frozen=True)
-class Side:
-    """What a run has as one side of a comparison, which saves nothing and prints its progress alone.
-
-    Attributes:
-        label: printed in front of the progress.
-        tokens: the file of tokens that the sides share; None for fine-tuning.
-        callbacks: of the trainer, before lowtide's.
-    """
-
-    label: str
-    tokens: Path | None
-    callbacks: tuple[Any, ...] = ()
-
-
-@dataclass
-class Run:
-    """A run as far as it is prepared, for the trainer and for an error in between.
-
-    Attributes:
-        config: its settings.
-        output: its folder.
-        checkpoint: to resume from; None at the start.
-        side: of a comparison; None for a run by itself, which saves checkpoints and the model.
-        settings: its trainer's.
-        metrics: what its steps measure.
-        callbacks: of its trainer.
-        seq_len: the most tokens of a sequence.
-        model: as it is trained.
-        trainer: that trains it.
-        patched: what `lowtide.patch` did; None for a stock model.
-        patched_trl: what `lowtide.patch_trl` did, for a loss that TRL's own head computes; None for others.
-        applied: the activation policy; None where each layer saves everything.
-        lines: about data, adapters and model, to print.
-        padded: rows differ in length.
-        began: the time of the process's clock, in seconds.
-    """
-
-    config: TrainConfig
-    output: Path
-    checkpoint: Path | None = None
-    side: Side | None = None
-    settings: Any = None
-    metrics: StepMetrics = field(default_factory=StepMetrics)
-    callbacks: list[Any] = field(default_factory=list)
-    seq_len: int = SEQ_LEN
-    model: Any = None
-    trainer: Any = None
-    patched: PatchReport | None = None
-    patched_trl: TrlReport | None = None
-    applied: Applied | None = None
-    lines: list[str] = field(default_factory=list)
-    padded: bool = False
-    began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def saves(self) -> bool:
-        """Whether the run writes checkpoints and the model."""
-        return self.side is None
-
-    @property
-    def step(self) -> int | None:
-        """The optimizer steps done; None before there is a trainer."""
-        return None if self.trainer is None else int(self.trainer.state.global_step)
-
-    @property
-    def batch(self) -> Batch:
-        """What a step works on at once."""
-        return Batch.of(self.settings.args, self.seq_len, padded=self.padded)
-
-
-def prepare(run: Run) -> None:
+def prepare(run: RunState) -> None:
     """Read the data, make tokenizer, model and trainer, and patch the model.
 
     Raises:
@@ -119,8 +44,8 @@ def prepare(run: Run) -> None:
     make = _fine_tuner if config.fine_tunes else _pre_trainer
     make(run, sources)
     run.model = run.trainer.model  # with its adapters
-    run.applied = plan_and_apply(run.model, config, run.settings, run.batch)
-    run.lines += [*(run.applied.lines if run.applied else ()), *_notes(run)]
+    plan_and_apply(run)
+    run.lines += _notes(run)
 
 
 def share_data(config: TrainConfig, settings: Settings, folder: Path) -> tuple[TrainConfig, Path | None]:
@@ -139,7 +64,7 @@ def share_data(config: TrainConfig, settings: Settings, folder: Path) -> tuple[T
     return replace(config, tokenizer=str(folder)), folder / TOKENS
 
 
-def _pre_trainer(run: Run, sources: Sources) -> None:
+def _pre_trainer(run: RunState, sources: Sources) -> None:
     """Make the trainer of random weights: neither TRL nor datasets is imported."""
     from transformers import default_data_collator
 
@@ -182,7 +107,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     )
 
 
-def _fine_tuner(run: Run, sources: Sources) -> None:
+def _fine_tuner(run: RunState, sources: Sources) -> None:
     """Make the trainer of a pretrained model."""
     from transformers import set_seed
     from trl import get_peft_config, get_quantization_config
@@ -254,7 +179,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     run.lines += _learned(rows, tokenizer)
 
 
-def _check_truncation(run: Run, parts: Mapping[str, Any]) -> None:
+def _check_truncation(run: RunState, parts: Mapping[str, Any]) -> None:
     """Raise where TRL has dropped all rows of a part: what they are trained on is behind the most tokens."""
     for name, left in (("train", run.trainer.train_dataset), ("test", run.trainer.eval_dataset)):
         if left is not None and len(left) == 0:
@@ -266,7 +191,7 @@ def _check_truncation(run: Run, parts: Mapping[str, Any]) -> None:
         run.lines.append(f"dropped  {dropped:,} rows with nothing to train on in their first {run.seq_len} tokens")
 
 
-def _patch(run: Run) -> None:
+def _patch(run: RunState) -> None:
     if run.config.patch:
         run.patched = lowtide.patch(run.model, options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
@@ -311,7 +236,7 @@ def _learned(dataset: Any, tokenizer: Any) -> Iterator[str]:
         yield f"trained  {len(trained):,} of the {len(labels):,} tokens of the first sequence, the last {last!r}"
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: RunState) -> Iterator[str]:
     """Yield what a user should see about the model before a long run."""
     positions = getattr(run.model.config.get_text_config(), "max_position_embeddings", None) or run.seq_len
     if positions < run.seq_len:

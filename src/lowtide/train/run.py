@@ -27,10 +27,11 @@ from lowtide.train.files import find_data, why
 from lowtide.train.model import pretrained_model, stored_dtype
 from lowtide.train.monitor import Monitor
 from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_group
-from lowtide.train.prepare import Run, Side, prepare
+from lowtide.train.prepare import prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
 from lowtide.train.resuming import check_engine, load_experts, readable
+from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
 from lowtide.train.shapes import model_folder
 
@@ -56,7 +57,7 @@ def _run(config: TrainConfig, console: Console, side: Side | None) -> TrainResul
     """Train, and return what was measured, or the signal that ended the run; turn errors into lowtide's."""
     config, checkpoint = _resumed(config)
     with engine_of(config):
-        one = Run(config, _output(config, checkpoint, side), checkpoint=checkpoint, side=side)
+        one = RunState(config, _output(config, checkpoint, side), checkpoint=checkpoint, side=side)
         try:
             return _trained(one, console)
         except KeyboardInterrupt as interrupt:
@@ -84,7 +85,7 @@ def _output(config: TrainConfig, checkpoint: Path | None, side: Side | None) -> 
     return checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
 
 
-def _trained(one: Run, console: Console) -> TrainResult | Terminated:
+def _trained(one: RunState, console: Console) -> TrainResult | Terminated:
     config = one.config
     one.settings = _settings(one)
     args = one.settings.args
@@ -94,7 +95,7 @@ def _trained(one: Run, console: Console) -> TrainResult | Terminated:
     trainer = one.trainer
     trainer.remove_callback(PrinterCallback)
     if config.offload_states:
-        trainer.add_callback(OffloadStates(config, one.applied))
+        trainer.add_callback(OffloadStates(one.plan, config.host_gib))
     if one.saves and args.should_save:
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         content = {"config": config.absolute().to_json(), "sequences": sequences}
@@ -121,7 +122,7 @@ def _trained(one: Run, console: Console) -> TrainResult | Terminated:
     return result
 
 
-def _callbacks(one: Run, console: Console) -> Iterator[Any]:
+def _callbacks(one: RunState, console: Console) -> Iterator[Any]:
     progress = console if one.settings.args.disable_tqdm else None
     if one.side is not None:
         yield from one.side.callbacks
@@ -135,7 +136,7 @@ def _callbacks(one: Run, console: Console) -> Iterator[Any]:
         yield EarlyStoppingCallback(one.config.early_stopping_patience)
 
 
-def _settings(one: Run) -> Settings:
+def _settings(one: RunState) -> Settings:
     """Return the trainer's arguments; a resumed run has as many sequences in a step as at its start."""
     make = partial(trainer_settings, one.config, one.output, save=one.saves, text=find_data(one.config.data).is_text)
     if one.checkpoint is None:
@@ -154,7 +155,7 @@ def _settings(one: Run) -> Settings:
     return settings if batches == args.gradient_accumulation_steps else make(accumulate=batches)
 
 
-def _train(one: Run) -> None:
+def _train(one: RunState) -> None:
     """Let the trainer train.
 
     Raises:
@@ -184,7 +185,7 @@ def _train(one: Run) -> None:
         raise
 
 
-def _save_model(one: Run) -> Path:
+def _save_model(one: RunState) -> Path:
     """Write the model, and the merged one if requested; return where."""
     trainer, final = one.trainer, one.output / checkpoints.MODEL
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -202,7 +203,7 @@ def _save_model(one: Run) -> Path:
     return final
 
 
-def _merge(one: Run, adapter: Path, folder: Path) -> None:
+def _merge(one: RunState, adapter: Path, folder: Path) -> None:
     """Write the base with an adapter merged in, summed in float32, in the dtype that the base is stored in."""
     from peft import PeftModel
 
@@ -217,7 +218,7 @@ def _merge(one: Run, adapter: Path, folder: Path) -> None:
     one.trainer.processing_class.save_pretrained(folder)
 
 
-def _measured(one: Run, saved: Path | None) -> TrainResult:
+def _measured(one: RunState, saved: Path | None) -> TrainResult:
     metrics, history, patched, trl = one.metrics, one.trainer.state.log_history, one.patched, one.patched_trl
     held_out = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     best = one.trainer.state.best_model_checkpoint
@@ -245,7 +246,7 @@ def _measured(one: Run, saved: Path | None) -> TrainResult:
     )
 
 
-def _how_to_resume(one: Run) -> str:
+def _how_to_resume(one: RunState) -> str:
     """Return what to do after a run that ended early."""
     if not one.saves or not checkpoints.checkpoints(one.output):
         return "There is no checkpoint yet: start again."
