@@ -90,8 +90,7 @@ def test_it_is_transformers_trainer_on_the_same_blocks(tiny: list[str], lowtide:
 
     output = tmp_path / "out"
     more = ["--gradient_accumulation_steps", "2", "--eval_strategy", "steps", "--eval_steps", "3"]
-    status, out, err = lowtide(*tiny, *more, "--output", output)
-    assert (status, err) == (0, "")
+    out = lowtide.done(*tiny, *more, "--output", output)
     assert re.search(r"losses +\d+ without logits, 0 with\s", out)
     tokenizer = load_tokenizer(output / "model")
     shape = model_config(str(tmp_path / "tiny.json"), vocab_size=400)
@@ -168,8 +167,7 @@ def test_a_tensorboard_gets_the_same_losses(tiny: list[str], lowtide: Run, tmp_p
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    status, _, err = lowtide(*tiny, "--report_to", "tensorboard", "--output", tmp_path / "out")
-    assert (status, err) == (0, "")
+    lowtide.done(*tiny, "--report_to", "tensorboard", "--output", tmp_path / "out")
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     assert {e.step: pytest.approx(e.value) for e in board.Scalars("train/loss")} == losses(tmp_path / "out")
@@ -179,7 +177,7 @@ def test_jsonl_with_another_field_of_text(tiny: list[str], lowtide: Run, tmp_pat
     data = tmp_path / "d.jsonl"
     data.write_text("".join(json.dumps({"body": f"the tide came in {i} times"}) + "\n" for i in range(2000)))
     field = ["--dataset_text_field", "body"]
-    assert lowtide(*tiny, "--data", data, *field, "--output", tmp_path / "out")[::2] == (0, "")
+    lowtide.done(*tiny, "--data", data, *field, "--output", tmp_path / "out")
 
 
 def test_runs_of_a_comparison_share_their_tokens_and_save_nothing(
