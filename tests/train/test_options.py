@@ -88,10 +88,10 @@ def test_none_of_them_imports_torch() -> None:
 import contextlib, io, json, sys
 from lowtide.cli import main
 for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
         assert main(["train", *words]) == 2
     heavy = {"torch", "transformers", "trl", "datasets", "accelerate", "rich"} & set(sys.modules)
-    assert said.getvalue() and not heavy, (words, heavy)
+    assert err.getvalue() and not heavy, (words, heavy)
 """
     words = [words for words, _ in WRONG.values()]
     ended = subprocess.run([sys.executable, "-c", code, json.dumps(words)], capture_output=True, text=True, check=False)
