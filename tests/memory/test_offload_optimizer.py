@@ -375,7 +375,7 @@ MOMENTS = ("before forward", "forward", "before backward", "before step")
         *((change, moment) for moment in MOMENTS for change in (put_others, load)),
     ],
 )
-def test_states_that_somebody_changes(
+def test_states_changed_from_outside(
     change: Callable[[Optimizer], None], moment: str, early: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if early:
