@@ -145,7 +145,7 @@ def test_a_file_has_settings_and_options_that_the_command_line_overrides(folder:
         arguments, unknown = _parser().parse_known_args(["train", "--config", "run.yaml", *words])
         arguments.unknown = unknown
         own = {name: value for name, value in vars(arguments).items() if name in TrainConfig.__dataclass_fields__}
-        return _config(own, arguments)[0]
+        return _config(own, arguments)
 
     alone = config()
     assert (alone.model, alone.lr, alone.seq_len, alone.data) == (str(pretrained), 1e-5, 64, ("text.txt",))
