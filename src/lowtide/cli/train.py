@@ -13,7 +13,7 @@ from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import find_data
-from lowtide.train.options import parse
+from lowtide.train.options import check_pretraining, parse
 from lowtide.train.shapes import SHAPES, config_file
 
 _DESCRIPTION = """\
@@ -107,12 +107,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _config(own: dict[str, Any], arguments: argparse.Namespace) -> TrainConfig:
     """Return the run's config, checked as far as that takes no library; a resumed run's data is in its folder."""
-    settings, options = parse(own, arguments.unknown, arguments.config, fine_tunes=True)
+    settings, options = parse(own, arguments.unknown, arguments.config)
     config = TrainConfig(**settings, options=options)
     if config.resumes_from is None:
         if config.model not in SHAPES:
             config_file(config.model)
-        parse(own, arguments.unknown, arguments.config, fine_tunes=config.fine_tunes)
+        if not config.fine_tunes:
+            check_pretraining(options)
         find_data(config.data)
     return config
 

@@ -19,7 +19,7 @@ from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.train import checkpoints
 from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
-from lowtide.train.checkpoints import Complete, write_folder
+from lowtide.train.checkpoints import Complete, how_to_resume, write_folder
 from lowtide.train.config import TrainConfig
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.files import find_data, why
@@ -54,13 +54,13 @@ def _run(config: TrainConfig, console: Console, side: Side | None) -> TrainResul
         try:
             return _trained(one, console)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(_how_to_resume(one)) from interrupt
+            raise KeyboardInterrupt(how_to_resume(one.output)) from interrupt
         except Exception as error:
             if is_out_of_memory(error):
                 error.__traceback__ = None  # its frames hold the step's tensors
-                raise advise(error, one, go_on=_how_to_resume(one) if one.saves else "") from error
+                raise advise(error, one) from error
             if is_lost_rank(error):
-                raise RankLost(f"another process has ended ({why(error)}). {_how_to_resume(one)}") from error
+                raise RankLost(f"another process has ended ({why(error)}). {how_to_resume(one.output)}") from error
             if checkpoints.is_not_written(error) and one.saves and one.step is not None:
                 raise checkpoints.save_error(one.output / f"checkpoint-{one.step}", error) from error
             raise
@@ -100,7 +100,7 @@ def _trained(one: RunState, console: Console) -> TrainResult | Terminated:
         _train(one)
         if stop.stopped:
             name = "SIGTERM" if stop.stopped == 15 else "Ctrl-C"
-            return Terminated(f"ended by {name} after step {one.step}. {_how_to_resume(one)}", stop.stopped)
+            return Terminated(f"ended by {name} after step {one.step}. {how_to_resume(one.output)}", stop.stopped)
         evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry and entry["step"] == one.step]
         if trainer.eval_dataset is not None and (not evaluated or trainer.state.best_model_checkpoint):
             trainer.evaluate()
@@ -237,10 +237,3 @@ def _measured(one: RunState, saved: Path | None) -> TrainResult:
         best=checkpoints.step_of(Path(best)) if best else None,
         dtype=one.settings.product_dtype,
     )
-
-
-def _how_to_resume(one: RunState) -> str:
-    """Return what to do after a run that ended early."""
-    if not one.saves or not checkpoints.checkpoints(one.output):
-        return "There is no checkpoint yet: start again."
-    return f"Resume with: lowtide train --resume_from_checkpoint true --output {one.output}"
