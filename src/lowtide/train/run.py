@@ -71,7 +71,7 @@ def _output(config: TrainConfig, checkpoint: Path | None, side: Side | None) -> 
     if checkpoint is not None:
         return checkpoint.parent
     if side is not None:
-        return Path(config.output or checkpoints.MODEL)
+        return Path(str(config.output))
     if config.output is None and launched_ranks() > 1:
         got, hint = "none: by the clock each would make its own", "Name it with --output."
         raise ArgumentValueError(message("output", "a folder that all ranks share", got, hint))
