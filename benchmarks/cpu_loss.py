@@ -1,9 +1,9 @@
-"""Measure forward and backward of the loss on the CPU beside stock PyTorch's, interleaved, one child a setting.
+"""Measure forward and backward of the loss on the CPU interleaved with stock PyTorch's, one child process per setting.
 
     python benchmarks/cpu_loss.py
     python benchmarks/cpu_loss.py --threads 1 2 8 --policy PASSIVE ACTIVE --dtype float32 bfloat16 --shape 2048x256x8192
 
-Prints milliseconds of both, the ratio of the fastest calls and the median of the ratios of neighbours.
+Prints milliseconds of both, the ratio of the fastest calls and the median ratio of consecutive calls.
 The step of a training run is `lowtide train --compare`.
 """
 
@@ -65,13 +65,13 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2, 8])
     parser.add_argument("--policy", nargs="+", default=["PASSIVE", "ACTIVE"], help="OMP_WAIT_POLICY")
-    parser.add_argument("--pairs", type=int, default=7, help="calls of each, one of each in turn")
+    parser.add_argument("--pairs", type=int, default=7, help="calls of each, interleaved")
     parser.add_argument("--output", default=str(RESULTS))
     args = parser.parse_args()
     command = shlex.join(["python", "benchmarks/cpu_loss.py", *sys.argv[1:]])
-    files, told = begin(args.output, "loss", command, torch.device("cpu"))
+    files, result = begin(args.output, "loss", command, torch.device("cpu"))
     rows: list[dict[str, Any]] = []
-    told["rows"] = rows
+    result["rows"] = rows
     print(f"{'N x D x V':18} {'dtype':9} threads policy   stock ms lowtide ms  ratio median")
     for shape in args.shape:
         for dtype in args.dtype:
@@ -85,7 +85,7 @@ def main() -> int:
                         f" {value['lowtide_ms']:10.1f} {value['ratio']:6.3f} {value['median_ratio']:6.3f}",
                         flush=True,
                     )
-                    files.write_json(told)
+                    files.write_json(result)
     return 0
 
 

@@ -26,8 +26,8 @@ class _EqualToBase(type):
         return _stands_for(cls) is _stands_for(other)
 
     def __hash__(cls) -> int:
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        if asker.startswith(_TELLS_APART) and not asker.startswith(_EXCEPT):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith(_TELLS_APART) and not caller.startswith(_EXCEPT):
             return type.__hash__(cls)
         return hash(_stands_for(cls))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.harness import Benchmark, CannotError, Column, Row, Run, Table, answers, reason_in
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, CannotError, Column, Row, Run, Table, answers, reason_in
 
 TABLE = Table(
     (Column("who", "name", "<8"), Column("T", "tokens", "5")),
@@ -28,13 +28,25 @@ def test_a_table_has_a_width_for_each_column() -> None:
     assert Column("kept", "kept", "").width == 0
 
 
-def test_what_a_peer_raises_is_its_row() -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CannotError("not this"), "not this"),
+        (ModuleNotFoundError("No module named 'x'"), "ModuleNotFoundError: No module named 'x'"),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nlots"), OUT_OF_MEMORY),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), OUT_OF_MEMORY),
+        (AssertionError(), "AssertionError"),
+        (RuntimeError("first\nsecond"), "RuntimeError: first"),
+        (RuntimeError("long " * 1000), f"RuntimeError: {'long ' * 37}…"),
+    ],
+)
+def test_what_a_peer_raises_is_its_row(error: Exception, reason: str) -> None:
     row: Row = {}
     with reason_in(row, cannot="cannot"):
-        raise CannotError("not this")
-    with reason_in(row):
-        raise RuntimeError("first\nsecond")
-    assert row == {"cannot": "not this", "failed": "RuntimeError: first"}
+        raise error
+    assert row == {"cannot" if isinstance(error, CannotError) else "failed": reason}
+    assert len(reason) <= 200
     with pytest.raises(KeyboardInterrupt), reason_in(row):
         raise KeyboardInterrupt
 

@@ -27,9 +27,6 @@ def test_memory_is_halved_and_gradients_are_right(
 ) -> None:
     assert bench("--shape", "256,32,4096", "--dtype", dtype, *QUICK, "--output", tmp_path) == 0
     told = result(tmp_path)
-    assert told["command"].startswith("lowtide bench apply --shape 256,32,4096")
-    assert told["machine"]["torch"]
-    assert {"commit", "date", "warm", "reps"} <= set(told)
     (shape,) = told["shapes"]
     rows = {(row["function"], row["name"]): row for row in shape["rows"]}
     assert {name for name, _ in rows} == {"cross-entropy", "focal", "entropy", "top-k"}

@@ -20,22 +20,16 @@ def bench(*arguments: object) -> int:
     return main(["bench", "mlp", *map(str, arguments)])
 
 
-def test_rows_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_and_their_bytes(tmp_path: Path) -> None:
     run = ["--shape", "2,64,16,40,1", "2,64,16,40,3", "--skip", "compile", "--dtype", "float32", *QUICK]
     assert bench(*run, "--output", tmp_path) == 0
     told = result(tmp_path)
-    assert told["command"] == (
-        "lowtide bench mlp --shape 2,64,16,40,1 2,64,16,40,3 --skip compile --warm 0 --reps 1 --dtype float32"
-        " --device cpu"
-    )
-    assert told["machine"]["torch"]
-    assert {"commit", "date", "dtype"} <= set(told)
     D, F, N = 16, 40, 128
     for shape in told["shapes"]:
         assert (shape["tokens"], shape["D"], shape["F"]) == (N, D, F)
         rows = {row["name"]: row for row in shape["rows"]}
         assert list(rows) == ["lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive"]
-        # of a token and layer: its input, and what stands between the products
+        # of a token and layer: its input, and what stands between the GEMMs
         assert rows["lowtide-0"]["kept_bytes"] == 4 * (D + 2 * F)
         assert rows["lowtide-1"]["kept_bytes"] == 4 * D
         assert rows["naive"]["kept_bytes"] == 4 * (D + 4 * F)
@@ -52,7 +46,6 @@ def test_rows_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert rows["lowtide-1"]["peak_mib"] < rows["lowtide-0"]["peak_mib"] < rows["naive"]["peak_mib"] or (
             shape["layers"] == 1  # one layer's backward has nothing to gain
         )
-    assert "written: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("numbers", ["2,64,16,40,3", "1,8,48,60,2", "4,64,8,200,1"])
@@ -68,12 +61,12 @@ def test_the_peak_of_a_step_that_adds_to_gradients_is_the_sum_in_the_docs(
         2 * (3 * L * w + X) + L * (2 * B + X) + max(B + w, 2 * w, 3 * w - B) + X,
         2 * (3 * L * w + X) + L * X + max(3 * B + w, 2 * B + 2 * w, B + 3 * w) + X,
     )
-    few = 4 * 12 * F  # of some rows, between the products
+    few = 4 * 12 * F  # of some rows, between the GEMMs
     for row, size in zip(shape["rows"], expected, strict=True):
         assert size - few <= row["again_gb"] * 1e9 <= size + few
 
 
-def test_the_bare_products_are_as_many_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_runs_as_many_gemms_as_its_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = make_stack(MLPS.one("2,8,4,6,2"), torch.float32, torch.device("cpu"), 0)
     calls: list[str] = []
     for name in ("mm", "addmm"):
@@ -86,7 +79,7 @@ def test_the_bare_products_are_as_many_as_they_say(monkeypatch: pytest.MonkeyPat
         assert stack.shape.flops(gemms) == len(calls) * 2 * 16 * 4 * 6
 
 
-def test_everyone_computes_the_same() -> None:
+def test_peers_compute_the_same() -> None:
     stack = make_stack(MLPS.one("2,8,16,24,2"), torch.float64, torch.device("cpu"), 0)
     values = {}
     for name in ("lowtide-0", "lowtide-1", "naive"):

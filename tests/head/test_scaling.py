@@ -20,7 +20,7 @@ from lowtide import (
     linear_logprobs,
     linear_token_stats,
 )
-from lowtide.head.scaling import lift_of, lift_of_rows, scaled, weight_lift
+from lowtide.head.gradients import lift_of, lift_of_rows, scaled, weight_lift
 from support import assert_near, doubled, head, oracle, relative_error
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import lowtide
 from lowtide.models.instance import part_of
+from models.conftest import assert_same_gradients, expect_calls
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 
@@ -47,7 +48,7 @@ def test_fused_and_right(name, head, patch_first, one_process, pair, batch, ran)
         torch.testing.assert_close(outputs.loss, expected.loss)
         outputs.loss.backward()
         expected.loss.backward()
-    assert (report.calls_fused, report.calls_materialised) == (2, 0), str(report)
+    expect_calls(report, 2)
     assert ran == {"swiglu_mlp": 4, "rms_norm": 2 * len(norms), "rotary": 4}
     for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-5, atol=1e-6, msg=key)
@@ -113,7 +114,7 @@ def test_a_saved_head_and_its_reference(patch_first, one_process, pair, batch):
                 reference = m(**call).logits
             own, other = (z.log_softmax(-1).gather(-1, ids).sum() for z in (policy, reference))
             (own - other).square().backward()
-    assert (report.calls_fused, report.calls_materialised) == (4, 0), str(report)
+    expect_calls(report, 4)
     for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-4, atol=1e-5, msg=key)
@@ -151,9 +152,7 @@ def test_lora_on_a_head_in_parts_runs_as_it_came(patch_first, one_process, pair,
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("own_loss", [False, True])
-def test_ddp_hands_logits_on_without_building_them(
-    own_loss, settings, one_process, patched, batch, assert_same_gradients
-):
+def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_process, patched, batch):
     """With find_unused_parameters, as transformers.Trainer sets it, DDP passes copies of all outputs through a node."""
     model, stock, report = patched("llama")
     labels = batch.pop("labels") if own_loss else None
@@ -176,4 +175,4 @@ def test_ddp_hands_logits_on_without_building_them(
     for ours, theirs in ((0, 2), (1, 3), (4, 6), (5, 7)):
         torch.testing.assert_close(metrics[ours], metrics[theirs])
     if not own_loss:
-        assert (report.calls_fused, report.calls_materialised) == (2, 0), str(report)
+        expect_calls(report, 2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from models.conftest import expect_calls
 from models.test_callback import losses, trainer
 
 pytest.importorskip("accelerate")
@@ -48,7 +49,7 @@ def test_same_losses_as_stock_without_logits(way, patched, tmp_path):
     assert ours == pytest.approx(expected, rel=tolerance)
     assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=tolerance)
     # micro-batches, and evaluation batches of 8
-    assert (report.calls_fused, report.calls_materialised) == (4 * 2 + 2, 0), str(report)
+    expect_calls(report, 4 * 2 + 2)
 
 
 def accuracy(prediction):
@@ -79,4 +80,4 @@ def test_metrics(settings, built, patched, tmp_path):
     model, stock, report = patched("gemma2")
     evaluation, expected = (train(m, tmp_path, **settings)[1] for m in (model, stock))
     assert evaluation["eval_accuracy"] == expected["eval_accuracy"]
-    assert (report.calls_fused, report.calls_materialised) == (10, built), str(report)
+    expect_calls(report, 10, built)

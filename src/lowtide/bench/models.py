@@ -51,11 +51,7 @@ _PRELOADED = ("lowtide.bench.models_case", "transformers.modeling_utils", "trans
 
 
 def measure(run: Run[ModelsBenchConfig]) -> None:
-    """Check every type, and write the page.
-
-    Raises:
-        ArgumentValueError: a file that cannot be read or written.
-    """
+    """Check every type, and write the page; `ArgumentValueError` where a file cannot be read or written."""
     config = run.config
     wanted = _wanted(config)
     run.result |= {"config": config.recorded(), "rows": []}

@@ -17,7 +17,7 @@ from lowtide.bench.config import TuneConfig
 from lowtide.bench.harness import Column, Row, Say, Table, reason_in
 from lowtide.bench.problem import ROWS, blocks, make_problem
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import exact_products
+from lowtide.bench.task import exact_gemms
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import why_not_exp
 from lowtide.head.kernels import configs
@@ -80,7 +80,7 @@ class Chunk:
         true_e_CV = torch.empty(shape.N, shape.V, device=device)
         reference_C = torch.empty(shape.N, device=device)
         w = w_VD.float()
-        with exact_products():
+        with exact_gemms():
             for rows in blocks(shape.N, ROWS):
                 z = torch.mm(x_CD[rows].float(), w.T, out=true_e_CV[rows])
                 t = z.gather(1, y[rows])

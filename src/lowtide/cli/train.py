@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,16 @@ def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
     quiet_transformers()
     from lowtide.train import compare, train
 
-    if compares:
-        return 0 if compare(config, console=console, json_file=json_file).equal else 1
-    train(config, console=console)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        if compares:
+            return 0 if compare(config, console=console, json_file=json_file).equal else 1
+        train(config, console=console)
     return 0
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    sys.stderr.write(f"lowtide train: {message}\n")  # without the file and line that raised it
 
 
 def _write_launch_file(file: Path, name: object) -> int:

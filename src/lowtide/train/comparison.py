@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,12 +41,11 @@ class CompareError(LowtideError, RuntimeError):
 
 
 def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Path | None) -> Comparison:
-    """Do what `lowtide.train.compare` says."""
+    """Do what `lowtide.train.compare` documents."""
     console = console or Console()
     if launched_ranks() > 1:
-        raise ArgumentValueError(
-            message("compare", "one process", "a distributed launch", "Start it without torchrun.")
-        )
+        hint = "Start it without torchrun."
+        raise ArgumentValueError(message("compare", "one process", "a distributed launch", hint))
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ArgumentValueError(message("json", "a file in a folder that exists", json_file))
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as name:
@@ -87,31 +86,19 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
 def _interleaved(
     config: TrainConfig, tokens: Path | None, turn: Path, block: int, console: Console
 ) -> tuple[TrainResult, TrainResult]:
-    """Run the stock and the patched model at the same time, by turns."""
+    """Run the stock and the patched model at the same time, block by block."""
     give_turn(turn, _STOCK)
-    results: dict[str, TrainResult | BaseException] = {}
 
-    def one(name: str, other: str) -> None:
+    def one(name: str, other: str) -> TrainResult:
         try:
             own = replace(config, patch=name == _PATCHED)
-            results[name] = _in_child(own, tokens, (str(turn), name, other, block), console, name)
-        except BaseException as error:  # raised again below, in the main thread
-            results[name] = error
+            return _in_child(own, tokens, (str(turn), name, other, block), console, name)
         finally:
             give_turn(turn, FREE)
 
-    threads = [threading.Thread(target=one, args=pair) for pair in ((_STOCK, _PATCHED), (_PATCHED, _STOCK))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in (_STOCK, _PATCHED):
-        if isinstance(found := results[name], BaseException):
-            raise found
-    stock, patched = results[_STOCK], results[_PATCHED]
-    assert isinstance(stock, TrainResult)
-    assert isinstance(patched, TrainResult)
-    return stock, patched
+    with ThreadPoolExecutor() as pool:
+        stock, patched = pool.submit(one, _STOCK, _PATCHED), pool.submit(one, _PATCHED, _STOCK)
+    return stock.result(), patched.result()
 
 
 def _in_child(

@@ -11,11 +11,10 @@ from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
 
 DEFAULT_ROOT = Path("lowtide-runs")
-RUN_FILE = "run.json"  # in the folder of a run
 Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 ACTIVATIONS = ("memory_budget", "policy")  # ways to choose what layers save for backward: one of them
 _FORMATS = ("text", "messages", "prompt", "completion")

@@ -40,10 +40,8 @@ def check_engine(checkpoint: Path) -> None:
 def readable(checkpoint: Path, trainer: Any, staging: Path) -> Iterator[Path]:
     """Give a checkpoint in the format that a trainer reads: itself, or a converted one while this lasts.
 
-    Args:
-        checkpoint: one that `check_engine` lets pass.
-        trainer: before its engine has sharded the model.
-        staging: folder for a converted one, which takes as much room as its weights and states.
+    `check_engine` has let it pass, and the trainer's engine has not yet sharded the model. A converted one takes as
+    much room in ``staging`` as its weights and states.
     """
     wrote, now = _wrote(checkpoint), _now()
     load_experts(checkpoint, trainer.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import json
 import re
@@ -61,7 +60,7 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All mixtures of a model of 5 layers in the order of memory, one by one, for budgets from the least up."""
     search = Search(plan(FEW, seq_len, budget=60, host_gib=host_gib).job, int(host_gib * GIB))
     by_memory = sorted(
-        ladder(search.job, offload=host_gib > 0), key=lambda p: search.memory.layers[p].places(moves=p.offload)
+        ladder(search.job, offload=host_gib > 0), key=lambda p: search.costs.layers[p].places(moves=p.offload)
     )
     every = []
     for layers in itertools.combinations_with_replacement(by_memory, 5):
@@ -203,7 +202,7 @@ def test_the_lines_offload_the_optimizers_states(
     assert found.chosen.states > 0
     assert found.chosen.late == late
     optimizer, settings = run_lines(found, monkeypatch)["offload_optimizer"]
-    everything = Search(found.job, 0).memory.states
+    everything = Search(found.job, 0).costs.states
     amount = {"gib": found.chosen.states / GIB} if found.chosen.states < everything else {}
     assert (optimizer, settings) == (7, {**amount, **({"late": True} if late else {})})
     assert f"{found.chosen.states / GIB:.2f} GiB of states offloaded" in str(found)
@@ -408,13 +407,3 @@ def test_frozen_weights_gradients_are_not_computed() -> None:
     products = shape.layers * (shape.projection_params + shape.mlp_params) + shape.vocab_params
     saved = 2 * 4096 * products / gpu.gemm + 8.1 * 2 * shape.params / gpu.bandwidth
     assert full.seconds - lora.seconds == pytest.approx(saved, rel=0.1)
-
-
-def test_it_is_reachable_and_every_argument_documented() -> None:
-    assert lowtide.memory.plan_memory is plan_memory
-    text = inspect.getdoc(plan_memory) or ""
-    for argument in inspect.signature(plan_memory).parameters:
-        assert f"{argument}:" in text, argument
-    text = inspect.getdoc(MemoryPlan) or ""
-    for field in inspect.signature(MemoryPlan).parameters:
-        assert f"{field}:" in text or f"{field}``" in text, field
