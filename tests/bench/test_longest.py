@@ -20,7 +20,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure.child import ChildResult
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import placed
+from lowtide.memory.planner.step_costs import placed
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30

@@ -19,7 +19,7 @@ from lowtide.errors import ArgumentValueError
 from lowtide.measure import child
 from lowtide.measure.child import ChildResult
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.policy_words import layer_policies, mixture_of, parse_policies, split_states, words_of
+from lowtide.memory.policy import layer_policies, mixture_of, parse_policies, split_states, words_of
 from lowtide.train.shapes import SHAPES
 
 KEEP_ALL = ActivationPolicy()

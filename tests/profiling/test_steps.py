@@ -20,7 +20,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import full_bytes
 from lowtide.memory.planner.search import Candidate
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.profile import steps as module
 from lowtide.profile.owners import known_before, owners_of
 from lowtide.profile.phases import KINDS, Phase

@@ -31,10 +31,8 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
-from lowtide.memory.planner.step_bytes import Groups, Memory
-from lowtide.memory.planner.times import Times
-from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.policy_words import words_of
+from lowtide.memory.planner.step_costs import Groups, StepCosts
+from lowtide.memory.policy import ActivationPolicy, words_of
 
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
 STATES = 2  # tensors that AdamW has for each parameter
@@ -104,16 +102,16 @@ class Fit:
         return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions(), adapters=adapters)
 
     def _demand(self, job: Job, groups: Groups) -> Demand:
-        T, memory, full = job.seq_len, Memory(job), self.train == "full"
+        T, costs, full = job.seq_len, StepCosts(job), self.train == "full"
         logits = LOGIT * T * self.shape.vocab if self.way.startswith(STOCK) else 0  # a stock loss builds them
         peak = max(
             phase.bytes - phase.gradients - phase.weights * full + logits * (phase.name == "head")
-            for phase in memory.phases(groups)
+            for phase in costs.phases(groups)
             if full or phase.name not in ("embedding", "optimizer")
         )
         host = self.states
         if self.way == LOWTIDE:
-            host += memory.host(groups)
+            host += costs.host(groups)
         else:
             peak += T * PEERS_MORE * self.shape.hidden // 2 * self.dtype.itemsize
             if self.way.endswith(OFFLOADED) and self.gpu_bytes is not None:  # a CPU's tensors stay where they are
@@ -121,10 +119,10 @@ class Fit:
                 saved = [each] * self.shape.layers + self.saved_outside(T)
                 host += sum(map(pinned_bytes, saved))
                 peak -= (self.shape.layers - ON_DEVICE) * each
-        seconds = Times(job).step(groups)
+        seconds = costs.seconds(groups)
         if full:  # with the parameters and gradients that are on the GPU at once under FSDP2
             vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
-            peak += 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
+            peak += 2 * vocab + LAYERS_ON_GPU * costs.layer_gradients
             seconds += self.shape.params / HOST_RATE
         if self.gpu_bytes is None:
             host += peak

@@ -30,7 +30,7 @@ from lowtide.measure.units import gib
 from lowtide.memory import apply_policy
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.shapes import with_layers
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config

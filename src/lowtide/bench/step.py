@@ -35,7 +35,7 @@ from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
 from lowtide.memory import offload_optimizer
-from lowtide.memory.policy_words import split_states
+from lowtide.memory.policy import split_states
 from lowtide.train.model import model_config
 
 _KERNELS = {

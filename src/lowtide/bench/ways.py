@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lowtide.bench.way import COMPILE, LIGER, LOWTIDE, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config
