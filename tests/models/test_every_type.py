@@ -87,7 +87,7 @@ def test_logits_that_nobody_reports_are_found(monkeypatch):
 
     monkeypatch.setattr(lazy_results, "linear_cross_entropy", with_logits)
     told = check("causal", "gpt2")
-    assert (told["status"], told["why"]) == (FELL_BACK, "logits were built that the report knows nothing of")
+    assert (told["status"], told["why"]) == (FELL_BACK, "logits were built, and the report does not count them")
 
 
 def test_an_error_of_a_patched_model_is_a_difference(monkeypatch):
