@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,14 @@ def test_random_weights_are_trained_on_the_column_that_is_named(
     monkeypatch.setattr("lowtide.train.prepare.write_tokens", full)
     err = lowtide.refused(*arguments, "--columns", "text=body", "--output", tmp_path / "c")
     assert "tokens.bin (No space left on device). Make room" in err
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line_without_the_file_that_raised_it(
+    tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.train.train", lambda *_, **__: warnings.warn("slow", stacklevel=1))
+    assert lowtide(*tiny, "--output", tmp_path / "run")[::2] == (0, "lowtide train: slow\n")
 
 
 def test_what_pytorch_lacks_on_a_device_is_one_line(
