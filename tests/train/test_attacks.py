@@ -15,35 +15,6 @@ from train.test_fine_tuning import Tune
 pytest.importorskip("trl")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"num_train_epochs": 0}, "--num_train_epochs: expected a number above 0, got 0.0."),
-        ({"num_train_epochs": "inf"}, "--num_train_epochs: expected a number above 0, got inf."),
-        ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size: expected a whole number of at least 1"),
-        ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps: expected a whole number of at least 1"),
-        ({"seed": -1}, "--seed: expected a whole number of at least 0, got -1."),
-        ({"model_init_kwargs": "notjson"}, "--model_init_kwargs: expected a JSON object, got 'notjson'."),
-        ({"lr_scheduler_kwargs": "notjson"}, "--lr_scheduler_kwargs: expected a JSON object, got 'notjson'."),
-        ({"gradient_checkpointing": True, "policy": "input"}, "--gradient_checkpointing: expected neither --policy"),
-        ({"lora-merge": True}, "lora_merge: expected --use_peft beside it, got none."),
-        ({"load_best_model_at_end": True}, "options: expected values that SFTConfig accepts, got"),
-        (
-            {"chat_template_path": "none/such"},
-            "--chat_template_path: expected a .jinja file, or a tokenizer with a chat",
-        ),
-    ],
-)
-def test_options_that_no_run_can_use_are_one_line(
-    wrong: dict[str, object], expected: str, tune: Tune, lowtide: Run, tmp_path: Path
-) -> None:
-    arguments = tune(**wrong)
-    if "num_train_epochs" in wrong:
-        at = arguments.index("--max-steps")
-        del arguments[at : at + 2]
-    assert lowtide.refused(*arguments, "--output", tmp_path / "run").startswith(f"lowtide train: {expected}")
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU takes them")
 @pytest.mark.parametrize("name", ["activation_offloading", "fp16"])
 def test_options_of_gpus_are_refused_on_a_cpu(name: str, tune: Tune, lowtide: Run, tmp_path: Path) -> None:
