@@ -180,7 +180,7 @@ FINE_TUNING: dict[str, tuple[Write, list[str]]] = {
     ),
     "no batches": (given("--gradient_accumulation_steps", "0"), ["--gradient_accumulation_steps: expected a whole"]),
     "seed": (given("--seed", "-1"), ["--seed: expected a whole number of at least 0, got -1."]),
-    "model's arguments": (given("--model_init_kwargs", "no"), ["--model_init_kwargs: expected a JSON object, got 'no'"]),
+    "model's arguments": (given("--model_init_kwargs", "no"), ["--model_init_kwargs: expected a JSON object"]),
     "schedule's arguments": (given("--lr_scheduler_kwargs", "no"), ["--lr_scheduler_kwargs: expected a JSON object"]),
     "recomputed twice": (
         given("--gradient_checkpointing", "--policy", "input"),

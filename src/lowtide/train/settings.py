@@ -79,6 +79,12 @@ class Settings:
     keep: int | None
 
     @property
+    def sequences(self) -> int:
+        """The sequences of a step, of all processes together."""
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    @property
     def product_dtype(self) -> str:
         """The dtype that GEMMs run in."""
         if self.args.bf16 or self.args.fp16:
