@@ -72,6 +72,11 @@ def why_not_local(name: str, value: object, gather: str) -> ArgumentTypeError | 
     return None
 
 
+def is_autocast_on(device_type: str) -> bool:
+    """Return whether autocast is on for a device type; False for one that has no autocast."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def operand_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which a GEMM reads ``tensor``: its own, or that of an enabled autocast."""
     kind = tensor.device.type

@@ -98,24 +98,6 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def assert_same_gradients() -> Callable[..., None]:
-    """Every gradient of `model` is that of `stock`, to `rtol` of it, with a floor at `rtol` of the largest one."""
-
-    def check(model: nn.Module, stock: nn.Module, rtol: float = 1e-5) -> None:
-        expected = {name: p.grad for name, p in stock.named_parameters()}
-        floor = rtol * max(g.abs().max().item() for g in expected.values() if g is not None)
-        assert floor > 0
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is None) == (expected[name] is None), name
-            if parameter.grad is not None:
-                torch.testing.assert_close(
-                    parameter.grad, expected[name], rtol=rtol, atol=floor, msg=lambda m, name=name: f"{name}: {m}"
-                )
-
-    return check
-
-
-@pytest.fixture
 def pair(build: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """A model and a copy of it, to patch the first and compare with the second."""
 
@@ -140,24 +122,6 @@ def patched(pair: Callable[..., Any]) -> Callable[..., tuple[Any, Any, PatchRepo
 
 
 @pytest.fixture
-def assert_same_training(assert_same_gradients: Callable[..., None]) -> Callable[..., None]:
-    """The same value of `of` both, and then all gradients so far; `through` runs the model where it is not itself.
-
-    `of` is a function of the model, or the arguments of a call whose loss is compared.
-    """
-
-    def check(model: nn.Module, stock: nn.Module, of: Any, through: Any = None, **tolerance: float) -> None:
-        function = of if callable(of) else lambda m: m(**of).loss
-        values = [function(m) for m in (model if through is None else through, stock)]
-        torch.testing.assert_close(*values, **tolerance)
-        for value in values:
-            value.sum().backward()
-        assert_same_gradients(model, stock)
-
-    return check
-
-
-@pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each fused operation was called, by its name."""
     counts: Counter[str] = Counter()
@@ -171,6 +135,85 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(part, name, functools.partial(counted, name, getattr(part, name)))
     return counts
 
+
+def assert_same_gradients(model: nn.Module, stock: nn.Module, rtol: float = 1e-5) -> None:
+    """Every gradient of `model` is that of `stock`, to `rtol` of it, with a floor at `rtol` of the largest one."""
+    expected = {name: p.grad for name, p in stock.named_parameters()}
+    floor = rtol * max(g.abs().max().item() for g in expected.values() if g is not None)
+    assert floor > 0
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (expected[name] is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(
+                parameter.grad, expected[name], rtol=rtol, atol=floor, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+def assert_same_training(
+    model: nn.Module,
+    stock: nn.Module,
+    of: Any,
+    *,
+    through: Any = None,
+    seed: int | None = None,
+    gradients: float = 1e-5,
+    **tolerance: float,
+) -> None:
+    """The same value of `of` both, and then all gradients so far, to `gradients`.
+
+    `of` is a function of the model, or the arguments of a call whose loss is compared; `through` runs the model where
+    it is not itself; `seed` is set before each.
+    """
+    function = of if callable(of) else lambda m: m(**of).loss
+    values = []
+    for m in (model if through is None else through, stock):
+        if seed is not None:
+            torch.manual_seed(seed)
+        values.append(function(m))
+        values[-1].sum().backward()
+    torch.testing.assert_close(*values, **tolerance)
+    assert_same_gradients(model, stock, gradients)
+
+
+def assert_no_further_from_the_truth(
+    model: nn.Module, stock: nn.Module, loss: Callable[[nn.Module], Tensor], draws: int
+) -> None:
+    """The gradients of `model` err by at most 1.2 times what those of `stock` do, in the mean over draws of weights.
+
+    With one draw either may be the nearer one by half. The truth is `stock` in float64.
+    """
+    squares = [0.0, 0.0]
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            if p.dim() > 1:
+                p.data.normal_(std=q.float().std().item())
+                q.data.copy_(p.data)
+        exact = copy.deepcopy(stock).double()
+        for m in (model, stock, exact):
+            m.zero_grad()
+            loss(m).backward()
+        true = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+        for i, m in enumerate((model, stock)):
+            errors = (p.grad.double() - true[n] for n, p in m.named_parameters() if n in true)
+            squares[i] += sum(error.square().sum().item() for error in errors)
+    assert 0 < squares[0] <= 1.2**2 * squares[1]
+
+
+def expect_calls(report: PatchReport, fused: int, built: int = 0) -> None:
+    assert (report.calls_fused, report.calls_materialised) == (fused, built), str(report)
+
+
+# Other libraries' warnings about what they do themselves.
+DYNAMO = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+PEFT = [
+    pytest.mark.filterwarnings("ignore:.?is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+]
 
 # Ways to copy a model.
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
@@ -192,6 +235,18 @@ def called_without_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return lazy logits of which nothing was computed yet."""
     logits: Tensor = model(input_ids=batch["input_ids"], num_items_in_batch=3).logits
     return logits
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    """Doubles what some functions return."""
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func in self.functions else result
 
 
 class OwnFunction(torch.autograd.Function):

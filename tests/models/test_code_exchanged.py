@@ -15,12 +15,9 @@ from torch import nn
 
 import lowtide
 from lowtide.models import mlp_part
+from models.conftest import DYNAMO, PEFT, assert_same_gradients, assert_same_training
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),  # dynamo's
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = DYNAMO + PEFT
 
 
 def times(function, factor=1.5):
@@ -45,9 +42,9 @@ def step(model, batch):
     return loss.detach()
 
 
-def assert_alike(model, stock, batch, assert_same_gradients):
-    torch.testing.assert_close(step(model, batch), step(stock, batch))
-    assert_same_gradients(model, stock, rtol=3e-5)
+def assert_alike(model, stock, batch):
+    model.zero_grad(), stock.zero_grad()
+    assert_same_training(model, stock, batch, gradients=3e-5)
 
 
 # name -> (model, where, what); a text names a module of transformers, of its family
@@ -71,7 +68,7 @@ CODE = {
 
 
 @pytest.mark.parametrize("what", CODE)
-def test_exchanged_code_runs(what, pair, batch, assert_same_gradients, monkeypatch):
+def test_exchanged_code_runs(what, pair, batch, monkeypatch):
     name, place, path = CODE[what]
     model, stock = pair(name)
     if what == "eager_attention_forward":
@@ -84,7 +81,7 @@ def test_exchanged_code_runs(what, pair, batch, assert_same_gradients, monkeypat
     owner = functools.reduce(getattr, outer, owner)
     with monkeypatch.context() as patches:
         patches.setattr(owner, attribute, times(getattr(owner, attribute)))
-        assert_alike(model, stock, batch, assert_same_gradients)
+        assert_alike(model, stock, batch)
         assert not torch.equal(step(model, batch), before)
         told = " ".join([*report.exchanged, *report.why_materialised])
         assert attribute in told or what in ("SDPA", "experts"), told  # stock code looks these two up itself
@@ -120,13 +117,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-def test_settings_that_change_later_count(what, patched, batch, assert_same_gradients):
+def test_settings_that_change_later_count(what, patched, batch):
     name, change = SETTINGS[what]
     model, stock, _ = patched(name)
     step(model, batch)
     for m in (model, stock):
         change(m)
-    assert_alike(model, stock, batch, assert_same_gradients)
+    assert_alike(model, stock, batch)
 
 
 class Multiplied(nn.Module):
@@ -173,9 +170,10 @@ def test_an_mlps_own_settings(change, build, monkeypatch):
     torch.testing.assert_close(mlp(x), stock(x))
     torch.testing.assert_close(copied(x), stock(x))  # a copy is what it was copied from
     assert len(calls) == 2
-    change(mlp)
-    change(stock)
-    torch.testing.assert_close(mlp(x), stock(x))
+    for one in (mlp, copied, stock):
+        change(one)
+    for one in (mlp, copied):
+        torch.testing.assert_close(one(x), stock(x))
     assert len(calls) == 2
     told = report.exchanged
     assert len(told) <= 1
@@ -214,7 +212,7 @@ def test_a_read_model_runs_what_its_process_has(patched, batch, monkeypatch):
     assert not math.isclose(loss.item(), expected.item(), rel_tol=1e-4)
 
 
-def test_replaced_peft_code_runs(pair, batch, assert_same_gradients, monkeypatch):
+def test_replaced_peft_code_runs(pair, batch, monkeypatch):
     peft = pytest.importorskip("peft")
     layer = peft.tuners.lora.layer.Linear
     wrapped = []
@@ -223,12 +221,12 @@ def test_replaced_peft_code_runs(pair, batch, assert_same_gradients, monkeypatch
         config = peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
         wrapped.append(peft.get_peft_model(m, config))
     lowtide.patch(wrapped[0])
-    assert_alike(*wrapped, batch, assert_same_gradients)
+    assert_alike(*wrapped, batch)
     monkeypatch.setattr(layer, "forward", times(layer.forward))
-    assert_alike(*wrapped, batch, assert_same_gradients)
+    assert_alike(*wrapped, batch)
     monkeypatch.undo()
     monkeypatch.setattr(layer, "_cast_input_dtype", lambda self, x, dtype: x.to(dtype) * 2)
-    assert_alike(*wrapped, batch, assert_same_gradients)
+    assert_alike(*wrapped, batch)
 
 
 def test_a_compiled_part_notices_a_forward_set_on_the_class(build, monkeypatch):
@@ -243,7 +241,7 @@ def test_a_compiled_part_notices_a_forward_set_on_the_class(build, monkeypatch):
     torch.testing.assert_close(compiled(x), stock.model.norm(x))
 
 
-def test_a_replaced_call_of_every_module_sees_every_module(patched, batch, assert_same_gradients, monkeypatch):
+def test_a_replaced_call_of_every_module_sees_every_module(patched, batch, monkeypatch):
     model, stock, _ = patched("llama")
     called, own = [], nn.Module._call_impl
 
@@ -256,4 +254,4 @@ def test_a_replaced_call_of_every_module_sees_every_module(patched, batch, asser
     expected, called[:] = sorted(called), []
     step(model, batch)
     assert sorted(called) == expected
-    assert_same_gradients(model, stock, rtol=3e-5)
+    assert_same_gradients(model, stock, 3e-5)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 import lowtide
 from lowtide.errors import UnsupportedError
-from models.conftest import called_without_loss
+from models.conftest import assert_same_training, called_without_loss, expect_calls
 
 hooks = pytest.importorskip("accelerate.hooks")
 
@@ -66,12 +66,30 @@ def replaced_after_accelerate(model):
     replaced_forward(model)
 
 
+def another_head(model):
+    class Head(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2.0
+
+    head = Head(16, 97, bias=False)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+
+
 def backward_hook(model):
     model.lm_head.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
 
 
-# each with what the report says of it
+# each with the report's reason, where the change comes after patch
 CHANGES = {
+    "head": (another_head, "is a Head"),
+    "instance": (replaced_forward, "forward was replaced"),
+    "pre-hook": (lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: (args[0] / 2,)), "a hook from"),
+    "hook": (forward_hook(), "a hook from"),
+    "full backward": (
+        lambda model: model.lm_head.register_full_backward_hook(lambda m, grads, out: (grads[0] * 2,)),
+        "a hook from",
+    ),
     "accelerate": (accelerate(Doubled), "Doubled"),
     "accelerate, several": (accelerate(hooks.AlignDevicesHook, Doubled), "Doubled"),
     "accelerate, nested": (accelerate(hooks.AlignDevicesHook, Doubled, hooks.AlignDevicesHook), "SequentialHook"),
@@ -92,30 +110,48 @@ CHANGES = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_put_around_the_head_runs_once_and_is_reported(name, patched, batch, assert_same_gradients):
-    model, stock, report = patched("llama", mlp=False)
+def test_what_is_put_around_the_head_runs_once_and_is_reported(name, when, pair, batch):
+    model, stock = pair("llama")
     change, reason = CHANGES[name]
-    losses = []
+    report = lowtide.patch(model, mlp=False) if when == "after" else None
     for m in (model, stock):
         torch.manual_seed(0)
         change(m)
-        losses.append(m(**batch).loss)
-        losses[-1].backward()
-    torch.testing.assert_close(*losses)
-    assert_same_gradients(model, stock)
-    assert (report.calls_fused, report.calls_materialised) == (0, 1)
-    assert reason in str(report)
+    report = report or lowtide.patch(model, mlp=False)
+    assert_same_training(model, stock, batch)
+    expect_calls(report, 0, 1)
+    assert (reason if when == "after" else "the output embedding") in str(report)
 
 
 @pytest.mark.parametrize("classes", [[hooks.AlignDevicesHook], [hooks.AlignDevicesHook, hooks.CpuOffload]])
-def test_accelerate_may_move_the_head(classes, patched, batch, assert_same_training):
+def test_accelerate_may_move_the_head(classes, patched, batch):
     if hooks.CpuOffload in classes:  # which offloads at once, on a machine that has something else
         classes = [lambda: hooks.AlignDevicesHook(), lambda: hooks.CpuOffload(torch.device("cpu"))]
     model, stock, report = patched("llama", mlp=False)
     accelerate(*classes)(model)
     assert_same_training(model, stock, batch)
     assert report.calls_fused == 1
+
+
+def own_loss(model):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", [own_loss, lambda model: setattr(model, "loss_type", "ForMaskedLM")])
+def test_another_loss_is_computed_without_logits(change, when, pair, batch):
+    model, stock = pair("llama")
+    change(stock)
+    if when == "before":
+        change(model)
+    report = lowtide.patch(model)
+    if when == "after":
+        change(model)
+    assert_same_training(model, stock, batch)
+    expect_calls(report, 1)
+    assert model.loss_function is getattr(model, "_loss_function", stock.loss_function)
 
 
 def of_all_modules(model, stock):
@@ -138,18 +174,15 @@ def of_the_class(name):
 
 
 @pytest.mark.parametrize("change", [of_all_modules, of_the_class("__call__"), of_the_class("_call_impl")])
-def test_what_is_put_around_all_modules_runs_once(change, patched, batch, assert_same_gradients):
+def test_what_is_put_around_all_modules_runs_once(change, patched, batch):
     model, stock, report = patched("llama", mlp=False)
     undo = change(model, stock)
     try:
-        losses = [m(**batch).loss for m in (model, stock)]
+        losses = {m: m(**batch).loss for m in (model, stock)}
     finally:
         undo()
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    assert_same_gradients(model, stock)
-    assert (report.calls_fused, report.calls_materialised) == (0, 1)
+    assert_same_training(model, stock, lambda m: losses[m])
+    expect_calls(report, 0, 1)
 
 
 def test_a_hook_between_forward_and_loss_is_an_error(patched, batch):
@@ -216,28 +249,27 @@ ON_THE_GRAPH = {
 
 
 @pytest.mark.parametrize("name", ON_THE_GRAPH)
-def test_hooks_on_the_graph_fire_as_in_stock(name, patched, batch, assert_same_gradients):
+def test_hooks_on_the_graph_fire_as_in_stock(name, patched, batch):
     model, stock, _ = patched("llama", mlp=False)
-    records = []
-    for m in (model, stock):
-        records.append([])
-        ON_THE_GRAPH[name](called_without_loss(m, batch), m.lm_head.weight, batch, records[-1]).backward()
-    assert len(records[0]) == len(records[1])
-    assert name == "register_prehook" or records[1]
-    for ours, theirs in zip(*records, strict=True):
+    seen = {model: [], stock: []}
+    use = ON_THE_GRAPH[name]
+    assert_same_training(model, stock, lambda m: use(called_without_loss(m, batch), m.lm_head.weight, batch, seen[m]))
+    assert name == "register_prehook" or seen[stock]
+    for ours, theirs in zip(*seen.values(), strict=True):
         assert ours == (theirs if isinstance(theirs, str) else pytest.approx(theirs, rel=1e-4, abs=1e-6))
-    assert_same_gradients(model, stock)
 
 
-@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("read", [None, torch.sum, lambda z: z.argmax(-1)])
 def test_the_graph_of_logits_that_a_loss_went_past_is_refused(read, patched, batch):
     model, _, report = patched("llama", mlp=False)
     logits = model(**batch).logits
     assert logits.grad_fn is not None
     assert report.calls_materialised == 0
-    if read:
-        logits.sum()
+    if read is not None:
+        read(logits)
     for attempt in (
+        lambda: logits.register_hook(print),
+        logits.retain_grad,
         lambda: logits.grad_fn.register_hook(print),
         lambda: logits.grad_fn.register_prehook(print),
         lambda: logits.grad_fn.next_functions,
@@ -251,10 +283,12 @@ def test_the_graph_of_logits_that_a_loss_went_past_is_refused(read, patched, bat
 
 
 @pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone())])
-def test_hooks_on_what_is_saved(around, patched, batch, assert_same_gradients):
+def test_hooks_on_what_is_saved(around, patched, batch):
     model, stock, _ = patched("llama", mlp=False)
-    for m in (model, stock):
+
+    def loss(m):
         with around():
             outputs = m(**batch)
-        (outputs.loss + outputs.logits.square().mean()).backward()
-    assert_same_gradients(model, stock)
+        return outputs.loss + outputs.logits.square().mean()
+
+    assert_same_training(model, stock, loss)

@@ -1,7 +1,6 @@
 """Pictures, sequence to sequence, auxiliary losses and hidden states: patched models are stock ones without logits."""
 
 import copy
-import time
 import warnings
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 import lowtide
 from lowtide.models import mlp_part
 from lowtide.models.eligibility import FEW, has_nothing_to_save
+from lowtide.models.parts import PARTS
+from models.conftest import assert_same_training, expect_calls
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,7 +73,7 @@ def pictures():
 
 @pytest.mark.parametrize("family", [llava, gemma3])
 @pytest.mark.parametrize("kind", ["padding", "num_items_in_batch", "labels on pictures"])
-def test_pictures_and_text(family, kind, pictures, assert_same_gradients):
+def test_pictures_and_text(family, kind, pictures):
     model, stock = randomised(family())
     if family is gemma3:
         pictures["token_type_ids"] = (pictures["input_ids"] == PICTURE).long()
@@ -81,14 +82,11 @@ def test_pictures_and_text(family, kind, pictures, assert_same_gradients):
     if kind == "labels on pictures":  # they count, as in the stock model
         pictures["labels"] = pictures["input_ids"]
     report = lowtide.patch(model)
-    outputs, expected = model(**pictures), stock(**pictures)
-    torch.testing.assert_close(outputs.loss, expected.loss)
-    for out in (outputs, expected):
-        out.loss.backward()
-    assert_same_gradients(model, stock, rtol=2e-5)
+    outputs = {m: m(**pictures) for m in (model, stock)}
+    assert_same_training(model, stock, lambda m: outputs[m].loss, gradients=2e-5)
     assert any(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "vision" in name)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
-    torch.testing.assert_close(outputs.logits, expected.logits)
+    expect_calls(report, 1)
+    torch.testing.assert_close(outputs[model].logits, outputs[stock].logits)
 
 
 def t5(**settings):
@@ -120,41 +118,37 @@ SEQ2SEQ = {"t5": t5, "t5 tied": lambda: t5(tie_word_embeddings=True, scale_decod
 
 
 @pytest.mark.parametrize("name", SEQ2SEQ)
-def test_sequence_to_sequence(name, assert_same_gradients):
+def test_sequence_to_sequence(name):
     model, stock = randomised(SEQ2SEQ[name]())
     report = lowtide.patch(model)
     ids, labels = torch.randint(3, V, (2, 9)), torch.randint(3, V, (2, 7))
     labels[1, 4:] = -100
-    outputs, expected = (m(input_ids=ids, labels=labels) for m in (model, stock))
-    torch.testing.assert_close(outputs.loss, expected.loss)
-    for out in (outputs, expected):
-        out.loss.backward()
-    assert_same_gradients(model, stock)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
-    torch.testing.assert_close(outputs.logits, expected.logits)
+    outputs = {m: m(input_ids=ids, labels=labels) for m in (model, stock)}
+    assert_same_training(model, stock, lambda m: outputs[m].loss)
+    expect_calls(report, 1)
+    torch.testing.assert_close(outputs[model].logits, outputs[stock].logits)
     tokens = [m.eval().generate(input_ids=ids, max_new_tokens=5, do_sample=False) for m in (model, stock)]
     assert torch.equal(*tokens)
 
 
-def test_the_auxiliary_loss_of_experts_is_added_once(patched, batch, assert_same_gradients):
+def test_the_auxiliary_loss_of_experts_is_added_once(patched, batch):
     model, stock, report = patched("qwen3-moe", settings={"router_aux_loss_coef": 0.5})
-    outputs, expected = model(**batch), stock(**batch)
-    torch.testing.assert_close(outputs.loss, expected.loss)
-    torch.testing.assert_close(outputs.aux_loss, expected.aux_loss)
-    assert expected.aux_loss > 0.1
-    for out in (outputs, expected):
-        out.loss.backward()
-    assert_same_gradients(model, stock)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+    outputs = {m: m(**batch) for m in (model, stock)}
+    assert_same_training(model, stock, lambda m: outputs[m].loss)
+    torch.testing.assert_close(outputs[model].aux_loss, outputs[stock].aux_loss)
+    assert outputs[stock].aux_loss > 0.1
+    expect_calls(report, 1)
 
 
-def test_hidden_states_are_those_of_stock_and_carry_gradients(patched, batch, assert_same_gradients):
+def test_hidden_states_are_those_of_stock_and_carry_gradients(patched, batch):
     model, stock, report = patched("llama")
-    for m in (model, stock):
+
+    def loss(m):
         outputs = m(**batch, output_hidden_states=True)
-        (outputs.loss + sum(h.square().mean() for h in outputs.hidden_states)).backward()
-    assert_same_gradients(model, stock)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+        return outputs.loss + sum(h.square().mean() for h in outputs.hidden_states)
+
+    assert_same_training(model, stock, loss)
+    expect_calls(report, 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}], ids=str)
@@ -171,10 +165,13 @@ def test_generation_is_bitwise_the_same(settings, patched, batch):
         assert torch.equal(ours, expected)
 
 
-def test_generating_on_a_cpu_looks_at_nothing(patched, batch, monkeypatch):
-    """A call without gradients is settled before its layers are looked at, which would double its time."""
-    model, _, _ = patched("llama")
-    monkeypatch.setattr(mlp_part, "adapted_linear", lambda layer: pytest.fail("looked"))
+@pytest.mark.parametrize("part", ["mlp", "norm", "rope"])
+def test_generating_on_a_cpu_looks_at_nothing(part, build, batch, monkeypatch):
+    """A call without gradients runs the stock code before any other check, which would double its time."""
+    model = build("llama")
+    lowtide.patch(model, **{other: other == part for other in ("mlp", "norm", "rope")})
+    check = (mlp_part, "adapted_linear") if part == "mlp" else (PARTS[part], "is_ordinary")
+    monkeypatch.setattr(*check, lambda *args: pytest.fail("looked"))
     with torch.no_grad():
         model(**batch)
     with pytest.raises(pytest.fail.Exception):
@@ -231,16 +228,3 @@ def test_what_is_no_tensor_is_the_error_of_stock(patched):
                     getattr(m.model.layers[0], name)([1.0])
                 texts.append(str(told.value))
             assert texts[0] == texts[1]
-
-
-def test_generation_takes_no_longer(build, batch):
-    """A patched module costs a check a token; a wide margin, for machines are busy."""
-    model, stock = build("llama").eval(), build("llama").eval()
-    lowtide.patch(model)
-    best = {}
-    for _ in range(5):
-        for name, m in (("model", model), ("stock", stock)):
-            start = time.process_time()
-            m.generate(batch["input_ids"], max_new_tokens=16, do_sample=False)
-            best[name] = min(best.get(name, 1e9), time.process_time() - start)
-    assert best["model"] < 1.3 * best["stock"], best

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.models.lazy_logits import LazyLogits
+from models.conftest import OwnFunction, assert_same_training, called_without_loss, expect_calls
 
 V = 97
 
@@ -53,18 +53,17 @@ WITHOUT_LOGITS = {
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_flatten_of_what_is_flat_is_the_same_tensor(first, patched, batch, assert_same_gradients):
+def test_flatten_of_what_is_flat_is_the_same_tensor(first, patched, batch):
     model, stock, _ = patched("gpt2", mlp=False)
-    losses = []
-    for m in (model, stock):
+
+    def loss(m):
         flat = m(**batch).logits.view(-1, V)
         again = flat.flatten(0, -2)
         changed, scored = (flat, again) if first else (again, flat)
         changed.div_(3)
-        losses.append(F.cross_entropy(scored, batch["labels"].view(-1)))
-        losses[-1].backward()
-    torch.testing.assert_close(*losses)
-    assert_same_gradients(model, stock)
+        return F.cross_entropy(scored, batch["labels"].view(-1))
+
+    assert_same_training(model, stock, loss)
 
 
 def test_under_autocast_results_have_the_dtypes_of_stock(patched, batch):
@@ -83,23 +82,43 @@ def test_under_autocast_results_have_the_dtypes_of_stock(patched, batch):
 
 @pytest.mark.parametrize("name", WITHOUT_LOGITS)
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # plain; with a soft cap
-def test_a_loss_of_ones_own_without_logits(family, name, patched, batch, assert_same_gradients):
+def test_a_loss_of_ones_own_without_logits(family, name, patched, batch):
     if family == "gemma2" and name.startswith("biased"):
         pytest.skip("a bias after the cap is none of the head's")
     model, stock, report = patched(family, mlp=False)
-    values = [WITHOUT_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
-    assert values[0].shape == values[1].shape
-    assert values[0].dtype == values[1].dtype
-    torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
-    if values[1].requires_grad:
-        for value in values:
-            value.sum().backward()
-        assert_same_gradients(model, stock, rtol=2e-5)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+    values = {m: WITHOUT_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)}
+    if values[stock].requires_grad:
+        assert_same_training(model, stock, values.get, gradients=2e-5, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(*values.values())
+    expect_calls(report, 1)
 
 
-# What the real logits are needed for, though it looks much the same.
+# What the real logits are needed for, though some of it looks much the same.
 WITH_LOGITS = {
+    "itself": lambda z, y: z,
+    "index": lambda z, y: z[0],
+    "slice": lambda z, y: z[:, :-1],
+    "view": lambda z, y: z.view(-1, z.shape[-1]),
+    "add": lambda z, y: z + 1.0,
+    "power": lambda z, y: z**2,
+    "softmax": lambda z, y: z.softmax(-1).square(),
+    "reciprocal": lambda z, y: 1.0 / (z.square() + 1.0),
+    "vector": lambda z, y: z * torch.arange(97.0),
+    "stack": lambda z, y: torch.stack([z, z]),
+    "out of place, nested": lambda z, y: torch.cat([z[:, :1], z], 1),
+    "detach": lambda z, y: z.detach() + z,
+    "clone": lambda z, y: z.clone(),
+    "in place": lambda z, y: z.mul_(3.0),
+    "setitem": lambda z, y: (z.__setitem__((slice(None), 0), -5.0), z.float())[1],
+    "own function": lambda z, y: OwnFunction.apply(z),
+    "own function, summed": lambda z, y: OwnFunction.apply(z).logsumexp(-1),
+    "scaled": lambda z, y: z * 0.5 / 3.0,
+    "capped": lambda z, y: torch.tanh(z / 3.0) * 3.0,
+    "capped twice": lambda z, y: torch.tanh(torch.tanh(z)),
+    "double": lambda z, y: z.double(),
+    "numpy": lambda z, y: z.sum() + float(z.detach().numpy().sum()),
+    "list": lambda z, y: z * z.tolist()[0][0][0],
     "logits gathered": lambda z, y: (
         z[:, 1:].gather(-1, y[:, 1:, None].clamp(min=0))[..., 0] - (z[:, 1:]).logsumexp(dim=-1)
     ).square(),
@@ -138,14 +157,11 @@ WITH_LOGITS = {
 
 
 @pytest.mark.parametrize("name", WITH_LOGITS)
-def test_anything_else_gets_real_logits(name, patched, batch, assert_same_gradients):
-    model, stock, report = patched("gpt2", mlp=False)
-    values = [WITH_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
-    assert torch.equal(*values)
-    for value in values:
-        value.sum().backward()
-    assert_same_gradients(model, stock)
-    assert report.calls_materialised == 1
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_anything_else_gets_real_logits(family, name, patched, batch):
+    model, stock, report = patched(family, mlp=False)
+    assert_same_training(model, stock, lambda m: WITH_LOGITS[name](m(**batch).logits, batch["labels"]), rtol=0, atol=0)
+    expect_calls(report, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -175,15 +191,17 @@ def test_a_shape_that_does_not_fit_is_the_error_of_stock(patched, batch):
     assert errors[0] == errors[1]
 
 
-def test_gradients_in_forward_are_for_losses_that_are_one_number(patched, batch, assert_same_gradients):
+def test_gradients_in_forward_are_for_losses_that_are_one_number(patched, batch):
     """A loss of each token takes them in backward, whatever was asked for of the model's own."""
     model, stock, report = patched("gpt2", mlp=False, options=lowtide.HeadOptions(gradient="forward"))
-    for m in (model, stock):
+
+    def loss(m):
         outputs = m(**batch)
         own = F.cross_entropy(outputs.logits.view(-1, V), batch["labels"].view(-1), reduction="none")
-        (own.square().mean() + outputs.loss).backward()
-    assert_same_gradients(model, stock)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+        return own.square().mean() + outputs.loss
+
+    assert_same_training(model, stock, loss)
+    expect_calls(report, 1)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -222,17 +240,16 @@ def test_views_share_memory_with_the_logits(patched, batch):
 
 
 @pytest.mark.parametrize("changed", ["logits", "view"])
-def test_a_change_in_place_before_the_loss_counts(changed, patched, batch, assert_same_gradients):
+def test_a_change_in_place_before_the_loss_counts(changed, patched, batch):
     model, stock, _ = patched("gpt2", mlp=False)
-    losses = []
-    for m in (model, stock):
+
+    def loss(m):
         logits = m(**batch).logits
         flat = logits.view(-1, V)
         (flat if changed == "view" else logits).mul_(0.5)
-        losses.append(F.cross_entropy(flat, batch["labels"].view(-1)))
-        losses[-1].backward()
-    torch.testing.assert_close(*losses)
-    assert_same_gradients(model, stock)
+        return F.cross_entropy(flat, batch["labels"].view(-1))
+
+    assert_same_training(model, stock, loss)
 
 
 def test_a_change_in_place_after_the_loss_does_not(patched, batch):
@@ -264,13 +281,14 @@ def test_scales_and_biases_are_those_of_the_time_they_were_used(patched, batch):
 def test_a_hook_put_on_before_the_loss_sees_the_gradient(patched, batch):
     model, stock, report = patched("gpt2", mlp=False)
     seen = []
-    for m in (model, stock):
-        batch_ = {**batch, "labels": None, "num_items_in_batch": 3}
-        logits = m(**batch_).logits
-        logits.retain_grad()
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), shifted(batch["labels"])).backward()
-        seen.append(logits.grad)
-    torch.testing.assert_close(*seen)
+
+    def loss(m):
+        seen.append(called_without_loss(m, batch))
+        seen[-1].retain_grad()
+        return F.cross_entropy(seen[-1][:, :-1].flatten(0, 1), shifted(batch["labels"]))
+
+    assert_same_training(model, stock, loss)
+    torch.testing.assert_close(*(logits.grad for logits in seen))
     assert report.calls_materialised == 1
 
 
@@ -296,16 +314,6 @@ def test_outside_autocast_computed_as_inside(patched, batch):
     assert report.calls_materialised == 0, str(report)
 
 
-def test_without_grad_a_detached_view_stays_lazy(patched, batch):
-    model, stock, report = patched("gpt2", mlp=False)
-    with torch.no_grad():
-        ours, expected = (m(**batch).logits.detach() for m in (model, stock))
-        assert isinstance(ours, LazyLogits)
-        assert torch.equal(ours.argmax(-1), expected.argmax(-1))
-        assert report.calls_materialised == 0
-        assert torch.equal(ours, expected)
-
-
 def test_evaluated_without_grad_and_used_with_it(patched, batch):
     """What was computed without gradients has none afterwards, but of what else takes part."""
     model, stock, report = patched("gpt2", mlp=False)
@@ -321,9 +329,8 @@ def test_evaluated_without_grad_and_used_with_it(patched, batch):
         if m is model:
             assert report.calls_materialised == 0
         (trained,) = torch.autograd.grad((logits * scale).logsumexp(-1).sum(), scale)
-        seen.append((loss, logits.argmax(-1), trained))
-    for ours, expected in zip(*seen, strict=True):
-        torch.testing.assert_close(ours, expected)
+        seen.append((loss, logits.detach().argmax(-1), trained, logits.detach()))
+    torch.testing.assert_close(*seen)
 
 
 def test_a_model_without_a_loss_function_of_its_own(batch):
@@ -343,7 +350,7 @@ def test_a_model_without_a_loss_function_of_its_own(batch):
     expected = model(batch["input_ids"], batch["labels"])
     report = lowtide.patch(model)
     torch.testing.assert_close(model(batch["input_ids"], batch["labels"]), expected)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+    expect_calls(report, 1)
 
 
 def test_a_forward_without_labels_is_left_and_one_past_its_head_is_told(batch):

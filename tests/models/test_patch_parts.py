@@ -1,7 +1,5 @@
 """The parts mlp, norm and rope: found by form, right, reversible, and left alone where something is not as it seems."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +7,18 @@ from torch import nn
 
 import lowtide
 from lowtide.models.instance import part_of
-from models.conftest import COPIES
+from models.conftest import (
+    DYNAMO,
+    PEFT,
+    assert_no_further_from_the_truth,
+    assert_same_gradients,
+    assert_same_training,
+    expect_calls,
+)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+    *DYNAMO,
+    *PEFT,
     pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients:UserWarning"),
 ]
 PARTS = ("mlp", "norm", "rope")
@@ -32,10 +35,13 @@ def fused_modules(model):
     return {name: part_of(module) for name, module in model.named_modules() if part_of(module) in PARTS}
 
 
-def relative_errors(model, stock):
+def assert_near_in_bfloat16(model, stock, losses, rtol=4e-3):  # a last digit of bfloat16
+    torch.testing.assert_close(*losses, rtol=rtol, atol=0)
+    for loss in losses:
+        loss.backward()
     grads = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
     largest = max(g.norm() for g in grads.values())
-    return {n: ((p.grad - grads[n]).norm() / largest).item() for n, p in model.named_parameters() if n in grads}
+    assert all((p.grad - grads[n]).norm() < 3e-2 * largest for n, p in model.named_parameters() if n in grads)
 
 
 def test_what_is_fused(any_model, build):
@@ -45,42 +51,24 @@ def test_what_is_fused(any_model, build):
 
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in FUSED.items() for part in parts])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_part_alone_is_right_and_runs(name, part, dtype, patched, batch, ran, assert_same_gradients):
+def test_each_part_alone_is_right_and_runs(name, part, dtype, patched, batch, ran):
     model, stock, report = patched(name, dtype, loss=False, **{other: other == part for other in PARTS})
     ran.clear()
-    losses = [m(**batch).loss for m in (model, stock)]
-    for loss in losses:
-        loss.backward()
+    if dtype == torch.float32:
+        assert_same_training(model, stock, batch, rtol=1e-6, atol=1e-6)
+    else:
+        assert_near_in_bfloat16(model, stock, [m(**batch).loss for m in (model, stock)])
     count = ran[{"mlp": "swiglu_mlp", "norm": "rms_norm", "rope": "rotary"}[part]]
     lines = (report.parts[part], *report.parts[part].more)
     assert count == sum(line.count for line in lines if line.patched)
     assert ran.total() == count
-    if dtype == torch.float32:
-        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
-        assert_same_gradients(model, stock)
-    else:
-        torch.testing.assert_close(*losses, rtol=4e-3, atol=0)  # a last digit of bfloat16
-        assert max(relative_errors(model, stock).values()) < 3e-2
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "olmo2"])
-def test_in_bfloat16_no_further_from_the_truth_than_stock(name, pair, batch):
-    squares = [0.0, 0.0]
-    for seed in range(6):  # with one draw of weights either may be the nearer one by half
-        model, stock = pair(name, torch.bfloat16)
-        torch.manual_seed(seed)
-        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
-            if p.dim() > 1:
-                p.data.normal_(std=q.float().std().item())
-                q.data.copy_(p.data)
-        exact = copy.deepcopy(stock).double()
-        lowtide.patch(model, loss=False)
-        for m in (model, stock, exact):
-            m(**batch).loss.backward()
-        true = {n: p.grad for n, p in exact.named_parameters()}
-        for i, m in enumerate((model, stock)):
-            squares[i] += sum((p.grad.double() - true[n]).square().sum().item() for n, p in m.named_parameters())
-    assert squares[0] < 1.2**2 * squares[1]
+@pytest.mark.parametrize("loss", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "olmo2", "cohere2"])
+def test_in_bfloat16_no_further_from_the_truth_than_stock(name, loss, patched, batch):
+    model, stock, _ = patched(name, torch.bfloat16, loss=loss)
+    assert_no_further_from_the_truth(model, stock, lambda m: m(**batch).loss, draws=6)
 
 
 def test_patching_again_makes_the_model_as_asked_this_time(patched):
@@ -101,21 +89,6 @@ def test_patching_again_makes_the_model_as_asked_this_time(patched):
     assert fused_modules(model) == {}
 
 
-@pytest.mark.parametrize("through", COPIES.values(), ids=COPIES)
-def test_copies_are_patched_and_on_their_own(through, patched, batch, ran):
-    model, stock, _ = patched("gemma3")
-    model.model.layers[1].mlp.checkpoint_level = 1
-    other = through(model)
-    assert fused_modules(other) == fused_modules(model)
-    assert other.model.layers[1].mlp.checkpoint_level == 1
-    ran.clear()
-    torch.testing.assert_close(other(**batch).loss, stock(**batch).loss)
-    assert ran.keys() == {"swiglu_mlp", "rms_norm", "rotary"}
-    lowtide.unpatch(other)
-    assert fused_modules(other) == {}
-    assert fused_modules(model)
-
-
 def test_the_report_is_a_table_with_alike_modules_in_one_line(build):
     report = lowtide.patch(build("phi3"))
     lines = str(report).splitlines()
@@ -126,10 +99,9 @@ def test_the_report_is_a_table_with_alike_modules_in_one_line(build):
 
 
 def test_weights_on_no_device(build):
+    stock = build("llama")
     with torch.device("meta"):
-        config = build("llama").config
-    with torch.device("meta"):
-        model = type(build("llama"))(config)
+        model = type(stock)(stock.config)
     report = lowtide.patch(model)
     assert all(report.parts[part].patched for part in PARTS)
 
@@ -213,17 +185,8 @@ def test_hooks_of_a_fused_module_are_honoured(patched, batch):
     assert sorted(seen) == ["backward"] * 3 + ["post"] * 3 + ["pre"] * 3
 
 
-def test_the_probe_leaves_no_trace(build):
-    model = build("gemma3")
-    state = torch.get_rng_state()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    lowtide.patch(model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_gradient_checkpointing_and_levels(name, patched, batch, ran, assert_same_gradients, monkeypatch):
+def test_gradient_checkpointing_and_levels(name, patched, batch, ran, monkeypatch):
     levels = []
     stock_mlp = lowtide.models.mlp_part.swiglu_mlp
     monkeypatch.setattr(
@@ -250,14 +213,14 @@ def test_gradient_checkpointing_and_levels(name, patched, batch, ran, assert_sam
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
-def test_compiled_layers(backend, patched, batch, assert_same_training):
+def test_compiled_layers(backend, patched, batch):
     model, stock, report = patched("qwen3")
     torch._dynamo.reset()
     for layer in model.model.layers:
         layer.compile(backend=backend, fullgraph=True)
     for _ in range(2):
         assert_same_training(model, stock, batch)
-    assert (report.calls_fused, report.calls_materialised) == (2, 0), "the loss too"
+    expect_calls(report, 2)
 
 
 def test_transforms_and_float64_run_stock_code(patched, batch, ran):
@@ -280,10 +243,7 @@ def test_autocast(dtype, patched, batch, ran):
     ran.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [m(**batch).loss for m in (model, stock)]
-    torch.testing.assert_close(*losses, rtol=5e-3, atol=0)
-    for loss in losses:
-        loss.backward()
-    assert max(relative_errors(model, stock).values()) < 3e-2
+    assert_near_in_bfloat16(model, stock, losses, rtol=5e-3)
     assert ran.keys() == {"swiglu_mlp", "rms_norm", "rotary"}
 
 

@@ -1,7 +1,5 @@
 """What patch must not disturb around the modules that it looks at, and what it must see when that changes."""
 
-import copy
-import pickle
 import types
 
 import pytest
@@ -14,11 +12,9 @@ from lowtide.errors import UnsupportedError
 from lowtide.layers import rms_norm, rotary
 from lowtide.models import rope_part
 from lowtide.models.instance import part_of
+from models.conftest import DYNAMO, Doubling
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-]
+pytestmark = DYNAMO
 
 
 def test_evaluation_stays_evaluation_and_activations_keep_their_state(build):
@@ -153,27 +149,12 @@ def test_attention_behind_a_decorator_of_its_own_module_stays():
     assert isinstance(type(module).forward, types.FunctionType)
 
 
-def test_copies_of_a_patched_mlp_count_their_activation_as_well(patched):
-    model, _, _ = patched("llama")
-    x = torch.randn(3, 16)
-    for mlp in (copy.deepcopy(model.model.layers[0].mlp), pickle.loads(pickle.dumps(model.model.layers[0].mlp))):
-        assert part_of(mlp) == "mlp"
-        mlp.act_fn = nn.ReLU()
-        expected = mlp.down_proj(F.relu(mlp.gate_proj(x)) * mlp.up_proj(x))
-        torch.testing.assert_close(mlp(x), expected)
-
-
 def test_a_function_mode_sees_what_it_would_see_of_stock_code(patched):
-    class Doubling(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            return result * 2 if function in (F.linear, torch.rsqrt) else result
-
     model, stock, _ = patched("llama")
     x = torch.randn(3, 16)
     for name in ("mlp", "input_layernorm"):
         patched, plain = (getattr(m.model.layers[0], name) for m in (model, stock))
-        with Doubling():
+        with Doubling(F.linear, torch.rsqrt):
             torch.testing.assert_close(patched(x), plain(x))
         with torch.device("cpu"):
             assert part_of(patched) is not None

@@ -1,6 +1,7 @@
 """Models of peft's, patched before and after it: every gradient as without lowtide, by whichever way they run."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,16 +13,25 @@ from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
 from lowtide.models import adapters, mlp_part
 from lowtide.models.instance import part_of
-from models.conftest import COPIES, OwnFunction, state_of, types_of
+from models.conftest import (
+    COPIES,
+    DYNAMO,
+    PEFT,
+    OwnFunction,
+    assert_no_further_from_the_truth,
+    assert_same_gradients,
+    assert_same_training,
+    expect_calls,
+    state_of,
+    types_of,
+)
 
 peft = pytest.importorskip("peft")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+    *DYNAMO,
+    *PEFT,
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
 ]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -64,15 +74,7 @@ def both(pair):
     return both
 
 
-def compare(model, stock, batch, assert_same_gradients, rtol=1e-5, **kwargs):
-    losses = []
-    for m in (model, stock):
-        m.zero_grad()
-        torch.manual_seed(11)
-        losses.append(m(**batch, **kwargs).loss)
-        losses[-1].backward()
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(model, stock, rtol=rtol)
+compare = functools.partial(assert_same_training, seed=11, rtol=1e-5, atol=1e-6)
 
 
 HEADS = {
@@ -88,51 +90,51 @@ HEADS = {
 }
 
 
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+TIED = {
+    "saved": lora(ensure_weight_tying=True, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    "LoRA": lora(ensure_weight_tying=True, target_modules=["embed_tokens", "lm_head"]),
+}
+# Also heads that are tied, capped, scaled or have a bias.
+FUSED = {
+    **{what: ("llama", config) for what, config in (HEADS | PROMPTS).items()},
+    **{
+        f"{name}, {what}": (name, HEADS[what])
+        for name in ("llama-tied", "gemma2", "cohere2", "phi", "granite")
+        for what in ("all", "saved")
+    },
+    **{f"adapters tied, {what}": ("llama-tied", config) for what, config in TIED.items()},
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*lora_bias=True.* was passed:UserWarning")
-@pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
-def test_loss_without_logits_and_every_gradient(config, order, both, batch, assert_same_gradients):
-    model, stock, report = both(config, order=order)
+@pytest.mark.filterwarnings("ignore:.*PrefixEncoder.*:FutureWarning")
+@pytest.mark.parametrize(("name", "config"), FUSED.values(), ids=FUSED)
+def test_loss_without_logits_and_every_gradient(name, config, order, both, batch):
+    model, stock, report = both(config, name=name, order=order)
     for _ in range(2):
-        compare(model, stock, batch, assert_same_gradients)
-    compare(model, stock, batch, assert_same_gradients, num_items_in_batch=7)
-    assert (report.calls_fused, report.calls_materialised) == (3, 0), str(report)
+        compare(model, stock, batch)
+    compare(model, stock, {**batch, "num_items_in_batch": 7})
+    expect_calls(report, 3)
     assert lowtide.patch(model) is report
-    expected = "LoRA with it" if "lm_head" in config.target_modules else "without logits"
+    expected = "LoRA with it" if "lm_head" in (getattr(config, "target_modules", None) or ()) else "without logits"
     assert expected in report.parts["loss"].outcome
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "cohere2", "phi", "granite"])
-@pytest.mark.parametrize("saved", [False, True])
-def test_other_heads(name, saved, both, batch, assert_same_gradients):
-    """Tied, capped, scaled, with a bias."""
-    own = {"modules_to_save": ["lm_head"]} if saved else {}
-    config = lora(target_modules=["q_proj"] if saved else ["q_proj", "lm_head"], **own)
-    model, stock, report = both(config, name=name)
-    compare(model, stock, batch, assert_same_gradients)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
-
-
-@pytest.mark.parametrize("which", ["saved and tied", "LoRA and tied"])
-def test_adapters_tied_to_the_embedding(which, both, batch, assert_same_gradients):
-    own = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
-    if which == "LoRA and tied":
-        own = {"target_modules": ["embed_tokens", "lm_head"]}
-    for order in ("peft first", "patch first"):
-        model, stock, report = both(lora(ensure_weight_tying=True, **own), name="llama-tied", order=order)
-        compare(model, stock, batch, assert_same_gradients)
-        assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
-
-
-def test_a_base_weight_that_is_trained(both, batch, assert_same_gradients):
+def test_a_base_weight_that_is_trained(both, batch):
     model, stock, report = both(lora(target_modules=["lm_head", *MLP]))
     for m in (model, stock):
         for p in m.parameters():
             p.requires_grad_(True)
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
     assert report.calls_fused == 1
 
 
-def test_float64_to_the_last_digits(both, batch, assert_same_gradients, ran):
+def test_float64_to_the_last_digits(both, batch, ran):
     """The stock loss rounds to float32, so the reference takes its own."""
     model, stock, report = both(
         lora(target_modules=["lm_head", "q_proj", *MLP]), lora(target_modules=["lm_head", "up_proj"])
@@ -156,43 +158,32 @@ def test_in_bfloat16_no_further_from_the_truth(autocast, adapter_dtype, both, ba
         lora(target_modules=["lm_head", *MLP]), dtype=torch.bfloat16, autocast_adapter_dtype=adapter_dtype == "float32"
     )
     assert model.get_base_model().lm_head.lora_A["default"].weight.dtype == getattr(torch, adapter_dtype)
-    squares = [0.0, 0.0]
-    for seed in range(4):  # with one draw of weights either may be the nearer one by half
-        torch.manual_seed(seed)
-        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
-            if p.dim() > 1:
-                p.data.normal_(std=q.float().std().item())
-                q.data.copy_(p.data)
-        exact = copy.deepcopy(stock).double()
-        for m in (model, stock, exact):
-            m.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast and m is not exact):
-                m(**batch).loss.backward()
-        true = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
-        assert len(true) == 14
-        for i, m in enumerate((model, stock)):
-            squares[i] += sum((p.grad.double() - true[n]).square().sum() for n, p in m.named_parameters() if n in true)
-    assert squares[0] <= 1.2**2 * squares[1]
+
+    def loss(m):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and m in (model, stock)):
+            return m(**batch).loss
+
+    assert_no_further_from_the_truth(model, stock, loss, draws=4)
     assert report.calls_fused == 4
 
 
 @pytest.mark.parametrize("which", [["up_proj"], ["gate_proj", "down_proj"], MLP])
-def test_mlps_run_fused_with_their_adapters(which, order, both, batch, ran, assert_same_gradients):
+def test_mlps_run_fused_with_their_adapters(which, order, both, batch, ran):
     model, stock, report = both(lora(target_modules=which), order=order)
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
     assert (ran["adapted_mlp"], ran["swiglu_mlp"]) == (2, 0)
     lowtide.patch(model)
     assert f"LoRA on {', '.join(which)} with it" in report.parts["mlp"].outcome
     for layer in model.get_base_model().model.layers:
         assert layer.mlp.checkpoint_level == 0
         layer.mlp.checkpoint_level = 1
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
     assert ran["adapted_mlp"] == 4
     x = torch.randn(3, 16)
     torch.testing.assert_close(*(m.get_base_model().model.layers[0].mlp(x) for m in (model, stock)))
 
 
-def test_mlps_with_dropout(both, batch, ran, assert_same_gradients):
+def test_mlps_with_dropout(both, batch, ran):
     model, stock, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
     mlp = model.get_base_model().model.layers[0].mlp
     model(**batch).loss.backward()
@@ -209,7 +200,8 @@ def test_mlps_with_dropout(both, batch, ran, assert_same_gradients):
         drawn.var(0).mean().item(), rel=0.1
     )  # as much noise as stock's
     model.eval(), stock.eval()
-    compare(model, stock, batch, assert_same_gradients)
+    model.zero_grad()
+    compare(model, stock, batch)
     model.train()
     for m in (model, stock):
         m.add_adapter("other", lora(target_modules=["up_proj"], lora_dropout=0.5))
@@ -222,13 +214,13 @@ def test_mlps_with_dropout(both, batch, ran, assert_same_gradients):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_drop_the_same_again(reentrant, both, batch, assert_same_gradients):
+def test_checkpointed_layers_drop_the_same_again(reentrant, both, batch):
     """A recomputed layer with dropout in its MLP's adapters gives the gradients of one that is not."""
     model, _, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
     other = copy.deepcopy(model)
     other.enable_input_require_grads()
     other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    compare(other, model, batch, assert_same_gradients)
+    compare(other, model, batch)
 
 
 def steps(model):
@@ -246,7 +238,7 @@ def lora_layers(model):
     return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer) and "more0" in m.scaling]
 
 
-def test_changes_after_patching_are_followed(order, both, batch, ran, assert_same_gradients):
+def test_changes_after_patching_are_followed(order, both, batch, ran):
     second = lora(target_modules=["lm_head", "down_proj", "q_proj"], r=4, lora_alpha=9)
     model, stock, report = both(lora(target_modules=["lm_head", *MLP]), second, order=order)
     fused = 0
@@ -255,35 +247,31 @@ def test_changes_after_patching_are_followed(order, both, batch, ran, assert_sam
             change(m)
         before = ran["adapted_mlp"] + ran["swiglu_mlp"]
         if what == "merged":  # nothing is left to train
-            losses = [m(**batch).loss for m in (model, stock)]
-            torch.testing.assert_close(*losses)
+            torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
         else:
-            compare(model, stock, batch, assert_same_gradients)
+            compare(model, stock, batch)
         fused += 1
         assert (report.calls_fused, report.calls_materialised) == (fused, 0), f"{what}: {report}"
         assert ran["adapted_mlp"] + ran["swiglu_mlp"] == before + 2, what
     with model.disable_adapter(), stock.disable_adapter():
         torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
     assert report.calls_fused == fused + 1
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
     plain, expected = model.merge_and_unload(), stock.merge_and_unload()
-    losses = [m(**batch).loss for m in (plain, expected)]
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.requires_grad_() if not loss.requires_grad else None
+    torch.testing.assert_close(*(m(**batch).loss for m in (plain, expected)))
     assert report.calls_fused == fused + 3
     lowtide.unpatch(plain)
     assert type(plain.lm_head) is nn.Linear
     assert types_of(plain) == types_of(expected)
 
 
-def test_saved_heads_of_several_adapters(order, both, batch, assert_same_gradients):
+def test_saved_heads_of_several_adapters(order, both, batch):
     config = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     model, stock, report = both(config, config, order=order)
     for i, name in enumerate(("default", "more0", "default")):
         for m in (model, stock):
             m.set_adapter(name)
-        compare(model, stock, batch, assert_same_gradients)
+        compare(model, stock, batch)
         assert report.calls_fused == i + 1
         assert report.parts["loss"].module == f"lm_head.modules_to_save.{name}"
     with model.disable_adapter(), stock.disable_adapter():
@@ -291,8 +279,8 @@ def test_saved_heads_of_several_adapters(order, both, batch, assert_same_gradien
     assert report.calls_materialised == 0, str(report)
     assert report.parts["loss"].module == "lm_head.original_module"
     for m in (model, stock):
-        m.get_base_model().lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
-    compare(model, stock, batch, assert_same_gradients)
+        hooked(m.get_base_model().lm_head)
+    compare(model, stock, batch)
     assert report.calls_materialised == 1
     lowtide.unpatch(model)
     assert types_of(model) == types_of(stock)
@@ -316,11 +304,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("config", "reason"), OTHERS.values(), ids=OTHERS)
-def test_other_tuners_run_as_they_came(config, reason, order, both, batch, ran, assert_same_gradients, request):
+def test_other_tuners_run_as_they_came(config, reason, order, both, batch, ran, request):
     name = "llama-tied" if "tied tokens" in request.node.name else "llama"
     model, stock, report = both(config, order=order, name=name)
-    compare(model, stock, batch, assert_same_gradients)
-    assert (report.calls_fused, report.calls_materialised) == (0, 1)
+    compare(model, stock, batch)
+    expect_calls(report, 0, 1)
     lowtide.patch(model)
     assert reason in report.parts["loss"].outcome
     on_mlps = "gate_proj" in (config.target_modules or ())
@@ -330,26 +318,11 @@ def test_other_tuners_run_as_they_came(config, reason, order, both, batch, ran, 
         assert report.parts["mlp"].outcome.startswith("left as it is: gate_proj ")
 
 
-PROMPTS = {
-    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
-    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*PrefixEncoder.*:FutureWarning")
-@pytest.mark.parametrize("config", PROMPTS.values(), ids=PROMPTS)
-def test_prompts_are_fused(config, both, batch, assert_same_gradients):
-    model, stock, report = both(config)
-    compare(model, stock, batch, assert_same_gradients)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
-
-
-def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch, assert_same_gradients):
+def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch):
     config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
     model, stock, report = both(config, order=order)
-    compare(model, stock, batch, assert_same_gradients)
-    assert (report.calls_fused, report.calls_materialised) == (int(order == "patch first"), 0)
+    compare(model, stock, batch)
+    expect_calls(report, int(order == "patch first"))
     assert report.parts["loss"].patched == (order == "patch first")
     assert ("AdaptionPromptModel around the model keeps the forward" in str(report)) == (order == "peft first")
 
@@ -362,26 +335,25 @@ def test_adaption_prompts_are_seen_from_inside_too(both):
     assert "adaption prompts inside keep the forward" in str(report)
 
 
-def test_other_parts_of_a_peft_model(both, batch, assert_same_gradients):
+def test_other_parts_of_a_peft_model(both, batch):
     model, stock, report = both(lora(target_modules=["q_proj", "v_proj"], modules_to_save=["norm"]), name="qwen3")
     assert all(report.parts[part].patched for part in ("mlp", "norm", "rope"))
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
 
 
 def test_logits_read_after_the_loss_have_the_adapters(both, batch):
     model, stock, report = both(lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.3))
-    outputs = []
-    for m in (model, stock):
-        torch.manual_seed(2)
-        outputs.append(m(**batch))
-    torch.testing.assert_close(outputs[0].logits + 0, outputs[1].logits)
-    for m, out in zip((model, stock), outputs, strict=True):
-        (out.loss + out.logits.square().mean()).backward()
-        assert m.get_base_model().lm_head.lora_A["default"].weight.grad is not None
-    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
-    assert (report.calls_fused, report.calls_materialised) == (1, 1)
+    read = []
+
+    def loss(m):
+        outputs = m(**batch)
+        read.append(outputs.logits + 0)
+        return outputs.loss + outputs.logits.square().mean()
+
+    compare(model, stock, loss)
+    torch.testing.assert_close(*read)
+    assert all(m.get_base_model().lm_head.lora_A["default"].weight.grad is not None for m in (model, stock))
+    expect_calls(report, 1, 1)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -399,40 +371,40 @@ def test_logits_of_a_call_without_adapters_stay_without(grad, both, batch):
 
 
 @pytest.mark.parametrize("reference", ["adapters off", "another adapter"])
-def test_a_saved_heads_logits_after_those_of_the_reference(reference, order, both, batch, assert_same_gradients):
+def test_a_saved_heads_logits_after_those_of_the_reference(reference, order, both, batch):
     """As DPO has it: both forward passes, and then the loss of both. They are two heads of one wrapper."""
     config = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     more = [config] if reference == "another adapter" else []
     model, stock, report = both(config, *more, order=order)
     call = {"input_ids": batch["input_ids"], "num_items_in_batch": 3}
-    ids, losses = batch["input_ids"][..., None], []
-    for m in (model, stock):
-        for _ in range(2):  # there and back again
-            policy = m(**call).logits
-            if more:
-                m.set_adapter("more0")
+    ids = batch["input_ids"][..., None]
+
+    def loss(m):
+        policy = m(**call).logits
+        if more:
+            m.set_adapter("more0")
+            frozen = m(**call).logits
+            m.set_adapter("default")
+        else:
+            with torch.no_grad(), m.disable_adapter():
                 frozen = m(**call).logits
-                m.set_adapter("default")
-            else:
-                with torch.no_grad(), m.disable_adapter():
-                    frozen = m(**call).logits
-            own, other = (z.log_softmax(-1).gather(-1, ids).sum() for z in (policy, frozen))
-            losses.append(-F.logsigmoid(own - other))
-            losses[-1].backward()
-    torch.testing.assert_close(*losses[1::2])
-    assert_same_gradients(model, stock)
-    assert (report.calls_fused, report.calls_materialised) == (4, 0), str(report)
+        own, other = (z.log_softmax(-1).gather(-1, ids).sum() for z in (policy, frozen))
+        return -F.logsigmoid(own - other)
+
+    for _ in range(2):  # there and back again
+        assert_same_training(model, stock, loss)
+    expect_calls(report, 4)
     lowtide.unpatch(model)
     assert types_of(model) == types_of(stock)
 
 
-def test_a_level_and_tiles_are_what_the_mlp_says(both, batch, assert_same_gradients):
+def test_a_level_and_tiles_are_what_the_mlp_says(both, batch):
     model, stock, _ = both(lora(target_modules=MLP))
     for module in model.modules():
         if hasattr(module, "checkpoint_level"):
             module.tile_tokens = 4
             mlp = module
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
     mlp.checkpoint_level = 7
     with pytest.raises(ArgumentValueError, match="checkpoint_level"):
         model(**batch)
@@ -441,12 +413,7 @@ def test_a_level_and_tiles_are_what_the_mlp_says(both, batch, assert_same_gradie
 def test_a_gradient_that_reaches_lazy_logits(both, batch):
     """Through a custom function's own node, which asks for the vector-Jacobian product of the head."""
     model, stock, _ = both(lora(target_modules=["lm_head", "q_proj"], lora_bias=False))
-
-    for m in (model, stock):
-        OwnFunction.apply(m(**batch).logits).square().mean().backward()
-    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
+    compare(model, stock, lambda m: OwnFunction.apply(m(**batch).logits).square().mean())
 
 
 def test_no_logits_and_nothing_of_the_weights_size(both):
@@ -496,7 +463,7 @@ CHANGES = {
 @pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.up_proj"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_lora_layer_that_is_not_plain(change, where, when, pair, batch, ran, assert_same_gradients):
+def test_a_lora_layer_that_is_not_plain(change, where, when, pair, batch, ran):
     model, stock = (wrap(m, lora(target_modules=["lm_head", *MLP])) for m in pair("llama"))
     if when == "after":
         report = lowtide.patch(model)
@@ -506,21 +473,21 @@ def test_a_lora_layer_that_is_not_plain(change, where, when, pair, batch, ran, a
         CHANGES[change](m.get_base_model().get_submodule(where))
     if when == "before":
         report = lowtide.patch(model)
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
     head = where == "lm_head"
-    assert (report.calls_fused, report.calls_materialised) == (int(not head), int(head)), str(report)
+    expect_calls(report, int(not head), int(head))
     assert ran["adapted_mlp"] == (2 if head else 1)
     if not head:
         lowtide.patch(model)
         assert report.parts["mlp"].more[0].module == "model.layers.1.mlp"
 
 
-def test_a_lora_forward_that_a_library_replaced(pair, batch, ran, assert_same_gradients, monkeypatch):
+def test_a_lora_forward_that_a_library_replaced(pair, batch, ran, monkeypatch):
     stock_forward = peft.tuners.lora.Linear.forward
     model, stock = (wrap(m, lora(target_modules=["lm_head", *MLP])) for m in pair("llama"))
     monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda self, x: stock_forward(self, x) * 1.5)
     report = lowtide.patch(model)
-    compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch)
     assert (report.calls_materialised, ran["adapted_mlp"]) == (1, 0)
     assert "not the LoRA layer of a plain torch.nn.Linear" in str(report)
 
@@ -540,12 +507,12 @@ def test_probes_leave_no_trace(build):
 
 @pytest.mark.parametrize("through", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("kind", ["head", "saved"])
-def test_copies(through, kind, both, batch, ran, assert_same_gradients):
+def test_copies(through, kind, both, batch, ran):
     model, stock, report = both(HEADS["all"] if kind == "head" else HEADS["saved, MLP"])
     model(**batch)
     other = through(model)
     ran["adapted_mlp"] = 0
-    compare(other, stock, batch, assert_same_gradients)
+    compare(other, stock, batch)
     assert report.calls_fused == 1
     assert lowtide.patch(other).calls_fused == 2
     assert ran["adapted_mlp"] == 2
@@ -577,7 +544,7 @@ def test_checkpoints_of_peft_are_stock(order, kind, both, build, batch, tmp_path
 
 @pytest.mark.parametrize("way", ["merge_and_unload", "unload"])
 @pytest.mark.parametrize("undo", [True, False])
-def test_taken_off_before_it_ran(undo, way, both, batch, assert_same_gradients):
+def test_taken_off_before_it_ran(undo, way, both, batch):
     """peft copies the patched head into modules_to_save, and hands the copy out."""
     model, stock, report = both(HEADS["saved"], order="patch first")
     model, stock = (getattr(m, way)() for m in (model, stock))
@@ -586,8 +553,8 @@ def test_taken_off_before_it_ran(undo, way, both, batch, assert_same_gradients):
     if undo:
         lowtide.unpatch(model)
         assert types_of(model) == types_of(stock)
-    compare(model, stock, batch, assert_same_gradients)
-    assert (report.calls_fused, report.calls_materialised) == (int(not undo), 0), str(report)
+    compare(model, stock, batch)
+    expect_calls(report, int(not undo))
 
 
 @pytest.mark.parametrize("kind", ["all", "saved"])
@@ -608,18 +575,18 @@ def test_patched_twice_and_undone(both, batch):
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 
-def test_compiled_layers_stay_fused(both, batch, assert_same_gradients):
+def test_compiled_layers_stay_fused(both, batch):
     model, stock, report = both(HEADS["all"], settings={"num_hidden_layers": 1})
     torch._dynamo.reset()
     for layer in model.get_base_model().model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        compare(model, stock, batch, assert_same_gradients)
-    assert (report.calls_fused, report.calls_materialised) == (2, 0)
+        compare(model, stock, batch)
+    expect_calls(report, 2)
 
 
 @pytest.mark.filterwarnings("ignore:lowtide.patch. the logits are built:UserWarning")
-def test_a_compiled_model_is_right(both, batch, assert_same_training):
+def test_a_compiled_model_is_right(both, batch):
     model, stock, _ = both(HEADS["all"], settings={"num_hidden_layers": 1})
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
@@ -632,11 +599,7 @@ def test_a_compiled_mlp_with_dropout_runs_its_own_code(both, ran):
     torch._dynamo.reset()
     compiled = torch.compile(mlp, backend="eager", fullgraph=True)
     x = torch.randn(3, 16)
-    results = []
-    for module in (compiled, expected):
-        torch.manual_seed(1)
-        results.append(module(x))
-    torch.testing.assert_close(*results)
+    assert_same_training(mlp, expected, lambda module: module(x), through=compiled, seed=1)
     mlp.eval(), expected.eval()
     torch.testing.assert_close(compiled(x), expected(x))
 
@@ -644,24 +607,22 @@ def test_a_compiled_mlp_with_dropout_runs_its_own_code(both, ran):
 def test_evaluation(both, batch):
     model, stock, report = both(HEADS["all"])
     model.eval(), stock.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
-    with torch.inference_mode():
-        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
-    assert (report.calls_fused, report.calls_materialised) == (2, 0)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    expect_calls(report, 2)
 
 
-def test_saved_projections_of_an_mlp(both, batch, ran, assert_same_gradients):
+def test_saved_projections_of_an_mlp(both, batch, ran):
     for order in ("peft first", "patch first"):
         model, stock, _ = both(lora(target_modules=["up_proj"], modules_to_save=["gate_proj"]), order=order)
-        compare(model, stock, batch, assert_same_gradients)
+        compare(model, stock, batch)
         with model.disable_adapter(), stock.disable_adapter():
             torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
     assert (ran["adapted_mlp"], ran["swiglu_mlp"]) == (4, 4)
-    gate = model.get_base_model().model.layers[0].mlp.gate_proj
-    gate.register_forward_hook(lambda module, args, output: output * 2)
-    stock.get_base_model().model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, output: output * 2)
-    compare(model, stock, batch, assert_same_gradients)
+    for m in (model, stock):
+        hooked(m.get_base_model().model.layers[0].mlp.gate_proj)
+    compare(model, stock, batch)
     assert "gate_proj is a layer of modules_to_save with hooks" in str(lowtide.patch(model))
 
 
@@ -688,6 +649,5 @@ def test_generating_with_adapters_looks_at_none(both, batch, monkeypatch):
 def test_a_batch_of_several_adapters_gets_its_logits(both, batch):
     model, stock, report = both(HEADS["all"])
     model.eval(), stock.eval()
-    losses = [m(**batch, adapter_names=["default", "__base__"]).loss for m in (model, stock)]
-    torch.testing.assert_close(*losses)
-    assert (report.calls_fused, report.calls_materialised) == (0, 1), str(report)
+    torch.testing.assert_close(*(m(**batch, adapter_names=["default", "__base__"]).loss for m in (model, stock)))
+    expect_calls(report, 0, 1)

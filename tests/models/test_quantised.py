@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import lowtide
+from models.conftest import DYNAMO, assert_same_training, expect_calls
 
 transformers = pytest.importorskip("transformers")
 bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("accelerate")
 
 pytestmark = [
+    *DYNAMO,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # peft's calls
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
     pytest.mark.filterwarnings("ignore:Merge lora module to .-bit linear:UserWarning"),
 ]
@@ -37,23 +38,13 @@ def quantised(build, tmp_path):
     return load
 
 
-@pytest.fixture
-def compare(assert_same_gradients):
-    def compare(model, stock, batch, rtol=1e-5):
-        losses = []
-        for m in (model, stock):
-            torch.manual_seed(5)
-            losses.append(m(**batch).loss)
-            losses[-1].backward()
-        torch.testing.assert_close(*losses, rtol=rtol, atol=rtol)
-        assert_same_gradients(model, stock, rtol=rtol)
-
-    return compare
+def compare(model, stock, batch, rtol=1e-5):
+    assert_same_training(model, stock, batch, seed=5, gradients=rtol, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("skip", [(), ("lm_head",), ("gate_proj", "up_proj", "down_proj", "lm_head")], ids=len)
-def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch, ran, compare):
+def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch, ran):
     model, stock = quantised(bits, skip), quantised(bits, skip)
     report = lowtide.patch(model)
     compare(model, stock, batch)
@@ -61,7 +52,7 @@ def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch, ran, compa
     head_is_plain, mlp_is_plain = "lm_head" in skip, "up_proj" in skip
     assert type(stock.lm_head) is (torch.nn.Linear if head_is_plain else getattr(bnb.nn, kind))
     assert type(stock.model.layers[0].mlp.up_proj) is (torch.nn.Linear if mlp_is_plain else getattr(bnb.nn, kind))
-    assert (report.calls_fused, report.calls_materialised) == (int(head_is_plain), int(not head_is_plain))
+    expect_calls(report, int(head_is_plain), int(not head_is_plain))
     assert ran["swiglu_mlp"] == 2 * mlp_is_plain
     if not head_is_plain:
         reason = f"left as it is: the output embedding is a {kind}, not a plain torch.nn.Linear"
@@ -75,7 +66,7 @@ def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch, ran, compa
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_qlora(bits, order, dtype, quantised, batch, ran, compare):
+def test_qlora(bits, order, dtype, quantised, batch, ran):
     """prepare_model_for_kbit_training, LoRA on every layer, on the head too, with checkpointing."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -94,7 +85,7 @@ def test_qlora(bits, order, dtype, quantised, batch, ran, compare):
     if order == "peft first":
         report = lowtide.patch(model)
     compare(model, stock, batch, rtol=1e-5 if dtype == torch.float32 else 5e-2)
-    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+    expect_calls(report, 1)
     assert ran["swiglu_mlp"] == ran["adapted_mlp"] == 0
     lowtide.patch(model)
     assert "LoRA with it" in report.parts["loss"].outcome
@@ -103,7 +94,7 @@ def test_qlora(bits, order, dtype, quantised, batch, ran, compare):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_lora_on_a_quantised_head(bits, quantised, batch, compare):
+def test_lora_on_a_quantised_head(bits, quantised, batch):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
     pair = []
@@ -112,7 +103,7 @@ def test_lora_on_a_quantised_head(bits, quantised, batch, compare):
         pair.append(peft.get_peft_model(model, config).train())
     report = lowtide.patch(pair[0])
     compare(*pair, batch)
-    assert (report.calls_fused, report.calls_materialised) == (0, 1)
+    expect_calls(report, 0, 1)
     assert f"the output embedding is LoRA on a {BITS[bits]}, not on a plain" in str(report)
 
 

@@ -15,7 +15,7 @@ import torch
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.policy_words import layer_policies, mixture_of, words_of
+from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig

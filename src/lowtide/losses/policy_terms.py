@@ -272,8 +272,8 @@ def per_token_advantage(advantage: Tensor, like_name: str, like: Tensor) -> Tens
     if value.shape == like.shape[:-1]:
         value = value.unsqueeze(-1).expand(like.shape)
     elif value.shape != like.shape:
-        shapes = f"shape {list(like.shape[:-1])}, one per sequence, or {list(like.shape)}, one per token,"
-        raise ArgumentValueError(message("advantage", f"{shapes} as {like_name} says", f"shape {list(value.shape)}"))
+        shapes = f"shape {list(like.shape[:-1])}, one per sequence, or {list(like.shape)}, as {like_name} has"
+        raise ArgumentValueError(message("advantage", shapes, f"shape {list(value.shape)}"))
     return check_place("advantage", value, like_name, like)
 
 

@@ -211,8 +211,8 @@ def orpo_loss(
 
         chosen_nll - beta log sigmoid(log odds(p_chosen) - log odds(p_rejected))
 
-    log(1 - p) is computed as log(-expm1(log p)). Where float32 says p = 1 (log p above -1e-19), the odds are those
-    of log p = -1e-19 and have no gradient.
+    log(1 - p) is computed as log(-expm1(log p)). Where p rounds to 1 in float32 (log p above -1e-19), the odds are
+    those of log p = -1e-19 and have no gradient.
 
     Args:
         chosen_mean_logprob: log p, at most 0, of each preferred answer [...], as in `simpo_loss`.

@@ -71,9 +71,17 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
     return AdaptedLinear(base, found, (*around, kept, *dropouts))
 
 
+def saved_layers(module: nn.Module | None) -> list[nn.Module]:
+    """Return the modules that a layer of modules_to_save may call; [] of any other."""
+    if module is None or not _is_saved(module):
+        return []
+    children: Any = module._modules
+    return [children["original_module"], *children["modules_to_save"].children()]
+
+
 def saved_module(module: nn.Module) -> nn.Module | str:
     """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
-    if "original_module" not in module._modules or "modules_to_save" not in module._modules:
+    if not _is_saved(module):
         return module
     why_not = _why_not_class(module, _SAVED, _why_not_saved)
     if why_not is not None:
@@ -86,8 +94,12 @@ def saved_module(module: nn.Module) -> nn.Module | str:
     return layer.original_module if stock else layer.modules_to_save[active[0]]  # type: ignore[no-any-return]
 
 
+def _is_saved(module: nn.Module) -> bool:
+    return "original_module" in module._modules and "modules_to_save" in module._modules
+
+
 def is_lora(module: nn.Module) -> bool:
-    """Whether the names of the module's children say that it is a LoRA layer."""
+    """Whether the module's children have the names of a LoRA layer's."""
     return {"base_layer", "lora_A", "lora_B"} <= module._modules.keys()
 
 
@@ -117,16 +129,16 @@ def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
             continue
         if name in lora.lora_variant:
             return f"has an adapter of another form than LoRA's ({type(lora.lora_variant[name]).__name__})"
-        scale: object = lora.scaling[name]
+        scale = lora.scaling[name]
         if type(dropouts[name]) not in (nn.Dropout, nn.Identity):
             return f"drops by a {type(dropouts[name]).__name__}"
         if type(scale) not in (int, float) or a_s[name]._parameters.get("bias") is not None:
             return "has an adapter of another form than LoRA's"
-        found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], lora.scaling[name]))
+        found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], scale))
     if found and not getattr(lora, "cast_input_dtype_enabled", True):
         dtype = base.weight.dtype
         if any(adapter.a.weight.dtype != dtype for adapter in found):
-            return "leaves its input's dtype as it is, which is not that of its adapters"
+            return "does not cast its input to its adapters' dtype"
     return tuple(found)
 
 

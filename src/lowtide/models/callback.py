@@ -25,7 +25,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
     """Patches the model of a ``transformers.Trainer``, or of one of TRL's trainers, when the trainer is made.
 
     That is after the trainer has moved its model and wrapped it with peft, and before DDP, FSDP, DeepSpeed or
-    ``torch.compile`` wrap it, which is when `lowtide.patch` wants it. A trainer whose settings are TRL's gets
+    ``torch.compile`` wrap it, which is when `lowtide.patch` has to come. A trainer whose settings are TRL's gets
     `lowtide.patch_trl` as well, for TRL's trainers take their losses from functions of TRL's own; that one holds for
     the whole process. A trainer that is given ``model_init`` makes a new model for each run, and prepares it before a
     callback sees it: call `lowtide.patch` in that function, or with mixed precision the loss stays as it is.
@@ -36,7 +36,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         norm: The same.
         rope: The same.
         trl: Whether to call `lowtide.patch_trl` too. None: where the trainer's settings are TRL's, and TRL is of a
-            version that lowtide knows; else the reason is shown.
+            version that lowtide supports; else the reason is shown.
         options: How the losses are to run, for both.
         unpatch: Whether to undo all of it when training ends.
         show: What is called with the report's text, in the main process alone and once a model: ``print``, a logger's
@@ -81,7 +81,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         self.trl_report: TrlReport | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Patch the trainer's model, and say what was done."""
+        """Patch the trainer's model, and show the report."""
         texts = [self._patch(kwargs["model"])]
         of_trl = any(kind.__module__.split(".")[0] == "trl" for kind in type(args).__mro__)
         if self._trl or (self._trl is None and of_trl):
@@ -93,7 +93,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
                 texts.append(f"TRL left as it is: {error}")
             else:
                 texts.append(str(self.trl_report))
-        self._tell(state, *texts)
+        self._report(state, *texts)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Patch the model if it is not the one that is patched, nor that one wrapped."""
@@ -103,7 +103,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
             return
         before = self._model() if self._model is not None else None
         if not any(module is before for module in kwargs["model"].modules()):
-            self._tell(state, self._patch(kwargs["model"]), _MADE_LATER)
+            self._report(state, self._patch(kwargs["model"]), _MADE_LATER)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Undo it, if ``unpatch``."""
@@ -113,7 +113,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         try:
             unpatch(kwargs["model"] if model is None else model)
         except UnsupportedError as error:  # FSDP2 has changed its class since: no reason to end in an error
-            self._tell(state, f"left patched: {error}")
+            self._report(state, f"left patched: {error}")
         else:
             self._undone = True
         if self.trl_report is not None:
@@ -127,6 +127,6 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         self._model = weakref.ref(model)
         return str(self.report)
 
-    def _tell(self, state: Any, *texts: str) -> None:
+    def _report(self, state: Any, *texts: str) -> None:
         if self._show is not None and state.is_world_process_zero:
             self._show("\n".join(texts))

@@ -14,6 +14,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
+from lowtide.arguments import is_autocast_on
 from lowtide.code import MODULE_HOOKS, Code
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
@@ -26,7 +27,7 @@ _HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.ut
 # accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
 _ACCELERATE = "accelerate.hooks"
 _MOVES = ("AlignDevicesHook", "CpuOffload")
-# The arguments of a forward that say that a loss follows.
+# The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 LINEAR = Code((nn.Linear,))
 
@@ -147,11 +148,6 @@ def is_under_compile() -> bool:
     """
     # Between two graphs of a region the code runs eagerly, and only the callback tells that the next frame is compiled.
     return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
-
-
-def is_autocast_on(device_type: str) -> bool:
-    """Whether autocast is on for a device type; False for one that has no autocast."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def is_function_mode_active() -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.arguments import is_autocast_on
 from lowtide.distributed.zero import is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
-from lowtide.models.eligibility import is_autocast_on, why_not_call
+from lowtide.models.eligibility import why_not_call
 from lowtide.models.fingerprint import fingerprint
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
@@ -58,7 +59,6 @@ class HeadCall:
     Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for each access.
     """
 
-    adapted = False  # adapters add to the logits
     only_loss = False  # cross entropy alone can be computed without logits
     sharded = False  # each rank has a shard of the classes
     gives_dtensor = False

@@ -18,7 +18,7 @@ from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks import exchange
 from lowtide.head.ranks.shard import shard_of_dtensor
-from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
+from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora
 from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy, why_not_now
 from lowtide.models.head_call import Forward, HeadCall
 from lowtide.models.parallel_style import Style, is_sharded_along, style_aside, style_of, why_not_agreed
@@ -31,20 +31,6 @@ AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
 _LORA_SHARDED = "has LoRA on a sharded weight"
 
 
-def called_head(outer: Any) -> Any:
-    """Return the module that computes the logits when the output embedding is called: one of modules_to_save, or it."""
-    found = saved_module(outer) if isinstance(outer, nn.Module) else outer
-    return outer if isinstance(found, str) else found
-
-
-def saved_layers(outer: Any) -> list[Any]:
-    """Return the modules that a layer of modules_to_save may call; [] of any other output embedding."""
-    children: Any = outer._modules if isinstance(outer, nn.Module) else {}
-    if not {"original_module", "modules_to_save"} <= children.keys():
-        return []
-    return [children["original_module"], *children["modules_to_save"].children()]
-
-
 def why_not_linear(head: nn.Module | None) -> str | None:
     """Return why ``head`` is no linear layer, with LoRA or without."""
     found = None if head is None else adapted_linear(head)
@@ -54,7 +40,7 @@ def why_not_linear(head: nn.Module | None) -> str | None:
 
 
 def with_what(head: nn.Module) -> str:
-    """Return what the report says of the adapters that are there now."""
+    """Return the report's text about the adapters that are active now."""
     found = adapted_linear(head) if is_lora(head) else None
     return ", LoRA with it" if isinstance(found, AdaptedLinear) and found.adapters else ""
 
@@ -114,7 +100,7 @@ class LoraHeadCall(HeadCall):
             x = x.to(adapter.a.weight.dtype)  # one after another, as the layer does
             inner.append(adapter.a(adapter.dropout(x)))
         self._inner = tuple(inner)
-        self.adapted = self.only_loss = bool(inner)
+        self.only_loss = bool(inner)
         super().__init__(head, hidden, report, options)
 
     def why_not_again(self) -> str | None:

@@ -169,7 +169,7 @@ def _moved(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -
 
 
 def _with_classes_second(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
-    """[B, V, T] of [B, T, V], as `F.cross_entropy` takes it; `fold` knows no such step, and nothing else fuses it."""
+    """[B, V, T] of [B, T, V], as `F.cross_entropy` takes it; `fold` has no such step, so that nothing else is fused."""
     return _recorded(input, function, args, view=True) if input.dim() == 3 else NotImplemented
 
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch._C import TensorBase
 
-from lowtide.arguments import is_dtensor
+from lowtide.arguments import is_autocast_on, is_dtensor
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.head_kinds import adapted_cross_entropy, plain_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.steps import NO_CLASS, LogitArguments, Step, fold
@@ -58,7 +57,7 @@ def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
             return NotImplemented
 
         def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-            compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
+            compute = adapted_cross_entropy if "adapters" in kwargs else linear_cross_entropy
             kwargs |= {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
             kwargs |= {"reduction": reduction, "options": _of_tokens(options) if reduction == "none" else options}
             result = compute(hidden, head, target.reshape(hidden.shape[:-1]), **kwargs)

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.arguments import is_autocast_on
 from lowtide.distributed.zero import gather_for, gathers_for
 from lowtide.mlp.swiglu import adapted_mlp, swiglu_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
-from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_autocast_on, is_ordinary
+from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
 from lowtide.models.parallel_mlp import is_cut_over, is_hooked, mesh_of_mlp, run_sharded
 from lowtide.models.parallel_style import why_not_agreed
@@ -34,13 +35,13 @@ _HOOKED = "a child has hooks or a forward of its own"
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether the names of the module's children say that it is a gated MLP."""
+    """Whether the module's children have the names of a gated MLP's."""
     children = dict(module.named_children())
     return all(name in children for name in _PROJECTIONS) or {"gate_up_proj", "down_proj"} <= children.keys()
 
 
 def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...], probe.Settings]] | str:
-    """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
+    """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     children = dict(module.named_children())
     if "gate_up_proj" in children:
         return "gate and up are one projection (gate_up_proj)"
@@ -131,11 +132,8 @@ def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module], la
 def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: probe.Settings) -> dict[str, Any]:
     """Return what a patched MLP does differently from ``base``.
 
-    Args:
-        base: The stock class.
-        activation: As `swiglu_mlp` takes it.
-        other_types: The classes of the children beside the projections, which the probe ran with them.
-        found: The settings of the MLP and of these children.
+    ``other_types`` are the classes of the children beside the projections, and ``found`` the settings of the MLP and of
+    these children.
     """
     args = (activation, other_types, found)
     confirm = lambda mlp: find(mlp, base)[1:] == (args,)  # noqa: E731

@@ -24,7 +24,7 @@ _EQUAL = 0.97  # of the values in a narrow dtype: another order of rounding chan
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether what the module owns says that it may be an RMS norm."""
+    """Whether the module owns one weight of one axis and an epsilon, as RMS norms do."""
     weight = module._parameters.get("weight")
     owns_more = module._modules or module._buffers or len(module._parameters) != 1
     return weight is not None and len(shape_of(weight)) == 1 and not owns_more and _epsilon(module) is not None
@@ -35,7 +35,7 @@ def _epsilon(module: nn.Module) -> str | None:
 
 
 def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str, probe.Settings]] | str:
-    """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
+    """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     name = _epsilon(module)
     assert name is not None
     if not _is_number(getattr(module, name)):

@@ -2,7 +2,7 @@
 
 `torch.distributed.tensor.parallel.ColwiseParallel` and ``RowwiseParallel`` put hooks before and after the module's
 forward; the styles of these names in transformers put a forward on the instance. Both make a DTensor of the input, and
-of the output what its layout says.
+give the output the layout that the style has for it.
 
 Fused and stock code exchange different tensors. A rank that alone ran the stock code, for a hook or a mode of its own
 (a logger's on the first rank, say), would wait for ever, or take one tensor for another. So the ranks agree once, at a

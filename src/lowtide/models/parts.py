@@ -1,6 +1,6 @@
 """The parts of a model that `lowtide.patch` fuses: `mlp`, `norm` and `rope`.
 
-A part is a file with three functions. ``is_candidate(module)``: whether the form of a module says that it may be such a
+A part is a file with three functions. ``is_candidate(module)``: whether a module has the form of such a
 part. ``find(module, base)``: what is done to a candidate of stock class ``base``, as text, and the arguments of
 ``overrides``; or why nothing is. ``overrides(base, *args)``: what the class of a patched module does differently.
 """

@@ -21,8 +21,9 @@ from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models import eligibility, parallel_style
+from lowtide.models.adapters import saved_layers, saved_module
 from lowtide.models.head_call import HeadWork, running_forward
-from lowtide.models.head_kinds import called_head, head_call, saved_layers, why_not_linear, with_what
+from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
@@ -63,7 +64,7 @@ class _PatchState(Counter):
 
     def count_built(self, why: str, hint: str) -> None:
         """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
-        if self.head is None:  # the report says so already
+        if self.head is None:  # the report has the reason
             return
         self.report.count_materialised(why)
         if not self.warned:
@@ -239,7 +240,8 @@ def _unwrapped(model: Any) -> Any:
 def _adopt_head(model: Any, state: _PatchState) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
     outer: Any = model.get_output_embeddings()
-    head: Any = called_head(outer)
+    found = None if outer is None else saved_module(outer)
+    head: Any = outer if isinstance(found, str) else found
     if state.head is not None and head is state.head and part_of(state.head) is not None:
         _owners.setdefault(head, ref(state))  # a copied model's head has had no owner so far
         return
@@ -324,7 +326,7 @@ def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwar
     outputs = forward(*args, **kwargs)
     if eligibility.is_under_compile():  # between two graphs, where the head is in one
         state.count_compiled()
-    elif getattr(model, "_is_replica", False):  # it returns outputs by C++ that knows no lazy tensors
+    elif getattr(model, "_is_replica", False):  # it returns outputs by C++, which cannot read lazy tensors
         state.count_built(*_REPLICA)
     elif state.head_calls != calls:
         state.count_built(*_WITHOUT_LABELS)

@@ -107,15 +107,11 @@ def settings_of(modules: Sequence[nn.Module], code: Code, *, but: str = "") -> S
 
 
 class ProbedCode:
-    """The code and settings with which the modules of one fused class were probed.
+    """The code and settings with which the modules of one fused class, a child of ``base``, were probed.
 
-    Args:
-        base: The stock class of these modules.
-        look: Returns the current code.
-        found: The settings of the probed module; None if they do not matter.
-        confirm: Probes whether a module is what this class was made for: if the class was made by reading a pickle,
-            this process has not probed the code.
-        but: The name of an attribute that may change.
+    ``look`` returns the current code; ``found`` are the settings of the probed module, None if they do not matter, and
+    ``but`` is an attribute that may change. ``confirm`` probes whether a module is what this class was made for: if the
+    class was made by reading a pickle, this process has not probed the code.
     """
 
     def __init__(

@@ -15,38 +15,24 @@ from torch._C import TensorBase
 
 @dataclass(frozen=True)
 class Step:
-    """An operation on the logits that can be replayed: ``function(logits, *args)``.
-
-    Args:
-        function: The operation.
-        args: Its arguments after the logits.
-        of_hidden: The same for hidden states, if it moves or selects rows and leaves the V columns alone; else None.
-        keeps_rows: Whether the rows are the same, in the same order; their shape may differ.
-    """
+    """An operation on the logits that can be replayed: ``function(logits, *args)``."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...] = ()
+    # the same for hidden states, if it moves or selects rows and leaves the V columns alone
     of_hidden: Callable[[Tensor], Tensor] | None = None
-    keeps_rows: bool = False
+    keeps_rows: bool = False  # the rows are the same, in the same order; their shape may differ
 
 
 @dataclass(frozen=True)
 class LogitArguments:
-    """Steps as arguments of lowtide's functions.
+    """Steps as arguments of `linear_cross_entropy` and the other functions of the head."""
 
-    Args:
-        logit_scale: As in `linear_cross_entropy`, applied after ``offsets``.
-        softcap: As in `linear_cross_entropy`.
-        offsets: Vectors [V] that are added like a bias.
-        normalised: Whether the steps end in a log-softmax.
-        sign: The factor of that log-softmax, 1 or -1.
-    """
-
-    logit_scale: float | Tensor
+    logit_scale: float | Tensor  # applied after `offsets`
     softcap: float | None
-    offsets: tuple[Tensor, ...]
-    normalised: bool
-    sign: int
+    offsets: tuple[Tensor, ...]  # vectors [V] that are added like a bias
+    normalised: bool  # the steps end in a log-softmax
+    sign: int  # the factor of that log-softmax, 1 or -1
 
 
 # After detach the rest has no graph.
@@ -138,13 +124,10 @@ class ReturnedLogprobs:
         self._returned: list[_Returned] = []
 
     def add(self, steps: tuple[Step, ...], classes: Tensor, values: Tensor, *, sign: int) -> None:
-        """Record log-probabilities; those that were returned before get the values that they had then, in place.
+        """Record ``values`` [..., K], ``sign`` times the log-probabilities of ``classes``, after ``steps``.
 
-        Args:
-            steps: The steps applied to the logits, which choose each row at most once.
-            classes: [..., K] int64, `NO_CLASS` for all K of a row or for none.
-            values: [..., K], ``sign`` times the log-probabilities.
-            sign: 1 or -1.
+        Those that were returned before get the values that they had then, in place. The steps choose each row at most
+        once; ``classes`` are `NO_CLASS` for all K of a row or for none.
         """
         values = values.data
         for before in self._alike(steps):

@@ -15,7 +15,7 @@ from lowtide.memory import ActivationPolicy, Adapters, MemoryPlan, apply_policy,
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.policy_words import layer_policies, words_of
+from lowtide.memory.policy import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import count

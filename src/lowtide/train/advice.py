@@ -20,8 +20,8 @@ from lowtide.memory.planner.gpus import GPUS, USABLE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import Memory
-from lowtide.memory.policy_words import mixture_of, words_of
+from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory.policy import mixture_of, words_of
 from lowtide.train.activations import current_policies, planned_job, planned_optimizer
 from lowtide.train.checkpoints import how_to_resume
 from lowtide.train.config import TrainConfig
@@ -63,10 +63,10 @@ def _what_fits(run: RunState) -> list[str]:
     policies = current_policies(run, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
     search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
-    every = search.memory.states if config.offload_states else 0
+    every = search.costs.states if config.offload_states else 0
     away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
     groups = mixture_of(policies)
-    takes = search.memory.peak(groups, away, late=late).bytes
+    takes = search.costs.peak(groups, away, late=late).bytes
     memory, where = _memory(settings.args)
     limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
@@ -75,8 +75,8 @@ def _what_fits(run: RunState) -> list[str]:
         return [*lines, "That is with lowtide's loss. A stock model's logits are added to it: leave --no-patch out."]
     helps = [*_other_policy(search, limit, every)]
     if not (config.offload_states or settings.args.device.type != "cuda" or uses_fsdp() or uses_deepspeed()):
-        helps.append(("--offload-states", search.memory.peak(groups, search.memory.states).bytes))
-    helps += _smaller(job, limit, lambda memory: memory.peak(groups, away, late=late).bytes)
+        helps.append(("--offload-states", search.costs.peak(groups, search.costs.states).bytes))
+    helps += _smaller(job, limit, lambda costs: costs.peak(groups, away, late=late).bytes)
     helps = [(options, peak) for options, peak in helps if peak <= limit]
     if helps:
         width = max(len(options) for options, _ in helps)
@@ -91,13 +91,13 @@ def _what_fits(run: RunState) -> list[str]:
 
 def _other_policy(search: Search, limit: float, away: int) -> Iterator[tuple[str, int]]:
     """Yield the fastest policy that fits with this many bytes of optimizer states on the host, and its bytes."""
-    peaks = [(search.memory.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
+    peaks = [(search.costs.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
     fitting = [(one.seconds, peak, words_of(one.groups)) for peak, one in peaks if peak <= limit]
     for _, peak, words in sorted(fitting)[:1]:
         yield f"--policy {shlex.quote(words)}", peak
 
 
-def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> Iterator[tuple[str, int]]:
+def _smaller(job: Job, limit: float, peak_of: Callable[[StepCosts], int]) -> Iterator[tuple[str, int]]:
     """Yield the largest part of the batch, and of the sequence, that fits with the same policy, and their bytes.
 
     A part of the batch is one that more batches make whole again.
@@ -110,12 +110,12 @@ def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> Iterat
     }
     lengths = [job.seq_len >> halved for halved in range(1, job.seq_len.bit_length() - 1)]
     for jobs in (parts, {f"--seq-len {n}": replace(job, seq_len=n) for n in lengths}):
-        peaks = ((options, peak_of(Memory(smaller))) for options, smaller in jobs.items())
+        peaks = ((options, peak_of(StepCosts(smaller))) for options, smaller in jobs.items())
         yield from islice((each for each in peaks if each[1] <= limit), 1)
 
 
 def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
-    memory = search.memory
+    memory = search.costs
     fixed = memory.weights + memory.states + memory.all_gradients
     if fixed < limit / 2:
         return (

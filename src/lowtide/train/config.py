@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.train.rows import COLUMNS
 from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from lowtide.arguments import is_autocast_on
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import linear_token_stats
@@ -200,7 +201,7 @@ def _why_not_tensors(side: str, head: Head) -> str | None:
         if hasattr(tensor, "ds_status"):  # gathered for the call alone, and gone before backward
             return f"{side}{name} is partitioned by DeepSpeed ZeRO-3"
     hidden, dtypes = head[0], _dtypes(head)
-    if _is_autocast_on(hidden):
+    if is_autocast_on(hidden.device.type):
         return f"{side}hidden, weight or bias is float64 under autocast" if torch.float64 in dtypes else None
     if len(dtypes) > 1 and not (hidden.dtype in _NARROW and dtypes <= {hidden.dtype, torch.float32}):
         return f"{side}hidden is {hidden.dtype}, and weight or bias is not"
@@ -209,7 +210,7 @@ def _why_not_tensors(side: str, head: Head) -> str | None:
 
 def _why_not_together(student: Head, teacher: Head) -> str | None:
     """Return why two heads that lowtide can take one by one cannot run in one call."""
-    if _is_autocast_on(student[0]):
+    if is_autocast_on(student[0].device.type):
         return None
     dtypes = _dtypes(student), _dtypes(teacher)
     if (torch.float64 in dtypes[0]) != (torch.float64 in dtypes[1]):
@@ -225,15 +226,10 @@ def _as_trl_casts(head: Head) -> AbstractContextManager[object]:
     Backward then returns the weight's gradient in float32, as TRL's does, and not rounded to the hidden states' dtype.
     """
     hidden = head[0]
-    if _is_autocast_on(hidden) or len(_dtypes(head)) == 1:
+    if is_autocast_on(hidden.device.type) or len(_dtypes(head)) == 1:
         return nullcontext()
     return torch.autocast(hidden.device.type, dtype=hidden.dtype)
 
 
 def _dtypes(head: Head) -> set[torch.dtype]:
     return {tensor.dtype for tensor in head if tensor is not None}
-
-
-def _is_autocast_on(hidden: Tensor) -> bool:
-    kind = hidden.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -34,7 +34,7 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
         TrlReport: What was replaced where. Its counts are live; print it.
 
     Raises:
-        UnsupportedError: TRL is not installed, or its functions are not those that lowtide knows; also a
+        UnsupportedError: TRL is not installed, or its functions are not those that lowtide supports; also a
             `RuntimeError`. Nothing is replaced then.
         ArgumentTypeError: ``options`` is no HeadOptions; also a `TypeError`.
 

@@ -29,7 +29,7 @@ class TrlReport:
 
     Args:
         version: TRL's version.
-        replaced: Where TRL's modules refer to a function that was replaced, by its name; as of the last `patch_trl`.
+        replaced: For each replaced function the places where TRL's modules refer to it, as of the last `patch_trl`.
         calls_lowtide: Calls that lowtide computed, by function.
         calls_trl: Calls that were handed to TRL's own function, by function.
         why_trl: How often each reason for handing a call to TRL came up.
@@ -66,13 +66,9 @@ class TrlReport:
 
 
 class StandIn:
-    """An object with the ``apply`` of one of TRL's functions; its other attributes are that function's.
+    """An object with the ``apply`` of one of TRL's functions, ``stock``; its other attributes are that function's.
 
-    Args:
-        stock: TRL's autograd function.
-        call: `LogProbCall` or `DivergenceCall`.
-        report: Where calls are counted.
-        options: How the heads run.
+    ``call`` is `LogProbCall` or `DivergenceCall`.
     """
 
     def __init__(self, stock: Any, call: Any, report: TrlReport, options: HeadOptions | None) -> None:
@@ -116,7 +112,7 @@ def stock_function(module: str, name: str, call: Any, version: str) -> Any:
     """Return TRL's own function, after a check of its arguments and of its result for a small call.
 
     Raises:
-        UnsupportedError: It is not there, takes other arguments, or computes something else than lowtide knows.
+        UnsupportedError: It is not there, takes other arguments, or computes something else than lowtide does.
     """
     where = f"{module}.{name}"
     hint = "This version of lowtide does not know this version of TRL: use another of either, or do without patch_trl."
@@ -132,7 +128,7 @@ def stock_function(module: str, name: str, call: Any, version: str) -> Any:
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         theirs, ours = stock.apply(*small), small.run(None)
     if len(theirs) != len(ours) or not all(map(_agree, theirs, ours)):
-        raise UnsupportedError(message(where, "to compute what it does in TRL 1.16", f"{theirs} for {small}", hint))
+        raise UnsupportedError(message(where, f"to compute what it does in {_KNOWN}", f"{theirs} for {small}", hint))
     return stock
 
 

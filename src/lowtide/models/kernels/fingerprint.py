@@ -29,10 +29,9 @@ def _sum_bits(x_ptr, out_ptr, n, EACH: tl.constexpr, BLOCK: tl.constexpr):  # ty
 
 
 def sum_bits(bits_n: Tensor) -> Tensor:
-    """Return a 0-d int64 that any change of a value, and of values' places, changes.
+    """Return a 0-d int64 that any change of a value, or of values' places, changes.
 
-    Args:
-        bits_n: [n] of an integer dtype, contiguous.
+    ``bits_n`` [n] is of an integer dtype, contiguous.
     """
     programs = blocks_of(bits_n.numel(), EACH * BLOCK)
     sums = torch.empty(programs, dtype=torch.int64, device=bits_n.device)
