@@ -38,7 +38,7 @@ slow: $(VENV)/.test
 	$(VENV)/bin/python -m pytest --numprocesses auto --slow $(ARGS)
 	$(if $(ARGS),,$(MAKE) oldest)
 
-# A second environment has the oldest transformers and peft that pyproject.toml allows.
+# A second environment has the oldest transformers and peft that pyproject.toml allows for training.
 oldest: $(VENV)-oldest/.test
 	$(VENV)-oldest/bin/python -m pytest --numprocesses auto $(or $(ARGS),tests/train tests/trl_patch)
 
@@ -65,7 +65,7 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(pip) --editable '.[test]'
 	@touch $@
 
-oldest := $(shell sed -nE 's/^(hf|peft) = \["([a-z]+)>=([0-9.]+)"\].*/"\2==\3.*"/p' pyproject.toml)
+oldest := $(shell sed -nE 's/^(train|peft) = .*"(transformers|peft)>=([0-9.]+)".*/"\2==\3.*"/p' pyproject.toml)
 
 $(VENV)-oldest/.test: constraints.txt pyproject.toml
 	$(MAKE) VENV=$(VENV)-oldest $(VENV)-oldest/.torch

@@ -1,9 +1,9 @@
-"""Measure forward and backward of the loss on the CPU beside stock PyTorch's, interleaved, one child a setting.
+"""Measure forward and backward of the loss on the CPU interleaved with stock PyTorch's, one child process per setting.
 
     python benchmarks/cpu_loss.py
     python benchmarks/cpu_loss.py --threads 1 2 8 --policy PASSIVE ACTIVE --dtype float32 bfloat16 --shape 2048x256x8192
 
-Prints milliseconds of both, the ratio of the fastest calls and the median of the ratios of neighbours.
+Prints milliseconds of both, the ratio of the fastest calls and the median ratio of consecutive calls.
 The step of a training run is `lowtide train --compare`.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import shlex
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,27 +66,24 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2, 8])
     parser.add_argument("--policy", nargs="+", default=["PASSIVE", "ACTIVE"], help="OMP_WAIT_POLICY")
-    parser.add_argument("--pairs", type=int, default=7, help="calls of each, one of each in turn")
+    parser.add_argument("--pairs", type=int, default=7, help="calls of each, interleaved")
     parser.add_argument("--output", default=str(RESULTS))
     args = parser.parse_args()
     command = shlex.join(["python", "benchmarks/cpu_loss.py", *sys.argv[1:]])
-    files, told = begin(args.output, "loss", command, torch.device("cpu"))
+    files, result = begin(args.output, "loss", command, torch.device("cpu"))
     rows: list[dict[str, Any]] = []
-    told["rows"] = rows
+    result["rows"] = rows
     print(f"{'N x D x V':18} {'dtype':9} threads policy   stock ms lowtide ms  ratio median")
-    for shape in args.shape:
-        for dtype in args.dtype:
-            for threads in args.threads:
-                for policy in args.policy:
-                    env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy}
-                    value = run_child(importable, shape, dtype, args.pairs, env=env, capture=False).value
-                    rows.append({"shape": shape, "dtype": dtype, "threads": threads, "policy": policy, **value})
-                    print(
-                        f"{shape:18} {dtype:9} {threads:7} {policy:8} {value['stock_ms']:8.1f}"
-                        f" {value['lowtide_ms']:10.1f} {value['ratio']:6.3f} {value['median_ratio']:6.3f}",
-                        flush=True,
-                    )
-                    files.write_json(told)
+    for shape, dtype, threads, policy in product(args.shape, args.dtype, args.threads, args.policy):
+        env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy}
+        value = run_child(importable, shape, dtype, args.pairs, env=env, capture=False).value
+        rows.append({"shape": shape, "dtype": dtype, "threads": threads, "policy": policy, **value})
+        print(
+            f"{shape:18} {dtype:9} {threads:7} {policy:8} {value['stock_ms']:8.1f}"
+            f" {value['lowtide_ms']:10.1f} {value['ratio']:6.3f} {value['median_ratio']:6.3f}",
+            flush=True,
+        )
+        files.write_json(result)
     return 0
 
 

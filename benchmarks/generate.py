@@ -1,9 +1,9 @@
-"""Measure `generate` of a patched model beside the stock one, in turns: greedy, random weights.
+"""Measure `generate` of a patched model interleaved with the stock one: greedy, random weights.
 
     python benchmarks/generate.py [--model llama-3.2-1b] [--dtype bfloat16] [--output DIR]
 
-A call of a step decodes one token, so what is measured is mostly the host's launches, whose speed moves by some percent
-from call to call: a second copy of the stock model in the same turns shows by how much.
+Each step decodes one token, so the time is mostly the host's launches, which vary by some percent from call to call: a
+second copy of the stock model in the same rounds shows by how much.
 """
 
 from __future__ import annotations

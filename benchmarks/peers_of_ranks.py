@@ -1,4 +1,4 @@
-"""Whom `ranks.py` measures beside lowtide where the vocabulary is sharded: losses over a rank's part of the logits.
+"""The peers of `ranks.py` for a sharded vocabulary: losses over a rank's shard of the logits.
 
 N tokens, D hidden size, V_r classes of this rank; every rank holds as many.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 def megatron_loss(x_ND: Tensor, w_VD: Tensor, y_N: Tensor, group: Any) -> Tensor:
-    """Return the mean cross entropy as Megatron-LM computes it: whole logits of the part, kept as a softmax.
+    """Return the mean cross entropy as Megatron-LM computes it: all logits of the shard, saved as a softmax.
 
     Three all-reduces of a number a token (the highest logit, the target's, the sum of exponentials), and the hidden
-    states' gradient all-reduced beside the weight's product.
+    states' gradient all-reduced overlapped with the weight's GEMM.
     """
     logits: Tensor = _Linear.apply(x_ND, w_VD, group)  # type: ignore[no-untyped-call]
     losses: Tensor = _VocabularyLoss.apply(logits, y_N, group)  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ def liger_function() -> Callable[..., Tensor] | None:
 
 
 def liger_implementation(losses: Tensor) -> str:
-    """Return which of Liger's implementations computed losses: it takes its fallback where it cannot load the other."""
+    """Return which of Liger's implementations computed losses: a fallback where the native one cannot be loaded."""
     nodes: list[Any] = [losses.grad_fn]
     seen = set()
     while nodes:

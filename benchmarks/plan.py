@@ -75,15 +75,15 @@ def row_of(case: Case, device: Any) -> dict[str, Any]:
             settings["layer_types"] = settings["layer_types"][: case.layers]
     plan = plan_memory(settings, case.seq_len, 1, case.budget_gib, case.host_gib, device, optimizer=case.optimizer)
     checked = check_plan(settings, plan, warm=1, steps=1 if case.seq_len > 40000 else 2)
-    told = checked.to_dict()
-    del told["machine"]
+    measured = checked.to_dict()
+    del measured["machine"]
     return {
         "keep": str(plan.chosen),
         "peak_phase": str(plan.phase),
         "host_gib": gib(plan.host_bytes),
         "peak_off": checked.predicted_bytes / checked.peak_bytes - 1,
         "seconds_off": checked.predicted_seconds / checked.seconds - 1,
-        **told,
+        **measured,
     }
 
 

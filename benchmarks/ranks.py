@@ -5,13 +5,13 @@
 
 Sharded, each rank holds V / ranks classes and all tokens. Beside lowtide: PyTorch's loss_parallel, a loss over sharded
 logits as Megatron-LM computes it (written here, in peers_of_ranks.py), Liger's tensor-parallel function where it is
-installed, and the three local products alone, which are the limit. "high priority" is the same on a group whose NCCL
-stream has priority over the products. Under FSDP2 each rank has tokens of its own, and the head is in the root's unit.
+installed, and the limit: the three local GEMMs alone. "high priority" is the same on a group whose NCCL stream has
+priority over the GEMMs. Under FSDP2 each rank has its own tokens, and the head is in the root's unit.
 
-Times are of loss and all gradients on the slowest rank, bytes of the fullest. "alone" is a call on a GPU that does
-nothing else, the host's way to the first kernel included; "queued" is one that the host asked for while the GPU was at
-work, as in training. Before each stand the same products, so that none is faster for what cooled the GPU before it.
-What is known is in the result file at once: a run that is cut off leaves what it has found.
+Times are of loss and all gradients on the slowest rank; peaks are of the rank with the highest. "alone" is a call on an
+idle GPU and includes the launch of the first kernel; "queued" is launched while the GPU is busy, as in training. The
+same GEMMs run before each call, so that all start on an equally warm GPU. Each row is written as it is known, so an
+interrupted run keeps its rows.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
+from lowtide.bench.harness import Column, Table
 from lowtide.bench.problem import make_problem
 from lowtide.bench.results import begin
 from lowtide.bench.shapes import Shape
@@ -47,14 +48,14 @@ from lowtide.measure.timing import peak_above, time_side_by_side
 
 SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
 RESULTS = Path(__file__).parent / "results"
-PATIENCE = timedelta(seconds=60)  # that a rank waits for the others, which compile the same kernels as it does
+PATIENCE = timedelta(seconds=60)  # a rank waits for the others, which compile the same kernels
 Runs = dict[str, Callable[[], Any]]
 
 
 def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> tuple[Runs, dict[str, dict[str, Any]]]:
     """Return what is measured with a sharded vocabulary, by name: loss and both gradients.
 
-    And what is to be said of some of them, which is known when they have run.
+    The second dict holds more entries of their rows, filled in when they have run.
     """
     mesh = meshes[""]
     ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
@@ -164,14 +165,14 @@ def measure(
 ) -> None:
     """Add a row for each of ``runs``: milliseconds, share of the limit, peak, collectives; or why it failed.
 
-    A way that fails on some rank is measured on none. Where others wait for that rank inside of it, they fail when the
-    process group's patience ends, and NCCL's end with them. ``notes`` are what to say of some ways. ``save`` is called
-    whenever there is more to be read in ``rows``.
+    A way that fails on one rank is measured on none. Ranks that wait for it in a collective fail after the process
+    group's timeout; with NCCL their processes end. ``notes`` has more entries of some rows. ``save`` is called whenever
+    ``rows`` has changed.
     """
-    expected: float | None = None  # all have the same tokens: who computes something else is not measured
-    speaking = dist.new_group(backend="gloo", timeout=3 * PATIENCE)  # apart from what a failed way left unanswered
+    expected: float | None = None  # all ways have the same tokens: one with another loss is not measured
+    reports = dist.new_group(backend="gloo", timeout=3 * PATIENCE)  # a failed way may leave the other group unusable
     for name in list(runs):
-        said: str | None = None
+        failure: str | None = None
         row: dict[str, Any] = {}
         try:
             runs[name]()
@@ -181,9 +182,9 @@ def measure(
                 raise ValueError(f"its loss is {loss}, not {expected}")
             row = {"loss": loss, "peak_mib": peak_above(runs[name], device) / 2**20, "collectives": dict(collectives)}
         except Exception as error:
-            said = f"rank {dist.get_rank()}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure = f"rank {dist.get_rank()}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         of_ranks: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, said, group=speaking)
+        dist.all_gather_object(of_ranks, failure, group=reports)
         failures = [other for other in of_ranks if other is not None]
         if failures:
             rows[name] = {"failed": "; ".join(failures)}
@@ -191,13 +192,13 @@ def measure(
         else:
             rows[name] = row | {"peak_mib": highest(row["peak_mib"], device)} | dict((notes or {}).get(name, {}))
         save()
-    dist.destroy_process_group(speaking)
+    dist.destroy_process_group(reports)
     before, begun = next(iter({**bare, **runs}.values()), lambda: None), torch.zeros(1, device=device)
 
     def heat() -> None:
         before()
         before()
-        dist.all_reduce(begun)  # no rank begins before the others are as far
+        dist.all_reduce(begun)  # ranks start together
 
     kinds = {"": None, "queued_": heat}
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in kinds for name in (*runs, *bare)}
@@ -205,7 +206,7 @@ def measure(
         for kind, behind in kinds.items():
             for name, run in {**runs, **bare}.items():
                 heat()
-                dist.barrier()  # else a rank's time holds what another came late
+                dist.barrier()  # else a rank's time includes its wait for a late one
                 taken = time_side_by_side({name: run}, device, warm=0, reps=1, behind=behind)[name].median_ms
                 if round_ >= warm:
                     times[kind, name].append(taken)
@@ -222,9 +223,9 @@ def measure(
 
 def highest(value: float, device: torch.device) -> float:
     """Return the highest of the ranks' values."""
-    told = torch.tensor(value, device=device)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return round(told.item(), 3)
+    first = torch.tensor(value, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MAX)
+    return round(first.item(), 3)
 
 
 def measure_sharded(
@@ -255,7 +256,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def meshes_of(device: torch.device) -> dict[str, Any]:
-    """Return the mesh of all ranks, and with NCCL one whose exchanges go before products."""
+    """Return the mesh of all ranks, and with NCCL one whose exchanges have priority over GEMMs."""
     found: dict[str, Any] = {"": init_device_mesh(device.type, (dist.get_world_size(),))}
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -265,22 +266,24 @@ def meshes_of(device: torch.device) -> dict[str, Any]:
     return found
 
 
+TABLE = Table(
+    (Column("", lambda row: f"  {row['name']}", "<34"),),
+    (
+        Column("alone ms", "ms", "10.2f"), Column("of limit", "share_of_limit", "10.3f"),
+        Column("queued ms", "queued_ms", "11.2f"), Column("of limit", "queued_share_of_limit", "10.3f"),
+        Column("peak MiB", "peak_mib", "10.0f"),
+        Column("exchanges", lambda row: sum(row.get("collectives", {}).values()) or None, "11"),
+    ),
+)  # fmt: skip
+
+
 def table(results: list[dict[str, Any]]) -> str:
     """Return a few columns of all rows."""
-    lines = [f"{'':34}{'alone ms':>10}{'of limit':>10}{'queued ms':>11}{'of limit':>10}{'peak MiB':>10}  exchanges"]
+    lines = [TABLE.header]
     for result in results:
-        lines.append(f"{result['N']} x {result['D']} x {result['V']}, {result['ranks']} ranks")
-        for name, row in result["rows"].items():
-            if "failed" in row:
-                lines.append(f"  {name:32} {row['failed'][:80]}")
-                continue
-            shares = [f"{row[key]:.3f}" if key in row else "" for key in ("share_of_limit", "queued_share_of_limit")]
-            peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else ""
-            lines.append(
-                f"  {name:32}{row['ms']:10.2f}{shares[0]:>10}{row['queued_ms']:11.2f}{shares[1]:>10}{peak:>10}"
-                f"  {sum(row.get('collectives', {}).values()) or ''}"
-            )
-    return "\n".join(lines)
+        lines.append(f"{result['N']} x {result['D']} x {result['V']}, {result['ranks']} ranks\n")
+        lines += [TABLE.line({"name": name, **row}) for name, row in result["rows"].items()]
+    return "".join(lines)
 
 
 def main() -> None:
@@ -304,32 +307,32 @@ def main() -> None:
         {"N": s.N, "D": s.D, "V": s.V // ranks * ranks, "ranks": ranks, "dtype": str(dtype_on(device)), "rows": {}}
         for s in shapes
     ]
-    files, told = None, {}
+    files, first = None, {}
     if dist.get_rank() == 0:
-        asked = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "benchmarks/ranks.py"]
-        asked += [word for text in args.shape or [] for word in ("--shape", text)]
-        asked += ["--device", args.device, "--warm", str(args.warm), "--reps", str(args.reps)]
-        files, told = begin(args.output, f"ranks-{ranks}", shlex.join(asked), device, ["liger-kernel"])
-        told["settings"] = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))}
+        command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "benchmarks/ranks.py"]
+        command += [word for text in args.shape or [] for word in ("--shape", text)]
+        command += ["--device", args.device, "--warm", str(args.warm), "--reps", str(args.reps)]
+        files, first = begin(args.output, f"ranks-{ranks}", shlex.join(command), device, ["liger-kernel"])
+        first["settings"] = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))}
         if device.type == "cuda":
-            told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            first["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 
     def save() -> None:
         if files is not None:
-            files.write_json(told | {"results": results})
+            files.write_json(first | {"results": results})
 
-    for part in (measure_sharded, measure_whole):  # what no other benchmark measures comes first
+    for part in (measure_sharded, measure_whole):  # first what no other benchmark measures
         for result in results:
             part(result, device, meshes, args, save)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if files is not None:
         print(files.json)
-        print(table(results), flush=True)
+        print(table(results), end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
+    os._exit(0)  # gloo's threads may free tensors during the interpreter's teardown, which aborts it
 
 
 if __name__ == "__main__":

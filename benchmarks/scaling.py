@@ -1,20 +1,251 @@
-"""Measure how `lowtide train`'s step scales over GPUs when each has its own sequences, beside Liger's and stock models.
+"""Measure weak scaling of `lowtide train`'s step: each GPU has its own sequences; beside Liger's and stock models.
 
     python benchmarks/scaling.py --ranks 1 2 4 8
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
     python benchmarks/scaling.py --ranks 1 2 --way lowtide:all lowtide liger
 
-Layers are checkpointed, but for ways with a policy, such as lowtide:all or lowtide:attention. On one GPU nothing is
-shared out; on several, by FSDP2 as `--parallel fsdp2` does it.
+Layers are checkpointed, except in ways with a policy, such as lowtide:all or lowtide:attention. One GPU holds the whole
+model; several shard it by FSDP2, as `lowtide train --parallel fsdp2` does.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from script import main
+import torch
+import torch.distributed as dist
+from transformers import default_data_collator
+from transformers.trainer_callback import PrinterCallback
 
-from lowtide.bench.scaling import SCALING, ScalingConfig
+from lowtide.bench.harness import (
+    Benchmark,
+    Column,
+    Row,
+    Run,
+    Table,
+    add_rows,
+    append,
+    reason_of,
+    release,
+    require_matplotlib,
+)
+from lowtide.bench.results import Files
+from lowtide.bench.settings import ScriptSettings, numbers, setting
+from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
+from lowtide.bench.ways import LEARNING_RATE, build_way
+from lowtide.measure.child import ALLOCATOR, run_command
+from lowtide.measure.plots import Line, Panel, draw_panels
+from lowtide.measure.units import gib
+from lowtide.train.config import TrainConfig
+from lowtide.train.monitor import Monitor, StepMetrics
+from lowtide.train.parallel import all_read, engine_of, in_group, launched_rank
+from lowtide.train.quiet import quiet_transformers
+from lowtide.train.result import WARM_STEPS
+from lowtide.train.settings import trainer_settings
+from lowtide.train.trainers import PreTrainer
+
+WAYS = (LOWTIDE, LIGER, STOCK)
+RANK = "--rank"  # begins the arguments of a rank's process
+SPEED = "tokens_per_s_per_gpu"
+RECORDED = ("parallel", "tokens", "batch", "steps", "weights", "seed")  # settings in the result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(ScriptSettings):
+    benchmark = "scaling"
+
+    ranks: tuple[str, ...] = setting(("1", "2", "4", "8"), "processes, one for each GPU", metavar="N")
+    model: tuple[str, ...] = setting(
+        ("llama-3.2-1b", "llama-3-8b"), "whose shapes, as in lowtide train --model", metavar="NAME"
+    )
+    way: tuple[str, ...] = setting((LOWTIDE, LIGER), f"{', '.join(WAYS)}, or one:policy", metavar="WAY")
+    parallel: str = setting("fsdp2", "the engine, as in lowtide train --parallel", metavar="ENGINE")
+    tokens: int = setting(8192, "of a sequence", least=2)
+    batch: int = setting(1, "sequences of a GPU", least=1)
+    steps: int = setting(5, "that count", least=1)
+    weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
+    seed: int = setting(0, "of weights and tokens", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        gpus = torch.cuda.device_count()
+        self._require("ranks", min(self.worlds) > 0, "whole numbers above 0")
+        self._require("ranks", not gpus or max(self.worlds) <= gpus, f"at most {gpus}, the GPUs there are")
+        self._require(
+            "way", {way.partition(":")[0] for way in self.way} <= set(WAYS), f"names out of {', '.join(WAYS)}"
+        )
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        return numbers("ranks", self.ranks, int)
+
+
+def measure(run: Run[ScalingConfig]) -> None:
+    config, rows = run.config, run.result.setdefault("rows", [])
+    run.result |= {name: getattr(config, name) for name in RECORDED} | {"ranks": config.worlds}
+
+    def of_one(row: Row) -> float | str:
+        """Return the speed over that of the same way on one rank."""
+        same = [r for r in rows if (r["way"], r["model"], r["ranks"]) == (row["way"], row["model"], 1) and SPEED in r]
+        return f"{row[SPEED] / same[0][SPEED]:.3f}" if same else "-"
+
+    heads = (
+        Column("", "way", "<18"),
+        Column("GPUs", "ranks", "6"),
+        Column("  model", lambda row: f"  {row['model']}", "<18"),
+    )
+    figures = (
+        Column("s", "seconds", "9.4f"),
+        Column("tokens/s/GPU", SPEED, "14,.0f"),
+        Column("of one GPU", of_one, ">12"),
+        Column("GiB/GPU", "peak_gib", "9.2f"),
+        Column("loss", lambda row: row["losses"][-1], "9.4f"),
+    )
+    table = Table(heads, figures)
+    run.say(table.header)
+    for ranks in config.worlds:
+        _measure_ranks(ranks, config, lambda row, ranks=ranks: run.add({"ranks": ranks, **row}, rows, table))  # type: ignore[misc]
+    for model in config.model:
+        _draw(model, run.result, run.files)
+
+
+def _measure_ranks(ranks: int, config: ScalingConfig, add: Callable[[Row], object]) -> None:
+    """Add a row for each way and model as it is known; after a failure new processes measure the others.
+
+    Liger comes last: it changes the classes that all later models are made of.
+    """
+    ways = sorted(config.way, key=lambda way: Way.named(way).impl == LIGER)
+    left = [(way, model) for way in ways for model in config.model]
+
+    def run_ranks(file: Path) -> str:
+        """Return why the ranks ended; if there are cases left, that is the next one's reason."""
+        job = json.dumps({"settings": vars(config), "file": str(file), "cases": left})
+        # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
+        ended = run_command([sys.executable, *launch, __file__, RANK, job], env=ALLOCATOR)
+        why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
+        last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
+        return (why or last)[0]
+
+    def add_next(row: Row) -> None:
+        way, model = left.pop(0)
+        add({"way": way, "model": model, **row})
+
+    while left:
+        why = add_rows(run_ranks, add_next)
+        if left:
+            add_next({"failed": why})
+
+
+def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
+    """Draw a model's speed and peak over the number of GPUs."""
+    found = [row for row in result["rows"] if row["model"] == model and "failed" not in row]
+
+    def panel(key: str) -> Panel:
+        ways = dict.fromkeys(row["way"] for row in found)
+        points = {way: [(row["ranks"], row[key]) for row in found if row["way"] == way] for way in ways}
+        return Panel([Line(way, values, own=Way.named(way).impl == LOWTIDE) for way, values in points.items()])
+
+    if not found:
+        return
+    machine = result["machine"]
+    title = (
+        f"{model}: a step of {result['batch']} x {result['tokens']} tokens per GPU\n{result['parallel']},"
+        f" {result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
+    )
+    rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
+    files.plot(model, lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
+
+
+def _check(config: ScalingConfig) -> None:
+    require_matplotlib("output")
+    for way in config.way:
+        Way.named(way).check_installed()
+
+
+SCALING = Benchmark(
+    measure=measure,
+    failed=lambda _: False,
+    packages=["accelerate", "liger-kernel"],
+    check=_check,
+)
+
+
+def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any]:
+    """Return seconds, tokens per second and GPU, and peak of this rank's training step, after `WARM_STEPS` others.
+
+    Float32 weights are multiplied in bfloat16 on a GPU.
+    """
+    tokens, batch, weights = settings.tokens, settings.batch, settings.weights
+    options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": torch.cuda.is_available()}
+    options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
+    config = TrainConfig(parallel=settings.parallel, options=options)
+    with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
+        all_read()  # nothing is on the host: each builds the model on its GPU
+        args = trainer_settings(config, Path(folder), save=False).args
+        built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=settings.seed)
+        generator = torch.Generator().manual_seed(settings.seed)
+        shape = (args.max_steps * batch * args.world_size, tokens)
+        ids = torch.randint(0, built.config.vocab_size, shape, generator=generator)
+        metrics = StepMetrics()
+        trainer: Any = PreTrainer(
+            metrics=metrics,
+            model=built,
+            args=args,
+            train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+            data_collator=default_data_collator,
+            callbacks=[Monitor(metrics)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        parameters = sum(p.numel() for p in built.parameters())
+        trainer.train()
+        times = metrics.step_seconds[WARM_STEPS + 1 :]  # the step after the warm ones resets the peak: left out
+        seconds = statistics.median(times)
+        peak = torch.tensor(metrics.peak_bytes, device=args.device)
+        if in_group():
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return {
+            "parameters": parameters,
+            "seconds": seconds,
+            "times": [round(each, 5) for each in times],
+            "tokens_per_s_per_gpu": batch * tokens / seconds,
+            "peak_gib": gib(int(peak.item())),
+            "losses": list(metrics.losses.values()),
+        }
+
+
+def run_rank(job: dict[str, Any]) -> None:
+    """Measure each way and model as one rank, started by torchrun."""
+    from accelerate.state import AcceleratorState
+
+    file, config = Path(job["file"]), ScalingConfig.read(job["settings"])
+    quiet_transformers()
+    for way, model in job["cases"]:
+        try:
+            row = measure_rank(way, model, config)
+        except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
+            file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
+            raise
+        if launched_rank() == 0:
+            append(row, file)
+        AcceleratorState._reset_state()
+        release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if in_group():
+        dist.barrier()
+        dist.destroy_process_group()
+
 
 if __name__ == "__main__":
-    sys.exit(main(SCALING, ScalingConfig, __doc__))
+    if sys.argv[1:2] == [RANK]:
+        run_rank(json.loads(sys.argv[2]))
+    else:
+        from script import main
+
+        sys.exit(main(SCALING, ScalingConfig, __doc__))

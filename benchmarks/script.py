@@ -16,8 +16,8 @@ def main(benchmark: Benchmark[Any], config: type[Settings], about: str | None) -
     """Measure what the command line asks for, and return the exit status."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, config, {key: ", ".join(names) for key, names in config.known.items()})
-    asked = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), config)}
+    options = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), config)}
     try:
-        return benchmark.run(config(**asked), lambda text: print(text, end="", flush=True)).status
+        return benchmark.run(config(**options), lambda text: print(text, end="", flush=True)).status
     except LowtideError as error:
         parser.error(str(error))

@@ -1,4 +1,4 @@
-"""Two versions of lowtide side by side on one GPU: time and peak memory of the head's functions, in turns of processes.
+"""Two versions of lowtide on one GPU: time and peak memory of the head's functions, interleaved in child processes.
 
     python benchmarks/versions.py BASE_SRC NEW_SRC [--rounds 5] [--out FILE]
 
@@ -29,7 +29,7 @@ def measure(rank: int, ranks: int) -> dict[str, dict[str, float]]:
     torch.cuda.set_device(rank)
     found: dict[str, dict[str, float]] = {}
 
-    def case(name: str, call: Any, leaves: Any) -> None:
+    def case(name: str, call: Any, leaves: Any) -> None:  # not by lowtide.measure, which differs between versions
         for leaf in leaves:
             leaf.grad = None
         for _ in range(3):

@@ -20,7 +20,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure.child import ChildResult
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import placed
+from lowtide.memory.planner.step_costs import placed
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def measured(
     least_bytes: int = 2**20, **changed: Any,
 ) -> Any:  # fmt: skip
     settings = json.loads(json.dumps(vars(LongestBenchConfig(train=train, **{**TINY, **changed}))))
-    return longest_way.measure(way, settings, tokens, policies, 1.0, warm, 1, least_bytes, 300.0)
+    return longest_way.measure(way, settings, tokens, policies, 1.0, (warm, 1), 300.0, least_bytes)
 
 
 @needs_ranks
@@ -256,7 +256,7 @@ class Machine:
 
 def look(config: LongestBenchConfig, fit: Fit = FIT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
-    tries = longest.Tries(config, fit, {}, rows.append)
+    tries = longest.Tries(fit, {}, rows.append)
     return longest.search(tries, config, lambda text: None, longest.time.monotonic() + config.seconds), rows
 
 

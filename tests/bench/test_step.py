@@ -1,4 +1,4 @@
-"""``lowtide bench step`` and ``lowtide bench layers`` from arguments to files, on a CPU and small."""
+"""``lowtide bench step`` from arguments to files, on a CPU and small."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench import layers, step, ways
-from lowtide.bench.config import LayersBenchConfig
+from lowtide.bench import step, ways
 from lowtide.bench.harness import OUT_OF_MEMORY
 from lowtide.bench.train_config import StepBenchConfig
+from lowtide.bench.way import Way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import child
 from lowtide.measure.child import ChildResult
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.policy_words import layer_policies, mixture_of, parse_policies, split_states, words_of
+from lowtide.memory.policy import layer_policies, mixture_of, parse_policies, split_states, words_of
 from lowtide.train.shapes import SHAPES
 
 KEEP_ALL = ActivationPolicy()
@@ -30,11 +30,9 @@ def result(folder: Path, name: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def settings(*lengths: int, model: str = "lowtide-small", **more: Any) -> dict[str, Any]:
-    """Return the settings of a step as a process of its own gets them."""
+def config_of(*lengths: int, model: str = "lowtide-small", **more: Any) -> StepBenchConfig:
     tokens = tuple(map(str, lengths))
-    config = StepBenchConfig(tokens=tokens, model=model, warm=0, reps=1, dtype="float32", device="cpu", **more)
-    return json.loads(json.dumps(vars(config)))
+    return StepBenchConfig(tokens=tokens, model=model, warm=0, reps=1, dtype="float32", device="cpu", **more)
 
 
 OFFLOADED = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=64, offload=True)
@@ -87,11 +85,11 @@ def test_states_are_offloaded_where_a_way_says_so(monkeypatch: pytest.MonkeyPatc
     seen: list[Any] = []
     monkeypatch.setattr(step, "offload_optimizer", lambda optimizer, model, **how: seen.append(how))
     for way in ("lowtide:all@states=2-late", "lowtide:all"):
-        (row,) = step.measure_way(way, settings(16))
+        (row,) = step.rows_of(way, config_of(16))
         assert row["seconds"] > 0
     assert seen == [{"gib": 2.0, "late": True}]
     monkeypatch.undo()
-    (row,) = step.measure_way("lowtide:all@states", settings(16))
+    (row,) = step.rows_of("lowtide:all@states", config_of(16))
     assert "parameters on a CUDA device" in row["failed"]
 
 
@@ -102,8 +100,6 @@ def test_a_step_by_each_way_is_the_same_step(tmp_path: Path, capsys: pytest.Capt
     assert main([*command, "--device", "cpu"]) == 0
     told = result(tmp_path, "step")
     assert told["command"] == f"lowtide bench step {arguments} --warm 1 --reps 1 --device cpu"
-    assert told["machine"]["torch"]
-    assert {"commit", "date", "dtype", "config"} <= set(told)
     rows = {(row["way"], row["tokens"]): row for row in told["rows"]}
     ways = ("stock", "lowtide:all", "lowtide:1xattention-mlp1+1xinput")
     assert list(rows) == [(way, tokens) for way in ways for tokens in (32, 48)]
@@ -153,7 +149,8 @@ def test_memory_that_does_not_suffice_ends_a_way(
         return {"seconds": 1.0}
 
     monkeypatch.setattr(step, "steps", steps)
-    rows = step.measure_way("stock", settings(10, 20, 30), str(file))
+    step.measure_way("stock", json.loads(json.dumps(vars(config_of(10, 20, 30)))), str(file))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert seen == ["", json.dumps(rows[0]) + "\n"], "rows are written as they come"
     failed = {"failed": OUT_OF_MEMORY}
     assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
@@ -190,9 +187,9 @@ def test_a_model_without_fused_attention_takes_its_own_and_says_so(tmp_path: Pat
     shape = {**SHAPES["lowtide-small"], "model_type": "gemma2", "vocab_size": 99, "head_dim": 32}
     file = tmp_path / "gemma2.json"
     file.write_text(json.dumps(shape))
-    (row,) = step.measure_way("lowtide:all", settings(16, model=str(file)))
+    (row,) = step.rows_of("lowtide:all", config_of(16, model=str(file)))
     assert row["attention"] == "eager"
-    (row,) = step.measure_way("stock", settings(16, model=str(file), sdpa="flash"))
+    (row,) = step.rows_of("stock", config_of(16, model=str(file), sdpa="flash"))
     assert "sdpa: expected auto for attention by eager, got flash" in row["failed"]
 
 
@@ -203,7 +200,7 @@ def test_peers_keep_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> Non
             f"transformers.PreTrainedModel.{name}", lambda self, kwargs: enabled.append(kwargs), raising=False
         )
     for way in ("stock", "stock-attention", "stock-all"):
-        ways.build_way(step.way_of(way), "lowtide-small", torch.float32, torch.device("cpu"), seed=0)
+        ways.build_way(Way.named(way), "lowtide-small", torch.float32, torch.device("cpu"), seed=0)
     assert [kwargs.keys() for kwargs in enabled] == [{"use_reentrant"}, {"use_reentrant", "context_fn"}]
 
 
@@ -211,7 +208,7 @@ def test_peers_keep_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_compile_is_the_stock_model_with_compiled_layers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **kwargs: compiled.append(kwargs) or function)
-    model = ways.build_way(step.way_of(way), "lowtide-small", torch.float32, torch.device("cpu"), seed=0)
+    model = ways.build_way(Way.named(way), "lowtide-small", torch.float32, torch.device("cpu"), seed=0)
     assert compiled == [{"dynamic": False}] * (len(model.model.layers) + 1)  # and the loss
     assert type(model).__name__ == "LlamaForCausalLM"
 
@@ -225,28 +222,3 @@ def test_a_compiled_step_is_the_same_step(tmp_path: Path) -> None:
     assert [row["way"] for row in rows] == ["stock", "compile", "compile-all", "lowtide:all"]
     for row in rows:
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-4), row
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch.compile
-def test_layers_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = "bench layers --only lowtide eager F.rms_norm liger --tokens 64 --hidden 48 --heads 2 --kv-heads 1"
-    command += " --head-dim 8 --warm 0 --reps 1 --device cpu --dtype bfloat16"
-    assert main([*command.split(), "--output", str(tmp_path)]) == 0
-    told = result(tmp_path, "layers")
-    rows = {(row["op"], row["peer"]): row for row in told["rows"]}
-    for op in ("norm", "add-norm", "rotary"):
-        ours, eager = rows[op, "lowtide"], rows[op, "eager"]
-        assert ours["error"] < 1.2 * eager["error"] + 1e-3
-        assert ours["kept_mib"] < 0.1 * eager["kept_mib"] or op == "rotary"
-        assert ours["ms"] > 0
-        assert "failed" in rows[op, "liger"] or torch.cuda.is_available()
-    assert "add-norm: 64 x 48, bfloat16" in capsys.readouterr().out
-
-
-def test_what_each_operation_has_to_move() -> None:
-    config = LayersBenchConfig(tokens=64, hidden=32, heads=4, kv_heads=2, head_dim=8)
-    ops = layers.ops(config, torch.bfloat16, torch.device("cpu"))
-    row = 64 * 32 * 2
-    assert (ops["norm"].forward_bytes, ops["norm"].backward_bytes) == (2 * row, 3 * row)
-    assert (ops["add-norm"].forward_bytes, ops["add-norm"].backward_bytes) == (4 * row, 4 * row)
-    assert ops["rotary"].forward_bytes == 2 * 64 * 6 * 8 * 2

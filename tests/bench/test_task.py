@@ -21,10 +21,10 @@ from lowtide.bench.divergence import DIVERGENCE_PEERS, KINDS, DivergenceTask, di
 from lowtide.bench.harness import CannotError, Peer, Row
 from lowtide.bench.head import LossBench, loss_task
 from lowtide.bench.loss_peers import PEERS, TRL_TILE
-from lowtide.bench.problem import PLAIN, SETTINGS, Setting, make_problem
+from lowtide.bench.problem import PLAIN, SETTINGS, make_problem
 from lowtide.bench.shapes import HEADS, PAIR_SHAPES, PAIRS, Shape
 from lowtide.bench.stats import STATS_PEERS, WORKS, StatsTask, stats_task
-from lowtide.bench.task import MOST_LOGITS, Bench, Task, Values, bare_gemms, limit_rows, limits_of, table_of, truth
+from lowtide.bench.task import MOST_LOGITS, Bench, Task, Values, limit_rows, table_of, truth
 from lowtide.cli import main
 from support import relative_error
 
@@ -61,7 +61,7 @@ def stats_in_float64(task: StatsTask, z: Tensor) -> Values:
     logprob = all_of_them.log_prob(task.y.view(N, -1).T).T.view_as(task.y)
     values = {"logprob": logprob, "entropy": all_of_them.entropy(), "lse": z.exp().sum(1).log()}
     values |= {"mean_logit": z.sum(1) / V, "sum_sq_prob": (p @ p.T).diagonal()}
-    values["topk"] = z.sort(1, descending=True).values[:, : task.topk]
+    values["topk"] = z.sort(1, descending=True).values[:, : task.work.topk]
     return {name: values[name] for name in task.names}
 
 
@@ -142,24 +142,13 @@ def test_peers_that_run_here_agree(case: Any) -> None:
         assert "lowtide-trl-memory" in ran
 
 
-def test_the_limits_products_are_what_they_are_said_to_be(case: Any) -> None:
+@pytest.mark.parametrize("rows", [N, 32, 7])
+def test_the_limit_runs_the_gemms_that_the_task_needs_and_no_more(case: Any, rows: int) -> None:
     task = case[0]
     with FlopCounterMode(display=False) as counter:
-        task.bare(32)()
-    assert counter.get_total_flops() == task.flops
-
-
-@pytest.mark.parametrize("setting", [PLAIN, *SETTINGS], ids=lambda setting: setting.name)
-@pytest.mark.parametrize("rows", [50, 16, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bare_products_do_what_the_setting_needs_and_no_more(
-    setting: Setting, rows: int, dtype: torch.dtype
-) -> None:
-    shape = HEADS.one("50,12,120")
-    problem = make_problem(shape, dtype, "cpu").in_setting(setting)
-    with FlopCounterMode(display=False) as counter:
-        bare_gemms(problem, rows)()
-    assert counter.get_total_flops() == setting.gemms * 2 * 50 * 12 * 120 == shape.flops(setting.gemms)
+        task.bare(rows)()
+    heads = (task.head, *task.others)
+    assert counter.get_total_flops() == task.flops == sum(h.setting.gemms * 2 * N * V * h.shape.D for h in heads)
 
 
 def test_rows_are_2048_4096_and_all() -> None:
@@ -187,8 +176,8 @@ def test_a_row_has_every_figure(case: Any) -> None:
     assert bench.gradients_mib == pytest.approx(sum(g.numel() for g in (dx, dw) if g is not None) * 4 / 2**20)
     assert row["peak_mib"] >= bench.gradients_mib
     assert task.head.w.grad is None
-    assert limits_of(bench)["limit_rows"] == N
-    json.dumps([limits_of(bench), row], allow_nan=False)
+    assert bench.limits()["rows"] == N
+    json.dumps([bench.limits(), row], allow_nan=False)
     text = table_of(task).line(row)
     assert text.startswith("lowtide ")
     assert len(text.split()) == 4 + len(row["errors"])
@@ -242,23 +231,22 @@ def test_naive_takes_more_than_its_logits_and_lowtide_in_bf16_has_errors() -> No
     assert 1e-4 < lowtide["errors"]["dw"] < 1e-2
 
 
-@pytest.mark.parametrize("name", ["liger-grpo", "cce-exact"])
-def test_peers_without_entropy_say_so(name: str) -> None:
-    with pytest.raises(CannotError, match="no entropy"):
-        STATS_PEERS[name].build(stats("logprob-entropy"))
-
-
 @pytest.mark.parametrize(
-    ("name", "work", "reason"),
+    ("work", "name", "reason"),
     [
-        ("trl", "targets", "one target a token"),
-        ("verl-style", "all-forward", "one target a token, and entropies"),
-        ("compile", "logprob-entropy-backward", "runs once"),
+        ("logprob-entropy", "liger-grpo", "no entropy"),
+        ("logprob-entropy", "cce-exact", "no entropy"),
+        ("targets", "trl", "one target a token"),
+        ("all-forward", "verl-style", "one target a token, and entropies"),
+        ("logprob-entropy-backward", "compile", "runs once"),
+        ("jsd", "liger-jsd", "GPUs only"),
+        ("jsd", "liger-kl", "forward KL alone"),
     ],
 )
-def test_peers_of_the_statistics_say_what_they_cannot(name: str, work: str, reason: str) -> None:
+def test_a_peer_says_what_it_cannot_do(work: str, name: str, reason: str) -> None:
+    make, _, peers = CASES[work]
     with pytest.raises(CannotError, match=reason):
-        STATS_PEERS[name].build(stats(work))
+        peers[name].build(make(work))
 
 
 def test_forward_is_no_part_of_backward_alone() -> None:
@@ -273,12 +261,6 @@ def test_forward_is_no_part_of_backward_alone() -> None:
     assert calls == [1]
     for first, second in zip(*gradients, strict=True):
         assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize(("name", "reason"), [("liger-jsd", "GPUs only"), ("liger-kl", "forward KL alone")])
-def test_peers_of_the_divergence_say_what_they_cannot(name: str, reason: str) -> None:
-    with pytest.raises(CannotError, match=reason):
-        DIVERGENCE_PEERS[name].build(divergence("jsd"))
 
 
 def test_trls_tiles_are_as_large_as_lowtide_is_told() -> None:
@@ -311,10 +293,9 @@ def test_upstream_gradients_differ_by_value_and_have_both_signs() -> None:
 def test_names_of_pairs() -> None:
     pair = PAIR_SHAPES["llama-8b-to-1b"]
     assert PAIRS.one("llama-8b-to-1b") is pair
-    assert str(pair.student) == "llama-8b-to-1b (8192,2048,128256)"
+    assert str(pair) == "llama-8b-to-1b (8192,2048,128256,4096)"
     assert (pair.teacher.N, pair.teacher.D, pair.teacher.V) == (8192, 4096, 128256)
-    assert str(PAIRS.one("5,6,7,8").student) == "5,6,7"
-    assert str(PAIRS.one("5,6,7,8").teacher) == "5,8,7"
+    assert str(PAIRS.one("5,6,7,8")) == "5,6,7,8"
 
 
 @pytest.mark.parametrize(

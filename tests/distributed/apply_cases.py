@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.vocab_cases import (
+from distributed.sharded import (
     LEADING,
     WAYS,
     D,

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import lowtide
 from distributed.launch import DEVICE, main
-from distributed.option_cases import FEWER, compare, problem
-from distributed.vocab_cases import WAYS, head, plain, same_on_all_ranks, shard_of, spread, whole
+from distributed.option_cases import FEWER
+from distributed.sharded import WAYS, compare, head, kernels, plain, problem, same_on_all_ranks, shard_of, spread, whole
 from head.contract.cases import FUNCTIONS, NARROW, Arguments, pairs, trained
-from head.kernel_plans import use_kernels
 from lowtide import TokenStats, linear_cross_entropy, linear_token_stats
+from lowtide.head import plan as planner
+from lowtide.head.call import CrossEntropyArgs, Wanted
+from lowtide.head.engine import Chunks
+from lowtide.head.exponentials import loops, losses
+from lowtide.head.matmul import matmul_into
+from lowtide.head.ranks import tokens
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.shard import Limits
 from support import in_float64, oracle, relative_error
 
 SINGLE = torch.float32
@@ -37,14 +46,6 @@ FEW: dict[str, list[Any]] = {
     "temperature": ["tensor"],
     "workspace_mib": [None],
 }
-
-
-@contextmanager
-def kernels(schedule: str = "chunks") -> Iterator[list[str]]:
-    """Nothing but the kernels may run; on a GPU they do."""
-    warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
-    with pytest.MonkeyPatch.context() as patched:
-        yield use_kernels(patched, schedule) if DEVICE == "cpu" else []
 
 
 def every_option() -> None:
@@ -140,6 +141,88 @@ def a_target_without_a_chance() -> None:
             assert relative_error(whole(way, g, of_vocab=k > 0), e) < 1e-5, (way, k)
         assert plain(loss)[0, 1] == torch.inf
         assert same_on_all_ranks(plain(loss))
+
+
+def sums_beside_products() -> None:
+    """The hidden states' gradient begins to be summed before a product of the weight's, and is waited for after it."""
+    x, w, _, y = head((1, 20), 16, 50, seed=0, bias=False)
+    for way, kind in itertools.product(("replicated", "sequence"), ("chunks", "blocks", "logits")):
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        events: list[str] = []
+
+        def noted(event: str, function: Any, events: list[str] = events) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if event != "product" or args[0].stride(0) == 1:  # E^T: the weight's, not the input's
+                    events.append(event)
+                return function(*args, **kwargs)
+
+            return call
+
+        with kernels(kind) if kind != "logits" else nullcontext(), pytest.MonkeyPatch.context() as patched:
+            begin_sum = noted("begun", Ranks.begin_sum)
+            patched.setattr(Ranks, "begin_sum", lambda *args, begin=begin_sum: noted("waited", begin(*args)))
+            for module in (loops, losses):
+                patched.setattr(module, "matmul_into", noted("product", matmul_into))
+            patched.setattr(Chunks, "weight_grad", noted("weight's", Chunks.weight_grad))
+            if kind == "logits":
+                options = lowtide.HeadOptions(workspace_mib=0.01)
+                plain(lowtide.linear_token_stats(px, pw, want=("entropy",), options=options).entropy.sum()).backward()
+            else:
+                plain(lowtide.linear_cross_entropy(px, pw, y)).backward()
+        sums = [i for i, event in enumerate(events) if event == "begun"]
+        assert len(sums) > 1
+        assert events.count("waited") == len(sums)
+        for k, i in enumerate(sums):  # the k-th that is waited for is the k-th that was begun
+            waited = [j for j, event in enumerate(events) if event == "waited"][k]
+            assert {"product", "weight's"} & {*events[i:waited]}, (way, kind, events)
+
+
+def plans_of_what_is_fetched_ahead() -> None:
+    """As many pieces of hidden states live at once as plans count, with sums alone and with gradients."""
+    ranks = dist.get_world_size()
+    x, w, _, y = head((1, 66), 16, 50, seed=0, bias=False)
+    px, pw = spread("sequence", x, of_vocab=False), spread("sequence", w, of_vocab=True)
+    live: list[Any] = []
+    most = []
+    begin_rows = tokens.SpreadTokens.begin_rows
+
+    def watched(*args: Any) -> Any:
+        told = begin_rows(*args)
+        live.append(weakref.ref(told.value))
+        most.append(sum(storage() is not None for storage in live))
+        return told
+
+    with kernels("blocks"), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tokens.SpreadTokens, "begin_rows", watched)
+        with torch.no_grad():
+            lowtide.linear_cross_entropy(px, pw, y)
+        of_sums = max(most)
+        most.clear()
+        plain(lowtide.linear_cross_entropy(px, pw, y, options=lowtide.HeadOptions(gradient="recompute"))).backward()
+        rebuilding = max(most[len(most) // 2 :])
+    assert (of_sums, rebuilding) == (4, 3), (of_sums, rebuilding)
+
+    hidden, classes, mib = 4096, 32064, 160
+    of_head: Any = SimpleNamespace(
+        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16,
+        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"), softcap=None,
+        options=lowtide.HeadOptions(gradient="recompute", workspace_mib=mib),
+    )  # fmt: skip
+    of_loss = CrossEntropyArgs(torch.empty(0), None, None, None, "mean", -100, 0.0, 0.0)
+    for is_spread in (False, True):  # hidden states are copied also where autocast rounds them
+        of_head.ranks = SimpleNamespace(
+            most_rows=classes, limits=Limits(80 << 30, True), spread=is_spread, alone=False, groups=ranks,
+            slots=30000 // ranks * ranks,
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(planner, "why_not_exp", lambda *_, **__: None)
+            plan = planner.plan_cross_entropy(of_head, of_loss, 30000, Wanted(True, True, True))
+        assert plan.schedule == "blocks"
+        of_x = 2 * hidden
+        in_sums = plan.sum_rows * (of_sums * of_x + 4 * classes // 128)
+        # hidden states, s x, and the products in float32 of this chunk and of the one whose sum is under way
+        in_gradients = plan.chunk_rows * ((rebuilding + 1) * of_x + 2 * 4 * hidden + 2 * plan.block_columns)
+        assert max(in_sums, in_gradients) <= mib * 2**20, (is_spread, in_sums / 2**20, in_gradients / 2**20)
 
 
 if __name__ == "__main__":

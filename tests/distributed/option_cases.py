@@ -1,42 +1,40 @@
-"""Every function with every pair of its options (`head.contract.cases`) in parts, beside the whole in float64."""
+"""Every function with its options (`head.contract.cases`) on a sharded vocabulary, beside the whole in float64.
+
+By each engine: plain PyTorch, and the kernels. Tokens that do not count hold NaN.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils import _pytree as pytree
 
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.vocab_cases import (
+from distributed.sharded import (
+    ENGINES,
     WAYS,
-    D,
     V,
+    compare,
     exchanged,
-    mesh,
+    in_parts,
     near,
     of_all_ranks,
-    part_of,
     plain,
     plain_part,
-    shard_of,
-    spread,
+    problem,
+    running,
     whole,
     with_each,
 )
-from head.contract.cases import FUNCTIONS, KINDS, TAILS, Arguments, arguments, counting, flat, pairs, total, trained
+from head.contract.cases import FUNCTIONS, KINDS, LEAVES, TAILS, Arguments, flat, pairs, total, trained
+from lowtide import linear_cross_entropy
 from lowtide.errors import ArgumentValueError
-from support import in_float64, relative_error
+from support import in_float64
 
-IN_PARTS = {"input": False, "teacher_input": False}  # and whether it is the vocabulary's axis that is cut
-IN_PARTS |= dict.fromkeys(("linear_weight", "linear_bias", "teacher_weight", "teacher_bias"), True)
-FROZEN = [(), (), ("linear_weight",), ("input", "linear_weight"), ("input", "linear_weight", "linear_bias", "weights")]
 FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
     "leading": [(2, 7)],
     "accumulate": ["auto"],
@@ -52,85 +50,6 @@ FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
 }
 
 
-def in_parts(kwargs: Arguments, way: str, i: int) -> Arguments:
-    """Return the arguments as a user of this ``way`` has them."""
-    ours = {
-        name: spread(way, value, of_vocab=IN_PARTS[name]) if name in IN_PARTS and isinstance(value, Tensor) else value
-        for name, value in kwargs.items()
-    }
-    if kwargs.get("weight") is not None and i % 2:
-        ours["weight"] = part_of(kwargs["weight"]) if way == "local" else spread(way, kwargs["weight"], of_vocab=True)
-    if way == "sequence" and i % 2 and kwargs.get("target") is not None and "weights" not in kwargs:
-        ours["target"] = distribute_tensor(kwargs["target"], mesh(), [Shard(1)])
-    for name in set(trained(kwargs)) - {*IN_PARTS}:
-        ours[name] = kwargs[name].detach().clone().requires_grad_()
-    return ours | shard_of(way, ours["linear_weight"])
-
-
-def problem(name: str, choice: Arguments, i: int, classes: int = V, **form: Any) -> Arguments:
-    """Return the contract's arguments, on the device of the cases; some tokens are sure, some leaves are frozen."""
-    kwargs = arguments(name, seed=i, **({"D": D, "V": classes} | form), **choice)
-    kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(DEVICE).detach().requires_grad_(t.requires_grad), kwargs)
-    with torch.no_grad():
-        kwargs["input"] *= 1 + 3 * (i % 2)
-        if kwargs.get("weight") is not None:
-            kwargs["weight"][3] = 0
-        if choice.get("targets") == 3:
-            kwargs["target"][..., 1] = kwargs["target"][..., 0]  # the same class twice
-    return kwargs | {n: kwargs[n].detach() for n in FROZEN[i % len(FROZEN)] if kwargs.get(n) is not None}
-
-
-def through(t: Tensor) -> Tensor:
-    """Give each value an upstream gradient of its own, of a size that loses no digits."""
-    return t + t.sin() / 2
-
-
-def compare(
-    name: str,
-    kwargs: Arguments,
-    ways: Iterable[str],
-    what: object,
-    i: int = 0,
-    bounds: Callable[[str], float] | None = None,
-) -> None:
-    """Hold values, and the gradients of all that can have one, against the whole's in float64.
-
-    ``bounds`` are the relative errors, of "values" and by the name of what a gradient is of; None: float64's own.
-    """
-    wide = in_float64(kwargs)
-    function, leaves = FUNCTIONS[name], trained(kwargs)
-    want, true = flat(function.truth(**wide)), tuple[Tensor, ...]()
-    if any(value.requires_grad for value in want.values()):
-        true = torch.autograd.grad(
-            total(want, through), [wide[n] for n in leaves], materialize_grads=True, allow_unused=True
-        )
-
-    if "want" not in kwargs and not kwargs.get("shift") and kwargs["input"].numel():
-        with torch.no_grad():
-            kwargs["input"][~counting(kwargs)] = torch.nan
-
-    def agree(got: Tensor, e: Tensor, place: object, of: str) -> None:
-        if bounds is None or not e.is_floating_point():
-            near(got, e, place)
-        else:
-            assert relative_error(plain(got), e) <= bounds(of) or e.isnan().all(), place
-
-    for way in ways:
-        ours = in_parts(kwargs, way, i)
-        got = {key: plain(value) for key, value in flat(function.run(**ours)).items()}
-        assert got.keys() == want.keys(), (way, what)
-        for key, value in want.items():
-            assert got[key].requires_grad == value.requires_grad, (key, way, what)
-            agree(got[key], value, (key, way, what), "values")
-        grads = torch.autograd.grad(total(got, through), [ours[n] for n in leaves], allow_unused=True) if true else ()
-        for n, grad, e in zip(leaves, grads, true, strict=bool(true)):
-            if grad is None:
-                assert not e.any(), (n, way, what)
-            else:
-                grad = whole(way, grad, of_vocab=IN_PARTS[n]) if n in IN_PARTS else plain(grad)
-                agree(grad, e, (n, way, what), n)
-
-
 def every_option() -> None:
     """How many ranks there are, and the way in which they have the arguments, are two options more."""
     for name, function in FUNCTIONS.items():
@@ -139,6 +58,11 @@ def every_option() -> None:
             ranks, way = choice.pop("ranks"), choice.pop("way")
             if THOROUGH or ranks == dist.get_world_size():
                 compare(name, problem(name, choice, i), WAYS if THOROUGH else (way,), choice, i)
+
+
+def ways_of(engine: str, i: int, ways: tuple[str, ...] = WAYS) -> tuple[str, ...]:
+    """Return the ways of a case: by kernels, whose interpreter is slow, one of them in turn."""
+    return ways if engine == "torch" or THOROUGH else (ways[i % len(ways)],)
 
 
 def few_tokens() -> None:
@@ -155,22 +79,53 @@ def few_tokens() -> None:
 
 
 def few_classes() -> None:
-    """No token, one, targets of one rank alone, and a class a rank; gradients stored and recomputed."""
-    own = V // dist.get_world_size() // 2  # classes that only the first rank holds, in every way of cutting
+    """No token, one, targets of one rank alone, a class a rank and a rank without; gradients stored and recomputed."""
     ranks = dist.get_world_size()
-    for leading, classes, most in (((2, 0), V, V), ((1, 1), V, V), ((2, 3), ranks, ranks), ((3, 5), V, own)):
-        for gradient, reduction in itertools.product(("auto", "recompute"), ("sum", "mean")):
-            choice = {"leading": leading, "gradient": gradient, "reduction": reduction}
-            kwargs = problem("linear_cross_entropy", choice | {"num_items": 2.5}, 0, classes)
-            kwargs["target"] %= most
-            compare("linear_cross_entropy", kwargs, WAYS if classes == V else WAYS[:2], (choice, classes, most))
+    own = V // ranks // 2  # classes that only the first rank holds, in every way of cutting
+    shapes = (((2, 0), V, V), ((1, 1), V, V), ((2, 3), ranks, ranks), ((2, 3), 2, 2), ((3, 5), V, own))
+    choices = list(itertools.product(("auto", "recompute"), ("sum", "mean")))
+    for i, (engine, (gradient, reduction), (leading, classes, most)) in enumerate(
+        itertools.product(ENGINES, choices, shapes)
+    ):
+        smoothing = 0.1 if engine != "torch" and reduction == "sum" else 0.0
+        choice = {"leading": leading, "gradient": gradient, "reduction": reduction, "label_smoothing": smoothing}
+        kwargs = problem("linear_cross_entropy", choice | {"num_items": 2.5}, 0, classes, engine)
+        kwargs["target"] %= most
+        with running(engine):
+            ways = ways_of(engine, i, WAYS if classes == V else WAYS[:2])
+            compare("linear_cross_entropy", kwargs, ways, (engine, choice, classes, most))
 
 
 def all_ignored() -> None:
     """The mean is 0 / 0, or 0 where the number of items is given; all gradients are 0."""
-    for gradient, items in itertools.product(("auto", "recompute"), (None, 2.5)):
-        kwargs = problem("linear_cross_entropy", {"ignored": "all", "gradient": gradient, "num_items": items}, 0)
-        compare("linear_cross_entropy", kwargs, WAYS, (gradient, items))
+    for i, (engine, gradient, items) in enumerate(itertools.product(ENGINES, ("auto", "recompute"), (None, 2.5))):
+        kwargs = problem(
+            "linear_cross_entropy", {"ignored": "all", "gradient": gradient, "num_items": items}, 0, engine=engine
+        )
+        with running(engine):
+            compare("linear_cross_entropy", kwargs, ways_of(engine, i), (engine, gradient, items))
+
+
+def uses_of_autograd() -> None:
+    """Every subset that needs gradients, a graph kept and used twice, no gradients, each dtype, autocast."""
+    name = "linear_cross_entropy"
+    for (way, gradient), trained_ones in itertools.product(
+        with_each(("forward", "recompute")), itertools.product((True, False), repeat=3)
+    ):
+        kwargs = problem(name, {"gradient": gradient}, 0)
+        frozen = [n for n, needed in zip(LEAVES, trained_ones, strict=True) if not needed]
+        kwargs |= {n: kwargs[n].detach() for n in frozen}
+        compare(name, kwargs, [way], (gradient, frozen), passes=2)
+    for mode in (torch.enable_grad(), torch.no_grad()):
+        with mode:
+            kwargs = problem("linear_logprobs", {}, 0)
+            compare("linear_logprobs", kwargs | {"linear_weight": kwargs["linear_weight"].detach()}, WAYS, mode)
+    for dtype in (torch.float32, torch.bfloat16):
+        values, gradients = FUNCTIONS[name].tolerance[dtype]
+        bounds = {"values": values, **dict.fromkeys(LEAVES, gradients)}
+        compare(name, problem(name, {}, 0, dtype=dtype), WAYS, dtype, bounds=bounds.__getitem__)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        compare(name, problem(name, {}, 0, dtype=torch.float32), WAYS, "autocast", bounds=lambda _: 3e-2)
 
 
 ALONE: list[tuple[str, Arguments]] = [  # functions whose weight one rank trains, or whose hidden states
@@ -183,31 +138,72 @@ ALONE: list[tuple[str, Arguments]] = [  # functions whose weight one rank trains
     ("linear_divergence", {"tail": "bucket", "softcap": 3.0, "gradient": "recompute"}),
     ("linear_divergence", {"tail": "bucket", "reduction": "mean"}),
 ]
+BY_KERNELS: list[tuple[str, Arguments]] = [
+    ("linear_cross_entropy", {"leading": (1, 20), "label_smoothing": smoothing, "gradient": gradient})
+    for smoothing, gradient in ((0.0, "recompute"), (0.1, "auto"))
+]
 
 
 def trained_on_one_rank() -> None:
     """A weight that one rank trains on frozen hidden states: the others, which have no backward, keep step with it."""
-    for (way, recording), (name, choice) in itertools.product(with_each((True, False)), ALONE):
-        rank = 0 if recording else dist.get_world_size() - 1
-        here, what = dist.get_rank() == rank, (way, recording, name, choice)
-        kwargs = problem(name, {"workspace_mib": 0.001, "linear_bias": False, **choice}, 0)
-        kwargs |= {n: kwargs[n].detach() for n in trained(kwargs) if n != "linear_weight"}
+    ranks = dist.get_world_size()
+    for engine, (way, recording) in itertools.product(ENGINES, with_each((True, False))):
+        for name, choice in ALONE if engine == "torch" else BY_KERNELS:
+            rank = 0 if recording else ranks - 1
+            here, what = dist.get_rank() == rank, (engine, way, recording, name, choice)
+            workspace = {"workspace_mib": 0.001} if engine == "torch" else {}
+            kwargs = problem(name, {**workspace, "linear_bias": False, **choice}, 0, engine=engine)
+            kwargs |= {n: kwargs[n].detach() for n in trained(kwargs) if n != "linear_weight"}
+            wide = in_float64(kwargs)
+            want = total(flat(FUNCTIONS[name].truth(**wide)))
+            ours = in_parts(kwargs, way, 0)
+            ours["linear_weight"].requires_grad_(here)
+            with running(engine), exchanged() as seen, torch.set_grad_enabled(here or recording):
+                got = total({key: plain(value) for key, value in flat(FUNCTIONS[name].run(**ours)).items()})
+                assert got.requires_grad == here
+                for _ in range(2 if here else 0):
+                    (grad,) = torch.autograd.grad(got, ours["linear_weight"], retain_graph=True)
+            closely = near if engine == "torch" else near_in_float32
+            closely(got.detach(), want.detach(), what)
+            if here:
+                (true,) = torch.autograd.grad(want, wide["linear_weight"])
+                mine = plain_part(grad)
+                closely(mine, true[-len(mine) :] if rank else true[: len(mine)], what)
+            of_others = of_all_ranks(seen)
+            assert all(other == seen for other in of_others), (what, of_others)
+            if engine != "torch" and way != "local":  # whether a rank trains, numbers of a token, and hidden states
+                N, D = kwargs["target"].numel(), kwargs["input"].shape[-1]
+                held = -(-N // ranks)
+                count, states = (held * ranks, held * D) if way == "sequence" else (N, 0)
+                gathered = sum(size for exchange, size in seen if exchange.startswith("all_gather"))
+                assert gathered == 1 + (3 + (choice["label_smoothing"] > 0)) * count + states, (what, seen)
+
+
+def near_in_float32(got: Tensor, want: Tensor, what: object) -> None:
+    torch.testing.assert_close(got, want.float(), rtol=2e-5, atol=2e-6, msg=lambda m: f"{what}: {m}")
+
+
+def trained_on_all_but_one() -> None:
+    """Hidden states that all ranks train, and a weight that the first rank does not: its rows are nobody's."""
+    for engine, way in itertools.product(ENGINES, WAYS):
+        kwargs = problem("linear_cross_entropy", {"linear_bias": False, "weight": True}, 0, engine=engine)
         wide = in_float64(kwargs)
-        want = total(flat(FUNCTIONS[name].truth(**wide)))
+        want = FUNCTIONS["linear_cross_entropy"].truth(**wide)
         ours = in_parts(kwargs, way, 0)
-        ours["linear_weight"].requires_grad_(here)
-        with exchanged() as seen, torch.set_grad_enabled(here or recording):
-            got = total({key: plain(value) for key, value in flat(FUNCTIONS[name].run(**ours)).items()})
-            assert got.requires_grad == here
-            for _ in range(2 if here else 0):
-                (grad,) = torch.autograd.grad(got, ours["linear_weight"], retain_graph=True)
-        near(got.detach(), want.detach(), what)
-        if here:
-            (true,) = torch.autograd.grad(want, wide["linear_weight"])
-            mine = plain_part(grad)
-            near(mine, true[-len(mine) :] if rank else true[: len(mine)], what)
-        asked = of_all_ranks(seen)
-        assert all(other == seen for other in asked), (what, asked)
+        held, x = ours["linear_weight"], ours["input"]
+        held.requires_grad_(dist.get_rank() > 0)
+        with running(engine):
+            loss = plain(linear_cross_entropy(**ours))
+            (loss * 0.3).backward(retain_graph=True)
+            (loss * 0.7).backward()
+        closely = near if engine == "torch" else near_in_float32
+        closely(loss.detach(), want.detach(), (engine, way))
+        dx, dw = torch.autograd.grad(want, (wide["input"], wide["linear_weight"]))
+        closely(whole(way, x.grad, of_vocab=False), dx, (engine, way))
+        assert (held.grad is None) == (dist.get_rank() == 0)
+        rows = whole(way, torch.zeros_like(held) if held.grad is None else held.grad, of_vocab=True)
+        first = of_all_ranks(len(plain_part(held)))[0]
+        closely(rows[first:], dw[first:], (engine, way))
 
 
 def unlike_grad_modes() -> None:

@@ -21,7 +21,7 @@ from distributed.train_runs import REORDERED, Runs, history, runs, spied
 from lowtide.cli import main
 from lowtide.train.checkpoints import checkpoints
 from lowtide.train.config import Parallel
-from lowtide.train.parallel import let_first_report, settle, variables
+from lowtide.train.parallel import correct_fsdp2, let_first_report, variables
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
@@ -131,7 +131,7 @@ def test_what_is_wrong_for_all_is_one_error(name: str, made: Runs, tmp_path: Pat
 def test_fsdp_in_its_first_version_is_refused() -> None:
     state = SimpleNamespace(distributed_type=None, fsdp_plugin=SimpleNamespace(fsdp_version=1))
     with pytest.raises(ValueError, match="parallel: expected FSDP in its second version, got 1"):
-        settle(SimpleNamespace(state=state))
+        correct_fsdp2(SimpleNamespace(state=state))
 
 
 def test_ranks_need_the_name_of_a_folder(made: Runs) -> None:

@@ -10,11 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
-from distributed.train_runs import SHAPE, STEPS, Runs, assert_same, history, runs, spied, weights
+from distributed.train_runs import (
+    SEQUENCES,
+    SHAPE,
+    SHARDS,
+    STEPS,
+    Runs,
+    assert_same,
+    history,
+    runs,
+    sharing,
+    spied,
+    weights,
+)
 from lowtide.train.checkpoints import checkpoints
 from lowtide.train.parallel import variables
 from lowtide.train.resuming import check_engine
@@ -37,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 ENGINES = [
     *("pretrain ddp", "pretrain fsdp2", "pretrain zero2", "pretrain zero3"),
-    *("tune ddp", "tune fsdp2", "tune zero2", "tune zero3", "adapt fsdp2", "adapt zero3"),
+    *("tune ddp", "tune fsdp2", "tune shards", "tune zero2", "tune zero3", "adapt fsdp2", "adapt zero3"),
 ]
 
 
@@ -66,7 +77,8 @@ def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> N
 RESUMED = [
     *("pretrain one 2 ddp", "pretrain one 2 fsdp2", "tune ddp 1 auto", "pretrain fsdp2 1 auto", "tune fsdp2 2 ddp"),
     *("experts one 1 auto", "experts one 2 fsdp2", "experts fsdp2 1 auto"),
-    *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "pretrain zero2 2 zero2", "adapt zero3 2 zero3"),
+    *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "tune shards 2 shards"),
+    *("pretrain zero2 2 zero2", "adapt zero3 2 zero3"),
 ]
 
 
@@ -79,14 +91,23 @@ def test_resumes(kind: str, wrote: str, ranks: str, engine: str, made: Runs, tmp
     assert not (output / ".incoming").exists()
 
 
-def test_the_best_model_has_its_own_experts(made: Runs, tmp_path: Path) -> None:
-    """A learning rate of 1 makes the model worse after the first evaluation."""
-    output, given = tmp_path / "run", ["--lr", 1, "--lr_scheduler_type", "constant", "--per_device_train_batch_size", 4]
-    given += ["--eval_strategy", "steps", "--eval_steps", 2, "--early-stopping-patience", 1, "--output", output]
-    ended = made.ranks.succeed(1, *made.arguments("experts"), *given)
-    assert "step 2: the run went on to step 4" in ended.out[0]
-    best = load_file(output / "checkpoint-2" / "model.safetensors")
-    assert all(torch.equal(value, best[name]) for name, value in weights(output).items())
+STOPPED = ["experts one", "tune fsdp2", "tune shards", "pretrain zero2", "tune zero3"]
+
+
+@pytest.mark.parametrize(("kind", "engine"), cases(*STOPPED))
+def test_early_stopping_saves_the_best_model(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
+    """A learning rate of 1 makes the model worse after the first evaluation; another run ends there."""
+    ranks = 1 if engine == "one" else 2
+    given = [*sharing(engine), "--per_device_train_batch_size", SEQUENCES // ranks]
+    given += ["--lr", 1, "--lr_scheduler_type", "constant"]
+    stopping = ["--eval_strategy", "steps", "--eval_steps", 2, "--early-stopping-patience", 1]
+    for name, more in {"short": ["--max-steps", 2], "stopped": [*stopping, "--max-steps", 8]}.items():
+        words = [*made.arguments(kind), *given, *more, "--output", tmp_path / name]
+        ended = made.ranks.succeed(ranks, *words, **made.spies(engine))
+    assert "step 2: the run went on to step 4" in ended.out[0], ended.out[0]
+    best, expected = (weights(tmp_path / name) for name in ("stopped", "short"))
+    assert best.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in best.items())
 
 
 @needs_deepspeed
@@ -124,7 +145,7 @@ def test_checkpoints_of_another_format_are_refused(
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).touch()
     monkeypatch.setenv("WORLD_SIZE", "1" if wrote.startswith("zero") else "2")
-    environment = {"whole": {}, "shards": {**variables("fsdp2"), "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}}
+    environment = {"whole": {}, "shards": SHARDS}
     for name, value in (environment[now] if now in environment else variables(now)).items():
         monkeypatch.setenv(name, value)
     if wrote == now or {wrote, now} == {"whole", "fsdp2"}:

@@ -118,17 +118,18 @@ def shared() -> Ranks:
 
 
 def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
-    """As `lowtide.measure.child.run_command`, for ``python -c CODE`` and torchrun's ``-m MODULE``, by forks."""
+    """As `lowtide.measure.child.run_command`, for ``python -c CODE`` and torchrun's ``SCRIPT``, by forks."""
     assert command[0] == sys.executable
     ranks, rest, begun = 1, list(command[1:]), time.perf_counter()
     if rest[:3] == ["-m", "torch.distributed.run", "--standalone"]:
         assert rest[3] == "--nproc-per-node"
         ranks, rest = int(rest[4]), rest[5:]
-    kind, what, *arguments = rest
+    first, *arguments = rest
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
-        assert kind in ("-c", "-m")
-        script.write_text(what if kind == "-c" else f"import runpy\nrunpy.run_module({what!r}, run_name='__main__')\n")
+        script = Path(first)
+        if first == "-c":
+            script = Path(folder) / "script.py"
+            script.write_text(arguments.pop(0))
         ended = shared()(ranks, *arguments, script=script, **(env or {}))
     status = next(filter(None, ended.statuses), 0)
     out, err = map("".join, (ended.out, ended.err))

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
 from distributed.train_ranks import Ended, Ranks, shared
+from lowtide.train.parallel import variables
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -70,15 +71,16 @@ class Runs:
         return f"{own[kind]} {both}".format(self.folder).split()
 
     def spies(self, engine: str, *more: str) -> dict[str, str]:
-        """Return the environment of ranks that tell about themselves."""
-        return {"SPY": " ".join(["head", "result", *more, *(["zero"] if engine.startswith("zero") else [])])}
+        """Return the environment of ranks that share a model by an engine and print what `train_spy` sees of them."""
+        spied = {"SPY": " ".join(["head", "result", *more, *(["zero"] if engine.startswith("zero") else [])])}
+        return {**spied, **(SHARDS if engine == "shards" else {})}
 
     def of(self, kind: str, engine: str) -> tuple[Path, Ended]:
         """Return the folder of a finished run and what its ranks printed: "one" process, or two and an engine."""
         if (kind, engine) not in self.made:
             ranks = 1 if engine == "one" else 2
             rows = SEQUENCES // ranks
-            given: list[object] = [] if ranks == 1 else ["--parallel", engine]
+            given = sharing(engine)
             if (kind, engine) in ACCUMULATED:
                 rows, given = rows // 2, [*given, "--gradient_accumulation_steps", 2]
             output = self.folder / f"{kind}-{engine}"
@@ -94,14 +96,21 @@ class Runs:
         shutil.rmtree(output / "model")
         return output
 
-    def resume(self, output: Path, ranks: int, *arguments: object, engine: str = "", **options: Any) -> Ended:
+    def resume(self, output: Path, ranks: int, *arguments: object, engine: str, **options: Any) -> Ended:
         """Resume a run on so many ranks, with as many sequences a step."""
-        given = ["--per_device_train_batch_size", SEQUENCES // ranks, *(["--parallel", engine] if engine else [])]
+        given = ["--per_device_train_batch_size", SEQUENCES // ranks, *sharing(engine)]
         words = ["train", "--resume_from_checkpoint", "true", "--output", output, *given, *arguments]
         return self.ranks(ranks, *words, **self.spies(engine), **options)
 
 
 ACCUMULATED = {("pretrain", "fsdp2"), ("tune", "zero3"), ("tune", "ddp")}
+# FSDP2 whose checkpoints have a file for each rank: set by a launcher, since `--parallel fsdp2` sets the whole ones
+SHARDS = {**variables("fsdp2"), "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+def sharing(engine: str) -> list[object]:
+    """Return the option of an engine: none for "one" process, nor for "shards", which `Runs.spies` sets."""
+    return [] if engine in ("one", "shards") else ["--parallel", engine]
 
 
 @cache

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,155 +14,39 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import DEVICE, THOROUGH, main
+from distributed.launch import DEVICE, main
+from distributed.sharded import (
+    ENGINES,
+    LEADING,
+    WAYS,
+    D,
+    V,
+    exchanged,
+    head,
+    mesh,
+    near,
+    of_all_ranks,
+    part_of,
+    plain,
+    running,
+    same_on_all_ranks,
+    shard_of,
+    sizes,
+    spread,
+    whole,
+)
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.plan import plan_cross_entropy
 from lowtide.head.ranks import shard as vocab_shard
 from lowtide.head.ranks.parallel import Ranks
-from lowtide.measure.collectives import seen_collectives
 from lowtide.measure.timing import peak_above
-from support import head as head_on_host
-from support import oracle, relative_error
-
-V, D, LEADING = 50, 6, (2, 7)
-WAYS = ("replicated", "sequence", "local")
-
-
-def with_each(second: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of a way and one of two others; each on two ranks or on three, where a test is not thorough."""
-    for i, way in enumerate(WAYS):
-        for j, other in enumerate(second):
-            if THOROUGH or (i + j + dist.get_world_size()) % 2:
-                yield way, other
-
-
-def head(*args: Any, **kwargs: Any) -> Any:
-    """As `support.head`, on the device of the cases."""
-    return [
-        t if t is None else t.detach().to(DEVICE).requires_grad_(t.requires_grad) for t in head_on_host(*args, **kwargs)
-    ]
-
-
-def rand(*shape: int, seed: int) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
-
-
-@functools.cache
-def mesh() -> Any:
-    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-@functools.cache
-def sizes(total: int) -> list[int]:
-    """Return parts of a vocabulary as a user may cut it: of any sizes, one of them empty where there are three."""
-    return {1: [total], 2: [total - 3, 3], 3: [total - 20, 0, 20], 4: [total - 25, 0, 20, 5]}[dist.get_world_size()]
-
-
-def part_of(tensor: Tensor) -> Tensor:
-    """Return this rank's rows, cut by `sizes`, as a leaf."""
-    held = tensor.detach().split(sizes(tensor.shape[0]))[dist.get_rank()].clone()
-    return held.requires_grad_(tensor.requires_grad)
-
-
-def spread(way: str, x: Tensor | None, *, of_vocab: bool) -> Any:
-    """Return a tensor as a user of this ``way`` has it."""
-    if x is None:
-        return None
-    if way == "local":
-        return part_of(x) if of_vocab else x.detach().clone().requires_grad_(x.requires_grad)
-    sequence = [Shard(max(0, x.dim() - 2))] if way == "sequence" else [Replicate()]
-    return distribute_tensor(x.detach(), mesh(), [Shard(0)] if of_vocab else sequence).requires_grad_(x.requires_grad)
-
-
-def shard_of(way: str, w: Any) -> dict[str, Any]:
-    return {"vocab_shard": lowtide.VocabShard.of(w)} if way == "local" else {}
-
-
-def whole(way: str, grad: Any, *, of_vocab: bool) -> Tensor:
-    """Return a gradient that is held in parts."""
-    if way != "local":
-        assert isinstance(grad, DTensor)
-        assert grad.placements[0] == (Shard(0) if of_vocab else grad.placements[0])
-        assert not grad.placements[0].is_partial()
-        return grad.full_tensor()
-    if not of_vocab:
-        return grad
-    return torch.cat(of_all_ranks(grad.cpu())).to(DEVICE)  # a tensor of another rank's GPU would come as one there
-
-
-def of_all_ranks(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def same_on_all_ranks(mine: Tensor) -> bool:
-    """Return whether a tensor is the same everywhere, bit for bit."""
-    return all(torch.equal(other, mine.cpu()) for other in of_all_ranks(mine.cpu()))
-
-
-def plain(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def near(got: Any, want: Tensor, what: object) -> None:
-    torch.testing.assert_close(plain(got), want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{what}: {m}")
-
-
-def uses_of_autograd() -> None:
-    """Every subset that needs gradients, a graph kept and used twice, upstream gradients, no gradients, autocast."""
-    x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=9)
-    for way, gradient in with_each(("forward", "recompute")):
-        options = lowtide.HeadOptions(gradient=gradient)
-        for needed in itertools.product((True, False), repeat=3):
-            parts = [
-                spread(way, t.detach().requires_grad_(n), of_vocab=k > 0)
-                for k, (t, n) in enumerate(zip((x, w, b), needed, strict=True))
-            ]
-            wholes = [t.detach().clone().requires_grad_(n) for t, n in zip((x, w, b), needed, strict=True)]
-            px, pw, pb = parts
-            loss = plain(lowtide.linear_cross_entropy(px, pw, y, linear_bias=pb, options=options, **shard_of(way, pw)))
-            want = oracle(wholes[0], wholes[1], y, linear_bias=wholes[2])
-            near(loss, want, (way, needed))
-            assert loss.requires_grad == any(needed)
-            if not any(needed):
-                continue
-            for _ in range(2):
-                (loss * 0.3).backward(retain_graph=True)
-            (want * 0.6).backward()
-            for k, (part, true) in enumerate(zip(parts, wholes, strict=True)):
-                assert (part.grad is not None) == needed[k]
-                if needed[k]:
-                    near(whole(way, part.grad, of_vocab=k > 0), true.grad, (way, gradient, needed, k))
-    for way in WAYS:  # a frozen head, one loss a token
-        px, pw = spread(way, x, of_vocab=False), spread(way, w.detach(), of_vocab=True)
-        logp = plain(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)))
-        near(logp, -oracle(x, w, y, reduction="none"), way)
-        with torch.no_grad():
-            near(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)), logp, way)
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
-            qx, qw = spread(way, x.to(dtype), of_vocab=False), spread(way, w.to(dtype), of_vocab=True)
-            qx, qw = qx.detach().requires_grad_(), qw.detach().requires_grad_()
-            loss = plain(lowtide.linear_cross_entropy(qx, qw, y, **shard_of(way, qw)))
-            assert loss.dtype == torch.float32
-            got = torch.autograd.grad(loss, (qx, qw))
-            true = torch.autograd.grad(oracle(x, w, y), (x, w))
-            for k in (0, 1):
-                assert got[k].dtype == dtype
-                assert relative_error(whole(way, got[k], of_vocab=k > 0), true[k]) < tolerance, (way, dtype, k)
-        qx, qw = spread(way, x.float(), of_vocab=False), spread(way, w.float(), of_vocab=True)
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = plain(lowtide.linear_cross_entropy(qx, qw, y, **shard_of(way, qw)))
-        got = torch.autograd.grad(loss, (qx, qw))
-        assert all(g.dtype == torch.float32 for g in got)
-        assert relative_error(whole(way, got[1], of_vocab=True), true[1]) < 3e-2
+from support import oracle
 
 
 def unlike_scales() -> None:
@@ -266,10 +148,6 @@ def compiled() -> None:
     near(whole(way, pw.grad, of_vocab=True), w.grad, way)
 
 
-def plain_part(x: Any) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def the_same_on_every_rank() -> None:
     """Loss and hidden states' gradient, bit for bit; otherwise replicas would drift apart."""
     x, w, _, y = head(LEADING, D, V, seed=2, bias=False)
@@ -283,41 +161,38 @@ def the_same_on_every_rank() -> None:
 
 def what_is_exchanged() -> None:
     """A few numbers a row and the input's gradient, and the same whatever the targets are."""
-    N, classes = 60, 1000
-    x, w, _, y = head(N, D, classes, seed=2, bias=False)
-    for way in ("replicated", "sequence", "local"):
+    ranks = dist.get_world_size()
+    thin: dict[str, dict[str, Any]] = {"torch": {}, "chunks": {}, "blocks": {"label_smoothing": 0.1, "weight": True}}
+    for engine, way in itertools.product(ENGINES, WAYS):
+        N, classes, hidden = (60, 1000, D) if engine == "torch" else (7, 50, 16)
+        x, w, _, y = head(N, hidden, classes, seed=2, bias=False)
+        held = -(-N // ranks)  # of a sequence, whose parts are filled up
+        states = {"torch": 1, "chunks": 1, "blocks": 2}[engine]  # blocks read the hidden states a second time
+        options = thin[engine]
         counts = []
-        for target in (y, torch.full_like(y, -100), y % 3):
+        for target in (y, torch.full_like(y, -100), y % 3)[: 3 if engine == "torch" else 1]:
             px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
-            kwargs = {**shard_of(way, pw), "num_items": 7.0, "options": lowtide.HeadOptions(workspace_mib=0.1)}
-            if not counts:  # at a group's first call its ranks tell each other what they can do
-                lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)
-            with exchanged() as seen:
-                plain(lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)).backward()
+            kwargs = {**shard_of(way, pw), **options, "num_items": 7.0}
+            if engine == "torch":
+                kwargs["options"] = lowtide.HeadOptions(workspace_mib=0.1)
+            if "weight" in options:
+                kwargs["weight"] = torch.ones(classes, device=DEVICE)
+            with running(engine):
+                if not counts:  # at a group's first call its ranks exchange what they can do
+                    lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)
+                with exchanged() as seen:
+                    plain(lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)).backward()
             counts.append(sorted(seen))
-        assert counts[0] == counts[1] == counts[2]
+        assert all(other == counts[0] for other in counts)
+        count = held * ranks if way == "sequence" else N
         numbers = sum(size for name, size in counts[0] if name.startswith("all_gather"))
         gradient = sum(size for name, size in counts[0] if name.startswith(("all_reduce", "reduce_scatter")))
-        looked_at = DEVICE == "cpu"  # one number more: whether a rank trains the hidden states
-        assert numbers == 2 * N + looked_at + (N * D // dist.get_world_size() if way == "sequence" else 0), (
-            way,
-            counts[0],
-        )
-        assert gradient == N * D, (way, counts[0])
-        assert max(size for _, size in counts[0]) < N * classes // 8, "logits"
-
-
-@contextmanager
-def exchanged() -> Iterator[list[tuple[str, int]]]:
-    """Record collectives, and how many numbers each takes from this rank (or from all, where each keeps its part)."""
-    seen: list[tuple[str, int]] = []
-
-    def see(name: str, args: tuple[Any, ...]) -> None:
-        if name != "barrier":
-            seen.append((name, args[0 if name == "all_reduce" else 1].numel()))
-
-    with seen_collectives(see):
-        yield seen
+        expected = count * ((2 if engine == "torch" else 3) + ("label_smoothing" in options))
+        expected += (N + 1) * ("weight" in options) + (states * held * hidden if way == "sequence" else 0)
+        expected += DEVICE == "cpu"  # one number more: whether a rank trains the hidden states
+        assert numbers == expected, (engine, way, options, counts[0])
+        assert gradient == count * hidden, (engine, way, counts[0])
+        assert max(size for _, size in counts[0]) <= max(N * classes // 8 - 1, count * hidden), "logits"
 
 
 def memory() -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.measure.timing import peak_above
+
 ON_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.usefixtures("full_float32"),
@@ -51,12 +53,7 @@ def peak_beyond_gradients(step: Callable[[], Any], *leaves: Tensor) -> int:
     """Return the peak bytes of a step above what was there, without the gradients of the leaves, None before it."""
     for leaf in leaves:
         leaf.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    peak = torch.cuda.max_memory_allocated() - before
-    return peak - sum(0 if leaf.grad is None else leaf.grad.nbytes for leaf in leaves)
+    return peak_above(step, "cuda") - sum(0 if leaf.grad is None else leaf.grad.nbytes for leaf in leaves)
 
 
 def requested_bytes() -> int:

@@ -1,20 +1,22 @@
-"""The exponential path with the vocabulary in parts, in bfloat16 on several GPUs, beside float64 on each."""
+"""The exponential path on a sharded vocabulary, in bfloat16 on several GPUs, beside float64 on each."""
 
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowtide
+from distributed import sharded
 from distributed.launch import main
-from distributed.vocab_cases import WAYS, plain, shard_of, spread, whole
-from support import head, in_float64, oracle, relative_error
+from distributed.sharded import WAYS, head, plain, shard_of, spread
+from gpu.conftest import no_waits
+from head.contract.cases import LEAVES
+from support import oracle, relative_error
 
 # Kernels are compiled anew for a bias, a soft cap, a scale: these come together, or compiling takes all the time.
 OPTIONS: list[dict[str, Any]] = [
@@ -28,13 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def problem(N: int, D: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x, w, _, y = head((1, N), D, V, dtype=dtype, bias=False)
-    return x.detach().cuda(), w.detach().cuda(), y.cuda()
-
-
-def in_parts(x: Tensor, w: Tensor, *, sequence: bool) -> tuple[Any, Any]:
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    placed = distribute_tensor(x, mesh, [Shard(1) if sequence else Replicate()])
-    return placed.requires_grad_(), distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+    return x.detach(), w.detach(), y
 
 
 def compare(
@@ -42,39 +38,25 @@ def compare(
     way: str = "replicated", gradient: Any = "auto", backend: Any = "auto", workspace_mib: float | None = None,
     bias: bool = False, autocast: bool = False, **kwargs: Any,
 ) -> None:  # fmt: skip
-    """Loss, dX, dW and the bias's gradient of all ranks together against float64 autograd, as norms.
-
-    Ways are those of vocab_cases: DTensors, or ("local") plain tensors with vocab_shard, in parts of uneven sizes.
-    """
-    x, w, y = problem(N, D, V, dtype)
+    """Hold the loss, dX, dW and the bias's gradient against float64 autograd, as norms."""
+    x, w, b, y = head((1, N), D, V, dtype=dtype, bias=bias)
     y[0, 1::7] = -100
     if huge:
-        x[:, ::3] *= 300
-    leaves = [x, w]
-    if bias:
-        leaves.append(torch.randn(V, generator=torch.Generator().manual_seed(4)).to("cuda", dtype))
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    parts = [spread(way, leaf, of_vocab=k > 0) for k, leaf in enumerate(leaves)]
-    options = lowtide.HeadOptions(backend=backend, gradient=gradient, workspace_mib=workspace_mib)
+        x.data[:, ::3] *= 300
+    kwargs = {"input": x, "linear_weight": w, "linear_bias": b, "target": y, "ignore_index": -100, **kwargs}
     if "weight" in kwargs:
         kwargs["weight"] = torch.rand(V, generator=torch.Generator().manual_seed(3)).cuda() + 0.1
-    names = ("input", "linear_weight", "linear_bias")
+    options = lowtide.HeadOptions(backend=backend, gradient=gradient, workspace_mib=workspace_mib)
+    bounds = dict(zip(("values", *LEAVES), (*most, most[2]), strict=True)).__getitem__
+    what = (N, D, V, dtype, kwargs, huge, options, autocast)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        loss = plain(
-            lowtide.linear_cross_entropy(
-                **dict(zip(names, parts, strict=False)), target=y, options=options, **shard_of(way, parts[1]), **kwargs
-            )
+        sharded.compare(
+            "linear_cross_entropy", kwargs | {"options": options}, [way], what, bounds=bounds, upstream=torch.clone
         )
-    truth = in_float64({**dict(zip(names, leaves, strict=False)), "target": y, **kwargs})
-    want = oracle(**truth)
-    got = torch.autograd.grad(loss.sum(), parts)
-    true = torch.autograd.grad(want.sum(), [truth[name] for name in names[: len(leaves)]])
-    assert [g.dtype for g in got] == [leaf.dtype for leaf in leaves]
-    errors = [relative_error(loss, want)]
-    errors += [relative_error(whole(way, g, of_vocab=k > 0), t) for k, (g, t) in enumerate(zip(got, true, strict=True))]
-    bounds = (*most, most[2])[: len(errors)]
-    what = (errors, bounds, kwargs, huge, way, gradient, autocast)
-    assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), what
+
+
+def in_parts(way: str, x: Tensor, w: Tensor) -> tuple[Any, Any]:
+    return spread(way, x, of_vocab=False).requires_grad_(), spread(way, w, of_vocab=True).requires_grad_()
 
 
 def bfloat16() -> None:
@@ -103,12 +85,11 @@ def bfloat16() -> None:
 
 def edges() -> None:
     """No token, fewer tokens or classes than ranks, a target that is no class, ignored rows that are no numbers."""
-    for sequence in (False, True):
-        way = "sequence" if sequence else "replicated"
+    for way in ("replicated", "sequence"):
         compare(40, 64, 3, torch.bfloat16, (1e-4, 1e-2, 1e-2), backend="exp", way=way, label_smoothing=0.1)
         for N in (0, 1):
             x, w, y = problem(N, 64, 300, torch.bfloat16)
-            px, pw = in_parts(x, w, sequence=sequence)
+            px, pw = in_parts(way, x, w)
             loss = lowtide.linear_cross_entropy(px, pw, y, reduction="sum").to_local()
             loss.backward()
             assert (loss == 0) == (N == 0)
@@ -117,7 +98,7 @@ def edges() -> None:
         x, w, y = problem(700, 64, 3001, torch.bfloat16)
         x[0, 5], x[0, 6] = torch.nan, torch.inf
         y[0, 5:7] = -100
-        px, pw = in_parts(x, w, sequence=sequence)
+        px, pw = in_parts(way, x, w)
         loss = lowtide.linear_cross_entropy(px, pw, y).to_local()
         loss.backward()
         assert loss.isfinite()
@@ -131,7 +112,7 @@ def edges() -> None:
     (true,) = torch.autograd.grad(oracle(x.double(), wide, y, label_smoothing=0.1), wide)
     for gradient in ("forward", "recompute"):  # frozen hidden states in parts, a weight that one rank trains
         options: Any = {"gradient": gradient, "backend": "exp"}
-        px, pw = (part.detach() for part in in_parts(x, w, sequence=True))
+        px, pw = (part.detach() for part in in_parts("sequence", x, w))
         pw.requires_grad_(dist.get_rank() == 0)
         loss = lowtide.linear_cross_entropy(px, pw, y, label_smoothing=0.1, options=lowtide.HeadOptions(**options))
         if dist.get_rank() == 0:
@@ -147,18 +128,14 @@ def no_host_waits() -> None:
     class_weight = torch.rand(V, generator=torch.Generator().manual_seed(3)).cuda() + 0.1
     for options, gradient, way in itertools.product(OPTIONS, ("auto", "recompute"), WAYS):
         kwargs = {**options, "weight": class_weight} if "weight" in options else dict(options)
-        px, pw = (spread(way, t.requires_grad_(), of_vocab=k > 0) for k, t in enumerate((x, w)))
+        px, pw = in_parts(way, x, w)
         if kwargs.pop("bias", False):
             kwargs["linear_bias"] = spread(way, torch.ones(V, dtype=w.dtype, device="cuda"), of_vocab=True)
         kwargs |= {**shard_of(way, pw), "options": lowtide.HeadOptions(gradient=gradient)}
         upstream = torch.ones((1, 600) if options.get("reduction") == "none" else (), device="cuda")
-        for again in (False, True):  # the first call compiles, and sets up the ranks' connections
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if again else "default")
-            try:
+        for waits in (nullcontext, no_waits):  # the first call compiles, and sets up the ranks' connections
+            with waits():
                 plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs)).backward(upstream)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
 
 def float16_and_others() -> None:

@@ -316,7 +316,7 @@ def test_coupled_tokens_are_refused_in_every_call() -> None:
 
 
 def test_a_scale_of_one_reads_and_writes_nothing_else_scales() -> None:
-    from lowtide.head.kernels.scale import scale_
+    from lowtide.head.kernels.elementwise import scale_
 
     for n in (1, 4097, 10**6):
         for dtype in (torch.bfloat16, torch.float16, SINGLE):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 def tried(way: str, train: str, tokens: int = 700, policies: str = "6xinput-mlp1-tile128-offload") -> dict[str, Any]:
     config = LongestBenchConfig(train=train, model="llama-3.2-1b", layers=6, dtype="bfloat16", device="cuda")
-    ended = run_child(measure, way, vars(config), tokens, policies, 4.0, 1, 2, 2**30, 300.0)
+    ended = run_child(measure, way, vars(config), tokens, policies, 4.0, (1, 2), 300.0)
     assert ended.value is not None, ended.stderr
     row: dict[str, Any] = ended.value
     return row

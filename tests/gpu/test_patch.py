@@ -1,8 +1,9 @@
-"""Patched models on a CUDA device: no further from the truth than stock ones, fused, compiled, without waiting."""
+"""Patched models on a CUDA device, LoRA on them too: no further from the truth than stock ones, fused, compiled."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -11,51 +12,131 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowtide
-from gpu.conftest import no_waits
-from gpu.patched_runs import SIZES, batch, distance, gradients, no_further_than_stock, with_larger_weights
+from gpu.conftest import ON_GPU, no_waits
+from lowtide.measure.timing import peak_above
+from lowtide.mlp.call import Adapter, Projection
+from lowtide.mlp.swiglu import adapted_mlp
+from support import mlp
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [
+    *ON_GPU,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
-V = 1003
-FUSED = {"Llama": 3, "Qwen3": 3, "Gemma2": 3, "Gemma3": 3, "Olmo2": 3, "Phi3": 2, "Phi": 1, "Cohere2": 1}
+V, V_ADAPTED = 1003, 5003
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 488, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "use_cache": False,
+}  # fmt: skip
+FUSED = {"Llama": 3, "Qwen3": 3, "Gemma2": 3, "Gemma3": 3, "Olmo2": 3, "Phi3": 2, "Phi": 1, "Cohere2": 1}  # parts
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def build(family: str, dtype: torch.dtype) -> Any:
-    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+def build(family: str, dtype: torch.dtype, adapted: tuple[str, ...] = (), dropout: float = 0.0) -> Any:
+    """Return a small model; with LoRA where ``adapted`` names layers."""
     torch.manual_seed(0)
-    config = getattr(transformers, name)(vocab_size=V, max_position_embeddings=512, tie_word_embeddings=False, **SIZES)
-    model = with_larger_weights(getattr(transformers, f"{family}ForCausalLM")(config))
-    return model.to("cuda", dtype).train()
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    own = {"max_position_embeddings": 512, "tie_word_embeddings": False}
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        config(vocab_size=V_ADAPTED if adapted else V, **own, **SIZES)
+    )
+    with torch.no_grad():  # the losses of fresh weights hardly differ from log(V)
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model = model.to("cuda", dtype)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=8, target_modules=list(adapted), lora_dropout=dropout, init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
+    return model.train()
 
 
-@pytest.mark.parametrize("family", FUSED)
+def layers_of(model: Any) -> Any:
+    return (model.get_base_model() if hasattr(model, "peft_config") else model).model.layers
+
+
+def batch(model: Any, T: int = 131) -> dict[str, Tensor]:
+    """Return two sequences of tokens, a fifth of whose labels are ignored."""
+    ids = torch.randint(3, model.config.vocab_size, (2, T), generator=torch.Generator().manual_seed(1)).cuda()
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
+
+
+def gradients(model: Any, *, autocast: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradient of every parameter that got one, in float64."""
+    model.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        loss = model(**batch(model)).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """Return the squared norm of what gradients differ by, relative to the true ones'."""
+    assert got.keys() == true.keys()
+    return float(sum((got[n] - true[n]).square().sum() for n in true) / sum(t.square().sum() for t in true.values()))
+
+
+ADAPTED = [("Llama", layers) for layers in (("lm_head",), MLP, ("q_proj", "lm_head", "up_proj"))]
+
+
+@pytest.mark.parametrize(("family", "adapted"), [*((family, ()) for family in FUSED), *ADAPTED])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-def test_loss_and_gradients(family: str, precision: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    stock = build(family, torch.bfloat16 if precision == "bfloat16" else torch.float32)
-    report = no_further_than_stock(stock, precision, batch(V))
-    assert sum(report.parts[part].patched for part in ("mlp", "norm", "rope")) == FUSED[family], str(report)
+def test_loss_and_gradients(family: str, adapted: tuple[str, ...], precision: str) -> None:
+    stock = build(family, torch.bfloat16 if precision == "bfloat16" else torch.float32, adapted)
+    model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    report = lowtide.patch(model)
+    true_loss, true = gradients(exact)
+    (loss, ours), (_, theirs) = (gradients(m, autocast=precision == "autocast") for m in (model, stock))
+    if precision == "float32":
+        assert abs(loss - true_loss) < 1e-5
+        assert distance(ours, true) < 1e-10
+    else:
+        assert abs(loss - true_loss) < 3e-2
+        assert distance(ours, true) < 1.3 * distance(theirs, true)
+    if adapted:
+        assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+        assert report.parts["mlp"].patched
+    else:
+        assert sum(report.parts[part].patched for part in ("mlp", "norm", "rope")) == FUSED[family], str(report)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch.compile's own, and that the debug mode is a prototype
-def test_levels_and_compiled_layers_and_no_synchronisation() -> None:
-    stock = build("Qwen3", torch.bfloat16)
-    _, true = gradients(stock, batch(V))
-    for compiled in (False, True):
-        model = copy.deepcopy(stock)
-        lowtide.patch(model)
-        for layer in model.model.layers:
-            layer.mlp.checkpoint_level = 1
-            if compiled:
-                layer.compile()
-        _, grads = gradients(model, batch(V))
-        assert distance(grads, true) < 1e-3
-        with no_waits():
-            for module in (model.model.layers[0].mlp, model.model.norm):
-                hidden = torch.ones(1, 131, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("family", "adapted"), [("Qwen3", ()), ("Llama", (*MLP, "lm_head"))])
+def test_compiled_layers(family: str, adapted: tuple[str, ...], compiled: bool) -> None:
+    stock = build(family, torch.bfloat16, adapted)
+    _, true = gradients(stock)
+    model = copy.deepcopy(stock)
+    report = lowtide.patch(model)
+    for layer in layers_of(model):
+        layer.mlp.checkpoint_level = 1
+        if compiled:
+            layer.compile()
+    assert distance(gradients(model)[1], true) < 1e-3
+    assert report.calls_fused == 1
+
+
+WITH_DROPOUT = [(MLP, dropout, dtype) for dropout in (0.0, 0.1) for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft's and cuBLAS's own
+@pytest.mark.parametrize(("adapted", "dropout", "dtype"), [((), 0.0, torch.bfloat16), *WITH_DROPOUT])
+def test_a_module_never_waits_for_the_device(adapted: tuple[str, ...], dropout: float, dtype: torch.dtype) -> None:
+    model = build("Llama" if adapted else "Qwen3", dtype, adapted, dropout)
+    lowtide.patch(model)
+    layer = layers_of(model)[0]
+    if not adapted:
+        layer.mlp.checkpoint_level = 1
+    for module in (layer.mlp, *([] if adapted else [model.model.norm])):
+        hidden = torch.ones(1, 131, 256, dtype=dtype, device="cuda", requires_grad=True)
+        for waits in (nullcontext, no_waits):  # the first time compiles
+            with waits():
                 module(hidden).backward(torch.ones_like(hidden))
 
 
@@ -64,7 +145,10 @@ def test_generation() -> None:
         stock = build(family, torch.float32).eval()
         model = copy.deepcopy(stock)
         lowtide.patch(model)
-        prompt = {"input_ids": batch(V)["input_ids"][:, :9], "attention_mask": torch.ones(2, 9, device="cuda").long()}
+        prompt = {
+            "input_ids": batch(model)["input_ids"][:, :9],
+            "attention_mask": torch.ones(2, 9, device="cuda").long(),
+        }
         tokens = [m.generate(**prompt, max_new_tokens=8, do_sample=False, use_cache=True) for m in (model, stock)]
         assert torch.equal(*tokens)
 
@@ -75,7 +159,7 @@ def test_few_tokens_without_gradients_run_the_models_own_code() -> None:
     model = copy.deepcopy(stock)
     lowtide.patch(model)
     with torch.no_grad():
-        ids = batch(V)["input_ids"]
+        ids = batch(model)["input_ids"]
         assert torch.equal(model(input_ids=ids).logits, stock(input_ids=ids).logits)
         hidden = torch.randn(1, 1 + 2**23 // 256, 256, dtype=torch.bfloat16, device="cuda")
         mlps = [m.model.layers[0].mlp for m in (model, stock)]
@@ -88,7 +172,7 @@ def test_few_tokens_without_gradients_run_the_models_own_code() -> None:
 def test_a_change_past_versions_is_found_and_training_does_not_wait() -> None:
     model = build("Llama", torch.bfloat16)
     lowtide.patch(model)
-    inputs = batch(V)
+    inputs = batch(model)
     for waits in (nullcontext, no_waits):  # the first time compiles
         logits = model(**inputs).logits
         with waits():
@@ -106,7 +190,7 @@ import torch, lowtide
 from gpu.test_patch import V, batch, build
 model = build("Llama", torch.bfloat16)
 lowtide.patch(model)
-inputs = batch(V)
+inputs = batch(model)
 logits = model(**inputs).logits
 model.lm_head.weight.data[3, 5] += 1
 torch.nn.functional.cross_entropy(logits.view(-1, V), inputs["labels"].view(-1))
@@ -117,3 +201,65 @@ torch.cuda.synchronize()
     assert ran.returncode != 0
     assert "changed between the forward pass and a loss" in ran.stderr, ran.stderr[-2000:]
     assert "device-side assert" in ran.stderr
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    """The gradient of a function that is linear in x, as dropout and its adapter are, tells what forward dropped."""
+    leaves = [None if t is None else t.detach().cuda() for t in mlp(67, 32, 48, bias=False)]
+    a, b = torch.randn(4, 48, device="cuda"), torch.randn(32, 4, device="cuda", requires_grad=True)
+    x, gate, up, down, *_ = leaves
+    for level in (0, 1):
+        torch.manual_seed(3)
+        y = adapted_mlp(
+            x, Projection(gate, None), Projection(up, None), Projection(down, None, Adapter(a, b, 2.0, 0.3)),
+            activation="silu", checkpoint_level=level,
+        )  # fmt: skip
+        base = adapted_mlp(
+            x, *(Projection(w, None) for w in (gate, up, down)), activation="silu", checkpoint_level=level
+        )
+        upstream = torch.randn_like(y)
+        (db,) = torch.autograd.grad(y, b, upstream)
+        # y is linear in b: <upstream, y - base> = <db, b>
+        torch.testing.assert_close((upstream * (y - base)).sum(), (db * b).sum(), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float32])
+def test_kept_bytes(level: int, adapter_dtype: torch.dtype) -> None:
+    N, D, F = 4096, 512, 1376
+    x, gate, up, down, *_ = [None if t is None else t.detach().cuda().bfloat16() for t in mlp(N, D, F, bias=False)]
+    pairs = [(torch.randn(8, i), torch.randn(o, 8)) for i, o in ((D, F), (D, F), (F, D))]
+    adapters = [
+        Adapter(a.cuda().to(adapter_dtype).requires_grad_(), b.cuda().to(adapter_dtype).requires_grad_(), 2.0, 0.0)
+        for a, b in pairs
+    ]
+
+    def forward() -> Tensor:
+        projections = [Projection(w, None, adapter) for w, adapter in zip((gate, up, down), adapters, strict=True)]
+        return adapted_mlp(x.clone(), *projections, activation="silu", checkpoint_level=level)
+
+    forward()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    y = forward()
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    assert abs(kept - 2 * N * (D + 2 * F * (level == 0))) < 2**16
+
+
+def test_a_heads_peak() -> None:
+    """LoRA on a frozen head: no logits."""
+    stock = build("Llama", torch.bfloat16, ("lm_head",))
+    model = copy.deepcopy(stock)
+    report = lowtide.patch(model, mlp=False, norm=False, rope=False, options=lowtide.HeadOptions(workspace_mib=16))
+    inputs = batch(model, 2049)
+
+    def peak(m: Any) -> int:
+        def step() -> None:
+            m(**inputs).loss.backward()
+
+        step()
+        m.zero_grad()
+        return peak_above(step, "cuda")
+
+    assert peak(model) < peak(stock) - 2 * 2049 * V_ADAPTED * 4
+    assert report.calls_materialised == 0

@@ -51,7 +51,7 @@ def test_child_that_fails_says_why() -> None:
 
 
 def test_local_functions_are_refused() -> None:
-    with pytest.raises(ArgumentValueError, match="by name"):
+    with pytest.raises(ArgumentValueError, match="can be imported"):
         run_child(lambda: 1)
 
 

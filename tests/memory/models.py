@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.memory import ActivationPolicy, attention
-from lowtide.memory.policy import Keep
-from lowtide.memory.policy_words import word_of
+from lowtide.memory.policy import Keep, word_of
 
 VOCAB = 61
 SHAPE = {
@@ -71,7 +70,7 @@ class Plain(nn.Module):
 def fwd(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
     """Stand in for a flash-attn package: an operator of its own name, with dropout inside.
 
-    The last of what it returns is what the fused kernels return as well: a mask that nobody asked for, of no size.
+    The last of what it returns is what the fused kernels return as well: a mask that was not requested, of no size.
     """
     mask = torch.rand(q.shape) >= dropout_p
     out = nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(q.dtype)
@@ -79,7 +78,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tens
 
 
 class Flash(torch.autograd.Function):
-    """Attention of such a package, with a backward that depends on everything that was kept."""
+    """Attention of such a package, with a backward that depends on everything that was saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -106,7 +105,18 @@ class CountAttention(TorchDispatchMode):
 
 
 def loss_of(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
-    return model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids, **kwargs).loss
+    return model(ids) if isinstance(model, Plain) else model(**{"input_ids": ids, "labels": ids, **kwargs}).loss
+
+
+def layers_of(model: Any) -> Any:
+    return model.blocks if isinstance(model, Plain) else model.model.layers
+
+
+def stack_of(*layers: nn.Module) -> Any:
+    """A module of these layers alone."""
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList(layers)
+    return holder
 
 
 def step(model: Any, ids: Tensor, seed: int = 3, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,6 +126,23 @@ def step(model: Any, ids: Tensor, seed: int = 3, **kwargs: Any) -> tuple[Tensor,
     loss = loss_of(model, ids, **kwargs)
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def counted_step(model: Any, ids: Tensor, seed: int = 3, **kwargs: Any) -> tuple[int, Any]:
+    """`step`, with how often it calls attention: once per layer that saves its output, else twice."""
+    with CountAttention() as counted:
+        results = step(model, ids, seed, **kwargs)
+    return counted.calls, results
+
+
+def assert_as_stock(
+    model: Any, stock: Any, ids: Tensor, *, calls: int | None = None, seeds: int = 1, **kwargs: Any
+) -> None:
+    """Steps of both are the same to the bit, and those of the first call attention so often."""
+    for seed in range(seeds):
+        counted, got = counted_step(model, ids, seed, **kwargs)
+        assert calls in (None, counted)
+        assert_same(got, step(stock, ids, seed, **kwargs))
 
 
 def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -37,6 +37,11 @@ def states(optimizer: Optimizer) -> list[Tensor]:
     return [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
 
 
+def equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """To the bit."""
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
 class Pair:
     """A model that trains with offloaded states beside one without."""
 
@@ -47,6 +52,7 @@ class Pair:
         before: Callable[[Pair], object] = lambda pair: None,
         **kwargs: Any,
     ) -> None:
+        self.losses: list[Tensor] = []
         self.model = model or Plain()
         self.stock = copy.deepcopy(self.model)
         made = [
@@ -60,11 +66,18 @@ class Pair:
         return [(self.model, self.ours), (self.stock, self.theirs)]
 
     def losses_of(self, seed: int) -> list[Tensor]:
-        return [model(batch(seed)) for model in (self.model, self.stock)]
+        self.losses = [model(batch(seed)) for model in (self.model, self.stock)]
+        return self.losses
 
-    def backward(self, seed: int) -> None:
-        for loss in self.losses_of(seed):
+    def backward(self, seed: int | None = None) -> None:
+        """Of a batch, or of the last losses."""
+        for loss in self.losses if seed is None else self.losses_of(seed):
             loss.backward()
+        self.losses = []
+
+    def zero_grad(self) -> None:
+        for model in (self.model, self.stock):
+            model.zero_grad()
 
     def step(self) -> None:
         for optimizer in (self.ours, self.theirs):
@@ -78,20 +91,16 @@ class Pair:
             self.step()
 
     def same(self) -> None:
-        for a, b in zip(self.model.parameters(), self.stock.parameters(), strict=True):
-            assert torch.equal(a, b)
-        mine, others = states(self.ours), states(self.theirs)
-        assert len(mine) == len(others)
-        for a, b in zip(mine, others, strict=True):
-            assert torch.equal(a, b)
+        assert equal(self.model.parameters(), self.stock.parameters())
+        assert equal(states(self.ours), states(self.theirs))
 
     def come_to(self, moment: str) -> None:
         """Have the states where ``moment`` says, once they exist."""
         self.train(2)
-        self.losses = self.losses_of(3) if moment != "device" else []
+        if moment != "device":
+            self.losses_of(3)
         if moment == "coming":
-            for loss in self.losses:
-                loss.backward()
+            self.backward()
 
     def where(self) -> set[str]:
         return {block.where for block in self.handle._blocks}

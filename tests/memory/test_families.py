@@ -1,4 +1,4 @@
-"""Policies on models of many families: layers found by structure, values unchanged, attention kept where it can be."""
+"""Policies on models of many families: layers found by structure, values unchanged, attention saved where it can be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
-from memory.models import SHAPE, VOCAB, CountAttention, assert_same
+from lowtide.memory import apply_policy, remove_policy
+from memory.models import ALL, ATTENTION, INPUT, SHAPE, VOCAB, assert_same, counted_step, step
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,14 +59,6 @@ def build(name: str, settings: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
 
 
-def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    torch.manual_seed(3)
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_near(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
     """To rounding: attention in matmuls of odd sizes depends on where its operands lie in memory."""
     torch.testing.assert_close(got[0], want[0])
@@ -81,29 +73,23 @@ def test_family(name: str, padded: bool, ids: Tensor) -> None:
     settings, expected = FAMILIES[name]
     model = build(name, settings)
     stock = copy.deepcopy(model)
-    batch = {"input_ids": ids, "labels": ids}
-    if padded:
-        mask = torch.ones_like(ids)
-        mask[0, -4:] = 0
-        batch["attention_mask"] = mask
-    with CountAttention() as counted:
-        want = step(stock, batch)
-    kept = counted.calls
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    more = {"attention_mask": mask} if padded else {}
+    kept, want = counted_step(stock, ids, **more)
     assert kept == expected
-    report = apply_policy(model, ActivationPolicy(keep="input"))
+    report = apply_policy(model, INPUT)
     assert len(report.policies) == 3
-    with CountAttention() as counted:
-        got = step(model, batch)
-    assert counted.calls == 2 * kept
+    calls, got = counted_step(model, ids, **more)
+    assert calls == 2 * kept
     (assert_same if kept else assert_near)(got, want)
-    apply_policy(model, ActivationPolicy(keep="attention"))
+    apply_policy(model, ATTENTION)
     if kept < 3:  # dropout or a mask that the CPU's kernel does not know: nothing is recomputed in silence
-        with pytest.raises(UnsupportedError, match="fused attention operator"):
-            step(model, batch)
+        with pytest.raises(UnsupportedError, match=r"\.0: expected a fused attention operator .* keep='input'"):
+            step(model, ids, **more)
     else:
-        with CountAttention() as counted:
-            got = step(model, batch)
-        assert counted.calls == kept
+        calls, got = counted_step(model, ids, **more)
+        assert calls == kept
         assert_same(got, want)
     remove_policy(model)
     assert all(type(a) is type(b) for a, b in zip(model.modules(), stock.modules(), strict=True))
@@ -113,19 +99,17 @@ def test_layers_of_linear_attention_and_their_cache(ids: Tensor) -> None:
     """transformers makes them a cache in training too, of layers that have no length."""
     model = build("qwen3_next", _QWEN3_NEXT)
     stock = copy.deepcopy(model)
-    batch = {"input_ids": ids, "labels": ids, "use_cache": True}
-    want = step(stock, batch)
-    apply_policy(model, [ActivationPolicy(keep=keep) for keep in ("input", "attention", "input")])
-    with CountAttention() as counted:
-        got = step(model, batch)
-    assert counted.calls == 1
+    want = step(stock, ids, use_cache=True)
+    apply_policy(model, [INPUT, ATTENTION, INPUT])
+    calls, got = counted_step(model, ids, use_cache=True)
+    assert calls == 1
     assert_near(got, want)
-    for policies in (["input", "all", "all"], ["all", "input", "all"]):
-        apply_policy(model, [ActivationPolicy(keep=keep) for keep in policies])
+    for policies in ([INPUT, ALL, ALL], [ALL, INPUT, ALL]):
+        apply_policy(model, policies)
         filled = stock(input_ids=ids, use_cache=True).past_key_values
         with pytest.raises(UnsupportedError, match="a cache that holds keys"):
             model(input_ids=ids, past_key_values=filled)
-        assert_near(step(model, batch), want)
+        assert_near(step(model, ids, use_cache=True), want)
 
 
 def test_an_encoder_and_a_decoder(ids: Tensor) -> None:
@@ -134,19 +118,17 @@ def test_an_encoder_and_a_decoder(ids: Tensor) -> None:
     )
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(config).train()
-    stock = copy.deepcopy(model)
-    batch = {"input_ids": ids, "labels": ids.flip(1)}
-    want = step(stock, batch)
+    want = step(model, ids, labels=ids.flip(1))
     with pytest.raises(ArgumentValueError, match=r"'encoder\.block' and 'decoder\.block' of 3 each"):
-        apply_policy(model, ActivationPolicy(keep="input"))
+        apply_policy(model, INPUT)
     runs = {"encoder": 0, "decoder": 0}
     for part in runs:
-        apply_policy(getattr(model, part), ActivationPolicy(keep="input"))
+        apply_policy(getattr(model, part), INPUT)
         getattr(model, part).block[1].layer[0].register_forward_hook(
             lambda *_, part=part: runs.update({part: runs[part] + 1})
         )
-    assert_near(step(model, batch), want)
+    assert_near(step(model, ids, labels=ids.flip(1)), want)
     assert runs == {"encoder": 2, "decoder": 2}
     remove_policy(model)
-    assert_near(step(model, batch), want)
+    assert_near(step(model, ids, labels=ids.flip(1)), want)
     assert runs == {"encoder": 3, "decoder": 3}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +14,82 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from distributed.train_ranks import shared
+from distributed import launch
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.memory.state import Versions
-from memory.models import ATTENTION, INPUT, VOCAB, CountAttention, Layer, Plain, assert_same, loss_of, step
+from memory.models import (
+    ALL,
+    ATTENTION,
+    INPUT,
+    OFFLOADED_INPUT,
+    VOCAB,
+    Layer,
+    LazySide,
+    Plain,
+    assert_as_stock,
+    assert_same,
+    counted_step,
+    layers_of,
+    loss_of,
+    stack_of,
+    step,
+)
 
 
 def calls(model: Any, ids: Tensor) -> int:
-    """Calls of attention in a step: 5 where it is kept, 10 where it is recomputed."""
-    with CountAttention() as counted:
-        step(model, ids)
-    return counted.calls
+    """Calls of attention in a step: 5 where its output is saved, 10 where it is recomputed."""
+    return counted_step(model, ids)[0]
 
 
 def test_a_second_policy_replaces_the_first(pair: tuple[Any, Any], ids: Tensor) -> None:
     model, stock = pair
     names = {type(m).__name__ for m in stock.modules()}
-    for policy, expected in ((INPUT, 10), (ATTENTION, 5), (INPUT, 10), (ActivationPolicy(), 5)):
+    for policy, expected in ((INPUT, 10), (ATTENTION, 5), (INPUT, 10), (ALL, 5)):
         apply_policy(model, policy)
         assert calls(model, ids) == expected
         assert {type(m).__name__ for m in model.modules()} == names
     assert all(type(a) is type(b) for a, b in zip(model.modules(), stock.modules(), strict=True))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_keep_their_policy(how: str, model: Any, ids: Tensor, tmp_path: Path) -> None:
     apply_policy(model, INPUT)
-    if how == "torch.save":
-        torch.save(model, tmp_path / "model.pt")
-        other = torch.load(tmp_path / "model.pt", weights_only=False)
-    else:
-        other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert_same(step(other, ids), step(model, ids))
-    assert calls(other, ids) == 10
+    for _ in range(2):
+        remove_policy(model)
+    for a, b in zip(model.modules(), stock.modules(), strict=True):
+        assert type(a) is type(b)
+        assert vars(a).keys() == vars(b).keys()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: torch.load(saved(model), weights_only=False),
+}
+
+
+def saved(model: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("policy", [INPUT, OFFLOADED_INPUT], ids=["", "offloaded"])
+def test_copies_keep_their_policy(policy: ActivationPolicy, how: str, model: Any, side: LazySide, ids: Tensor) -> None:
+    """With host memory of their own."""
+    apply_policy(model, policy)
+    want = step(model, ids)
+    one = side.pinned
+    other = COPIES[how](model)
+    calls, got = counted_step(other, ids)
+    assert calls == 10
+    assert_same(got, want)
+    assert (side.pinned == 2 * one > 0) == policy.offload
     remove_policy(model)
-    assert calls(other, ids) == 10  # another instance
+    assert counted_step(other, ids)[0] == 10  # another instance
+    assert side.pinned == one
     remove_policy(other)
-    assert calls(other, ids) == 5
+    assert counted_step(other, ids)[0] == 5
+    assert side.pinned == 0
 
 
 def test_files_do_not_change(llama: Any, tmp_path: Path) -> None:
@@ -68,17 +108,13 @@ def test_files_do_not_change(llama: Any, tmp_path: Path) -> None:
 def test_with_patch_in_either_order(first: str, llama: Any, ids: Tensor) -> None:
     model, stock = llama(), llama()
     lowtide.patch(stock)
-    want = step(stock, ids)
+    if first == "policy":
+        apply_policy(model, ATTENTION)
+    report = lowtide.patch(model)
     if first == "patch":
-        report = lowtide.patch(model)
         apply_policy(model, ATTENTION)
-    else:
-        apply_policy(model, ATTENTION)
-        report = lowtide.patch(model)
-    assert_same(step(model, ids), want)
-    assert calls(model, ids) == 5
-    assert report.calls_materialised == 0
-    assert report.calls_fused == 2
+    assert_as_stock(model, stock, ids, calls=5)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
     lowtide.unpatch(model)
     assert calls(model, ids) == 5
     remove_policy(model)
@@ -98,13 +134,12 @@ def test_caches(llama: Any, ids: Tensor) -> None:
     """An empty one in training is left out, one that holds keys is refused, one in evaluation is filled."""
     model, stock = llama(), llama()
     apply_policy(model, ATTENTION)
-    assert_same(step(model, ids, use_cache=True), step(stock, ids, use_cache=True))
+    assert_as_stock(model, stock, ids, use_cache=True)
     full = stock(input_ids=ids, use_cache=True).past_key_values
     with pytest.raises(UnsupportedError, match="a cache that holds keys"):
         model(input_ids=ids, past_key_values=full)
-    mixed = [ActivationPolicy(), *[INPUT] * 4]  # layer 0 fills the cache that the others get
-    apply_policy(model, mixed)
-    assert_same(step(model, ids, use_cache=True), step(stock, ids, use_cache=True))
+    apply_policy(model, [ALL, *[INPUT] * 4])  # layer 0 fills the cache that the others get
+    assert_as_stock(model, stock, ids, use_cache=True)
     outputs = model.eval()(input_ids=ids, use_cache=True)
     assert outputs.past_key_values.get_seq_length(3) == ids.shape[1]
     want = stock.eval()(input_ids=ids, use_cache=True)
@@ -123,7 +158,7 @@ def test_transformers_own_checkpointing_is_refused(llama: Any, ids: Tensor) -> N
     for policy in (INPUT, ATTENTION):
         with pytest.raises(UnsupportedError, match=r"recomputed twice.*gradient_checkpointing_disable"):
             apply_policy(model, policy)
-    apply_policy(model, ActivationPolicy())
+    apply_policy(model, ALL)
     switch(model, "disable")
     apply_policy(model, INPUT)
     switch(model, "enable")
@@ -147,7 +182,7 @@ def test_a_forward_replaced_on_the_instance_is_refused(ids: Tensor) -> None:
     block.forward = block.forward
     with pytest.raises(UnsupportedError, match=r"blocks\.2: expected a layer with the forward of its class"):
         apply_policy(model, INPUT)
-    apply_policy(model, ActivationPolicy())
+    apply_policy(model, ALL)
     del block.forward
     apply_policy(model, INPUT)
     block.forward = block.forward
@@ -181,11 +216,9 @@ def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) ->
             layer.compile(backend=backend)
     elif how == "model":
         model.model.compile(backend=backend)
-    want = step(stock, ids)
-    got = step(model, ids)
+    got, want = step(model, ids), step(stock, ids)
+    torch.testing.assert_close(list(got[1].values()), list(want[1].values()), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got[0], want[0])
-    for (name, gradient), other in zip(got[1].items(), want[1].values(), strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6, msg=name)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
         step(model, ids)
     ran = sum(event.name == "aten::_scaled_dot_product_flash_attention_for_cpu" for event in seen.events())
@@ -205,55 +238,14 @@ def test_a_patched_model_compiled_whole_with_numbers_as_variables(llama: Any, id
         torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("keep", ["attention", "input"])
-@pytest.mark.parametrize("order", ["policy-first", "shard-first"])
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
-def test_fsdp2_on_two_ranks(keep: str, order: str) -> None:
-    offload = "offload" if (keep, order) in {("attention", "policy-first"), ("input", "shard-first")} else "stay"
-    ended = shared()(2, keep, order, offload, script=Path(__file__).with_name("two_ranks.py"))
-    assert ended.statuses == [0, 0], ended
-    assert ended.out == ["rank 0 is right\n", "rank 1 is right\n"]
-
-
-class Leveled(nn.Module):
-    """Stands for a fused MLP."""
-
-    checkpoint_level = 0
-
-
-def with_levels() -> Plain:
-    model = Plain()
-    for block in model.blocks:
-        block.mlp.add_module("fused", Leveled())
-        block.mlp.fused.forward = lambda x: x
-    return model
-
-
-def test_mlp_levels() -> None:
-    model = with_levels()
-    model.blocks[3].mlp.fused.checkpoint_level = 1
-
-    def levels() -> list[int]:
-        return [block.mlp.fused.checkpoint_level for block in model.blocks]
-
-    report = apply_policy(model, ActivationPolicy(mlp_level=1))
-    assert levels() == [1] * 5
-    assert "1" in str(report).splitlines()[2]
-    apply_policy(model, [ActivationPolicy(mlp_level=level) for level in (0, 1, 0, None, 1)])
-    assert levels() == [0, 1, 0, 1, 1]
-    remove_policy(model)
-    assert levels() == [0, 0, 0, 1, 0]
-
-
-def test_mlp_levels_without_a_fused_mlp(model: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"lowtide\.patch\(model, mlp=True\) first"):
-        apply_policy(model, [*[INPUT] * 4, ActivationPolicy(mlp_level=1)])
-    assert not any("_lowtide_policy" in vars(m) for m in model.modules()), "nothing has changed"
+def test_fsdp2_on_two_ranks() -> None:
+    launch.check_all(Path(__file__).with_name("two_ranks.py"), 2)
 
 
 def test_the_report(llama: Any) -> None:
     model = llama()
-    report = apply_policy(model, [INPUT, INPUT, ATTENTION, ActivationPolicy(), INPUT])
+    report = apply_policy(model, [INPUT, INPUT, ATTENTION, ALL, INPUT])
     assert report.stack == "model.layers"
     assert list(report.bytes_per_token.values()) == [96, 96, 96 + 96 + 12, None, 96]
     lines = str(report).splitlines()
@@ -318,8 +310,7 @@ def test_arguments() -> None:
 
 
 def test_a_layer_without_hidden_states() -> None:
-    holder = nn.Module()
-    holder.blocks = nn.ModuleList([nn.Sequential(nn.Embedding(VOCAB, 4))])
+    holder = stack_of(nn.Sequential(nn.Embedding(VOCAB, 4)))
     apply_policy(holder, INPUT)
     with pytest.raises(UnsupportedError, match="hidden states: a floating-point tensor"):
         holder.blocks[0](torch.tensor([3]))
@@ -328,66 +319,33 @@ def test_a_layer_without_hidden_states() -> None:
 def test_hidden_states_by_name(ids: Tensor) -> None:
     model, stock = Plain(), Plain()
     apply_policy(model, ATTENTION)
-    loss = model.blocks[0](x=model.embed(ids)).square().sum()
-    want = stock.blocks[0](x=stock.embed(ids)).square().sum()
-    loss.backward()
-    want.backward()
+    for each in (model, stock):
+        each.blocks[0](x=each.embed(ids)).square().sum().backward()
     assert torch.equal(model.embed.weight.grad, stock.embed.weight.grad)
 
 
-class Residual(nn.Module):
-    """A layer that adds to a tensor beside its hidden states, in place."""
+@pytest.mark.parametrize("when", ["in the layer", "after forward"])
+def test_what_is_written_to_beside_the_input_raises(when: str) -> None:
+    """It has another value when the layer runs again: gradients would be wrong in silence."""
+    layer, padding = nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0), torch.zeros(3, dtype=torch.bool)
+    apply_policy(stack_of(layer), INPUT)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+    def write(*_: Any) -> None:
+        padding[1:] = True
 
-    def forward(self, x: Tensor, total: Tensor) -> Tensor:
-        total += x.detach()
-        return self.linear(x) * total.sum().clone()
-
-
-def test_what_a_layer_writes_to_beside_its_input_raises() -> None:
-    """It has another value when the layer runs again: gradients would be wrong without a word."""
-    holder = nn.Module()
-    holder.blocks = nn.ModuleList([Residual(), Residual()])
-    apply_policy(holder, INPUT)
-    x, total = torch.randn(3, 4), torch.zeros(3, 4)
-    for block in holder.blocks:
-        x = block(x, total)
-    with pytest.raises(UnsupportedError, match="changed by an in-place operation"):
-        x.sum().backward()
-
-
-def test_a_batch_that_is_overwritten_before_backward_raises() -> None:
-    holder = nn.Module()
-    holder.blocks = nn.ModuleList([nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0)])
-    apply_policy(holder, INPUT)
-    padding = torch.zeros(3, dtype=torch.bool)
-    loss = holder.blocks[0](torch.randn(3, 4), src_key_padding_mask=padding).sum()
-    padding[1:] = True
+    if when == "in the layer":
+        layer.norm1.register_forward_pre_hook(write)
+    loss = layer(torch.randn(3, 4), src_key_padding_mask=padding).sum()
+    if when == "after forward":
+        write()
     with pytest.raises(UnsupportedError, match="changed by an in-place operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("policy", [INPUT, ATTENTION], ids=["input", "attention"])
-def test_a_parameter_changed_before_backward_raises(policy: Any, model: Any, ids: Tensor) -> None:
-    """As it does without a policy: the layer would be run again with other weights."""
-    apply_policy(model, policy)
-    layer = (model.blocks if isinstance(model, Plain) else model.model.layers)[2]
-    loss = loss_of(model, ids)
-    with torch.no_grad():
-        next(layer.parameters()).add_(1)
-    with pytest.raises(UnsupportedError, match=r"\.2: expected parameters that are in backward what they were"):
-        loss.backward()
-    model.zero_grad()
-    step(model, ids)
 
 
 def test_a_fused_optimizer_that_steps_before_backward_raises(model: Any, ids: Tensor) -> None:
     """Whether this release of PyTorch counts what it writes as a version or not."""
     apply_policy(model, INPUT)
-    layer = (model.blocks if isinstance(model, Plain) else model.model.layers)[2]
+    layer = layers_of(model)[2]
     trained, idle = list(layer.parameters())[:2]
     step(model, ids)
     idle.grad = None
@@ -406,12 +364,11 @@ def descend(param: Tensor) -> None:
 
 def test_an_optimizer_that_steps_within_backward_is_taken(pair: tuple[Any, Any], ids: Tensor) -> None:
     """A parameter's gradient comes behind its layer's recompute."""
-    model, stock = pair
-    apply_policy(model, INPUT)
-    for param in [*model.parameters(), *stock.parameters()]:
-        param.register_post_accumulate_grad_hook(descend)
-    for seed in range(2):
-        assert_same(step(model, ids, seed), step(stock, ids, seed))
+    apply_policy(pair[0], INPUT)
+    for each in pair:
+        for param in each.parameters():
+            param.register_post_accumulate_grad_hook(descend)
+    assert_as_stock(*pair, ids, seeds=2)
 
 
 class Table(nn.Module):
@@ -427,8 +384,7 @@ class Table(nn.Module):
 
 def test_a_layer_that_writes_to_its_own_parameters_in_forward_is_taken() -> None:
     torch.manual_seed(0)
-    holder = nn.Module()
-    holder.blocks = nn.ModuleList([Table(), Table()])
+    holder = stack_of(Table(), Table())
     stock = copy.deepcopy(holder)
     apply_policy(holder, INPUT)
     for each in (holder, stock):
@@ -443,21 +399,9 @@ def test_keep_all_after_a_policy_that_something_lies_on_top_of(ids: Tensor) -> N
     apply_policy(model, INPUT)
     for block in model.blocks:
         block.__class__ = type(type(block).__name__, (type(block),), {})
-    for policy, expected in ((ActivationPolicy(), 5), (INPUT, 10), (ActivationPolicy(), 5)):
+    for policy, expected in ((ALL, 5), (INPUT, 10), (ALL, 5)):
         apply_policy(model, policy)
         assert calls(model, ids) == expected
     assert_same(step(model, ids), step(stock, ids))
-    model.blocks[0].attend = lambda q, k, v: q + k + v  # where nothing is kept, none is asked for either
+    model.blocks[0].attend = lambda q, k, v: q + k + v  # where all is saved, no fused attention is needed
     step(model, ids)
-
-
-def test_levels_of_a_module_that_layers_share() -> None:
-    model = Plain()
-    shared = model.blocks[0].mlp
-    shared.checkpoint_level = 0
-    for block in model.blocks:
-        block.mlp = shared
-    apply_policy(model, ActivationPolicy(mlp_level=1))
-    assert shared.checkpoint_level == 1
-    remove_policy(model)
-    assert shared.checkpoint_level == 0

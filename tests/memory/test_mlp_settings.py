@@ -1,4 +1,4 @@
-"""What a policy says to the MLPs: levels and tiles are set, given back, and refused where layers disagree."""
+"""A policy's settings of MLPs: levels and tiles are set, given back, and refused where layers disagree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.measure.timing import peak_above
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.models import mlp_part
-from memory.models import SHAPE, step
+from memory.models import INPUT, SHAPE, step
 
 
 @pytest.mark.parametrize("keep", ["all", "attention", "input"])
@@ -68,19 +68,31 @@ def test_a_tile_bounds_what_backward_holds_for_a_moment(llama: Callable[..., Any
     assert peaks[20] < peaks[None] - 0.8 * whole
 
 
-def test_a_modules_own_tile_is_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int | None] = []
-    monkeypatch.setattr(lowtide.nn, "swiglu_mlp", lambda *args, tile_tokens, **kwargs: seen.append(tile_tokens))
-    mlp = lowtide.nn.SwiGLU(8, 20, checkpoint_level=0)
-    model = torch.nn.Sequential(torch.nn.Sequential(mlp, torch.nn.Linear(8, 8)))
-    mlp.tile_tokens = 5
-    apply_policy(model, ActivationPolicy(mlp_tile_tokens=2))
-    assert mlp.tile_tokens == 2
-    mlp(torch.zeros(3, 8))
+def test_a_modules_own_level_and_tile_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int | None]] = []
+
+    def spying(*args: Any, checkpoint_level: int, tile_tokens: int | None, **kwargs: Any) -> None:
+        seen.append((checkpoint_level, tile_tokens))
+
+    monkeypatch.setattr(lowtide.nn, "swiglu_mlp", spying)
+    mlps = [lowtide.nn.SwiGLU(8, 20, checkpoint_level=level) for level in (0, 0, 0, 1, 0)]
+    model = torch.nn.Sequential(*(torch.nn.Sequential(mlp, torch.nn.Linear(8, 8)) for mlp in mlps))
+    mlps[3].tile_tokens = 5
+
+    def settings() -> list[tuple[int, int | None]]:
+        seen.clear()
+        for mlp in mlps:
+            mlp(torch.zeros(3, 8))
+        return list(seen)
+
+    own = settings()
+    report = apply_policy(model, ActivationPolicy(mlp_level=1, mlp_tile_tokens=2))
+    assert settings() == [(1, 2)] * 5
+    assert str(report).splitlines()[2].split()[-2:] == ["1", "-"]
+    apply_policy(model, [ActivationPolicy(mlp_level=level) for level in (0, 1, 0, None, 1)])
+    assert settings() == [(0, None), (1, None), (0, None), (1, 5), (1, None)]
     remove_policy(model)
-    mlp(torch.zeros(3, 8))
-    assert seen == [2, 5]
-    assert (mlp.tile_tokens, mlp.checkpoint_level) == (5, 0)
+    assert settings() == own == [(0, None)] * 3 + [(1, 5), (0, None)]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +123,7 @@ def test_layers_that_share_an_mlp_and_disagree_are_refused(field: str, llama: Ca
     assert "None for model.layers.3" in text
     assert (shared.checkpoint_level, shared.tile_tokens) == (0, None), "nothing was changed"
     apply_policy(model, ActivationPolicy(**{field: 1}))  # one for all
+    assert (shared.checkpoint_level, shared.tile_tokens) == ((1, None) if field == "mlp_level" else (0, 1))
     step(model, ids)
     remove_policy(model)
     assert (shared.checkpoint_level, shared.tile_tokens) == (0, None)
@@ -147,8 +160,10 @@ def test_no_level_makes_a_recomputing_layer_multiply_more(
 
 
 @pytest.mark.parametrize("field", ["mlp_level", "mlp_tile_tokens"])
-def test_settings_of_an_mlp_that_a_patch_leaves_alone_say_so(field: str, llama: Callable[..., Any]) -> None:
+def test_settings_of_an_mlp_that_is_not_fused_are_refused(field: str, llama: Callable[..., Any]) -> None:
     model = llama(hidden_act="relu")
     assert not lowtide.patch(model, loss=False, norm=False, rope=False).parts["mlp"].patched
-    with pytest.raises(UnsupportedError, match=rf"for {field} to set.*for MLPs .* cannot fuse, omit {field}"):
-        apply_policy(model, ActivationPolicy(**{field: 1}))
+    said = rf"for {field} to set.* lowtide\.patch\(model, mlp=True\) first; for MLPs .* cannot fuse, omit {field}"
+    with pytest.raises(UnsupportedError, match=said):
+        apply_policy(model, [*[INPUT] * 4, ActivationPolicy(**{field: 1})])
+    assert not any("_lowtide_policy" in vars(m) for m in model.modules()), "nothing has changed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 from typing import Any
 
 import pytest
@@ -14,24 +13,9 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload, pinned, remove_policy
-from memory.models import ALL, VOCAB, CountAttention, LazySide, Plain, assert_same, step
 from memory.models import OFFLOADED_ATTENTION as ATTENTION
 from memory.models import OFFLOADED_INPUT as INPUT
-
-
-@pytest.mark.parametrize("policy", [ATTENTION, INPUT], ids=["attention", "input"])
-def test_same_to_the_bit(pair: tuple[Any, Any], policy: Any, side: LazySide, ids: Tensor) -> None:
-    model, stock = pair
-    report = apply_policy(model, policy)
-    for seed in range(3):
-        with CountAttention() as counted:
-            got = step(model, ids, seed)
-        assert counted.calls == (5 if policy is ATTENTION else 10)
-        assert_same(got, step(stock, ids, seed))
-    tokens, D, heads = ids.numel(), 24, 3
-    moved = len(report.policies) - offload.ON_DEVICE
-    assert side.pinned == report.host_bytes == moved * tokens * (4 * D + (4 * D + 4 * heads) * (policy is ATTENTION))
-    assert side.copies == 3 * moved * (3 if policy is ATTENTION else 1)
+from memory.models import VOCAB, LazySide, Plain, step
 
 
 @pytest.mark.parametrize("policy", [ATTENTION, INPUT], ids=["attention", "input"])
@@ -54,40 +38,30 @@ def test_device_memory_after_forward(policy: Any, side: LazySide) -> None:
     assert abs((live[False] - live[True]) / tokens - (layers - offload.ON_DEVICE) * kept) < 16
 
 
-def test_device_memory_with_a_graph_that_is_kept(side: LazySide) -> None:
+def test_device_memory_with_a_retained_graph(side: LazySide) -> None:
     """After backward with retain_graph only the layers that backward ended with are on the device."""
     tokens, D, layers = 512, 64, 9
     model, ids = Plain(layers, D, heads=4), torch.randint(3, VOCAB, (1, 512))
     apply_policy(model, INPUT)
     step(model, ids)
-    with track_allocations() as seen:
-        loss = model(ids)
-    after_forward = seen.events[-1].total_bytes
+    loss = model(ids)
     with track_allocations() as seen:
         loss.backward(retain_graph=True)
-    assert seen.events[-1].total_bytes <= 2 * tokens * 4 * D + 20_000, after_forward
+    assert seen.events[-1].total_bytes <= 2 * tokens * 4 * D + 20_000
     loss.backward()
 
 
-def test_layers_mixed(pair: tuple[Any, Any], side: LazySide, ids: Tensor) -> None:
-    model, stock = pair
-    policies = [INPUT, ATTENTION, ALL, ATTENTION, ActivationPolicy(keep="input")]
-    report = apply_policy(model, policies)
-    assert report.on_device == tuple(list(report.policies)[i] for i in (1, 3))
-    for seed in range(2):
-        assert_same(step(model, ids, seed), step(stock, ids, seed))
-    assert side.pinned == ids.numel() * 4 * 24
-
-
 def test_forty_steps_leak_nothing(side: LazySide) -> None:
-    """Neither on the host, whatever the lengths of the batches, nor on the device; backward or not."""
+    """Neither on the host, which grows to the longest batch, nor on the device; backward or not."""
     model = Plain(6)
     report = apply_policy(model, ATTENTION)
     longest = torch.randint(3, VOCAB, (2, 29))
-    step(model, longest)
+    for length in (5, 17, 29, 12):
+        step(model, longest[:, :length])
+    full = side.pinned
+    assert full == 4 * longest.numel() * (24 * 4 + 24 * 4 + 3 * 4)
     gc.disable()  # graphs must die by themselves
     try:
-        full = side.pinned
         with track_allocations() as seen:
             for k in range(40):
                 batch = longest[: 1 + k % 2, : 5 + (7 * k) % 24]
@@ -96,19 +70,10 @@ def test_forty_steps_leak_nothing(side: LazySide) -> None:
     finally:
         gc.enable()
     assert side.pinned == full == report.host_bytes
-    gradients = sum(p.numel() * 4 for p in model.parameters())
-    assert seen.events[-1].total_bytes <= 0 or seen.events[-1].total_bytes < 800
-    assert seen.peak_bytes < 100 * gradients
+    assert seen.events[-1].total_bytes < 800
+    assert seen.peak_bytes < 100 * sum(p.numel() * 4 for p in model.parameters())
     remove_policy(model)
     assert side.pinned == report.host_bytes == 0
-
-
-def test_host_memory_grows_to_the_longest_batch_and_no_further(side: LazySide) -> None:
-    model = Plain(6)
-    apply_policy(model, INPUT)
-    for length in (5, 9, 17, 33, 12, 33):
-        step(model, torch.randint(3, VOCAB, (1, length)))
-    assert side.pinned == 4 * 33 * 24 * 4
 
 
 def test_a_budget_that_does_not_suffice_is_refused_in_the_first_layer(side: LazySide, ids: Tensor) -> None:
@@ -156,24 +121,13 @@ def test_a_budget_is_never_exceeded(
         step(model, ids)
 
 
-def test_changed_in_place_raises(side: LazySide, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+def test_changed_in_place_raises(side: LazySide, ids: Tensor) -> None:
     model = Plain(6)
     apply_policy(model, INPUT)
     step(model, ids)
-    monkeypatch.setattr(model.blocks[1], "norm", InPlace(model.blocks[1].norm))
+    model.blocks[1].norm.register_forward_pre_hook(lambda _, args: args[0].mul_(1.01))
     with pytest.raises(UnsupportedError, match="in-place"):
         step(model, ids)
-
-
-class InPlace(torch.nn.Module):
-    """A norm that writes to its input."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.mul_(1.01))
 
 
 def test_each_layer_is_brought_back_while_the_one_after_it_computes(side: LazySide) -> None:
@@ -190,7 +144,7 @@ def test_each_layer_is_brought_back_while_the_one_after_it_computes(side: LazySi
         assert torch.equal(gets[k][1](), 2 * tensors[k])
         gets.pop()
         records.pop()
-    # A record that is brought back and never asked for gives its memory back all the same.
+    # A record that is brought back and never read gives its memory back all the same.
     assert side.pinned > 0
     del offloader
     gc.collect()
@@ -223,22 +177,6 @@ def test_tensors_of_another_class_are_refused(side: LazySide) -> None:
         assert torch.equal(record.put(torch.nn.Parameter(torch.ones(3)))(), torch.ones(3))
 
 
-def test_copies_of_a_model_have_memory_of_their_own(side: LazySide, ids: Tensor) -> None:
-    model = Plain()
-    apply_policy(model, ATTENTION)
-    want = step(model, ids)
-    one = side.pinned
-    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for other in others:
-        assert_same(step(other, ids), want)
-    assert side.pinned == 3 * one
-    del other, others
-    gc.collect()
-    assert side.pinned == one
-    remove_policy(model)
-    assert side.pinned == 0
-
-
 def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> None:
     model = Plain()
     stock = copy.deepcopy(model)
@@ -248,10 +186,9 @@ def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> No
     assert report.host_bytes > 0
     loss.backward()
     del loss
-    stock(ids).backward()
     assert side.pinned == report.host_bytes == 0
-    for a, b in zip(model.parameters(), stock.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+    gradients = step(stock, ids)[1]
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
@@ -265,9 +202,8 @@ def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor)
     for module in [model.model] if how == "model" else model.model.layers:
         (module.mlp if how == "parts" else module).compile(backend="aot_eager")
     got, want = step(model, ids), step(stock, ids)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got[0], want[0])
-    for name, gradient in want[1].items():
-        torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     assert side.copies == 3  # of the one layer that moves
 
 
@@ -303,7 +239,7 @@ def test_memory_is_given_back_in_the_order_of_its_own_stream(side: LazySide) -> 
     del first, second, third
 
 
-def test_what_another_stream_brought_back_is_kept_until_this_one_is_done(side: LazySide) -> None:
+def test_what_another_stream_brought_back_lives_until_this_one_is_done(side: LazySide) -> None:
     offloader = offload.Offloader(None, 1, 0)
     record = offloader.begin(moves=True)
     x = torch.randn(3, 5)
@@ -320,7 +256,7 @@ def test_what_another_stream_brought_back_is_kept_until_this_one_is_done(side: L
     assert side.waits[-1] == "prefetching"
 
 
-def test_an_error_of_the_driver_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_driver_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """cudaHostRegister's error stays behind, and PyTorch would raise it after the next launch."""
     behind: list[str] = []
 

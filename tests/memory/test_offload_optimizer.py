@@ -17,7 +17,7 @@ from lowtide.measure.allocations import track_allocations
 from lowtide.memory import offload, offload_optimizer
 from lowtide.memory import optimizer_blocks as blocks
 from memory.models import LazySide, Plain
-from memory.states import OPTIMIZERS, Pair, adamw, batch, states
+from memory.states import OPTIMIZERS, Pair, adamw, batch, equal, states
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -93,7 +93,7 @@ class BusSide(LazySide):
 def test_copies_that_the_planner_has_time_for_hold_nothing_up(
     pace: float, stalls: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a layer's seconds the copies take a share, ``pace``: up to 0.9 is what `Times.travels` allows."""
+    """Of a layer's seconds the copies take a share, ``pace``: up to 0.9 is what `StepCosts.travels` allows."""
     bus, layers = BusSide(), 16
     monkeypatch.setattr(offload, "side_for", lambda _: bus)
     pair = Pair(model=Plain(layers))
@@ -117,27 +117,19 @@ def test_copies_that_the_planner_has_time_for_hold_nothing_up(
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_few_layers(layers: int, side: LazySide) -> None:
     pair = Pair(model=Plain(layers))
-    pair.train(1)
-    pair.model(batch(0))
+    pair.come_to("host")
     assert pair.where() == {"host"}
-    pair.train(2)
+    pair.train(1)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_memory_after_forward(steps: int, side: LazySide) -> None:
     """Lower by what left, once it was laid out and in every step."""
-    stock, _ = _live_after_forward(steps, side, offloaded=False)
-    ours, left = _live_after_forward(steps, side, offloaded=True)
-    assert stock - ours == pytest.approx(left, rel=0.02)
 
-
-def _live_after_forward(steps: int, side: LazySide, *, offloaded: bool) -> tuple[int, int]:
-    """Return the bytes that a forward after some steps leaves on the device, and those that are on the host."""
-    model = Plain(6, 64, 4)
-    optimizer = adamw(model)
-    gc.collect()  # what other tests have left
-    gc.disable()
-    try:
+    def live_and_left(*, offloaded: bool) -> tuple[int, int]:
+        model = Plain(6, 64, 4)
+        optimizer = adamw(model)
+        gc.collect()  # what other tests have left
         with track_allocations() as seen:
             handle = offload_optimizer(optimizer, model) if offloaded else None
             for k in range(steps):
@@ -147,16 +139,22 @@ def _live_after_forward(steps: int, side: LazySide, *, offloaded: bool) -> tuple
             loss = model(batch(5))
         assert loss.requires_grad
         return seen.events[-1].total_bytes - side.pinned, handle.offloaded_bytes if handle else 0
+
+    gc.disable()
+    try:
+        (stock, _), (ours, left) = (live_and_left(offloaded=offloaded) for offloaded in (False, True))
     finally:
         gc.enable()
+    assert stock - ours == pytest.approx(left, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach"])
-@pytest.mark.parametrize("moment", ["forward", "loss", "backward", "gradients", "step"])
+@pytest.mark.parametrize("moment", ["forward", "loss", "backward", "gradients", "next forward", "step"])
 def test_a_checkpoint_at_any_moment(moment: str, name: str, side: LazySide) -> None:
     """`state_dict` has what the stock optimizer has, from hooks in the midst of a pass too.
 
-    Into a file and out of it, into PyTorch's own optimizer and from it: the training goes on to the bit.
+    Into a file and out of it, into PyTorch's own optimizer and from it: the training goes on to the bit. A forward that
+    follows a backward without a step leaves what has come back unused, and waits for the host's copies.
     """
     pair = Pair(name)
     pair.train(2)
@@ -173,11 +171,14 @@ def test_a_checkpoint_at_any_moment(moment: str, name: str, side: LazySide) -> N
         pair.model.blocks[3].register_forward_hook(take)
     if moment == "backward":
         pair.model.blocks[2].mlp[0].weight.register_post_accumulate_grad_hook(take)
-    losses = pair.losses_of(5)
-    if moment == "loss":
+    if moment == "next forward":
+        pair.backward(6)
+    pair.losses_of(5)
+    if moment in ("loss", "next forward"):
+        before = side.finished
         take()
-    for loss in losses:
-        loss.backward()
+        assert side.finished > before
+    pair.backward()
     if moment == "gradients":
         take()
     pair.step()
@@ -185,10 +186,7 @@ def test_a_checkpoint_at_any_moment(moment: str, name: str, side: LazySide) -> N
         take()
         want = pair.theirs.state_dict()
     assert taken["param_groups"] == want["param_groups"]
-    assert taken["state"].keys() == want["state"].keys()
-    for index, entry in want["state"].items():
-        for key, value in entry.items():
-            assert torch.equal(taken["state"][index][key], value), (index, key)
+    torch.testing.assert_close(taken["state"], want["state"], rtol=0, atol=0)
     other = copy.deepcopy(pair.stock)
     alone = OPTIMIZERS[name](other.parameters())
     alone.load_state_dict(taken)
@@ -199,20 +197,7 @@ def test_a_checkpoint_at_any_moment(moment: str, name: str, side: LazySide) -> N
         alone.step()
         alone.zero_grad()
     pair.train(2)
-    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), pair.stock.parameters(), strict=True))
-
-
-def test_a_checkpoint_behind_a_backward_without_a_step(side: LazySide) -> None:
-    """The next forward leaves what has come back unused, and the host's copies count again, once they are made."""
-    pair = Pair()
-    pair.train(2)
-    pair.model(batch(5)).backward()
-    pair.model(batch(6))
-    before = side.finished
-    taken = pair.ours.state_dict()
-    assert side.finished > before
-    for index, entry in pair.theirs.state_dict()["state"].items():
-        assert torch.equal(taken["state"][index]["exp_avg"], entry["exp_avg"])
+    assert equal(other.parameters(), pair.stock.parameters())
 
 
 def test_a_checkpoint_is_as_large_as_it_was(side: LazySide) -> None:
@@ -244,39 +229,6 @@ def test_a_checkpoint_waits_for_the_copies_alone(side: LazySide) -> None:
     assert side.finished == 2 * len(pair.handle._blocks)
 
 
-def test_states_that_are_loaded(side: LazySide) -> None:
-    for moment in range(4):
-        pair, other = Pair(), Plain()
-        source = adamw(other)
-        other(batch(7)).backward()
-        source.step()
-        pair.train(2)
-        if moment == 1:
-            pair.backward(1)
-        if moment == 2:
-            losses = pair.losses_of(3)
-        if moment == 3:  # while half of them are leaving
-            hook = pair.model.blocks[2].register_forward_hook(
-                lambda *_, o=pair.ours, s=source: o.load_state_dict(copy.deepcopy(s.state_dict()))
-            )
-            losses = pair.losses_of(3)
-            hook.remove()
-            pair.theirs.load_state_dict(copy.deepcopy(source.state_dict()))
-        else:
-            for optimizer in (pair.ours, pair.theirs):
-                optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
-            assert pair.where() == {"device"}
-        if moment > 1:
-            for loss in losses:
-                loss.backward()
-        if moment:
-            pair.step()
-        pair.train(3)
-        assert pair.where() == {"device"}
-        pair.model(batch(2))
-        assert pair.where() == {"host"}
-
-
 def test_offloading_begins_with_states_that_exist(side: LazySide) -> None:
     pair = Pair(before=lambda pair: pair.train(1))
     pair.model(batch(1))
@@ -291,8 +243,7 @@ def test_steps_that_are_left_out(side: LazySide) -> None:
     out = side.copies
     for seed in range(3):
         pair.backward(seed)
-        for model in (pair.model, pair.stock):
-            model.zero_grad()
+        pair.zero_grad()
         assert pair.where() == {"coming"}
     assert side.copies == out + len(pair.handle._blocks)
     pair.model(batch(0))
@@ -300,33 +251,27 @@ def test_steps_that_are_left_out(side: LazySide) -> None:
     pair.train(2)
 
 
-def test_gradients_accumulated_over_several_backward_passes(side: LazySide) -> None:
-    pair = Pair(backwards_per_step=3)
-    pair.train(1)
+@pytest.mark.parametrize(("settings", "passes"), [({"backwards_per_step": 3}, 3), ({"late": True}, 1)])
+def test_states_come_back_in_the_last_backward_or_behind_it(
+    settings: dict[str, Any], passes: int, side: LazySide
+) -> None:
+    pair = Pair(**settings)
+    pair.train(2)
+    blocks, late = len(pair.handle._blocks), "late" in settings
     for _ in range(2):
-        for k in range(3):
-            begun = side.begun_back
+        begun = side.begun_back
+        for k in range(passes):
+            assert side.begun_back == begun
             pair.backward(k)
-            assert (side.begun_back > begun) == (k == 2)
-            assert pair.where() == ({"coming"} if k == 2 else {"host"})
+            assert pair.where() == ({"coming"} if k == passes - 1 and not late else {"host"})
         pair.step()
-    for k in range(2):  # one backward too few
+        assert side.begun_back == begun + blocks
+    for k in range(passes - 1):  # one backward too few
         pair.backward(k)
     pair.step()
     pair.backward(1)
     assert pair.where() == {"host"}
-
-
-def test_states_that_come_back_behind_backward(side: LazySide) -> None:
-    pair = Pair(late=True)
-    pair.train(2)
-    for k in range(2):
-        pair.backward(k)
-        assert pair.where() == {"host"}
-        begun = side.begun_back
-        pair.step()
-        assert side.begun_back == begun + len(pair.handle._blocks)
-    assert not any(p._post_accumulate_grad_hooks for p in pair.model.parameters())
+    assert late != any(p._post_accumulate_grad_hooks for p in pair.model.parameters())
 
 
 def test_two_forwards_before_one_backward_and_evaluation_between(side: LazySide) -> None:
@@ -361,8 +306,8 @@ def test_a_forward_that_is_broken_off(side: LazySide) -> None:
         hook.remove()
         assert len(pair.where()) > 1
         pair.train(steps)
-    for p, q in zip(pair.model.parameters(), pair.stock.parameters(), strict=True):
-        p.grad, q.grad = torch.ones_like(p), torch.ones_like(p)
+    for p in (*pair.model.parameters(), *pair.stock.parameters()):
+        p.grad = torch.ones_like(p)
     pair.step()  # with some states on their way out
 
 
@@ -389,13 +334,8 @@ def test_some_parameters_without_gradients_frozen_or_tied(side: LazySide) -> Non
 class EarlySide(LazySide):
     """Its copies are made at once."""
 
-    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
-        event = super().copy_out(host, tensor)
-        event()
-        return event
-
-    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
-        event = super().copy_back(tensor, host)
+    def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:
+        event = super()._later(tensor, run)
         event()
         return event
 
@@ -415,6 +355,14 @@ def put_others(optimizer: Optimizer) -> None:
         entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 2.0)
 
 
+def load(optimizer: Optimizer) -> None:
+    other = Plain()
+    source = adamw(other)
+    other(batch(7)).backward()
+    source.step()
+    optimizer.load_state_dict(source.state_dict())
+
+
 MOMENTS = ("before forward", "forward", "before backward", "before step")
 
 
@@ -424,10 +372,10 @@ MOMENTS = ("before forward", "forward", "before backward", "before step")
     [
         *((clear, moment) for moment in MOMENTS if moment != "forward"),
         *((halve, moment) for moment in MOMENTS[1:]),
-        *((put_others, moment) for moment in MOMENTS),
+        *((change, moment) for moment in MOMENTS for change in (put_others, load)),
     ],
 )
-def test_states_that_somebody_changes(
+def test_states_changed_from_outside(
     change: Callable[[Optimizer], None], moment: str, early: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if early:
@@ -439,14 +387,17 @@ def test_states_that_somebody_changes(
     def come_to(now: str) -> None:
         for optimizer in (pair.ours, pair.theirs) if now == moment else ():
             change(optimizer)
+        assert change is not load or now != moment or now == "forward" or pair.where() == {"device"}
 
     come_to("before forward")
     hook = pair.model.blocks[2].register_forward_hook(lambda *_: come_to("forward"))
-    losses = pair.losses_of(3)
+    pair.losses_of(3)
     hook.remove()
     come_to("before backward")
-    for loss in losses:
-        loss.backward()
+    pair.backward()
     come_to("before step")
     pair.step()
     pair.train(2)
+    assert pair.where() == {"device"}
+    pair.model(batch(2))
+    assert pair.where() == {"host"}

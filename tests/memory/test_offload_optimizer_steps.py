@@ -16,23 +16,34 @@ from memory.states import Pair, batch
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-def test_a_closure(side: LazySide) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_a_closure(named: bool, side: LazySide) -> None:
+    """It runs where it always ran; its arguments, its result and what a wrapper reads of it are those of before."""
     pair = Pair()
     pair.train(2)
+    seen: list[Any] = []
+    pair.ours.register_step_post_hook(lambda _, args, kwargs: seen.append((*args, *kwargs.items())))
     for k in range(2):
+        results = []
         for model, optimizer in pair.both():
 
             def closure(model: Any = model, optimizer: Any = optimizer, k: int = k) -> Tensor:
+                """Compute the loss."""
                 optimizer.zero_grad()
                 loss: Tensor = model(batch(k))
                 assert pair.where() == {"device"}  # the step that is under way needs them
                 loss.backward()
                 return loss
 
-            optimizer.step(closure)
+            results.append(optimizer.step(closure=closure) if named else optimizer.step(closure))
+        assert torch.equal(*results)
+        optimizer, given = seen.pop()
+        assert optimizer is pair.ours
+        assert (given[1] if named else given).__doc__ == "Compute the loss."
         pair.same()
         pair.backward(k)
         pair.step()
+        seen.clear()
 
 
 @pytest.mark.parametrize("why", ["a gradient", "the closure"])
@@ -52,32 +63,11 @@ def test_a_step_that_raises(why: str, side: LazySide) -> None:
         with pytest.raises((RuntimeError, MemoryError)):
             pair.ours.step(closure if why == "the closure" else None)
         assert pair.where() == {"device"}
-        for model in (pair.model, pair.stock):
-            model.zero_grad()
+        pair.zero_grad()
         pair.backward(1)
         assert pair.where() == {"coming"}, "they left in forward"
     pair.step()
     pair.train(2)
-
-
-def test_a_closure_by_name_runs_where_it_always_ran(side: LazySide) -> None:
-    """Its arguments, its result, and what a scheduler or a wrapper reads of it."""
-    pair = Pair()
-    pair.train(1)
-
-    def closure() -> str:
-        """Tell."""
-        return "the loss"
-
-    seen: list[Any] = []
-    pair.ours.register_step_post_hook(lambda _, args, kwargs: seen.append((args, kwargs)))
-    pair.backward(0)
-    assert pair.ours.step(closure=closure) == "the loss"
-    pair.theirs.step()
-    pair.same()
-    (given,) = seen
-    assert given[0][0] is pair.ours
-    assert given[1]["closure"].__doc__ == "Tell."
 
 
 def in_groups(model: nn.Module) -> Optimizer:

@@ -1,4 +1,4 @@
-"""Between forward and backward anything may be assigned: a recompute finds what its forward found, or says why not."""
+"""Between forward and backward anything may be assigned: a recompute finds what its forward found, or raises."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import UnsupportedError
-from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
+from lowtide.memory import apply_policy, remove_policy
 from lowtide.samples import Samples
-from memory.models import Plain
+from memory.models import ALL, ATTENTION, INPUT, Layer, Plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Adapter first was active which is now deleted"),
     pytest.mark.filterwarnings("ignore:Already unmerged"),
 ]
-KEEPS = ("input", "attention")
 
 
 def lora(model: Any, dropout: float = 0.3) -> Any:
@@ -46,7 +45,7 @@ def layers(model: Any) -> Any:
 
 def results(
     model: Any, ids: Tensor, change: Callable[[Any], object], around: Callable[[], Any] = contextlib.nullcontext
-) -> tuple[Tensor, dict[str, Tensor | None]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients, with a change between forward and backward."""
     torch.manual_seed(5)
     random.seed(5)
@@ -55,114 +54,110 @@ def results(
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     change(model)
     loss.backward()
-    return loss.detach(), {name: None if p.grad is None else p.grad.clone() for name, p in before}
+    return loss.detach(), {name: p.grad.clone() for name, p in before if p.grad is not None}
 
 
-def assert_as_stock(
-    build: Callable[[], Any], ids: Tensor, change: Any, keep: Any, around: Any = contextlib.nullcontext
-) -> None:
-    stock = build()
+def assert_as_stock(stock: Any, ids: Tensor, change: Any, policy: Any, around: Any = contextlib.nullcontext) -> None:
     model = copy.deepcopy(stock)
-    apply_policy(model.get_base_model() if hasattr(model, "get_base_model") else model, ActivationPolicy(keep=keep))
+    apply_policy(model.get_base_model() if hasattr(model, "get_base_model") else model, policy)
     want, got = (results(m, ids, change, around) for m in (stock, model))
     assert torch.equal(got[0], want[0])
-    for name, gradient in want[1].items():
-        other = got[1][name]
-        assert (gradient is None) == (other is None), name
-        if gradient is not None and other is not None:
-            torch.testing.assert_close(other, gradient, rtol=1e-6, atol=1e-7, msg=name)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=1e-7)
 
 
-def every(kind: type, name: str, value: Any) -> Callable[[Any], object]:
-    def change(model: Any) -> None:
-        for module in model.modules():
-            if isinstance(module, kind):
-                setattr(module, name, value)
-
-    return change
+def each_module(change: Callable[[Any], object], where: Callable[[Any], bool]) -> Callable[[Any], object]:
+    return lambda model: [change(module) for module in model.modules() if where(module)]
 
 
-def set_scaling(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.scaling["first"] = 9.0
+def each_layer(change: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda model: [change(layer) for layer in layers(model)]
 
 
-def test_merging_before_backward_is_an_error(llama: Any, ids: Tensor) -> None:
-    """It writes to the weights, through .data."""
-    model = lora(llama())
-    apply_policy(model.get_base_model(), ActivationPolicy(keep="input"))
-    with pytest.raises(UnsupportedError, match=r"layers\.4: expected parameters that are in backward.* merge adapters"):
-        results(model, ids, lambda m: m.merge_adapter())
+def after(change: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """The change made before the policy is applied."""
+
+    def changed(model: Any) -> Any:
+        change(model)
+        return model
+
+    return changed
 
 
-def hooked(model: Any) -> Any:
-    for layer in layers(model):
-        layer.mlp.register_forward_hook(lambda module, args, output: output * 3)
-    return model
+def replace_weights(layer: Any) -> None:
+    for module in (layer.mlp.gate_proj, layer.input_layernorm):
+        module.weight = nn.Parameter(module.weight.detach() * 2)
 
 
-def replace_weights(model: Any) -> None:
-    for layer in layers(model):
-        for module in (layer.mlp.gate_proj, layer.input_layernorm):
-            module.weight = nn.Parameter(module.weight.detach() * 2)
-
-
-def freeze(model: Any) -> None:
-    for layer in layers(model):
-        layer.mlp.requires_grad_(not layer.mlp.gate_proj.weight.requires_grad)
-
-
-def frozen(model: Any) -> Any:
-    freeze(model)
-    return model
-
-
-def replace_mlps(model: Any) -> None:
-    for layer in layers(model):
-        layer.mlp = nn.Linear(24, 24)
-
-
-def hook_mlps(model: Any) -> None:
-    for layer in layers(model):
-        layer.mlp.register_forward_hook(lambda module, args, output: output * 3)
-
-
-def patched(model: Any) -> Any:
-    lowtide.patch(model)
-    return model
-
-
+hook_mlps = each_layer(lambda layer: layer.mlp.register_forward_hook(lambda module, args, output: output * 3))
+freeze = each_layer(lambda layer: layer.mlp.requires_grad_(not layer.mlp.gate_proj.weight.requires_grad))
+as_built = after(lambda m: None)
 ASSIGNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
     "another adapter": (lora, lambda m: m.set_adapter("second")),
     "no adapter": (lora, lambda m: m.base_model.disable_adapter_layers()),
-    "another scale": (lora, set_scaling),
+    "another scale": (lora, each_module(lambda m: m.scaling.update(first=9.0), lambda m: hasattr(m, "lora_A"))),
     "adapters taken off": (lora, lambda m: m.unload()),
     "an adapter deleted": (lora, lambda m: m.delete_adapter("first")),
     "evaluation": (lora, lambda m: m.eval()),
-    "dropout": (lora, every(nn.Dropout, "p", 0.9)),
-    "hooks removed": (hooked, lambda m: [layer.mlp._forward_hooks.clear() for layer in layers(m)]),
-    "hooks added": (lambda m: m, hook_mlps),
-    "parameters": (lambda m: m, replace_weights),
-    "frozen": (lambda m: m, freeze),
-    "thawed": (frozen, freeze),
-    "modules": (lambda m: m, replace_mlps),
-    "a config": (lambda m: m, lambda m: m.set_attn_implementation("eager")),
-    "patched": (lambda m: m, lowtide.patch),
-    "unpatched": (patched, lowtide.unpatch),
-    "policy removed": (lambda m: m, remove_policy),
+    "dropout": (lora, each_module(lambda m: setattr(m, "p", 0.9), lambda m: isinstance(m, nn.Dropout))),
+    "hooks removed": (after(hook_mlps), each_layer(lambda layer: layer.mlp._forward_hooks.clear())),
+    "hooks added": (as_built, hook_mlps),
+    "parameters": (as_built, each_layer(replace_weights)),
+    "frozen": (as_built, freeze),
+    "thawed": (after(freeze), freeze),
+    "modules": (as_built, each_layer(lambda layer: setattr(layer, "mlp", nn.Linear(24, 24)))),
+    "a config": (as_built, lambda m: m.set_attn_implementation("eager")),
+    "patched": (as_built, lowtide.patch),
+    "unpatched": (after(lowtide.patch), lowtide.unpatch),
+    "policy removed": (as_built, remove_policy),
 }
 
 
 @pytest.mark.parametrize("what", ASSIGNED)
 def test_what_is_assigned_is_put_back_for_the_recompute(what: str, llama: Any, ids: Tensor) -> None:
     prepare, change = ASSIGNED[what]
-    assert_as_stock(lambda: prepare(llama()), ids, change, KEEPS[len(what) % 2])
+    assert_as_stock(prepare(llama()), ids, change, (INPUT, ATTENTION)[len(what) % 2])
+
+
+@torch.no_grad()
+def in_place(param: nn.Parameter) -> None:
+    param.add_(1)
+
+
+def write(change: Callable[[nn.Parameter], object]) -> Callable[[Any], object]:
+    return lambda m: change(layers(m)[2].mlp.gate_proj.weight)
+
+
+THROUGH_DATA = r"layers\.2: expected parameters .* or through \.data"
+WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object], str]] = {
+    "merged adapters": (
+        lambda m: lora(m).get_base_model(),
+        each_module(lambda m: m.merge(), lambda m: hasattr(m, "merge")),
+        r"layers\.4: expected parameters that are in backward.* merge adapters",
+    ),
+    "in place": (as_built, write(in_place), THROUGH_DATA),
+    "all": (as_built, write(lambda p: p.data.mul_(2)), THROUGH_DATA),
+    "a row": (as_built, write(lambda p: p.data[7].zero_()), THROUGH_DATA),
+    "a column": (as_built, write(lambda p: p.data[:, 5].zero_()), THROUGH_DATA),
+    "storage": (as_built, write(lambda p: setattr(p, "data", p.data * 2)), THROUGH_DATA),
+    "a dtype": (as_built, write(lambda p: setattr(p, "data", p.data.double())), THROUGH_DATA),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+def test_writes_to_weights_are_an_error(what: str, llama: Any, ids: Tensor) -> None:
+    prepare, change, said = WRITTEN[what]
+    model = prepare(llama())
+    apply_policy(model, ATTENTION)
+    with pytest.raises(UnsupportedError, match=said):
+        results(model, ids, change)
+    model.zero_grad()
+    if what == "in place":
+        results(model, ids, lambda m: None)
 
 
 def test_functional_call_recomputes_with_its_parameters(llama: Any, ids: Tensor) -> None:
     model, stock = llama(), llama()
-    apply_policy(model, ActivationPolicy(keep="input"))
+    apply_policy(model, INPUT)
     seen = []
     for m in (model, stock):
         torch.manual_seed(9)
@@ -210,7 +205,7 @@ class Stack(nn.Module):
 def test_what_forward_moves_is_moved_once() -> None:
     stock = Stack()
     model = copy.deepcopy(stock)
-    apply_policy(model, ActivationPolicy(keep="input"))
+    apply_policy(model, INPUT)
     x = torch.randn(2, 8)
     for m in (stock, model):
         random.seed(3)
@@ -233,7 +228,7 @@ def test_a_large_buffer_that_changes_is_an_error() -> None:
         layer.register_buffer("mean", torch.ones(20_000))
         layer.linear = nn.Linear(20_000, 1)
         layer.linear.out_features = 1
-    apply_policy(model, ActivationPolicy(keep="input"))
+    apply_policy(model, INPUT)
     x = torch.randn(1, 20_000, requires_grad=True)
     with pytest.raises(UnsupportedError, match="expected buffers that are in backward"):
         model(x).backward()
@@ -260,14 +255,14 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("what", AROUND)
 def test_what_surrounds_forward_surrounds_its_recompute(what: str, llama: Any, ids: Tensor) -> None:
-    assert_as_stock(llama, ids, lambda m: None, "input", AROUND[what])
+    assert_as_stock(llama(), ids, lambda m: None, INPUT, AROUND[what])
 
 
 def test_the_default_dtype_is_that_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = Plain().blocks[0].__class__.forward
-    monkeypatch.setattr(Plain().blocks[0].__class__, "forward", lambda self, x: attend(self, x) * torch.ones(()))
+    forward = Layer.forward
+    monkeypatch.setattr(Layer, "forward", lambda self, x: forward(self, x) * torch.ones(()))
     model, ids = Plain(), torch.arange(8)[None]
-    apply_policy(model, ActivationPolicy(keep="input"))
+    apply_policy(model, INPUT)
     loss = model(ids)
     torch.set_default_dtype(torch.float64)
     try:
@@ -279,40 +274,23 @@ def test_the_default_dtype_is_that_of_forward(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_dispatch_mode_around_forward_alone_is_an_error(llama: Any, ids: Tensor) -> None:
     model = llama()
-    apply_policy(model, ActivationPolicy(keep="input"))
+    apply_policy(model, INPUT)
     with pytest.raises(UnsupportedError, match="none of the Watching that was active"):
         results(model, ids, lambda m: None, Watching)
 
 
 @pytest.mark.parametrize("name", ["silu", "scaled_dot_product_attention"])
-@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize("policy", [INPUT, ATTENTION], ids=["input", "attention"])
 def test_code_that_is_replaced_between_is_an_error(
-    llama: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch, keep: Any, name: str
+    llama: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch, policy: Any, name: str
 ) -> None:
     model = llama()
-    apply_policy(model, ActivationPolicy(keep=keep))
+    apply_policy(model, policy)
     stock = getattr(F, name)
     with pytest.raises(UnsupportedError, match=rf"another torch\.nn\.functional\.{name}"):
         results(model, ids, lambda m: monkeypatch.setattr(F, name, lambda *args, **kw: stock(*args, **kw) * 2))
     model.zero_grad()
     results(model, ids, lambda m: None)  # forward and backward with the new one
-
-
-WRITES: dict[str, Callable[[nn.Parameter], object]] = {
-    "all": lambda p: p.data.mul_(2),
-    "a row": lambda p: p.data[7].zero_(),
-    "a column": lambda p: p.data[:, 5].zero_(),
-    "storage": lambda p: setattr(p, "data", p.data * 2),
-    "a dtype": lambda p: setattr(p, "data", p.data.double()),
-}
-
-
-@pytest.mark.parametrize("what", WRITES)
-def test_writes_through_data_are_seen(what: str, llama: Any, ids: Tensor) -> None:
-    model = llama()
-    apply_policy(model, ActivationPolicy(keep="attention"))
-    with pytest.raises(UnsupportedError, match=r"layers\.2: expected parameters .* or through \.data"):
-        results(model, ids, lambda m: WRITES[what](layers(m)[2].mlp.gate_proj.weight))
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 9), (9, 1), (8, 8), (30, 12), (12, 30), (3, 8, 16), (64, 48)])
@@ -341,10 +319,10 @@ def chunks(model: Any, ids: Tensor) -> Any:
     return model(input_ids=ids[:, 6:], labels=ids[:, 6:], past_key_values=first.past_key_values)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-def test_a_cache_that_a_recomputing_layer_left_empty_is_not_read(keep: Any, llama: Any, ids: Tensor) -> None:
+@pytest.mark.parametrize("policy", [INPUT, ATTENTION], ids=["input", "attention"])
+def test_a_cache_that_a_recomputing_layer_left_empty_is_not_read(policy: Any, llama: Any, ids: Tensor) -> None:
     model = llama()
-    apply_policy(model, [ActivationPolicy()] * 2 + [ActivationPolicy(keep=keep)] * 3)
+    apply_policy(model, [ALL] * 2 + [policy] * 3)
     with pytest.raises(UnsupportedError, match=r"layers\.2: expected a cache that its own forwards have filled"):
         chunks(model, ids)
     first = model(input_ids=ids[:, :6])  # transformers' default makes a cache, which nobody reads
@@ -359,7 +337,7 @@ def test_a_cache_that_a_recomputing_layer_left_empty_is_not_read(keep: Any, llam
 @pytest.mark.parametrize("reader", ["the model without its policy", "another model"])
 def test_a_cache_left_empty_is_not_filled_by_layers_without_a_policy(reader: str, llama: Any, ids: Tensor) -> None:
     model, other = llama(), llama()
-    apply_policy(model, [ActivationPolicy()] * 2 + [ActivationPolicy(keep="input")] * 3)
+    apply_policy(model, [ALL] * 2 + [INPUT] * 3)
     cache = model(input_ids=ids[:, :6], use_cache=True).past_key_values
     assert type(cache).__name__ == "DynamicCache"
     if reader == "another model":
@@ -370,7 +348,7 @@ def test_a_cache_left_empty_is_not_filled_by_layers_without_a_policy(reader: str
         model(input_ids=ids[:, 6:], past_key_values=cache)
 
 
-def test_chunks_train_with_a_cache_where_all_is_kept(llama: Any, ids: Tensor) -> None:
+def test_chunks_train_with_a_cache_where_all_is_saved(llama: Any, ids: Tensor) -> None:
     model, stock = llama(), llama()
-    apply_policy(model, ActivationPolicy(mlp_level=None))
+    apply_policy(model, ALL)
     assert torch.equal(chunks(model, ids).loss, chunks(stock, ids).loss)

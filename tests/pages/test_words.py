@@ -36,9 +36,7 @@ class Phrase:
 PHRASES = (
     Phrase(r"\b(compute[sd]?|built|builds?) (it |them )?(again|once more|a second time)\b", "recomputed"),
     Phrase(
-        r"\b(keeps?|kept|keeping)( \w+)? for backward\b|\b(layers?|MLPs?|norms?) (keeps?|kept)\b",
-        "saved for backward",
-        ("memory/checkpoint.py", "memory/state.py"),
+        r"\b(keeps?|kept|keeping)( \w+)? for backward\b|\b(layers?|MLPs?|norms?) (keeps?|kept)\b", "saved for backward"
     ),
     Phrase(r"\bkept tokens?\b", "valid tokens"),
     Phrase(r"\bas (it|they) (came|comes?)\b", "unmodified, stock"),
@@ -46,14 +44,14 @@ PHRASES = (
     Phrase(r"\b(some|few) (rows|tokens) at a time\b|\b(piece|part)s? at a time\b", "in chunks"),
     Phrase(r"\bin turns\b", "interleaved"),
     Phrase(r"\b(told|speaks?)\b", "reported, prints, logs"),
-    Phrase(r"\b(wanted|asked)\b", "requested", ("bench/plots.py", "bench/sweep.py")),
+    Phrase(r"\b(wanted|asked)\b", "requested"),
     Phrase(r"\bmend(s|ed|ing)?\b", "fix"),
     Phrase(r"\bpictures?\b", "plot, chart"),
     Phrase(r"\bvocabulary in parts\b", "sharded vocabulary"),
     Phrase(
         r"\bby (its |their )?names?\b",
         "explicitly",
-        ("cli/plan.py", "cli/train.py", "measure/child.py", "train/options.py"),
+        ("cli/train.py", "train/options.py"),
     ),
     Phrase(r"\bis [^.?!]{1,60} meant\?", "Did you mean X?"),
     Phrase(r"\bsee there\b", "the file and the section"),

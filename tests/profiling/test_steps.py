@@ -20,7 +20,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import full_bytes
 from lowtide.memory.planner.search import Candidate
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.profile import steps as module
 from lowtide.profile.owners import known_before, owners_of
 from lowtide.profile.phases import KINDS, Phase
@@ -235,12 +235,10 @@ def test_the_trace_is_one(tmp_path: Path, settings: dict[str, Any]) -> None:
 def test_compiled_layers_are_checkpointed_from_outside(settings: dict[str, Any]) -> None:
     compiled = []
 
-    def compiler(function: Any) -> Any:
-        compiled.append(getattr(function, "__name__", ""))
-        return function
-
     way = Way(impl="compile", policy="input")
-    model = build_way(way, settings["model"], torch.float32, CPU, seed=3, vocab_size=613, compiler=compiler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+        model = build_way(way, settings["model"], torch.float32, CPU, seed=3, vocab_size=613)
     assert len(compiled) == 3  # two layers and the loss
     assert all(isinstance(layer.forward, ways.Checkpointed) for layer in model.model.layers)
     built = lambda *args, **kwargs: model  # noqa: E731

@@ -35,7 +35,6 @@ TEMPLATE = (
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
     "{% endif %}{{ '\n' }}{% endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -147,18 +146,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Files to fine-tune on: conversations, prompts with completions, and text."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
 
-    def said(most: int = 4) -> str:
+    def words(most: int = 4) -> str:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
 
     chats, pairs = [], []
     for _ in range(80):
         turns = [("user", "assistant")[i % 2] for i in range(2 * rng.randint(1, 3))]
-        chats.append({"messages": [{"role": role, "content": said()} for role in turns]})
-        pairs.append({"prompt": said(), "completion": f" {said(8)}"})
+        chats.append({"messages": [{"role": role, "content": words()} for role in turns]})
+        pairs.append({"prompt": words(), "completion": f" {words(8)}"})
     return {
         "messages": write_rows(folder / "chats.jsonl", chats),
         "pairs": write_rows(folder / "pairs.jsonl", pairs),
-        "rows": write_rows(folder / "rows.jsonl", [{"text": said(12)} for _ in range(80)]),
+        "rows": write_rows(folder / "rows.jsonl", [{"text": words(12)} for _ in range(80)]),
         "text": write_text(folder / "text.txt", 12_000),
     }
 
@@ -175,20 +174,38 @@ def tune(pretrained: Path, data: dict[str, Path]) -> Callable[..., list[str]]:
     return arguments
 
 
-@pytest.fixture
-def lowtide(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process; return its status and what it wrote to standard output and error."""
+class Run:
+    """The command in this process."""
 
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        """Return its status and what it wrote to standard output and error."""
+        self._capsys.readouterr()
         try:
             status = main([str(a) for a in arguments])
         except SystemExit as ended:
             status = int(ended.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
+        return status, *self._capsys.readouterr()
 
-    return run
+    def done(self, *arguments: object) -> str:
+        """Return the output of a command that ends well, without a word on standard error."""
+        status, out, err = self(*arguments)
+        assert (status, err) == (0, ""), err
+        return out
+
+    def refused(self, *arguments: object) -> str:
+        """Return the one line with which a command ends that cannot be run."""
+        status, _, err = self(*arguments)
+        assert (status, err.count("\n"), err[:15], err[-1]) == (2, 1, "lowtide train: ", "\n"), err
+        return err
+
+
+@pytest.fixture
+def lowtide(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command."""
+    return Run(capsys)
 
 
 def log(output: Path) -> list[dict[str, Any]]:

@@ -71,8 +71,7 @@ class Batches:
 
 
 def tuned(arguments: list[str], lowtide: Run, output: Path, *more: object) -> dict[int, float]:
-    status, out, err = lowtide(*arguments, "--output", output, *more)
-    assert (status, err) == (0, ""), err
+    out = lowtide.done(*arguments, "--output", output, *more)
     if "--no-patch" not in more:
         fused = out.partition("losses  ")[2].split()
         assert int(fused[0]) >= len(losses(output)), out
@@ -203,8 +202,7 @@ def test_adapters_are_saved_and_merged(tune: Tune, pretrained: Path, lowtide: Ru
 
     output = tmp_path / "out"
     arguments = tune(**LORA, lora_alpha=12, **{"lora-merge": True}, learning_rate=0.02)
-    status, out, err = lowtide(*arguments, "--output", output)
-    assert (status, err) == (0, "")
+    out = lowtide.done(*arguments, "--output", output)
     assert "adapters 0.00 M parameters are trained" in out
     assert f"merged           {output / 'merged'}" in out
     base = AutoModelForCausalLM.from_pretrained(pretrained)
@@ -217,13 +215,12 @@ def test_adapters_are_saved_and_merged(tune: Tune, pretrained: Path, lowtide: Ru
     assert AutoTokenizer.from_pretrained(output / "merged").chat_template
 
 
-def test_a_run_says_what_it_trains_on(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
+def test_the_first_screen_shows_what_is_trained_on(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
     turns = [{"role": "human", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     empty = [{"role": "user", "content": "hi"}]
     data = write_rows(tmp_path / "c.jsonl", [{"messages": turns}] * 40 + [{"messages": empty}] * 3)
     arguments = tune(data=data, assistant_only_loss=True, dtype="bfloat16", **{"max-steps": 1, "seq-len": 200})
-    status, out, err = lowtide(*arguments, "--output", tmp_path / "out")
-    assert (status, err) == (0, "")
+    out = lowtide.done(*arguments, "--output", tmp_path / "out")
     assert "rows     40 conversations, 3 with nothing to train on skipped" in out
     assert "'human' in 40 of the conversations" in out
     assert re.search(r"trained  4 of the \d+ tokens of the first sequence, the last '<\|im_end\|>'", out)
@@ -240,7 +237,7 @@ def test_it_needs_no_network(tune: Tune, lowtide: Run, tmp_path: Path, monkeypat
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)
-    assert lowtide(*tune(use_peft=True, **{"max-steps": 1}), "--output", tmp_path / "out")[::2] == (0, "")
+    lowtide.done(*tune(use_peft=True, **{"max-steps": 1}), "--output", tmp_path / "out")
 
 
 def test_the_python_interface_returns_what_was_measured(

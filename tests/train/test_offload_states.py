@@ -23,6 +23,7 @@ from lowtide.train import activations
 from lowtide.train.activations import OffloadStates, check_offload
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
+from lowtide.train.run_state import RunState
 from lowtide.train.settings import Settings
 from memory.models import LazySide
 from train.conftest import SHAPE, Run, assert_same_weights, losses
@@ -70,10 +71,9 @@ def test_a_run_is_the_same_to_the_bit(
         pytest.importorskip("trl")
         arguments = [*tune(**LORA, save_steps=3), "--policy", "input offloaded"]
     stock, away = tmp_path / "stock", tmp_path / "away"
-    assert lowtide(*arguments, "--output", stock)[::2] == (0, "")
+    lowtide.done(*arguments, "--output", stock)
     assert not handles
-    status, out, err = lowtide(*arguments, "--offload-states", "--output", away)
-    assert (status, err) == (0, "")
+    out = lowtide.done(*arguments, "--offload-states", "--output", away)
     assert "in host memory" in out
     ((handle, given),) = handles
     assert given["backwards_per_step"] == (1 if lora else 3)
@@ -89,7 +89,7 @@ def test_a_run_is_the_same_to_the_bit(
     assert_same(away)
     resume = ["train", "--resume_from_checkpoint", "true", "--output", away]
     shutil.rmtree(away / "checkpoint-6")
-    assert lowtide(*resume)[::2] == (0, "")
+    lowtide.done(*resume)
     assert handles[-1][0].offloaded_bytes == handle.offloaded_bytes, "the setting is the run's"
     assert_same(away)
 
@@ -99,8 +99,7 @@ def test_what_it_cannot_be_combined_with(
 ) -> None:
     del side
     arguments = [*tiny, "--offload-states", "--output", tmp_path / "out"]
-    status, _, err = lowtide(*arguments, "--memory-budget", "1GiB")
-    assert (status, err.count("\n")) == (2, 1), err
+    err = lowtide.refused(*arguments, "--memory-budget", "1GiB")
     assert "--host-budget" in err
     monkeypatch.setattr(activations, "uses_fsdp", lambda: True)
     with pytest.raises(RuntimeError, match="whole on each GPU"):
@@ -109,56 +108,53 @@ def test_what_it_cannot_be_combined_with(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_without_a_gpu_it_is_refused_before_anything_is_written(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
-    status, _, err = lowtide(*tiny, "--offload-states", "--output", tmp_path / "out")
-    assert (status, err.count("\n")) == (2, 1)
+    err = lowtide.refused(*tiny, "--offload-states", "--output", tmp_path / "out")
     assert "offload_states: expected a CUDA GPU" in err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_says_how_many_bytes(monkeypatch: pytest.MonkeyPatch, side: LazySide) -> None:
+def test_a_plan_chooses_how_many_bytes_are_offloaded(monkeypatch: pytest.MonkeyPatch, side: LazySide) -> None:
     del side
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(activations, "has_levels", lambda model: True)
     monkeypatch.setattr(activations, "apply_policy", lambda model, policies, **kwargs: None)
     monkeypatch.setattr(activations, "offload_optimizer", lambda optimizer, model, **kwargs: made.append(kwargs))
-    args = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "gradient_accumulation_steps": 1}
-    args |= {"per_device_train_batch_size": 1, "device": torch.device("cpu"), "world_size": 1}
-    of_run = Settings(SimpleNamespace(**args), SimpleNamespace(dtype="float32"), None)
+    given = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "gradient_accumulation_steps": 1}
+    given |= {"per_device_train_batch_size": 1, "device": torch.device("cpu"), "world_size": 1}
+    args = SimpleNamespace(**given)
+    of_run = Settings(args, SimpleNamespace(dtype="float32"), None)
     shape = SimpleNamespace(config=model_config("llama-3.2-1b", vocab_size=0), named_parameters=list)
 
     def planned(offloads: bool) -> Any:
         config = TrainConfig(model="llama-3.2-1b", memory_budget="24GiB", host_budget="64GiB", offload_states=offloads)
-        applied = activations.plan_and_apply(shape, config, of_run, activations.Batch(16_384, 1))
-        assert applied is not None
+        run = RunState(config, Path(), settings=of_run, model=shape, seq_len=16_384)
+        activations.plan_and_apply(run)
         if offloads:
-            OffloadStates(config, applied).on_train_begin(of_run.args, None, None, model=None, optimizer=None)
-            assert any("of the optimizer states are offloaded" in line for line in applied.lines)
-        return applied.plan
+            OffloadStates(run.plan, config.host_gib).on_train_begin(args, None, None, model=None, optimizer=None)
+            assert any("of the optimizer states are offloaded" in line for line in run.lines)
+        return run.plan
 
     without, plan = planned(False), planned(True)
     assert without.chosen.states == 0 < plan.chosen.states
     assert plan.seconds < without.seconds
     late = plan.chosen.late
     assert made == [{"gib": plan.states_gib, "host_gib": 64, "late": late, "backwards_per_step": 1}]
-    alone = TrainConfig(offload_states=True, host_budget="3GiB")
-    OffloadStates(alone, None).on_train_begin(of_run.args, None, None, model=None, optimizer=None)
+    OffloadStates(None, 3.0).on_train_begin(args, None, None, model=None, optimizer=None)
     assert made[1:] == [{"gib": None, "host_gib": 3.0, "late": False, "backwards_per_step": 1}]
 
 
-def test_a_budget_chooses_a_policy_and_says_what_it_does_here(
+def test_a_budget_chooses_a_policy_and_prints_what_it_does_here(
     tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     applied, original = [], activations.apply_policy
     monkeypatch.setattr(activations, "apply_policy", lambda m, p, **k: (applied.append(p), original(m, p, **k))[1])
-    status, out, err = lowtide(*tiny, "--memory-budget", "1GiB", "--output", tmp_path / "o")
-    assert (status, err) == (0, "")
+    out = lowtide.done(*tiny, "--memory-budget", "1GiB", "--output", tmp_path / "o")
     assert re.search(r"policy +\S.*expected peak 0\.\d+ of 1\.00 GiB", out)
     assert "no GPU here" in out
     assert "rates of the h100 from a table" in out
     assert len(applied[0]) == 2
-    status, _, err = lowtide(*tiny, "--memory-budget", "1MiB", "--output", tmp_path / "p")
-    assert (status, err.count("\n")) == (2, 1)
+    err = lowtide.refused(*tiny, "--memory-budget", "1MiB", "--output", tmp_path / "p")
     assert "memory_budget, in GiB: expected" in err
     assert not (tmp_path / "p" / "run.json").exists()
 
@@ -167,8 +163,7 @@ def test_a_budget_counts_the_adapters_and_the_mask(tune: Any, lowtide: Run, tmp_
     pytest.importorskip("trl")
     more = {"memory-budget": "1GiB", "max-steps": 1, "packing": True, "attn_implementation": "sdpa"}
     arguments = tune("messages", **LORA, **more, lora_target_modules=("v_proj", "q_proj"))
-    status, out, err = lowtide(*arguments, "--output", tmp_path / "some")
-    assert (status, err) == (0, "")
+    out = lowtide.done(*arguments, "--output", tmp_path / "some")
     numbers = 2 * 4 * ((32 + 32) + (32 + 16))
     assert f"{numbers} numbers of adapters are trained, rank 4 on q_proj v_proj: what they compute is" in out
     assert "attention has a mask of" in out

@@ -15,12 +15,12 @@ import torch
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.policy_words import layer_policies, mixture_of, words_of
+from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
-from lowtide.train.activations import Batch
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
+from lowtide.train.run_state import RunState
 from lowtide.train.settings import Settings
 from lowtide.train.trainers import PreTrainer
 from train.conftest import Run
@@ -63,7 +63,7 @@ def test_a_step_that_does_not_fit(
     assert line
     assert main([*shlex.split(line[1]), "--gpu", "h100"]) in (0, 2), "it parses; such a small budget may hold nothing"
     monkeypatch.undo()
-    assert lowtide("train", "--resume_from_checkpoint", "true", "--output", output)[0] == 0
+    lowtide.done("train", "--resume_from_checkpoint", "true", "--output", output)
 
 
 def test_before_the_model_is_there(
@@ -97,7 +97,7 @@ def advice(
     dtype: str = "float32",
     seq_len: int = 8192,
     padded: bool = False,
-    trainer: Mapping[str, Any] = MappingProxyType({}),
+    arguments: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:
     """The advice for a Llama-3.2-1B on a GPU with so much memory left, without any GPU or weights."""
@@ -114,7 +114,7 @@ def advice(
         "per_device_train_batch_size": batch_size,
         "gradient_checkpointing": False,
         "packing": False,
-        **trainer,
+        **arguments,
     }
     shape = model_config(config.model, vocab_size=0)
     shape._attn_implementation = "sdpa"
@@ -124,29 +124,30 @@ def advice(
     monkeypatch.setattr("lowtide.train.activations._adapters", lambda model: adapters)
     error = torch.OutOfMemoryError("x")
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
-    batch = Batch.of(of_run.args, seq_len, padded=padded)
-    return str(advise(error, config, of_run, batch=batch, model=model, step=7, go_on="Go on."))
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=6))
+    run = RunState(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
+    return str(advise(error, run))
 
 
-def takes(told: str) -> float:
-    found = re.search(r"this step takes (\d+\.\d+) GiB", told)
+def takes(text: str) -> float:
+    found = re.search(r"this step takes (\d+\.\d+) GiB", text)
     assert found
     return float(found[1])
 
 
 def test_what_is_advised_fits_by_the_planners_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = advice(40, monkeypatch)
-    assert told.startswith("out of memory on rank 1 in step 7, at 4 x 8192 tokens.")
-    policy = re.search(r"--policy ('[^']+'|\S+) +(\d+\.\d\d) GiB", told)
+    text = advice(40, monkeypatch)
+    assert text.startswith("out of memory on rank 1 in step 7, at 4 x 8192 tokens.")
+    policy = re.search(r"--policy ('[^']+'|\S+) +(\d+\.\d\d) GiB", text)
     assert policy
     assert float(policy[2]) <= 40
     assert len(layer_policies(policy[1].strip("'"), 16)) == 16
     plan = plan_memory(model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True)
     assert words_of(plan.chosen.groups) == policy[1].strip("'")
     assert f"{plan.peak_bytes / 2**30:.2f}" == policy[2]
-    for options, size in re.findall(r"(--(?:per_device_train_batch_size|seq-len).*?)  +(\d+\.\d\d) GiB", told):
+    for options, size in re.findall(r"(--(?:per_device_train_batch_size|seq-len).*?)  +(\d+\.\d\d) GiB", text):
         assert float(size) <= 40, options
-    assert "lowtide plan --model llama-3.2-1b --seq-len 8192 --batch-size 4 --budget 40.00GiB --autocast" in told
+    assert "lowtide plan --model llama-3.2-1b --seq-len 8192 --batch-size 4 --budget 40.00GiB --autocast" in text
 
 
 def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,24 +160,24 @@ def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gradients_that_are_added_up_and_checkpointing_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    summed = advice(40, monkeypatch, trainer={"gradient_accumulation_steps": 2})
+    summed = advice(40, monkeypatch, arguments={"gradient_accumulation_steps": 2})
     assert takes(summed) > takes(advice(40, monkeypatch))
     assert "--grad-accum 2" in summed.rpartition("The figures:")[2]
     for name in ("gradient_checkpointing", "activation_checkpointing"):
-        assert takes(advice(20, monkeypatch, trainer={name: True})) < takes(advice(40, monkeypatch)) / 2
+        assert takes(advice(20, monkeypatch, arguments={name: True})) < takes(advice(40, monkeypatch)) / 2
 
 
-def test_a_model_without_fused_mlps_is_told_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = advice(40, monkeypatch, levels=False)
-    policy = re.search(r"--policy '([^']+)' +(\d+\.\d\d) GiB", told)
+def test_advice_for_a_model_without_fused_mlps_has_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = advice(40, monkeypatch, levels=False)
+    policy = re.search(r"--policy '([^']+)' +(\d+\.\d\d) GiB", text)
     assert policy
     assert "/" not in policy[1]
     plan = plan_memory(
         model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True, fused_mlp=False
     )
     assert (words_of(plan.chosen.groups), f"{plan.peak_bytes / 2**30:.2f}") == policy.groups()
-    assert takes(told) > takes(advice(40, monkeypatch)) + 7, "2f more a token and layer"
-    assert "--no-fused-mlp" in told
+    assert takes(text) > takes(advice(40, monkeypatch)) + 7, "2f more a token and layer"
+    assert "--no-fused-mlp" in text
 
 
 @pytest.mark.parametrize(("size", "parts"), [(3, {"1": "3"}), (6, {"3": "2", "2": "3", "1": "6"}), (1, {})])
@@ -194,22 +195,23 @@ def test_a_smaller_batch_is_made_whole_by_more_of_them(
 
 def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"dtype": "bfloat16"}
-    told = advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), padded=True, **settings)
-    line = re.search(r"The figures: lowtide (plan .*)", told)
+    text = advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), padded=True, **settings)
+    line = re.search(r"The figures: lowtide (plan .*)", text)
     assert line
     assert "--lora-rank 8 --lora-targets q_proj --attention-mask" in line[1]
     assert main([*shlex.split(line[1]), "--gpu", "h100"]) == 0
-    assert takes(told) > takes(advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), **settings)) + 10
-    assert "The figures" not in advice(24, monkeypatch, adapters=12_345, **settings), "the command cannot be told"
-    told = advice(1, monkeypatch, adapters=Adapters(8), **settings)
-    assert "Nothing fits" in told
-    assert "--use_peft" not in told
+    assert takes(text) > takes(advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), **settings)) + 10
+    assert "The figures" not in advice(24, monkeypatch, adapters=12_345, **settings), "the command has no option for it"
+    text = advice(1, monkeypatch, adapters=Adapters(8), **settings)
+    assert "Nothing fits" in text
+    assert "--use_peft" not in text
 
 
 def test_what_layers_see_of_a_batch() -> None:
     def batch(rows: int = 3, *, padded: bool = False, **trainer: Any) -> tuple[int, int, bool]:
-        found = Batch.of(SimpleNamespace(per_device_train_batch_size=rows, **trainer), 64, padded=padded)
-        return found.seq_len, found.rows, found.mask
+        args = SimpleNamespace(per_device_train_batch_size=rows, **trainer)
+        of_run = Settings(args, SimpleNamespace(), None)
+        return RunState(TrainConfig(), Path(), settings=of_run, seq_len=64, padded=padded).batch
 
     assert batch() == (64, 3, False)  # transformers' arguments: rows of one length
     assert batch(packing=False, padded=True) == (64, 3, True)
@@ -221,25 +223,25 @@ def test_what_layers_see_of_a_batch() -> None:
 
 def test_states_on_the_host_are_advised_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"batch_size": 1, "seq_len": 16_384}
-    told = advice(30, monkeypatch, device="cuda", **settings)
-    there = re.search(r"--offload-states +(\d+\.\d+) GiB", told)
+    text = advice(30, monkeypatch, device="cuda", **settings)
+    there = re.search(r"--offload-states +(\d+\.\d+) GiB", text)
     assert there
-    assert "given another --policy and --offload-states" in told
+    assert "given another --policy and --offload-states" in text
     again = advice(30, monkeypatch, device="cuda", offload_states=True, **settings)
     assert takes(again) == pytest.approx(float(there[1]), abs=0.01)
     assert "--offload-states  " not in again
     assert "--offload-states" not in advice(30, monkeypatch, **settings), "no GPU"
 
 
-def test_a_stock_model_is_told_to_lose_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_for_a_stock_model_is_to_patch_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "leave --no-patch out" in advice(40, monkeypatch, patch=False)
     assert "--policy" not in advice(40, monkeypatch, patch=False)
 
 
 def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = advice(5, monkeypatch)
-    assert "Nothing fits in 5.00 GiB" in told
-    assert "--use_peft" in told
+    text = advice(5, monkeypatch)
+    assert "Nothing fits in 5.00 GiB" in text
+    assert "--use_peft" in text
 
 
 @pytest.mark.parametrize("text", ["16 x all", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])

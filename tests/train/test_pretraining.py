@@ -19,6 +19,7 @@ from lowtide.train.files import find_data
 from lowtide.train.monitor import Monitor, StepMetrics
 from lowtide.train.quiet import stay_offline
 from lowtide.train.run import run
+from lowtide.train.run_state import Side
 from train.conftest import Run, log, losses, options
 
 # Runs the command, and then lists which of the libraries it has imported.
@@ -83,14 +84,13 @@ def test_it_is_transformers_trainer_on_the_same_blocks(tiny: list[str], lowtide:
     """Nothing of lowtide's but the file of tokens and the initial weights."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
-    from lowtide.train.bpe import load_tokenizer
     from lowtide.train.model import model_config, random_model
+    from lowtide.train.tokenizer import load_tokenizer
     from lowtide.train.tokens import Blocks
 
     output = tmp_path / "out"
     more = ["--gradient_accumulation_steps", "2", "--eval_strategy", "steps", "--eval_steps", "3"]
-    status, out, err = lowtide(*tiny, *more, "--output", output)
-    assert (status, err) == (0, "")
+    out = lowtide.done(*tiny, *more, "--output", output)
     assert re.search(r"losses +\d+ without logits, 0 with\s", out)
     tokenizer = load_tokenizer(output / "model")
     shape = model_config(str(tmp_path / "tiny.json"), vocab_size=400)
@@ -167,8 +167,7 @@ def test_a_tensorboard_gets_the_same_losses(tiny: list[str], lowtide: Run, tmp_p
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    status, _, err = lowtide(*tiny, "--report_to", "tensorboard", "--output", tmp_path / "out")
-    assert (status, err) == (0, "")
+    lowtide.done(*tiny, "--report_to", "tensorboard", "--output", tmp_path / "out")
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     assert {e.step: pytest.approx(e.value) for e in board.Scalars("train/loss")} == losses(tmp_path / "out")
@@ -178,7 +177,7 @@ def test_jsonl_with_another_field_of_text(tiny: list[str], lowtide: Run, tmp_pat
     data = tmp_path / "d.jsonl"
     data.write_text("".join(json.dumps({"body": f"the tide came in {i} times"}) + "\n" for i in range(2000)))
     field = ["--dataset_text_field", "body"]
-    assert lowtide(*tiny, "--data", data, *field, "--output", tmp_path / "out")[::2] == (0, "")
+    lowtide.done(*tiny, "--data", data, *field, "--output", tmp_path / "out")
 
 
 def test_runs_of_a_comparison_share_their_tokens_and_save_nothing(
@@ -192,11 +191,10 @@ def test_runs_of_a_comparison_share_their_tokens_and_save_nothing(
         output="x", model=tiny[2], data=(tiny[4],), vocab_size=400, seq_len=32, held_out=4, max_steps=3, options=options
     )
     settings = trainer_settings(config, tmp_path / "x", save=False)
-    shared, tokens = prepare.share_data(config, settings, tmp_path / "shared")
-    assert tokens is not None
+    shared = prepare.share_data(config, settings, tmp_path / "shared")
     before = {*tmp_path.rglob("*")}
-    result = run(shared, save=False, tokens=tokens)
+    result = run(shared, side=Side("stock"))
     assert sorted(result.losses) == [1, 2, 3]
-    assert {*tmp_path.rglob("*")} - before <= {tmp_path / "x"}, "which Trainer makes"
+    assert {*tmp_path.rglob("*")} == before
     assert find_data(config.data).is_text
     assert torch.isfinite(torch.tensor(list(result.losses.values()))).all()

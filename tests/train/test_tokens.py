@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from chat_data import byte_tokenizer
 from lowtide.errors import ArgumentValueError
+from lowtide.train import tokenizer as tokenizer_room
 from lowtide.train import tokens as room
-from lowtide.train.bpe import END_OF_TEXT, load_tokenizer, train_tokenizer
 from lowtide.train.files import find_data
-from lowtide.train.tokens import IGNORED, Blocks, Pieces, read_header, write_tokens
+from lowtide.train.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from lowtide.train.tokens import IGNORED, Blocks, Pieces, Text, read_header, write_tokens
 
 SEQ_LEN = 16
 
@@ -59,9 +60,14 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
+def text_in(path: Path, field: str = "text", seq_len: int = SEQ_LEN, seed: int = 1) -> Text:
+    return Text(find_data([str(path)]), field, seq_len, seed)
+
+
 def write(file: Path, folder: Path, tokenizer: Any, **options: Any) -> dict[str, Any]:
-    options = {"text_field": "text", "seq_len": SEQ_LEN, "held_out": 4, "blocks": None, "seed": 1} | options
-    write_tokens(file, find_data([str(folder)]), tokenizer, **options)
+    options = {"held_out": 4, "blocks": None} | options
+    of_text = {name: options.pop(name) for name in ("field", "seq_len", "seed") if name in options}
+    write_tokens(file, text_in(folder, **of_text), tokenizer, **options)
     header = read_header(file)
     assert header is not None
     return header
@@ -78,7 +84,7 @@ def text_of(tokenizer: Any, file: Path, part: Any) -> str:
 
 def expected_tokens(folder: Path, tokenizer: Any, seed: int = 1) -> list[list[int]]:
     """The tokens of each piece, one text after the other, by the tokenizer's plainest call."""
-    pieces = Pieces(find_data([str(folder)]), text_field="text", seq_len=SEQ_LEN, seed=seed)
+    pieces = Pieces(text_in(folder, seed=seed))
     ids = [
         [*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for i in pieces.order for text in pieces.documents(i)
     ]
@@ -92,7 +98,7 @@ def error_of(*args: Any, **options: Any) -> str:
 
 
 def test_pieces_are_all_of_the_text_once(data: Path) -> None:
-    pieces = Pieces(find_data([str(data)]), text_field="text", seq_len=SEQ_LEN, seed=1)
+    pieces = Pieces(text_in(data))
     assert sorted(pieces.order) == list(range(len(pieces.order)))
     assert pieces.order != sorted(pieces.order)
     found = [text for piece in range(len(pieces.order)) for text in pieces.documents(piece)]
@@ -133,7 +139,7 @@ def test_a_vocabulary_without_letters(tmp_path: Path) -> None:
     inner = Tokenizer(models.BPE({"t": 0, "i": 1, "<end>": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
     (tmp_path / "a.txt").write_text("the tide came in\n" * 100)
-    pieces = Pieces(find_data([str(tmp_path / "a.txt")]), text_field="text", seq_len=SEQ_LEN, seed=0)
+    pieces = Pieces(text_in(tmp_path / "a.txt"))
     tokens = [list(ids) for _, ids in room._tokens(pieces, tokenizer, "H")]
     assert all(ids[:-1] == [0, 0, 1, 1] * (len(ids) // 4) and ids[-1] == 2 for ids in tokens)
     assert sum(map(len, tokens)) == 400 + len(tokens)
@@ -305,12 +311,11 @@ def test_tables_are_read_in_ranges_of_rows(
         "parquet": lambda: table.to_parquet(path),
     }[kind]()
     (tmp_path / "a" / "b.txt").write_text("text")
-    sources = find_data([str(tmp_path / "a")])
-    pieces = Pieces(sources, text_field="body", seq_len=SEQ_LEN, seed=0)
+    pieces = Pieces(text_in(tmp_path / "a", "body"))
     assert len(pieces.order) > 20
     found = [text for piece in range(len(pieces.order)) for text in pieces.documents(piece)]
     assert found == ["text", *(row["body"] for row in rows)]
-    assert write(tmp_path / "tokens", tmp_path / "a", tokenizer, text_field="body")["train"] > 300
+    assert write(tmp_path / "tokens", tmp_path / "a", tokenizer, field="body")["train"] > 300
     assert f"row 1 of {path}: no column 'text', but body" in error_of(tmp_path / "x", tmp_path / "a", tokenizer)
 
 
@@ -339,25 +344,21 @@ def test_text_that_is_too_short_or_has_no_such_field(tmp_path: Path, tokenizer: 
 
 
 def test_a_tokenizer_is_trained_on_text_that_is_not_held_out(data: Path, tmp_path: Path) -> None:
-    sources = find_data([str(data)])
-    options = {"vocab_size": 300, "text_field": "text", "seq_len": SEQ_LEN, "seed": 1}
-    tokenizer = train_tokenizer(sources, **options)
+    tokenizer = train_tokenizer(text_in(data), vocab_size=300)
     assert (len(tokenizer), tokenizer.eos_token, tokenizer.model_max_length) == (300, END_OF_TEXT, SEQ_LEN)
     assert tokenizer.decode(tokenizer("é漢🌊 file")["input_ids"]) == "é漢🌊 file"
     assert len(tokenizer("file 1 line")["input_ids"]) < 11
-    assert train_tokenizer(sources, **options).get_vocab() == tokenizer.get_vocab()
+    assert train_tokenizer(text_in(data), vocab_size=300).get_vocab() == tokenizer.get_vocab()
     tokenizer.save_pretrained(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").get_vocab() == tokenizer.get_vocab()
 
 
 def test_the_sample_of_a_tokenizer_is_limited(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.train import bpe
-
-    pieces = Pieces(find_data([str(data)]), text_field="text", seq_len=SEQ_LEN, seed=1)
+    pieces = Pieces(text_in(data))
     every = [text for piece in reversed(pieces.order) for text in pieces.documents(piece)]
-    assert list(bpe._sample(pieces)) == every
-    monkeypatch.setattr(bpe, "TRAINING_CHARACTERS", 2000)
-    sample = list(bpe._sample(pieces))
+    assert list(tokenizer_room._sample(pieces)) == every
+    monkeypatch.setattr(tokenizer_room, "TRAINING_CHARACTERS", 2000)
+    sample = list(tokenizer_room._sample(pieces))
     assert sample == every[: len(sample)]
     assert sum(map(len, sample[:-1])) < 2000 <= sum(map(len, sample))
 
@@ -382,7 +383,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Any) -> N
     for size in (2**20, 2**23):
         (tmp_path / str(size)).mkdir()
         (tmp_path / str(size) / "a.txt").write_text("the tide came in\n" * (size // 17))
-        pieces = Pieces(find_data([str(tmp_path / str(size))]), text_field="text", seq_len=256, seed=0)
+        pieces = Pieces(text_in(tmp_path / str(size), seq_len=256))
         tracemalloc.start()
         deque(room._tokens(pieces, WholeTexts(), "H"), maxlen=0)
         peaks.append(tracemalloc.get_traced_memory()[1])

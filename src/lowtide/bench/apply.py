@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release
 from lowtide.bench.problem import Problem, make_problem
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, Bench, Function, Task, Values
+from lowtide.bench.task import NAME, Bench, Task
 from lowtide.bench.way import STOCK, Way
 from lowtide.bench.ways import build_way, train_step
 from lowtide.errors import ArgumentValueError, message
@@ -24,6 +25,7 @@ from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.head.planner import MIB
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
 from lowtide.measure.units import mib
 from lowtide.train.shapes import DEFAULT
@@ -86,14 +88,13 @@ def plan_of(inputs: Problem, options: HeadOptions) -> HeadPlan:
 
 def in_two_chunks(inputs: Problem) -> HeadOptions:
     """Return the least workspace with which the plan has two chunks."""
-    low, high = 0.0, 1.0
-    while plan_of(inputs, HeadOptions(workspace_mib=high)).chunks > 2:
-        low, high = high, 2 * high
-    for _ in range(30):
-        middle = (low + high) / 2
-        enough = plan_of(inputs, HeadOptions(workspace_mib=middle)).chunks <= 2
-        low, high = (low, middle) if enough else (middle, high)
-    return HeadOptions(workspace_mib=high)
+    sizes = range(1, 2**50)  # bytes
+
+    def options(size: int) -> HeadOptions:
+        return HeadOptions(workspace_mib=size / MIB)
+
+    least = bisect_left(sizes, True, key=lambda size: plan_of(inputs, options(size)).chunks <= 2)
+    return options(sizes[least])
 
 
 def peers_of(function: str, head: Problem) -> Iterator[Peer]:
@@ -133,7 +134,7 @@ class ApplyBench(Bench):
     ``plan``. The naive way's, which is the first, is what the other rows' peaks are measured by: ``of_naive``.
     """
 
-    naive_mib: float | None = None
+    naive_mib = 0.0  # unknown
 
     def __init__(self, function: str, inputs: Problem, *, warm: int, reps: int) -> None:
         self.function = function
@@ -145,27 +146,26 @@ class ApplyBench(Bench):
         )
         super().__init__(task, error=True, warm=warm, reps=reps, limited=False)
 
-    def prepare(self, peer: Peer, row: Row) -> Function:
+    def measure(self, peer: Peer) -> Row:
         """See `Bench`."""
-        row["function"] = self.function
+        row = super().measure(peer) | {"function": self.function}
+        row |= {f"{name}_error": error for name, error in row.pop("errors", {}).items()}
         if peer.options is not None:
             row["plan"] = dataclasses.asdict(plan_of(self.problem, peer.options(self.problem)))
-        return super().prepare(peer, row)
-
-    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
-        """See `Bench`."""
-        row |= {"value": values["value"].item(), **{f"{name}_error": error for name, error in errors.items()}}
-        if row["name"] == NAIVE:
-            self.naive_mib = row["peak_mib"]
-        if self.naive_mib is not None:
-            row["of_naive"] = row["peak_mib"] / self.naive_mib
+        if "value_error" in row:
+            row["value"] = self.values["value"].item()
+            if peer.name == NAIVE:
+                self.naive_mib = row["peak_mib"]
+            if self.naive_mib:
+                row["of_naive"] = row["peak_mib"] / self.naive_mib
+        return row
 
 
 CLIP, BETA, GROUP = 0.2, 0.04, 2
 LEARNING_RATE = 3e-5
-
-Data = list[dict[str, Tensor]]
-Loss = Callable[[Any, dict[str, Tensor]], Tensor]
+GRPO = ("old", "reference", "advantage")  # what a batch has beside ids and mask
+Batch = dict[str, Tensor]
+Loss = Callable[[Any, Batch], Tensor]
 
 
 def grpo(logits: Tensor, ids: Tensor, old: Tensor, reference: Tensor, advantage: Tensor) -> Tensor:
@@ -176,40 +176,36 @@ def grpo(logits: Tensor, ids: Tensor, old: Tensor, reference: Tensor, advantage:
     return BETA * ((reference - logp).exp() - (reference - logp) - 1) - gain
 
 
-def _hidden(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    hidden: Tensor = model.model(input_ids=batch["ids"]).last_hidden_state
-    return hidden[:, :-1]
-
-
-def _stock(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _stock(model: Any, batch: Batch) -> Tensor:
     loss: Tensor = model(input_ids=batch["ids"], labels=batch["ids"]).loss
     return loss
 
 
-def _applied(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    losses: Tensor = linear_apply(cross_entropy, _hidden(model, batch), model.lm_head.weight, batch["ids"][:, 1:])
-    return losses.mean()
+def _apply(function: Any, model: Any, batch: Batch, *names: str, mask: Tensor | None = None) -> Tensor:
+    """Return a function's value for each token, by `linear_apply`."""
+    hidden = model.model(input_ids=batch["ids"]).last_hidden_state[:, :-1]
+    args = (batch["ids"][:, 1:], *(batch[name] for name in names))
+    values: Tensor = linear_apply(function, hidden, model.lm_head.weight, *args, mask=mask)
+    return values
 
 
 def _masked_mean(terms: Tensor, mask: Tensor) -> Tensor:
     return (terms.where(mask, 0).sum(-1) / mask.sum(-1)).mean()
 
 
-def _naive_grpo(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _naive_grpo(model: Any, batch: Batch) -> Tensor:
     logits = model(input_ids=batch["ids"]).logits[:, :-1].float()
-    old, reference, advantage = (batch[name].flatten() for name in ("old", "reference", "advantage"))
-    terms = grpo(logits.flatten(0, 1), batch["ids"][:, 1:].flatten(), old, reference, advantage)
+    args = (batch["ids"][:, 1:], *(batch[name] for name in GRPO))
+    terms = grpo(logits.flatten(0, 1), *(t.flatten() for t in args))
     return _masked_mean(terms.view_as(batch["mask"]), batch["mask"])
 
 
-def _applied_grpo(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    args = (batch["ids"][:, 1:], batch["old"], batch["reference"], batch["advantage"])
-    terms = linear_apply(grpo, _hidden(model, batch), model.lm_head.weight, *args, mask=batch["mask"])
-    return _masked_mean(terms, batch["mask"])
+def _applied_grpo(model: Any, batch: Batch) -> Tensor:
+    return _masked_mean(_apply(grpo, model, batch, *GRPO, mask=batch["mask"]), batch["mask"])
 
 
 LOSSES: dict[str, dict[str, Loss]] = {
-    "train": {"stock": _stock, "linear_apply": _applied},
+    "train": {"stock": _stock, "linear_apply": lambda model, batch: _apply(cross_entropy, model, batch).mean()},
     "grpo": {"naive": _naive_grpo, "linear_apply": _applied_grpo},
 }
 
@@ -220,7 +216,8 @@ def compare(objective: str, run: Run[ApplyBenchConfig]) -> dict[str, Any]:
     The result has both curves, and how they differ. `ArgumentValueError` where there is no such model.
     """
     config, device = run.config, run.device
-    name = config.model if config.model != "auto" else "llama-3.2-1b" if device.type == "cuda" else DEFAULT
+    usual = "llama-3.2-1b" if device.type == "cuda" else DEFAULT
+    name = usual if config.model == "auto" else config.model
     result: dict[str, Any] = {"model": name, "steps": config.steps, "batch": config.batch, "seq_len": config.seq_len}
     sizes = f"{config.steps} steps of {config.batch} x {config.seq_len} tokens"
     run.say(f"\n{objective}: {name}, {sizes}, {run.dtype}\n")
@@ -249,7 +246,7 @@ def _model(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> An
     return model
 
 
-def _data(model: Any, objective: str, config: ApplyBenchConfig, device: torch.device) -> Data:
+def _data(model: Any, objective: str, config: ApplyBenchConfig, device: torch.device) -> list[Batch]:
     """Return a batch for each step: runs of a few words each, which can be learned; for GRPO with rewards."""
     generator = torch.Generator().manual_seed(config.seed)
     V, T = model.get_input_embeddings().num_embeddings, config.seq_len
@@ -267,24 +264,22 @@ def _data(model: Any, objective: str, config: ApplyBenchConfig, device: torch.de
 
 
 @torch.no_grad()
-def _rollout(model: Any, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+def _rollout(model: Any, ids: Tensor, generator: torch.Generator) -> Batch:
     """Return log-probabilities of an older and of a reference policy, advantages within groups, and a mask."""
     B, T = ids.shape[0], ids.shape[1] - 1
-    logp = -linear_apply(cross_entropy, _hidden(model, {"ids": ids}), model.lm_head.weight, ids[:, 1:])
+    logp = -_apply(cross_entropy, model, {"ids": ids})
     shifted = [logp + 0.1 * torch.randn(B, T, generator=generator).to(logp.device) for _ in range(2)]
     reward = torch.randn(B, 1, generator=generator)
     group = min(GROUP, B)
     groups = reward[: B // group * group].view(-1, group)
     spread = groups.std(1, correction=0, keepdim=True) + 1e-4
     reward[: groups.numel()] = ((groups - groups.mean(1, keepdim=True)) / spread).view(-1, 1)
-    mask = torch.arange(T).expand(B, T) >= T // 4
-    return {
-        "old": shifted[0], "reference": shifted[1], "advantage": reward.expand(B, T).contiguous().to(logp.device),
-        "mask": mask.to(logp.device),
-    }  # fmt: skip
+    mask = torch.arange(T, device=logp.device).expand(B, T) >= T // 4
+    advantage = reward.expand(B, T).contiguous().to(logp.device)
+    return {**dict(zip(GRPO, (*shifted, advantage), strict=True)), "mask": mask}
 
 
-def _trained(model: Any, loss: Loss, data: Data) -> dict[str, Any]:
+def _trained(model: Any, loss: Loss, data: list[Batch]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     reset_cuda_peak()
     start = time.perf_counter()
@@ -294,11 +289,7 @@ def _trained(model: Any, loss: Loss, data: Data) -> dict[str, Any]:
 
 
 def measure(run: Run[ApplyBenchConfig]) -> None:
-    """Measure a table for each shape and function, and train.
-
-    Raises:
-        ArgumentValueError: there is no such model.
-    """
+    """Measure a table for each shape and function, and train; `ArgumentValueError` where there is no such model."""
     config = run.config
     run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
     for shape in config.shapes if config.table else ():
@@ -313,8 +304,8 @@ def measure(run: Run[ApplyBenchConfig]) -> None:
                 run.add(bench.measure(peer), rows, TABLE)
         del inputs
         release(run.device)
-    if config.train or config.grpo:
-        for objective in [name for name in ("train", "grpo") if getattr(config, name)]:
+    for objective in LOSSES:
+        if getattr(config, objective):
             run.result[objective] = compare(objective, run)
             run.save()
 

@@ -114,7 +114,7 @@ class SweepBenchConfig(PeerSettings):
         super().__post_init__()
         for axis in AXES:
             self._require(axis, all(size > 0 for size in self.sizes(axis)), "whole numbers above 0, or none")
-        self._require("tokens", any(self.sizes(axis) for axis in AXES), "one line that is not none")
+        self._require("tokens", bool(self.shapes), "one line that is not none")
         self._require_positive("seconds")
 
     @property
@@ -133,18 +133,14 @@ class SweepBenchConfig(PeerSettings):
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """All shapes, each once: where the lines cross, then from the least work to the most."""
-        center = self.center
-        found = {}
-        for axis, letter in AXES.items():
-            for size in self.sizes(axis):
-                N, D, V = (size if letter == other else getattr(center, other) for other in "NDV")
-                found[N, D, V] = Shape(f"{N},{D},{V}", N, D, V)
-        middle = (center.N, center.D, center.V)
-        return tuple(found[sizes] for sizes in sorted(found, key=lambda sizes: (sizes != middle, math.prod(sizes))))
+        center = {letter: getattr(self.center, letter) for letter in "NDV"}
+        lines = ({**center, letter: size} for axis, letter in AXES.items() for size in self.sizes(axis))
+        found = {HEADS.one(",".join(map(str, sizes.values()))): sizes for sizes in lines}
+        return tuple(sorted(found, key=lambda shape: (found[shape] != center, shape.flops(1))))
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What must be the same for one run to continue another."""
+    def continued_by(self) -> dict[str, Any]:
+        """The settings that a run has to share to continue this one."""
         return {name: value for name, value in self.recorded().items() if name not in ("seconds", "fresh")}
 
 
@@ -250,13 +246,16 @@ class ApplyBenchConfig(ShapeSettings):
 class LayersBenchConfig(RunSettings):
     """Time and bandwidth of what stands between a decoder layer's GEMMs, forward and backward: RMS normalisation, the
     same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own fused operation) and
-    Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "kept" is what is saved for
-    backward beyond inputs and the residual stream.
+    Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "saved" is what
+    autograd saves for backward beyond inputs and the residual stream.
     """
 
     benchmark, summary = "layers", "norm and rotary embedding"
     exit_1 = "lowtide failed"
-    known: ClassVar = {"ops": ("norm", "add-norm", "rotary")}
+    known: ClassVar = {
+        "ops": ("norm", "add-norm", "rotary"),
+        "names": ("lowtide", "F.rms_norm", "liger", "compile", "eager"),
+    }
     examples: ClassVar = {
         "": "65536 tokens of a Llama-3.2-1B",
         "--hidden 4096 --head-dim 128": "of a Llama-3-8B",
@@ -264,7 +263,7 @@ class LayersBenchConfig(RunSettings):
     }
 
     op: tuple[str, ...] = setting((), "these operations alone: {ops}", metavar="OP", known="ops")
-    only: tuple[str, ...] = setting((), "these peers alone, by the names in the tables", metavar="PEER")
+    only: tuple[str, ...] = setting((), "these peers alone: {names}", metavar="PEER", known="names")
     tokens: int = setting(65536, "N", least=64)
     hidden: int = setting(2048, "D, of the norms", least=1)
     heads: int = setting(32, "of the queries", least=1)
@@ -282,12 +281,12 @@ class LayersBenchConfig(RunSettings):
 class MlpBenchConfig(PeerSettings, ShapeSettings):
     """Time and memory of the gated MLP, forward and backward, at both levels of swiglu_mlp and of every peer that can
     be imported, interleaved in one process with the limit: the bare GEMMs, 9 per layer, or 11 where gate and up are
-    recomputed. "kept" is what is saved for backward, the input included; peaks are above input and weights and include
-    the gradients; "all" counts everything, and "again" the same of a step that adds to the gradients of the one before.
-    A peer that fails is a row with the reason.
+    recomputed. "saved" is for backward, the input included; peaks are above input and weights and include the
+    gradients; "total" counts everything, "accumulating" the same of a step that adds to the gradients of the one
+    before. A peer that fails is a row with the reason.
     """
 
-    benchmark, summary, stem = "mlp", "the gated MLP", "mlp-{dtype}"
+    benchmark, summary, stem = "mlp", "the gated MLP", "{benchmark}-{dtype}"
     choice = MLPS
     known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")}
     examples: ClassVar = {
@@ -323,7 +322,6 @@ class TuneConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
         self._require_positive("seconds")
         CHUNK.one(self.shape)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.bench.harness import CannotError, Peer, by_name, compiled, needs_cuda
+from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
 from lowtide.bench.loss_peers import TRL_TILE
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import PairShape
@@ -76,7 +77,7 @@ def make_pair(
     In the first of its coordinates, as many as the student has, the teacher's hidden states are correlated with the
     student's, and its weights are the student's.
     """
-    student = make_problem(shape.student, dtype, device, seed=seed)
+    student = make_problem(shape, dtype, device, seed=seed)
     teacher = make_problem(shape.teacher, dtype, device, seed=seed + 1)
     teacher = teacher.in_setting(Setting(name="teacher", gemms=1, grad=False))
     both = min(shape.D, shape.teacher_D)
@@ -98,24 +99,16 @@ def divergence_task(student: Problem, teacher: Problem, kind: Kind) -> Divergenc
             teacher_z = (x @ w.T).double()
         return {"value": divergence_of(z, teacher_z, kind.beta)}
 
-    upstream = {"value": head.g}
+    upstream, others = {"value": head.g}, (teacher,)
     return DivergenceTask(
-        head=head,
-        names=("value",),
-        upstream=upstream,
-        values_of=values_of,
-        teacher=teacher,
-        kind=kind,
-        others=(teacher,),
+        head=head, names=("value",), upstream=upstream, values_of=values_of, others=others, teacher=teacher, kind=kind
     )
 
 
-def divergence_tasks(
-    works: tuple[str, ...], shape: PairShape, dtype: torch.dtype, device: torch.device, seed: int
-) -> Iterator[DivergenceTask]:
-    """Yield the divergences of those names on one shape's random inputs."""
-    student, teacher = make_pair(shape, dtype, device, seed=seed)
-    for name in works:
+def divergence_tasks(run: Run[TokenBenchConfig], shape: PairShape) -> Iterator[DivergenceTask]:
+    """Yield the requested divergences on one shape's random inputs."""
+    student, teacher = make_pair(shape, run.dtype, run.device, seed=run.config.seed)
+    for name in run.config.chosen("works"):
         yield divergence_task(student, teacher, KINDS[name])
 
 

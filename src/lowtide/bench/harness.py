@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import re
 import tempfile
@@ -77,6 +78,16 @@ def compiled(function: F) -> F:
     """Return a function under torch.compile, for the shapes of its first call."""
     torch.compiler.reset()  # else the second case is compiled for any shape, which is slower
     return cast("F", torch.compile(function, dynamic=False))
+
+
+def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
+    """Return what calls a function several times, all but the first launched while the GPU is busy, as in training."""
+
+    def run() -> None:
+        for _ in range(times):
+            function()
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -175,6 +186,13 @@ class Run(Generic[C]):
         self.save()
 
 
+def require_matplotlib(what: str) -> None:
+    """Raise `UnsupportedError` unless matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        hint = "pip install 'lowtide[plot]'"
+        raise UnsupportedError(message(what, "matplotlib, for the plots", "none", hint))
+
+
 def own_failure(row: Row) -> bool:
     """Return whether a row is a failure of lowtide's own: its first entry names who was measured."""
     return "failed" in row and any(str(row.get(key)).startswith(LOWTIDE) for key in ("name", "way", "peer"))
@@ -205,13 +223,13 @@ class Benchmark(Generic[C]):
             UnsupportedError: there is no such device, or a package is missing that the config needs.
             ArgumentValueError: the folder for the results cannot be written, or a value that no run could use.
         """
-        asked: Any = config  # which has device, dtype and output
-        device = chosen_device(asked.device)
-        dtype = chosen_dtype(asked.dtype, device)
+        settings: Any = config  # which has device, dtype and output
+        device = chosen_device(settings.device)
+        dtype = chosen_dtype(settings.dtype, device)
         self.check(config)
-        stem = config.stem.format(dtype=str(dtype).removeprefix("torch."))
+        stem = config.stem.format(benchmark=config.benchmark, dtype=str(dtype).removeprefix("torch."))
         packages = [*self.packages, *(peer.package for peer in self.peers.values())]
-        files, result = begin(asked.output, stem, config.command(), device, packages)
+        files, result = begin(settings.output, stem, config.command(), device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:
             self.measure(run)
@@ -308,4 +326,5 @@ def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of that name; auto: bfloat16 on a GPU, float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

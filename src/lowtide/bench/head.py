@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release, require_matplotlib
 from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
-from lowtide.bench.plots import draw, require_matplotlib
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
+from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, SHARE, Bench, Function, Task, Truth, Values, exact_products, relative_error
+from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, relative_error
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
+from lowtide.measure.plots import Point, draw_front, draw_shares
 
 
 @torch.no_grad()
@@ -46,7 +49,7 @@ def rounding_floor(problem: Problem, true: Truth, chunk_rows: int | None) -> dic
     dx_error = dx_norm = torch.zeros((), device=problem.device, dtype=torch.float64)
     total = None if true.dw is None else torch.zeros_like(problem.w.detach())  # in dW's own dtype
     chunk_sum = None if total is None else torch.zeros_like(w)
-    with exact_products():
+    with exact_gemms():
         for chunk in blocks(N, chunk_rows or N):
             for rows in blocks(chunk.stop - chunk.start, ROWS):
                 at = slice(chunk.start + rows.start, chunk.start + rows.stop)
@@ -108,38 +111,39 @@ class LossBench(Bench):
     """A problem on which peers' losses are measured.
 
     Their rows have ``setting`` and ``tokens``; ``loss_error``, the absolute difference of the loss (the mean one, of
-    several); ``dx_error``, the relative error of the hidden states' gradient, ``dx_floor``, what the roundings alone
-    cause, and the same of the weight's. lowtide's have the ``plan`` of `plan_head`.
+    several); ``dx_error``, the relative error of the hidden states' gradient, and the same of the weight's. lowtide's
+    have the ``plan`` of `plan_head`, and in bfloat16 ``dx_floor`` and ``dw_floor``, the errors that the roundings alone
+    cause (float16 cannot hold the exponentials).
     """
 
     def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
         super().__init__(loss_task(problem), error=error, warm=warm, reps=reps)
-        self._floors: dict[int | None, dict[str, float]] = {}
+        if self.true is not None:
+            self._floor = cache(partial(rounding_floor, problem, self.true))
 
     def in_setting(self, setting: Setting) -> LossBench:
         """Return the bench of the same numbers in another setting."""
         problem = self.problem.in_setting(setting)
         return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps)
 
-    def prepare(self, peer: Peer, row: Row) -> Function:
+    def measure(self, peer: Peer) -> Row:
         """See `Bench`."""
         problem = self.problem
-        row |= {"setting": problem.setting.name, "tokens": problem.shape.N}
+        row = super().measure(peer) | {"setting": problem.setting.name, "tokens": problem.shape.N}
+        row |= {f"{name}_error": error for name, error in row.pop("errors", {}).items()}
         if peer.options is not None:
-            row["plan"] = dataclasses.asdict(plan_of(peer, problem))
-        return super().prepare(peer, row)
+            plan = plan_of(peer, problem)
+            row["plan"] = dataclasses.asdict(plan)
+            if self.true is not None and "ms" in row and problem.dtype == torch.bfloat16:
+                with reason_in(row):  # it needs memory of its own
+                    row |= self.floor_of(plan)
+        return row
 
-    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
-        """See `Bench`."""
-        del values
-        row |= {f"{name}_error": error for name, error in errors.items()}
-        plan = row.get("plan")
-        if plan and self.true is not None and self.problem.dtype == torch.bfloat16:  # fp16 cannot hold exponentials
-            in_float32 = plan["accumulate"] == "float32" or plan["chunks"] <= 1
-            rows = None if in_float32 else plan["chunk_rows"]
-            if rows not in self._floors:
-                self._floors[rows] = rounding_floor(self.problem, self.true, rows)
-            row |= {f"{name}_floor": value for name, value in self._floors[rows].items()}
+    def floor_of(self, plan: HeadPlan) -> dict[str, float]:
+        """Return the floors of a plan's errors."""
+        in_float32 = plan.accumulate == "float32" or plan.chunks <= 1
+        floor = self._floor(None if in_float32 else plan.chunk_rows)
+        return {f"{name}_floor": value for name, value in floor.items()}
 
 
 def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
@@ -150,107 +154,79 @@ def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
 
 
 def measure(run: Run[HeadBenchConfig]) -> None:
-    """Measure each shape with all that the options request."""
+    """Measure each shape with all that the options request.
+
+    A shape's result has ``limits`` by setting (and number of tokens, where it is not the shape's): milliseconds by rows
+    of a chunk, the best of them, and its rate; ``gradients_mib``; the rows of ``table``, the peers, and of ``sweep``,
+    ``settings`` and ``tokens``, those of the options of that name.
+    """
     config, shapes = run.config, run.result.setdefault("shapes", [])
     run.result |= {"warm": config.warm, "reps": config.reps}
     for shape in config.shapes:
-        part = _Shape(run, shape)
-        shapes.append(part.result)
-        part.measure()
+        result: dict[str, Any] = {**vars(shape), "dtype": run.dtype_name, "limits": [], "gradients_mib": 0.0}
+        shapes.append(result)
+        _measure_shape(run, shape, result)
         if config.sweep or config.tokens:
-            for file in draw(part.result, run.files, run.result["machine"]):
+            for file in draw(result, run.files, run.result["machine"]):
                 run.say(f"drawn: {file}\n")
 
 
-class _Shape:
-    """Everything that is measured of one shape.
+def _measure_shape(run: Run[HeadBenchConfig], shape: Shape, result: dict[str, Any]) -> None:
+    config = run.config
 
-    Attributes:
-        result: ``limits`` by setting (and number of tokens, where it is not the shape's): milliseconds by rows of a
-            chunk, the best of them, and its rate; ``gradients_mib``; the rows of ``table``, the peers, and of
-            ``sweep``, ``settings`` and ``tokens``, what the options of that name ask for.
-    """
+    def begin(bench: LossBench) -> None:
+        limit = {"setting": bench.problem.setting.name, "tokens": bench.problem.shape.N, **bench.limits()}
+        result["limits"].append(limit)
+        run.say(bench.title() + TABLE.header)
 
-    def __init__(self, run: Run[HeadBenchConfig], shape: Shape) -> None:
-        self.run, self.config, self.shape = run, run.config, shape
-        self.result: dict[str, Any] = {**vars(shape), "dtype": run.dtype_name, "limits": [], "gradients_mib": 0.0}
+    def add(part: str, bench: LossBench, peer: Peer, **more: float) -> None:
+        run.add(bench.measure(peer) | more, result.setdefault(part, []), TABLE)
 
-    def measure(self) -> None:
-        config = self.config
-        if config.table or config.sweep or config.settings:
-            bench = bench_of(self.run, self.shape, error=config.error)
-            self.result["gradients_mib"] = bench.gradients_mib
-            if config.table or config.sweep:
-                self.add_limit(bench)
-            if config.table:
-                self.add_table(bench)
-            if config.sweep:
-                self.add_sweep(bench)
-            if config.settings:
-                self.add_settings(bench)
-            del bench
-        if config.tokens:
-            self.add_tokens()
-        release(self.run.device)
-
-    def add_table(self, bench: LossBench) -> None:
-        """Measure the peers."""
-        for name in self.config.peers:
-            self.add("table", bench.measure(PEERS[name]))
-        rows = {row["name"]: row for row in self.result["table"]}
-        self.run.say(ratio(rows.get(LOWTIDE_AT_LIGERS), rows.get(LIGER)))
-
-    def add_sweep(self, bench: LossBench) -> None:
-        """Measure lowtide with each workspace; of those that come to the same plan, the smallest alone."""
-        seen: list[object] = []
-        for value in sorted(self.config.sweep_mib) or default_sweep(self.shape, self.run.dtype):
-            peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", lambda _, value=value: value)  # type: ignore[misc]
-            plan = plan_of(peer, bench.problem)
-            key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
-            if key not in seen:
-                self.add("sweep", bench.measure(peer) | {"workspace_mib": value})
-            seen.append(key)
-
-    def add_settings(self, bench: LossBench) -> None:
-        """Measure other uses of the loss, each beside its own limit."""
-        chosen = [name for name in self.config.peers if self.config.only or name in SETTING_PEERS]
-        for setting in SETTINGS:
-            if setting.wide and self.run.dtype == torch.float32:
+    if config.table or config.sweep or config.settings:
+        bench = bench_of(run, shape, error=config.error)
+        result["gradients_mib"] = bench.gradients_mib
+        if config.table or config.sweep:
+            begin(bench)
+        if config.table:
+            for name in config.peers:
+                add("table", bench, PEERS[name])
+            rows = {row["name"]: row for row in result["table"]}
+            run.say(ratio(rows.get(LOWTIDE_AT_LIGERS), rows.get(LIGER)))
+        if config.sweep:
+            for value, peer in _sweep_peers(sorted(config.sweep_mib) or default_sweep(shape, run.dtype), bench.problem):
+                add("sweep", bench, peer, workspace_mib=value)
+        for setting in SETTINGS if config.settings else ():
+            if setting.wide and run.dtype == torch.float32:
                 continue  # nothing is cast
             other = bench.in_setting(setting)
-            self.add_limit(other)
-            for name in chosen:
-                # an option of lowtide's is no other setting to anyone else
-                if setting.accumulate == PLAIN.accumulate or PEERS[name].options:
-                    self.add("settings", other.measure(PEERS[name]))
+            begin(other)
+            for name in config.peers:
+                # an option of lowtide's alone leaves peers as they are
+                applies = setting.accumulate == PLAIN.accumulate or PEERS[name].options
+                if applies and (config.only or name in SETTING_PEERS):
+                    add("settings", other, PEERS[name])
+            del other
+        del bench
+    for N in config.token_counts:
+        bench = bench_of(run, dataclasses.replace(shape, N=N), error=False)
+        begin(bench)
+        for name in config.peers:
+            if name == LOWTIDE or config.only:
+                add("tokens", bench, PEERS[name])
+        del bench
+    release(run.device)
 
-    def add_tokens(self) -> None:
-        """Measure other numbers of tokens."""
-        for N in self.config.token_counts:
-            bench = bench_of(self.run, dataclasses.replace(self.shape, N=N), error=False)
-            self.add_limit(bench)
-            for name in self.config.peers:
-                if name == LOWTIDE or self.config.only:
-                    self.add("tokens", bench.measure(PEERS[name]))
-            del bench
 
-    def add_limit(self, bench: LossBench) -> None:
-        """Add and print a limit."""
-        self.result["limits"].append(
-            {
-                "setting": bench.problem.setting.name,
-                "tokens": bench.problem.shape.N,
-                "ms": bench.limit_ms,
-                "rows": bench.best_rows,
-                "ms_by_rows": {str(rows): ms for rows, ms in bench.limit.items()},
-                "tflops": bench.tflops,
-            }
-        )
-        self.run.say(bench.title() + TABLE.header)
-
-    def add(self, part: str, row: Row) -> None:
-        """Add a row to a part of the result."""
-        self.run.add(row, self.result.setdefault(part, []), TABLE)
+def _sweep_peers(values: Iterable[float], problem: Problem) -> Iterator[tuple[float, Peer]]:
+    """Yield lowtide with each workspace in MiB, ascending; of those that have the same plan, the smallest alone."""
+    seen: list[object] = []
+    for value in values:
+        peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", lambda _, value=value: value)  # type: ignore[misc]
+        plan = plan_of(peer, problem)
+        key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
+        if key not in seen:
+            yield value, peer
+        seen.append(key)
 
 
 def ratio(lowtide: Row | None, liger: Row | None) -> str:
@@ -281,6 +257,33 @@ def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
 def _check(config: HeadBenchConfig) -> None:
     if config.sweep or config.tokens:
         require_matplotlib("sweep and tokens")
+
+
+def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) -> Iterator[Path]:
+    """Draw a shape's time against memory, and its share of the limit by tokens, as far as they were measured."""
+    name, N, D, V = (result[key] for key in ("name", "N", "D", "V"))
+    where = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
+
+    def points(part: str, label: Callable[[Row], str]) -> list[Point]:
+        rows = (
+            row for row in result.get(part, ()) if "ms" in row and row["name"] != LOWTIDE_AT_LIGERS
+        )  # the sweep has it
+        return [Point(label(row), row["peak_mib"], row["ms"], own=row["name"] == LOWTIDE) for row in rows]
+
+    front, peers = points("sweep", lambda row: f"{row['workspace_mib']:g}"), points("table", lambda row: row["name"])
+    if front:
+        limit = next(limit["ms"] for limit in result["limits"] if limit["tokens"] == N)
+        title = f"Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n{where}"
+        least = result["gradients_mib"]
+        draw_all = partial(draw_front, front=front, front_name=LOWTIDE, points=peers, limit=limit, least=least)
+        yield files.plot(name, lambda at: draw_all(at, title))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in result.get("tokens", ()):
+        if "share" in row:
+            lines.setdefault(row["name"], []).append((row["tokens"], row["share"]))
+    if lines:
+        of_tokens = f"Share of the limit by number of tokens: D={D}, V={V}\n{where}"
+        yield files.plot(f"{name}-tokens", lambda at: draw_shares(at, of_tokens, lines))
 
 
 HEAD = Benchmark(measure=measure, peers=PEERS, check=_check)

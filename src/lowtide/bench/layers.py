@@ -6,7 +6,7 @@ N tokens, D hidden size; Hq and Hk heads of d values.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,19 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, compiled, reason_in, release
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, compiled, reason_in, release, repeated
 from lowtide.bench.task import relative_error
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
+from lowtide.measure.units import mib
 
 EPS = 1e-5
-IN_A_ROW = 8  # calls: all but the first are launched while others run, as in a model
+CALLS = 8  # of a timed run
 Function = Callable[..., tuple[Tensor, ...]]
 TABLE = Table(
     (Column("", "peer", "<16"),),
     (
         Column("forward ms", "forward_ms", "12.3f"), Column("GB/s", "forward_gb_per_s", "7.0f"),
-        Column("both ms", "ms", "10.3f"), Column("GB/s", "gb_per_s", "7.0f"), Column("kept MiB", "kept_mib", "10.1f"),
+        Column("both ms", "ms", "10.3f"), Column("GB/s", "gb_per_s", "7.0f"), Column("saved MiB", "kept_mib", "11.1f"),
         Column("error", "error", "9.1e"),
     ),
 )  # fmt: skip
@@ -40,7 +41,7 @@ class Op:
 
     Attributes:
         inputs: its tensors; those that require a gradient get one.
-        exact: the same in float64, from the inputs.
+        exact: the first result, from inputs in float64.
         forward_bytes: that forward has to read and write.
         backward_bytes: the same of backward.
         peers: makers of the functions, by name; a maker imports its peer.
@@ -71,12 +72,8 @@ def _hf_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return turned(q), turned(k)
 
 
-def _exact_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-    return (x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight,)
-
-
-def _exact_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return *_exact_norm(x + residual, weight), x + residual
+def _torch_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    return (F.rms_norm(x, weight.shape, weight, EPS),)
 
 
 def _plain(function: Function) -> dict[str, Callable[[], Function]]:
@@ -117,7 +114,7 @@ def ops(config: LayersBenchConfig, dtype: torch.dtype, device: torch.device) -> 
     row, turned = x.nbytes, q.nbytes + k.nbytes
     norms: dict[str, Callable[[], Function]] = {
         "lowtide": lambda: lambda x, w: (rms_norm(x, w, EPS, rounding="before_weight"),),
-        "F.rms_norm": lambda: lambda x, w: (F.rms_norm(x, (D,), w, EPS),),
+        "F.rms_norm": lambda: _torch_norm,
         "liger": _liger_norm,
         **_plain(_hf_norm),
     }
@@ -132,19 +129,10 @@ def ops(config: LayersBenchConfig, dtype: torch.dtype, device: torch.device) -> 
         "liger": _liger("rope", "liger_rotary_pos_emb"),  # last: it turns its inputs in place
     }
     return {
-        "norm": Op((x, weight), _exact_norm, 2 * row, 3 * row, norms),
-        "add-norm": Op((x, residual, weight), _exact_add_norm, 4 * row, 4 * row, add_norms),
+        "norm": Op((x, weight), _torch_norm, 2 * row, 3 * row, norms),
+        "add-norm": Op((x, residual, weight), lambda x, r, w: _torch_norm(x + r, w), 4 * row, 4 * row, add_norms),
         "rotary": Op((q, k, cos, sin), _hf_rotary, 2 * turned, 2 * turned, rotaries),
     }
-
-
-def _in_a_row(function: Function, inputs: Sequence[Tensor], *backward: Any) -> None:
-    """Call a function, and with ``backward``, the leaves and the upstream gradients, its backward pass."""
-    for _ in range(IN_A_ROW):
-        if backward:
-            torch.autograd.grad(function(*inputs), *backward)
-        else:
-            function(*inputs)
 
 
 def rows_of(name: str, op: Op, config: LayersBenchConfig, device: torch.device) -> list[Row]:
@@ -177,17 +165,18 @@ def rows_of(name: str, op: Op, config: LayersBenchConfig, device: torch.device) 
             if upstream is None:
                 upstream = [torch.randn_like(out) for out in outs]
             own = {t.untyped_storage().data_ptr() for t in (*op.inputs, *outs[1:])}  # the sum is the residual stream
-            row["kept_mib"] = sum(n for where, n in kept.items() if where not in own) / 2**20
+            row["kept_mib"] = mib(sum(n for where, n in kept.items() if where not in own))
             row["error"] = relative_error(outs[0][..., :64, :].double(), expected[0])
             torch.autograd.grad(outs, trained, upstream)
-            timed[f"{peer} forward"] = partial(_in_a_row, function, op.inputs)
-            timed[peer] = partial(_in_a_row, function, op.inputs, trained, upstream)
+            forward = partial(function, *op.inputs)
+            timed[f"{peer} forward"] = repeated(forward, CALLS)
+            timed[peer] = repeated(lambda f=forward, g=upstream: torch.autograd.grad(f(), trained, g), CALLS)  # type: ignore[misc]
         release(device)
     times = time_side_by_side(timed, device, warm=config.warm, reps=config.reps)
     for row in rows:
         if "failed" not in row:
-            row["forward_ms"] = times[f"{row['peer']} forward"].median_ms / IN_A_ROW
-            row["ms"] = times[row["peer"]].median_ms / IN_A_ROW
+            row["forward_ms"] = times[f"{row['peer']} forward"].median_ms / CALLS
+            row["ms"] = times[row["peer"]].median_ms / CALLS
             row["forward_gb_per_s"] = op.forward_bytes / row["forward_ms"] / 1e6
             row["gb_per_s"] = (op.forward_bytes + op.backward_bytes) / row["ms"] / 1e6
     return rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +31,8 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
-from lowtide.memory.planner.step_bytes import Groups, Memory
-from lowtide.memory.planner.times import Times
-from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.policy_words import words_of
+from lowtide.memory.planner.step_costs import Groups, StepCosts
+from lowtide.memory.policy import ActivationPolicy, words_of
 
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
 STATES = 2  # tensors that AdamW has for each parameter
@@ -103,16 +102,16 @@ class Fit:
         return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions(), adapters=adapters)
 
     def _demand(self, job: Job, groups: Groups) -> Demand:
-        T, memory, full = job.seq_len, Memory(job), self.train == "full"
+        T, costs, full = job.seq_len, StepCosts(job), self.train == "full"
         logits = LOGIT * T * self.shape.vocab if self.way.startswith(STOCK) else 0  # a stock loss builds them
         peak = max(
             phase.bytes - phase.gradients - phase.weights * full + logits * (phase.name == "head")
-            for phase in memory.phases(groups)
+            for phase in costs.phases(groups)
             if full or phase.name not in ("embedding", "optimizer")
         )
         host = self.states
         if self.way == LOWTIDE:
-            host += memory.host(groups)
+            host += costs.host(groups)
         else:
             peak += T * PEERS_MORE * self.shape.hidden // 2 * self.dtype.itemsize
             if self.way.endswith(OFFLOADED) and self.gpu_bytes is not None:  # a CPU's tensors stay where they are
@@ -120,10 +119,10 @@ class Fit:
                 saved = [each] * self.shape.layers + self.saved_outside(T)
                 host += sum(map(pinned_bytes, saved))
                 peak -= (self.shape.layers - ON_DEVICE) * each
-        seconds = Times(job).step(groups)
+        seconds = costs.seconds(groups)
         if full:  # with the parameters and gradients that are on the GPU at once under FSDP2
             vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
-            peak += 2 * vocab + LAYERS_ON_GPU * memory.layer_gradients
+            peak += 2 * vocab + LAYERS_ON_GPU * costs.layer_gradients
             seconds += self.shape.params / HOST_RATE
         if self.gpu_bytes is None:
             host += peak
@@ -180,15 +179,14 @@ def parameter_sizes(shape: ModelShape) -> Sequence[int]:
 
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, without --host
-LEAST_FREE = 2**30  # an attempt is ended before less than that is left
 UNKNOWN_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
 KILLED = -9  # by the system, as a rule for want of memory
 TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
     (
         Column("s", "seconds", "10.3f"), Column("tokens/s", "tokens_per_s", "10.0f"),
-        Column("GPU GiB", "peak_gib", "9.2f"), Column("should", "gpu_gib_predicted", "8.2f"),
-        Column("host GiB", "host_gib", "10.2f"), Column("should", "host_gib_predicted", "8.2f"),
+        Column("GPU GiB", "peak_gib", "9.2f"), Column("predicted", "gpu_gib_predicted", "11.2f"),
+        Column("host GiB", "host_gib", "10.2f"), Column("predicted", "host_gib_predicted", "11.2f"),
         Column("  saved", lambda row: f"  {row['kept']}", ""),
     ),
     reason=lambda row: f"out of {row['out_of']}: {row['failed']}" if row.get("out_of") else row.get("failed"),
@@ -214,15 +212,12 @@ def measure(run: Run[LongestBenchConfig]) -> None:
         f" GiB, {gib(fit.states):.1f} of it for parameters, gradients and optimizer\n{TABLE.header}"
     )
 
-    def tell(row: Row) -> None:
-        run.add(row, run.result["rows"], TABLE)
-
     for way in config.way:
-        tries = Tries(config, replace(fit, way=way), run.settings, tell)
+        tries = Tries(replace(fit, way=way), run.settings, partial(run.add, rows=run.result["rows"], table=TABLE))
         end = time.monotonic() + config.seconds
         if config.tokens:
             demand = tries.fit.fastest(config.tokens)
-            tries.once(config.tokens, demand, warm=config.warm, reps=config.reps, seconds=config.seconds)
+            tries.once(config.tokens, demand, (config.warm, config.reps), config.seconds)
         if config.search:
             run.result["ways"].append(search(tries, config, run.say, end))
         run.save()
@@ -237,7 +232,6 @@ class Tries:
         slower: seconds that a step takes over those predicted.
     """
 
-    config: LongestBenchConfig
     fit: Fit
     settings: dict[str, Any]
     tell: Callable[[Row], object]
@@ -248,15 +242,13 @@ class Tries:
         """Return about how many seconds an attempt of one step takes."""
         return self.build_s + self.slower * self.fit.at(T).seconds
 
-    def once(self, T: int, demand: Demand, *, warm: int, reps: int, seconds: float) -> Row:
-        """Run a length in a process of at most so many seconds, and return its row.
+    def once(self, T: int, demand: Demand, rounds: tuple[int, int], seconds: float) -> Row:
+        """Run a length in a process of at most so many seconds, and return its row; ``rounds``: warm, and counted.
 
         It has ``seconds``, or ``failed`` and, where memory or time ran out, ``out_of``.
         """
-        config = self.config
-        own = self.fit.way == LOWTIDE
-        kept = words_of(demand.groups) if own else ""
-        row: Row = {"way": self.fit.way, "train": config.train, "tokens": T, "warm": warm, "kept": kept}
+        kept = words_of(demand.groups) if self.fit.way == LOWTIDE else ""
+        row: Row = {"way": self.fit.way, "train": self.fit.train, "tokens": T, "warm": rounds[0], "kept": kept}
         row |= {"gpu_gib_predicted": gib(demand.gpu), "host_gib_predicted": gib(demand.host)}
         row["seconds_predicted"] = demand.seconds
         if demand.host > self.fit.host_bytes:
@@ -265,10 +257,8 @@ class Tries:
             return row
         for_layers = gib(max(self.fit.host_bytes - self.fit.states, 0))
         begun = time.monotonic()
-        ended = run_child(
-            longest_way.measure, self.fit.way, self.settings, T, kept, for_layers, warm, reps, LEAST_FREE, seconds,
-            env=ALLOCATOR,
-        )  # fmt: skip
+        attempt = (self.fit.way, self.settings, T, kept, for_layers, rounds, seconds)
+        ended = run_child(longest_way.measure, *attempt, env=ALLOCATOR)
         if ended.value is not None:
             row |= ended.value
         elif ended.returncode in (OUT_OF_HOST, KILLED):
@@ -278,7 +268,7 @@ class Tries:
         else:
             row["failed"] = why_ended(ended)
         if "seconds" in row:
-            self.build_s = max(time.monotonic() - begun - (warm + reps) * row["seconds"], 0.0)
+            self.build_s = max(time.monotonic() - begun - sum(rounds) * row["seconds"], 0.0)
             self.slower = row["seconds"] / demand.seconds
         self.tell(row)
         return row
@@ -300,7 +290,7 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
         if tries.seconds(at) > left:
             why = f"{at} tokens would take about {tries.seconds(at):.0f} s, of {max(left, 0):.0f} that are left"
             break
-        row = tries.once(at, tries.fit.at(at), warm=0, reps=1, seconds=left)
+        row = tries.once(at, tries.fit.at(at), (0, 1), left)
         if "seconds" in row:
             low = at
         elif row.get("out_of") in (None, "time"):
@@ -316,7 +306,7 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
             at = low + max(step, (high - low) // 2 // step * step)
     say(f"{tries.fit.way}: {low} tokens run (predicted {predicted}); {why}\n")
     return {
-        "way": tries.fit.way, "train": config.train, "longest": low, "shortest_failed": high, "predicted": predicted,
+        "way": tries.fit.way, "train": tries.fit.train, "longest": low, "shortest_failed": high, "predicted": predicted,
         "ended": why,
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,13 +30,14 @@ from lowtide.measure.units import gib
 from lowtide.memory import apply_policy
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.shapes import with_layers
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config
 
 OUT_OF_HOST, OUT_OF_TIME = 75, 76  # statuses of a process that the watch has ended
 ON_GPU, ON_HOST = "GPU memory", "host memory"
+LEAST_FREE = 2**30  # bytes of the host's memory: an attempt is ended before less is left
 EVERY = 0.1  # seconds between looks at the host
 INIT_STD = 0.02
 LORA = Adapters(16, ("q_proj", "v_proj"))  # what is trained where the model is not
@@ -88,10 +89,9 @@ def measure(
     tokens: int,
     policies: str,
     host_gib: float,
-    warm: int,
-    reps: int,
-    least_bytes: int,
+    rounds: Sequence[int],
     seconds: float,
+    least_bytes: int = LEAST_FREE,
 ) -> dict[str, Any]:
     """Return a row: time and memory of a step, or what ran out, or why it failed; `run_child` calls it.
 
@@ -99,10 +99,11 @@ def measure(
         settings: of a `LongestBenchConfig`, device and dtype chosen.
         policies: of lowtide's layers, as `parse_policies` reads it; empty for peers.
         host_gib: host memory for what they save.
-        least_bytes: of the host's memory, that must stay free.
+        rounds: steps that do not count, and steps that do.
         seconds: that the process may take.
+        least_bytes: of the host's memory, that must stay free.
     """
-    begun, config = time.monotonic(), LongestBenchConfig.read(settings)
+    (warm, reps), begun, config = rounds, time.monotonic(), LongestBenchConfig.read(settings)
     with Watch(least_bytes, seconds) as watch, _world(torch.device(config.device), needed=config.train == "full"):
         try:
             built = build(way, config)
@@ -130,25 +131,24 @@ def config_of(name: str, layers: int | None) -> Any:
     config = model_config(name, vocab_size=VOCABULARY)
     if layers is not None:
         text = config.get_text_config()
-        for field, value in with_layers(text.to_dict(), layers).items():
-            if field in ("num_hidden_layers", "layer_types"):
-                setattr(text, field, value)
+        changed = with_layers(text.to_dict(), layers)
+        text.update({field: changed[field] for field in ("num_hidden_layers", "layer_types") if field in changed})
     return config
 
 
-def build(way: str, asked: LongestBenchConfig) -> Any:
+def build(way: str, settings: LongestBenchConfig) -> Any:
     """Return the model of a way, with random weights, where training is to have them."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    device, lora = torch.device(asked.device), asked.train == "lora"
-    config = config_of(asked.model, asked.layers)
+    device, lora = torch.device(settings.device), settings.train == "lora"
+    config = config_of(settings.model, settings.layers)
     config.use_cache = False
     if way.startswith(LIGER):
         apply_liger(config)
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(settings.seed)
     with device if lora else init_empty_weights(include_buffers=False):
-        dtype = getattr(torch, asked.dtype)
+        dtype = getattr(torch, settings.dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
     if not lora:
         model.tie_weights()  # which the empty ones are not
@@ -213,10 +213,8 @@ def _fill(module: nn.Module, device: torch.device, filled: dict[nn.Parameter, nn
             if empty is None or not empty.is_meta:
                 continue
             if empty not in filled:
-                value = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+                value = torch.full(empty.shape, float(name != "bias"), dtype=empty.dtype, device=device)
                 if empty.dim() > 1:
                     value.normal_(0.0, INIT_STD)
-                else:
-                    value.fill_(0.0 if name == "bias" else 1.0)
                 filled[empty] = nn.Parameter(value, requires_grad=empty.requires_grad)
             part._parameters[name] = filled[empty]

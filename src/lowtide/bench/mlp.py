@@ -41,9 +41,9 @@ TABLE = Table(
     (Column("", "name", "<18"),),
     (
         Column("forward ms", "forward_ms", "11.2f"), Column("backward ms", "backward_ms", "12.2f"),
-        Column("both ms", "ms", "9.2f"), Column("limit ms", "limit_ms", "9.2f"), Column("over it", "over", "9.1%"),
-        Column("kept MiB", "kept_mib", "10.1f"), Column("peak MiB", "peak_mib", "10.1f"),
-        Column("all GB", "all_gb", "8.2f"), Column("again GB", "again_gb", "9.2f"),
+        Column("both ms", "ms", "9.2f"), Column("limit ms", "limit_ms", "9.2f"), Column("over limit", "over", "12.1%"),
+        Column("saved MiB", "kept_mib", "11.1f"), Column("peak MiB", "peak_mib", "10.1f"),
+        Column("total GB", "all_gb", "10.2f"), Column("accumulating GB", "again_gb", "17.2f"),
     ),
 )  # fmt: skip
 
@@ -172,7 +172,7 @@ MLP_PEERS = by_name(
 )
 
 
-def row_of(peer: Peer, stack: Stack, *, warm: int, reps: int) -> Row:
+def row_of(peer: Peer, stack: Stack, config: MlpBenchConfig) -> Row:
     """Return a peer's row, measured interleaved with the bare GEMMs.
 
     A row has the peer's ``name`` and its ``gemms`` per layer, and ``limit_ms``, their time in the same rounds;
@@ -192,7 +192,7 @@ def row_of(peer: Peer, stack: Stack, *, warm: int, reps: int) -> Row:
             "forward": lambda: stack.forward(layer),
             "step": lambda: stack.step(layer),
         }
-        timings = time_side_by_side(functions, device, warm=warm, reps=reps)
+        timings = time_side_by_side(functions, device, warm=config.warm, reps=config.reps)
         stack.clear()
         kept = kept_above(lambda: stack.forward(layer), device)
         kept += stack.x.nbytes - stack.upstream.nbytes  # the input, and not the output, which is of the same size
@@ -218,7 +218,7 @@ def measure(run: Run[MlpBenchConfig]) -> None:
         run.result["shapes"].append({**vars(shape), "tokens": shape.N, "rows": rows})
         run.say(f"\n{shape} {run.dtype_name}\n{TABLE.header}")
         for peer in config.peers:
-            run.add(row_of(MLP_PEERS[peer], stack, warm=config.warm, reps=config.reps), rows, TABLE)
+            run.add(row_of(MLP_PEERS[peer], stack, config), rows, TABLE)
         del stack
         release(run.device)
 

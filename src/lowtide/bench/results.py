@@ -26,10 +26,9 @@ class Files:
 
     @classmethod
     def prepare(cls, folder: str, stem: str, gpu: str | None) -> Files:
-        """Return the first free name of that stem in the folder, which is made if need be, and taken.
+        """Return the first free name of that stem in the folder, which is made if need be.
 
-        Raises:
-            ArgumentValueError: the folder cannot be made or written.
+        `ArgumentValueError` where the folder cannot be made or written.
         """
         root, stem = Path(folder), f"{stem}-{short_gpu(gpu)}"
         try:
@@ -42,9 +41,11 @@ class Files:
         name = next(n for n in (stem, *(f"{stem}-{i}" for i in range(2, len(taken) + 3))) if n not in taken)
         return cls(root / f"{name}.json")
 
-    def picture(self, name: str) -> Path:
-        """Return the path of a plot of that name."""
-        return self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
+    def plot(self, name: str, draw: Callable[[Path], object]) -> Path:
+        """Return the path of a plot of that name, after ``draw`` has written it."""
+        file = self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
+        replace(file, draw)
+        return file
 
     def write_json(self, result: dict[str, Any]) -> None:
         """Write or replace the result."""
@@ -56,10 +57,7 @@ def begin(
     folder: str, benchmark: str, command: str, device: torch.device, packages: Iterable[str] = ()
 ) -> tuple[Files, dict[str, Any]]:
     """Return the files of a run, and what each result has first: command, date, commit, and the machine, with the
-    versions of these packages ("" counts for nothing).
-
-    Raises:
-        ArgumentValueError: the folder cannot be made or written.
+    versions of these packages ("" counts for nothing). Errors are those of `Files.prepare`.
     """
     machine, today = describe_machine(sorted({*packages} - {""})), dt.datetime.now(tz=dt.UTC).date().isoformat()
     files = Files.prepare(folder, f"{today}-{benchmark}", machine["gpu"] if device.type == "cuda" else None)

@@ -55,7 +55,9 @@ class Settings:
         examples: arguments, and what they do.
         known: names that options can have, by the key that stands for them in the help.
         exit_1: when the exit status is 1.
+        program: the command; ``{benchmark}`` stands for that name.
         stem: of the result file's name, after the date; ``{dtype}`` stands for the dtype.
+        folders: options that say where files are written: in no result, and in no command that repeats a run.
 
     Raises:
         ArgumentValueError: a value that no run could use.
@@ -66,12 +68,9 @@ class Settings:
     examples: ClassVar[Mapping[str, str]]
     known: ClassVar[Mapping[str, Iterable[str]]] = {}
     exit_1: ClassVar[str] = "lowtide itself failed"
-    stem: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        """Name the result file after the benchmark, unless the class says otherwise."""
-        if "benchmark" in cls.__dict__ and "stem" not in cls.__dict__:
-            cls.stem = cls.benchmark
+    program: ClassVar[str] = "lowtide bench {benchmark}"
+    stem: ClassVar[str] = "{benchmark}"
+    folders: ClassVar[Sequence[str]] = ("output",)
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -84,6 +83,8 @@ class Settings:
                 self._require(name, set(value) <= set(known), f"names out of {', '.join(known)}")
             if name == "output":
                 self._require(name, value != "", "a name that is not empty")
+            if name == "seed":  # NumPy's largest, and one seed beyond it is used
+                self._require(name, value < 2**32 - 1, "a whole number below 2**32 - 1")
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal:
                 self._require(name, getattr(self, name) in get_args(kind), " or ".join(get_args(kind)))
@@ -94,22 +95,27 @@ class Settings:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
 
     def check_here(self) -> None:
-        """Check what depends on files, before torch is loaded.
-
-        Raises:
-            ArgumentValueError: the settings have a ``model``, and there is none of that name.
-        """
+        """Check what depends on files, before torch is loaded: raise `ArgumentValueError` for an unknown ``model``."""
         model = getattr(self, "model", "auto")
         if model != "auto" and model not in SHAPES:
             config_file(model)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings that a result file has: all but its folder."""
-        return {name: value for name, value in vars(self).items() if name != "output"}
+        """Return the settings that a result file has: all but `folders`."""
+        return {name: value for name, value in vars(self).items() if name not in self.folders}
 
     def command(self) -> str:
         """Return the command that repeats the run: the settings that differ from their defaults."""
-        return shlex.join(["lowtide", "bench", self.benchmark, *options_of(self, but=("output",))])
+        words = self.program.format(benchmark=self.benchmark).split()
+        for each in sorted(dataclasses.fields(self), key=lambda each: each.metadata["last"]):  # type: ignore[arg-type]
+            value, flag = getattr(self, each.name), "--" + each.name.replace("_", "-")
+            if value == each.default or each.name in self.folders:
+                continue
+            if isinstance(value, bool):
+                words.append(flag if value else flag.replace("--", "--no-"))
+            else:
+                words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+        return shlex.join(words)
 
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
@@ -131,13 +137,10 @@ class Settings:
 class ScriptSettings(Settings):
     """What scripts have that measure beside the subcommands: ``python benchmarks/NAME.py``."""
 
+    program = "python benchmarks/{benchmark}.py"
     device: ClassVar[str] = "auto"
     dtype: ClassVar[str] = "auto"
     output: str = setting(".", "folder for the result", metavar="DIR", last=True)
-
-    def command(self) -> str:
-        """Return the command that repeats the run."""
-        return shlex.join(["python", f"benchmarks/{self.benchmark}.py", *options_of(self, but=("output",))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +153,6 @@ class RunSettings(Settings):
     device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
     seed: int = setting(0, "of random inputs and weights", last=True, least=0)
     output: str = setting(".", "folder for the result (json) and its plots (png)", metavar="DIR", last=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,20 +202,6 @@ class PeerSettings(RunSettings):
         """The names of those that are measured, in the table's order."""
         usual = self.only or self.usual_peers or self.known["peers"]
         return tuple(name for name in self.known["peers"] if name in usual and name not in self.skip)
-
-
-def options_of(config: Any, *, but: Sequence[str]) -> list[str]:
-    """Return a dataclass's settings that differ from their defaults as options, all ``but`` these."""
-    words: list[str] = []
-    for setting in sorted(dataclasses.fields(config), key=lambda setting: setting.metadata["last"]):
-        value, flag = getattr(config, setting.name), "--" + setting.name.replace("_", "-")
-        if value == setting.default or setting.name in but:
-            continue
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-"))
-        else:
-            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
 
 
 def numbers(name: str, texts: Iterable[str], kind: type) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.bench.harness import CannotError, Peer, by_name, compiled
+from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled
 from lowtide.bench.loss_peers import TRL_TILE, cce
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
@@ -32,7 +33,9 @@ VERL_ROWS = 512  # tokens whose logits verl's fused_linear_for_ppo holds at a ti
 
 @dataclass(frozen=True)
 class Work:
-    """A use: the values, and the setting; how many targets per token, and how many highest logits."""
+    """A use: the values, and the setting; how many targets per token, and how many highest logits; whether backward
+    alone is measured, after one forward.
+    """
 
     names: tuple[str, ...]
     setting: Setting
@@ -67,7 +70,7 @@ WORKS = {
 def values_of(z: Tensor, y: Tensor, names: tuple[str, ...], topk: int = 0) -> Values:
     """Return the values of those names from all logits [N, V] and targets [N] or [N, K]."""
     values = {}
-    if not {LOGPROB, ENTROPY, SUM_SQ_PROB}.isdisjoint(names):
+    if {LOGPROB, ENTROPY, SUM_SQ_PROB}.intersection(names):
         logprobs = z.log_softmax(-1)
     if LOGPROB in names:
         values[LOGPROB] = logprobs.gather(-1, y.view(len(y), -1)).view_as(y)
@@ -86,21 +89,14 @@ def values_of(z: Tensor, y: Tensor, names: tuple[str, ...], topk: int = 0) -> Va
 
 @dataclass(frozen=True, kw_only=True)
 class StatsTask(Task):
-    """Statistics of the head's logits.
+    """Statistics of the head's logits, with targets ``y`` [N] or [N, K]."""
 
-    Attributes:
-        y: targets [N] or [N, K].
-        topk: how many of the highest logits.
-        backward_alone: whether forward, run once, is not measured.
-    """
-
+    work: Work
     y: Tensor
-    topk: int = 0
-    backward_alone: bool = False
 
     def run_of(self, function: Function) -> Function:
         """See `Task`."""
-        if not self.backward_alone:
+        if not self.work.backward_alone:
             return super().run_of(function)
         values = function()
 
@@ -128,22 +124,21 @@ def stats_task(problem: Problem, work: Work, *, seed: int = 0) -> StatsTask:
         for name in work.names
     }
     return StatsTask(
-        head=head, names=work.names, upstream=upstream if work.setting.grad else {},
-        values_of=lambda z, rows: values_of(z, y[rows], work.names, work.topk), y=y, topk=work.topk,
-        backward_alone=work.backward_alone,
+        head=head, names=work.names, upstream=upstream if work.setting.grad else {}, work=work, y=y,
+        values_of=lambda z, rows: values_of(z, y[rows], work.names, work.topk),
     )  # fmt: skip
 
 
-def stats_tasks(
-    works: tuple[str, ...], shape: Shape, dtype: torch.dtype, device: torch.device, seed: int
-) -> Iterator[StatsTask]:
-    """Yield the works of those names on one shape's random inputs."""
-    problem = make_problem(shape, dtype, device, seed=seed)
-    yield from map(partial(stats_task, problem, seed=seed), (WORKS[name] for name in works))
+def stats_tasks(run: Run[TokenBenchConfig], shape: Shape) -> Iterator[StatsTask]:
+    """Yield the requested works on one shape's random inputs."""
+    seed = run.config.seed
+    problem = make_problem(shape, run.dtype, run.device, seed=seed)
+    for name in run.config.chosen("works"):
+        yield stats_task(problem, WORKS[name], seed=seed)
 
 
 def _lowtide(task: StatsTask, options: HeadOptions | None = None) -> Function:
-    x, w, y, topk = task.head.x, task.head.w, task.y, task.topk or None
+    x, w, y, topk = task.head.x, task.head.w, task.y, task.work.topk or None
     if task.names == (LOGPROB,):
         return lambda: {LOGPROB: linear_logprobs(x, w, y, options=options)}
 
@@ -166,11 +161,11 @@ def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...], topk: int) -
 
 def _in_full(function: Callable[..., Values], task: StatsTask) -> Function:
     head = task.head
-    return lambda: function(head.x, head.w, task.y, task.names, task.topk)
+    return lambda: function(head.x, head.w, task.y, task.names, task.work.topk)
 
 
 def _compiled(task: StatsTask) -> Function:
-    if task.backward_alone:
+    if task.work.backward_alone:
         raise CannotError("gives its buffers away in backward, which runs once")
     return _in_full(compiled(_naive), task)
 
@@ -198,7 +193,7 @@ class _Rebuilt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         names = (LOGPROB, ENTROPY) if entropy else (LOGPROB,)
-        found = [values_of((x[rows] @ w.T).float(), y[rows], names) for rows in _rows(x)]
+        found = [values_of((x[rows] @ w.T).float(), y[rows], names) for rows in blocks(len(x), VERL_ROWS)]
         ctx.save_for_backward(x, w, y)
         logprob = torch.cat([values[LOGPROB] for values in found])
         return logprob, torch.cat([values[ENTROPY] for values in found]) if entropy else None
@@ -209,7 +204,7 @@ class _Rebuilt(torch.autograd.Function):
         by_logprob, by_entropy = gradients
         assert by_logprob is not None
         dx, dw = torch.empty_like(x), torch.zeros_like(w)
-        for rows in _rows(x):
+        for rows in blocks(len(x), VERL_ROWS):
             logprobs = (x[rows] @ w.T).float().log_softmax(-1)
             p = logprobs.exp()
             dz = p * -by_logprob[rows, None]
@@ -221,10 +216,6 @@ class _Rebuilt(torch.autograd.Function):
             torch.mm(dz, w, out=dx[rows])
             dw += dz.T @ x[rows]
         return dx, dw, None, None
-
-
-def _rows(x: Tensor) -> list[slice]:
-    return list(blocks(len(x), VERL_ROWS))
 
 
 def _verl_style(task: StatsTask) -> Function:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,16 @@ from lowtide.bench.harness import (
     why_ended,
 )
 from lowtide.bench.train_config import LongestBenchConfig, StepBenchConfig
-from lowtide.bench.way import LOWTIDE, Way
+from lowtide.bench.way import Way
 from lowtide.bench.ways import SDPA, VOCABULARY, attention_of, build_way, language_part, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure.child import ALLOCATOR, ChildResult, allocator_setting, run_child
+from lowtide.measure.child import ALLOCATOR, allocator_setting, run_child
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
 from lowtide.memory import offload_optimizer
-from lowtide.memory.policy_words import split_states
+from lowtide.memory.policy import split_states
 from lowtide.train.model import model_config
-
-OURS = f"{LOWTIDE}:"  # begins the name of a way; a policy follows
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -56,28 +53,24 @@ COLUMNS = (
 )
 
 
-def measure_way(way: str, settings: dict[str, Any], file: str | None = None) -> list[Row]:
-    """Return a row for each length, seconds, peak and losses of a step or why there are none; `run_child` calls it.
+def measure_way(way: str, settings: dict[str, Any], file: str) -> None:
+    """Append the rows of a way to a file as they are known; `run_child` calls it."""
+    for row in rows_of(way, StepBenchConfig.read(settings)):
+        append(row, Path(file))
 
-    No length is tried after one that did not fit. Each row is appended to a ``file`` as it is known.
+
+def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
+    """Yield a row for each length: seconds, peak and losses of a step, or the reason; none runs after one that did not
+    fit.
     """
-    rows: list[Row] = []
-    for row in _rows_of(way, StepBenchConfig.read(settings)):
-        rows.append(row)
-        if file is not None:
-            append(row, Path(file))
-    return rows
-
-
-def _rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
     why = None  # nothing is measured any more
     try:
         dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-        built = build_way(way_of(way), config.model, dtype, device, seed=config.seed)
+        policy, states = split_states(way)
+        built = build_way(Way.named(policy), config.model, dtype, device, seed=config.seed)
         if config.sdpa != "auto" and attention_of(built) != SDPA:
             raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(built)}", config.sdpa))
         optimizer = make_optimizer("adamw", list(built.parameters()))
-        states = split_states(way)[1]
         if states is not None:
             offload_optimizer(optimizer, built, **states)
     except Exception as error:
@@ -138,14 +131,6 @@ def _memory(device: torch.device) -> dict[str, Any]:
     return {"peak_gib": gib(cuda_peak_bytes()), "reserved_gib": held, "allocator": allocator_setting()}
 
 
-def way_of(name: str) -> Way:
-    """Return the way that a row's name stands for: ``lowtide:POLICY``, or a peer, whose layers are checkpointed."""
-    if name.startswith(OURS):
-        return Way(impl=LOWTIDE, policy=split_states(name.removeprefix(OURS))[0])
-    impl, _, keep = name.partition("-")
-    return Way(impl=impl, policy=keep or "input")
-
-
 def measure(run: Run[StepBenchConfig]) -> None:
     """Measure each way at each length."""
     config, rows = run.config, run.result.setdefault("rows", [])
@@ -164,13 +149,9 @@ def measure(run: Run[StepBenchConfig]) -> None:
             known.append(row)
             run.add({"way": way, **row}, rows, table)
 
-        ended = add_rows(partial(_run_way, way, run.settings), add)
+        ended = add_rows(lambda file, way=way: run_child(measure_way, way, run.settings, str(file), env=ALLOCATOR), add)  # type: ignore[misc]
         for tokens in config.lengths[len(known) :]:  # it died
             add({"tokens": tokens, "failed": why_ended(ended)})
-
-
-def _run_way(way: str, settings: dict[str, Any], file: Path) -> ChildResult:
-    return run_child(measure_way, way, settings, str(file), env=ALLOCATOR)
 
 
 STEP = Benchmark(

@@ -145,7 +145,7 @@ class Task:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def exact_gemms() -> Iterator[None]:
     """Run float32 GEMMs in float32: no TF32, no bfloat16."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -192,7 +192,7 @@ def truth(task: Task) -> Truth:
     b = None if head.b is None else head.b.detach().to(dtype)
     db = None if b is None else torch.zeros_like(b)
     found: dict[str, list[Tensor]] = {name: [] for name in task.names}
-    with exact_products():
+    with exact_gemms():
         for rows in blocks(head.shape.N, ROWS):
             x = head.x[rows].to(dtype)
             z = F.linear(x, w, b).double().requires_grad_(setting.grad)
@@ -222,41 +222,23 @@ class Bench:
 
     Attributes:
         limit: milliseconds of the bare GEMMs by rows of a chunk; empty without ``limited``, and then a row has neither.
+        best_rows: of a chunk with which they are fastest.
+        limit_ms: the least time of the bare GEMMs.
         true: exact values and gradients; None without ``error``, and then a row has no errors.
+        values: what the last peer returned.
     """
 
     def __init__(self, task: Task, *, error: bool, warm: int, reps: int, limited: bool = True) -> None:
         self.task, self.problem, self.warm, self.reps = task, task.head, warm, reps
         device = self.problem.device
-        self.limit: dict[int, float] = {}
+        self.values: Values = {}
         self.true = truth(task) if error else None
         release(device)
-        if not limited:
-            return
-        rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize)
+        rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize) if limited else ()
         timings = time_side_by_side({str(c): task.bare(c) for c in rows}, device, warm=warm, reps=reps)
         self.limit = {int(c): timing.median_ms for c, timing in timings.items()}
+        self.best_rows, self.limit_ms = min(self.limit.items(), key=lambda limit: limit[1], default=(0, 0.0))
         release(device)
-
-    def prepare(self, peer: Any, row: Row) -> Function:
-        """Return what is measured of a peer; a subclass adds to its row what is known before it runs."""
-        del row
-        return self.task.run_of(peer.build(self.task))
-
-    def record(self, values: Values, errors: dict[str, float], row: Row) -> None:
-        """Add the errors that are numbers to a row."""
-        del values
-        row["errors"] = errors
-
-    @property
-    def best_rows(self) -> int:
-        """Rows of a chunk with which the bare GEMMs are fastest."""
-        return min(self.limit, key=lambda rows: self.limit[rows])
-
-    @property
-    def limit_ms(self) -> float:
-        """The least time of the bare GEMMs."""
-        return self.limit[self.best_rows]
 
     @property
     def tflops(self) -> float:
@@ -267,6 +249,12 @@ class Bench:
     def gradients_mib(self) -> float:
         """Size of the gradients that are returned, which is in every peak."""
         return mib(sum(t.nbytes for t in self.problem.leaves if t.requires_grad))
+
+    def limits(self, prefix: str = "") -> Row:
+        """Return the limit as a result has it; the prefix begins the keys of times and rows."""
+        by_rows = {str(rows): ms for rows, ms in self.limit.items()}
+        best = {f"{prefix}ms": self.limit_ms, f"{prefix}rows": self.best_rows, f"{prefix}ms_by_rows": by_rows}
+        return best | {"tflops": self.tflops}
 
     def title(self) -> str:
         """Return the shape, the setting and the limit."""
@@ -281,29 +269,28 @@ class Bench:
         """Return a peer's row; one that fails says why."""
         row: Row = {"name": peer.name}
         with reason_in(row):
-            self._fill(row, self.prepare(peer, row))
+            self._fill(row, self.task.run_of(peer.build(self.task)))
         self.problem.clear()
         if "failed" not in row or answers(self.problem.device):
             release(self.problem.device)
         return row
 
     def _fill(self, row: Row, run: Function) -> None:
-        device = self.problem.device
+        device, self.values = self.problem.device, {}
         functions: dict[str, Callable[[], object]] = {"peer": run}
         if self.limit:
             functions = {"limit": self.task.bare(self.best_rows), **functions}
         timings = time_side_by_side(functions, device, warm=self.warm, reps=self.reps)
         self.problem.clear()
-        got: list[Values] = []
-        peak = peak_above(lambda: got.append(run()), device)
+        peak = peak_above(lambda: self.values.update(run()), device)
         row |= {"ms": timings["peer"].median_ms, "spread": timings["peer"].spread, "peak_mib": mib(peak)}
         if self.limit:
             row["limit_ms"] = timings["limit"].median_ms
             row["share"] = row["limit_ms"] / row["ms"]
         if self.true is not None:
-            errors = self._errors(got[0], self.true)
+            errors = self._errors(self.values, self.true)
             if found := {name: error for name, error in errors.items() if math.isfinite(error)}:
-                self.record(got[0], found, row)
+                row["errors"] = found
             if missing := errors.keys() - found.keys():
                 row["failed"] = f"{', '.join(name for name in errors if name in missing)}: missing or not finite"
 
@@ -321,8 +308,6 @@ class Bench:
         return errors
 
 
-Tasks = Callable[[tuple[str, ...], Any, torch.dtype, torch.device, int], Iterator[Task]]
-"""Makes the tasks of the works' names, a shape, dtype, device and seed."""
 _TITLES = {"dx": "dX err", "dw": "dW err", "mean_logit": "mean err", "sum_sq_prob": "sumsq err"}
 
 
@@ -336,20 +321,8 @@ def table_of(task: Task) -> Table:
     return Table((NAME,), (*SHARE, *columns))
 
 
-def limits_of(bench: Bench) -> dict[str, Any]:
-    """Return what a table of the result has before a peer runs."""
-    return {
-        "work": bench.problem.setting.name,
-        "limit_ms": bench.limit_ms,
-        "limit_rows": bench.best_rows,
-        "limit_ms_by_rows": {str(rows): ms for rows, ms in bench.limit.items()},
-        "tflops": bench.tflops,
-        "gradients_mib": bench.gradients_mib,
-    }
-
-
-def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
-    """Return the benchmark of these tasks by these peers."""
+def token_benchmark(tasks: Callable[[Run[Any], Any], Iterator[Task]], peers: Mapping[str, Peer]) -> Benchmark[Any]:
+    """Return the benchmark of a run's ``tasks`` for each shape, by these peers."""
 
     def measure(run: Run[TokenBenchConfig]) -> None:
         config, shapes = run.config, run.result.setdefault("shapes", [])
@@ -357,10 +330,11 @@ def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
         for shape in config.shapes:
             tables: list[dict[str, Any]] = []
             shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
-            for task in tasks(config.chosen("works"), shape, run.dtype, run.device, config.seed):
+            for task in tasks(run, shape):
                 bench, table = Bench(task, error=config.error, warm=config.warm, reps=config.reps), table_of(task)
                 rows: list[Row] = []
-                tables.append({**limits_of(bench), "rows": rows})
+                about = {"work": task.head.setting.name, "gradients_mib": bench.gradients_mib, "rows": rows}
+                tables.append(bench.limits("limit_") | about)
                 run.say(bench.title() + table.header)
                 for name in config.peers:
                     run.add(bench.measure(peers[name]), rows, table)

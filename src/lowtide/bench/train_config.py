@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from lowtide.bench.settings import RunSettings, Sdpa, Settings, numbers, setting
 from lowtide.measure.units import parse_gib
-from lowtide.memory.policy_words import FORM, STATES_FORM, parse_policies, split_states
+from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 
 NONE = "none"
 OFFLOADED = "-offload"  # ends the name of a way whose checkpoints lie in host memory

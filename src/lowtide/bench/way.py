@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 
 STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
 IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE)
@@ -23,7 +23,7 @@ class Way:
 
     Attributes:
         impl: one of `IMPLEMENTATIONS`.
-        policy: as `lowtide.memory.policy_words.parse_policies` reads it; a peer's layers are all alike, and have no
+        policy: as `lowtide.memory.policy.parse_policies` reads it; a peer's layers are all alike, and have no
             levels of the MLP.
 
     Raises:
@@ -47,8 +47,8 @@ class Way:
 
     @classmethod
     def named(cls, name: str) -> Way:
-        """Return the way of a name, an implementation or ``implementation:policy``."""
-        impl, _, policy = name.partition(":")
+        """Return the way of a name: an implementation, ``implementation:policy``, or a peer's ``stock-all``."""
+        impl, _, policy = name.partition(":" if ":" in name else "-")
         return cls(impl=impl, policy=policy) if policy else cls(impl=impl)
 
     def check_installed(self) -> None:

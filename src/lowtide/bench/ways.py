@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowtide.bench.way import COMPILE, LIGER, LOWTIDE, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.options import HeadOptions
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.policy_words import parse_policies
+from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config
@@ -62,7 +62,6 @@ def build_way(
     seed: int,
     vocab_size: int = VOCABULARY,
     lora: int = 0,
-    compiler: Callable[..., Any] | None = None,
 ) -> Any:
     """Return the model of a way, with random weights, ready to train.
 
@@ -84,7 +83,7 @@ def build_way(
         built = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
         built.config.use_cache = False
         trained = with_lora(built, lora) if lora else built
-    _set_way(built, way, compiler or partial(torch.compile, dynamic=False))
+    _set_way(built, way)
     return trained
 
 
@@ -101,10 +100,8 @@ def apply_liger(config: Any) -> None:
 def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
     """Return the model with LoRA adapters of this rank on its linear layers, in their dtype, all else frozen.
 
-    ``targets`` are the names of the layers that get one; none: every linear layer but the output layer.
-
-    Raises:
-        UnsupportedError: peft is not installed.
+    ``targets`` are the names of the layers that get one; none: every linear layer but the output layer. Without peft:
+    `UnsupportedError`.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -119,10 +116,9 @@ def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
 
 def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer by its name among the planner's; `UnsupportedError` where its library is not installed."""
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-    if name == "adamw-foreach":
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=True)
+    if name in ("adamw", "adamw-foreach"):
+        fused = name == "adamw"
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused, foreach=not fused)
     if name == "adamw-8bit":
         try:
             from bitsandbytes.optim import AdamW8bit
@@ -144,36 +140,34 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, *, 
     return value
 
 
-def _set_way(model: Any, way: Way, compiler: Callable[..., Any]) -> None:
+def _set_way(model: Any, way: Way) -> None:
     """Patch the model as the way's implementation needs it, and apply its policy."""
     if way.impl == LOWTIDE:
-        patch(model, options=HeadOptions())
+        patch(model)
         apply_policy(model, parse_policies(way.policy, model.config.num_hidden_layers))
         return
     policy = parse_policies(way.policy)
     assert isinstance(policy, ActivationPolicy)
-    if way.impl == COMPILE:
-        _compile(model, policy, compiler)
+    if way.impl == COMPILE:  # each layer, checkpointed from outside; and the loss, from the logits on
+        for layer in find_stack(model).layers.values():
+            compiled = torch.compile(layer.forward, dynamic=False)
+            layer.forward = compiled if policy.keep == "all" else Checkpointed(compiled, policy)
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)
     elif policy.keep != "all":
         enable_checkpointing(model, _checkpoint_arguments(policy))
-        if policy.offload:
-            for module in model.modules():
-                if hasattr(module, "_gradient_checkpointing_func"):
-                    module._gradient_checkpointing_func = partial(_run_checkpointed, policy)
+
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return Checkpointed(function, policy)(*args, **kwargs)
+
+        for module in model.modules() if policy.offload else ():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = run
 
 
 def enable_checkpointing(model: Any, settings: dict[str, Any]) -> None:
     """Switch transformers' own checkpointing of layers on."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(settings)  # the former name in transformers 5.23 and later
-
-
-def _compile(model: Any, policy: ActivationPolicy, compiler: Callable[..., Any]) -> None:
-    """Compile each layer, and checkpoint it from outside; and the loss, from the logits on."""
-    for layer in find_stack(model).layers.values():
-        compiled = compiler(layer.forward)
-        layer.forward = compiled if policy.keep == "all" else Checkpointed(compiled, policy)
-    model.loss_function = compiler(model.loss_function)
 
 
 class Checkpointed:
@@ -184,32 +178,20 @@ class Checkpointed:
         self._policy = policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        return _run_checkpointed(self._policy, self.function, *args, **kwargs)
-
-
-def _run_checkpointed(policy: ActivationPolicy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function under PyTorch's checkpoint; what that saves lies in host memory where the policy says so."""
-    arguments = _checkpoint_arguments(policy)
-    if not policy.offload:
-        return checkpoint(function, *args, **arguments, **kwargs)
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):  # of what checkpoint saves alone: it hides the rest from us
-        return checkpoint(function, *args, **arguments, **kwargs)
+        """Run it; what the checkpoint saves lies in host memory where the policy says so."""
+        # save_on_cpu moves what checkpoint itself saves: inside of it other hooks take the rest
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._policy.offload else nullcontext():
+            return checkpoint(self.function, *args, **_checkpoint_arguments(self._policy), **kwargs)
 
 
 def _checkpoint_arguments(policy: ActivationPolicy) -> dict[str, Any]:
     if policy.keep == "input":
         return {"use_reentrant": False}
     aten = torch.ops.aten
-    kept = {
+    saved = [
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-
-    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, choose)
-    return {"use_reentrant": False, "context_fn": contexts}
+    ]
+    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, saved)}

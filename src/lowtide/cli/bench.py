@@ -52,13 +52,13 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something the user can fix.
     """
-    asked, name = given(arguments, arguments.config), arguments.benchmark
-    config = arguments.config(**asked)  # errors of the arguments are reported first, and without torch
+    options, name = given(arguments, arguments.config), arguments.benchmark
+    config = arguments.config(**options)  # errors of the arguments are reported first, and without torch
     config.check_here()
     import torch
 
     small = [arguments for arguments in config.examples if "--device cpu" in arguments]
-    if small and not asked.keys() & OF_SIZE and not torch.cuda.is_available():
+    if small and not options.keys() & OF_SIZE and not torch.cuda.is_available():
         sys.stderr.write(
             f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small[0]}\n"
         )
@@ -72,9 +72,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _description(config: type[Settings]) -> str:
     text = " ".join(str(config.__doc__).split())
     if hasattr(config, "output"):
-        file = f"DIR/<date>-{config.stem.replace('{dtype}', '<dtype>')}-<gpu>.json"
-        text += f" The result is {file}, with the hardware and the versions; set COMMIT in the environment where the"
-        text += " source has no git history."
+        stem = config.stem.format(benchmark=config.benchmark, dtype="<dtype>")
+        text += f" The result is DIR/<date>-{stem}-<gpu>.json, with the hardware and the versions; set COMMIT in the"
+        text += " environment where the source has no git history."
     return f"{text} Exit status 1 where {config.exit_1}."
 
 

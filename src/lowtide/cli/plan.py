@@ -21,6 +21,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
 if TYPE_CHECKING:
     from lowtide.memory import MemoryPlan
+    from lowtide.memory.planner.search import Candidate
 
 LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
@@ -62,7 +63,11 @@ def add(parser: OneLineParser) -> None:
     add("--budget", metavar="SIZE", help="GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93%% of it)")
     add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloading (default: 0GiB)")
     add("--no-offload-states", action="store_true", help="offload layers alone, and no optimizer states")
-    add("--gpu", metavar="NAME", help=f"{gpus}; or cuda: the one at hand, measured (default: that by name, or h100)")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help=f"{gpus}; or cuda: the one at hand, measured (default: its row of this list, or h100)",
+    )
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
     add("--autocast", action="store_true", help="float32 parameters and states, GEMMs in bfloat16: as lowtide train")
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="(default: adamw, fused)")
@@ -166,13 +171,14 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
 def _draw(file: Path, plan: MemoryPlan) -> None:
     from lowtide.measure.plots import Point, draw_budget
 
+    def point(one: Candidate, name: str) -> Point:
+        return Point(name, one.peak / 2**20, one.seconds * 1e3)
+
     last = len(plan.front) - 1
     near = 0.1 * (plan.front[last].peak - plan.front[0].peak)  # to the choice: their labels would overlap
     marked = [i for i in (0, last // 3, 2 * last // 3, last) if abs(plan.front[i].peak - plan.peak_bytes) > near]
-    named = [(str(one) if i in marked else "", one) for i, one in enumerate(plan.front)]
-    *front, chosen = (
-        Point(name, one.peak / 2**20, one.seconds * 1e3) for name, one in (*named, (str(plan.chosen), plan.chosen))
-    )
+    front = [point(one, str(one) if i in marked else "") for i, one in enumerate(plan.front)]
+    chosen = point(plan.chosen, str(plan.chosen))
     try:
         draw_budget(file, plan.title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
     except ImportError as error:

@@ -15,11 +15,11 @@ from lowtide.head.call import check_mask, checked_call
 from lowtide.head.function.checks import check_rows_are_independent
 from lowtide.head.function.chunk import FunctionTerms
 from lowtide.head.function.function import UserFunction, compiled, current_autocast, isolated
+from lowtide.head.gradients import scaled, times
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
-from lowtide.head.scaling import scaled, times
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
 TWICE = (

@@ -23,11 +23,9 @@ from lowtide.arguments import (
     scalar_tensor,
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head.gradients import with_trained_scale
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.given import ranks_of
-from lowtide.head.ranks.parallel import Ranks
-from lowtide.head.scaling import with_trained_scale
+from lowtide.head.ranks.parallel import Alone, Ranks, ranks_of
 
 NAMES = ("input", "linear_weight", "linear_bias")
 REDUCTIONS = ("mean", "sum", "none")

@@ -19,8 +19,7 @@ from lowtide.head.call import (
 )
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.divergence import DIVERGENCE
 

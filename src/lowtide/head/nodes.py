@@ -17,8 +17,7 @@ from lowtide.graph import Operator, node, save_for_recompute, saved_for_recomput
 from lowtide.head.call import Head, Wanted
 from lowtide.head.gradients import Gradients
 from lowtide.head.plan import check_backend
-from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks, exchanges_between_ranks_run_in_eager
+from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
 
 Values = dict[str, Tensor]

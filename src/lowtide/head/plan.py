@@ -27,8 +27,7 @@ from lowtide.head.planner import (
     cut,
     gemms_of,
 )
-from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 
 Args = CrossEntropyArgs | TokenStatsArgs | DivergenceArgs
@@ -60,8 +59,7 @@ class HeadPlan:
             the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
         block_columns: Classes of a block, see ``schedule``.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
-        product_rows: Rows of a chunk per GEMM with the weight, on the exponential path and in
-            `linear_divergence`.
+        product_rows: Rows of a chunk per GEMM with the weight, on the exponential path and in `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
         bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
     """
@@ -177,9 +175,9 @@ def plan_head(
         HeadPlan: print it, or read its fields.
 
     Raises:
-        ArgumentValueError: A negative size, or a reduction that there is not.
-        ArgumentTypeError: ``options`` that are none.
-        UnsupportedError: ``options`` asks for what cannot run here.
+        ArgumentValueError: A negative size, or an unknown reduction.
+        ArgumentTypeError: ``options`` is not `HeadOptions`.
+        UnsupportedError: ``options`` requests an implementation that cannot run here.
 
     Example:
         >>> plan = plan_head(16384, 2048, 131072, torch.float32, "cpu", HeadOptions(workspace_mib=64))
@@ -217,11 +215,10 @@ def plan_divergence(
     reduction: str = "none",
     weight_frozen: bool = False,
 ) -> HeadPlan:
-    """Say what `linear_divergence` will do with gradients for N tokens, and its bytes, as `plan_head` does.
+    """Return what `linear_divergence` will do with gradients for N tokens, and its bytes, as `plan_head` does.
 
     Nothing is computed or allocated. On the CPU masked tokens are dropped first, so N counts the others; elsewhere N
-    counts all. ``chunk_rows`` are the rows per GEMM of gradients, ``product_rows`` those of which
-    both sides' logits exist.
+    counts all. ``chunk_rows`` are the rows per GEMM of gradients, ``product_rows`` those of both sides' logits.
 
     Args:
         N: Tokens that are computed.
@@ -242,9 +239,9 @@ def plan_divergence(
         HeadPlan: print it, or read its fields.
 
     Raises:
-        ArgumentValueError: A negative size, a reduction that there is not, or not one of ``teacher_D`` and ``topk``.
-        ArgumentTypeError: ``options`` that are none.
-        UnsupportedError: ``options`` asks for what cannot run here.
+        ArgumentValueError: A negative size, an unknown reduction, or not one of ``teacher_D`` and ``topk``.
+        ArgumentTypeError: ``options`` is not `HeadOptions`.
+        UnsupportedError: ``options`` requests an implementation that cannot run here.
 
     Example:
         >>> plan = plan_divergence(8192, 2048, 128256, 4096, torch.float32, "cpu", reduction="mean")

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lowtide.graph import keep_stored, take_stored
 from lowtide.head.call import Head, Wanted
-from lowtide.head.gradients import Gradients
-from lowtide.head.scaling import lift_of, lift_of_rows, scaled
+from lowtide.head.gradients import Gradients, lift_of, lift_of_rows, scaled
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 STORED = 7  # tensors: see `stored_shapes`

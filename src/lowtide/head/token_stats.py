@@ -65,8 +65,8 @@ def linear_logprobs(
     """Return the log-probability of each token's target, differentiable, without the logits in memory.
 
     With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``: the value is
-    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. The logits are
-    computed in chunks. Backward recomputes them (four GEMMs, 8NDV FLOP); nothing of size [N, V] is saved.
+    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. The logits are computed in chunks.
+    Backward recomputes them (four GEMMs, 8NDV FLOP); nothing of size [N, V] is saved.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
@@ -146,7 +146,7 @@ def linear_token_stats(
         ignore_index: Targets of this value have ``logprob`` 0 and ``is_top1`` False, and no gradient of their
             ``logprob``. The other fields do not depend on targets and are computed for every token.
         topk: How many of the highest logits ``topk`` holds, from 1 to V. It requests that field, and is required
-            if ``want`` names it.
+            if ``want`` has it.
         options: Memory and implementation: see `HeadOptions`. If only ``logprob`` is requested, with one target
             per token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
             ``topk`` up to 64.
@@ -176,7 +176,7 @@ def linear_token_stats(
     if topk is not None:
         names |= {"topk"}
     elif "topk" in names:
-        raise ArgumentValueError(message("topk", "an int, as want names 'topk'", "None", "Say how many: topk=5."))
+        raise ArgumentValueError(message("topk", "an int, as want has 'topk'", "None", "Pass their number: topk=5."))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):
         call = checked_call(
             "linear_token_stats", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
@@ -189,7 +189,7 @@ def linear_token_stats(
         elif not names.isdisjoint(OF_TARGETS):
             needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
             hint = "Pass the targets, or a want without these."
-            raise ArgumentValueError(message("target", f"class indices, as want names {needed}", "None", hint))
+            raise ArgumentValueError(message("target", f"class indices, as want has {needed}", "None", hint))
         return _token_stats(call, input.shape[:-1], target, names, highest, ignore_index)
 
 

@@ -84,7 +84,7 @@ def run_child(
     """
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         where = f"{function.__module__}.{function.__qualname__}"
-        raise ArgumentValueError(message("function", "a function that a module has by name", where))
+        raise ArgumentValueError(message("function", "a function that can be imported", where))
     with tempfile.TemporaryDirectory(prefix="lowtide-child-") as folder:
         answer = Path(folder) / "answer.json"
         call = {"module": function.__module__, "name": function.__qualname__, "path": sys.path, "answer": str(answer)}

@@ -102,8 +102,8 @@ def apply_policy(
         model: A module with decoder layers: of transformers, peft, or any other.
         policy: One `ActivationPolicy` for all layers, or a sequence with one for each.
         host_gib: The most pinned host memory that ``offload=True`` may take in this process, in GiB, or as a text with
-            a unit such as ``"64GiB"``. None: whatever the host has free, or this
-            process's part of that where a launcher has started several on it.
+            a unit such as ``"64GiB"``. None: whatever the host has free, or this process's
+            part of that where a launcher has started several on it.
 
     Returns:
         A `PolicyReport`: print it for a table.
@@ -180,7 +180,7 @@ def _check(model: object, policy: object = ()) -> None:
 
 
 def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
-    """Raise before anything has changed if a layer cannot do what its policy says, or layers disagree on their MLP."""
+    """Raise before anything has changed if a layer cannot do what its policy sets, or layers disagree on their MLP."""
     for name, policy in policies.items():
         layer = stack.layers[name]
         if policy.offload and not available():

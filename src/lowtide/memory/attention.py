@@ -6,7 +6,7 @@ second returns that in the same order, and the kernel is not called. Both are be
 backward what it saves without them, with query, key and value from the recompute.
 
 Source: PyTorch's selective activation checkpoint works so (``torch.utils.checkpoint``). This one looks at attention
-alone, sets the random state behind a saved dropout, and gives its tensors to backward as often as it asks.
+alone, sets the random state behind a saved dropout, and gives its tensors to backward any number of times.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def detached(tensor: Tensor) -> Tensor:
 def changed_in_place() -> UnsupportedError:
     """Return the error for a saved tensor that was written to between forward and backward."""
     expected = "tensors that stay unmodified from forward to backward"
-    hint = "Write out of place in the layer (x = x + y, not x += y), or give it keep='all'."
+    hint = "Write out of place in the layer (x = x + y, not x += y), or set keep='all' for it."
     return UnsupportedError(message("keep", expected, "one changed by an in-place operation", hint))
 
 
@@ -85,7 +85,7 @@ class _Call:
 
 
 class SavedAttention:
-    """What attention returned in one forward of one layer, for as many recomputes as its graph asks for.
+    """What attention returned in one forward of one layer, for any number of recomputes.
 
     Args:
         store: Takes a floating-point tensor to save and returns a function that gives it back.
@@ -117,7 +117,7 @@ class SavedAttention:
         call = self.calls[index] if index < len(self.calls) else None
         if call is None or call.operator is not operator:
             expected = f"call {index} of attention to be {call.operator if call else 'none'}, as in forward"
-            hint = "The layer takes another path in its recompute; give it keep='all'."
+            hint = "The layer takes another path in its recompute: set keep='all' for it."
             raise UnsupportedError(message("keep", expected, operator, hint))
         if call.rng_state is not None:
             _set_rng_state(*call.rng_state)
@@ -128,7 +128,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What both modes share: they do not look into compiled regions of the layer, and see higher-order operators."""
 
     supports_higher_order_operators = True
-    holds_no_outputs = True  # but attention's, which is no operator of lowtide's
+    holds_no_outputs = True  # of lowtide's operators: `lowtide.graph` reads it
 
     def __init__(self, saved: SavedAttention) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

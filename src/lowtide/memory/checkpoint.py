@@ -40,7 +40,7 @@ class LayerState:
 def run_layer(
     layer: nn.Module, state: LayerState, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a layer's own ``forward`` so that its graph saves what the policy says, and recomputes the rest in backward.
+    """Run a layer's own ``forward`` so that its graph saves what the policy sets, and recomputes the rest in backward.
 
     Args:
         layer: The layer.
@@ -164,7 +164,7 @@ def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: list[Any]
 
 def _weights_changed(name: str, what: str) -> UnsupportedError:
     """Return the error for a layer whose recompute would differ from its forward: gradients would be wrong."""
-    hint = "Step the optimizer, merge adapters and swap weights after every backward, or give this layer keep='all'."
+    hint = "Step the optimizer, merge adapters and swap weights after every backward, or set keep='all' for this layer."
     got = "one changed by an in-place operation, or through .data"
     return UnsupportedError(message(name, f"{what} that are in backward what they were in forward", got, hint))
 
@@ -175,7 +175,7 @@ def _without_cache(
     """Return the arguments without a cache of keys and values, which a recompute would fill twice.
 
     transformers makes an empty one for every forward unless ``use_cache=False``, also in training, where nothing reads
-    it. In evaluation somebody may: the third value says that the layer must run its stock forward.
+    it. In evaluation the caller may read it: the third value is whether the layer must run its stock forward.
     """
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches or getattr(layer, "_can_checkpoint_with_cache", False):
@@ -186,7 +186,7 @@ def _without_cache(
     found: list[Any] = [getattr(module, "layer_idx", None) for module in layer.modules()]
     index = next((index for index in found if isinstance(index, int)), 0)
     if any(_is_filled(cache, index) for cache in caches):
-        hint = "Train without past_key_values, or give this layer keep='all'."
+        hint = "Train without past_key_values, or set keep='all' for this layer."
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
     for cache in caches:
         setattr(cache, _LEFT_OUT, {**getattr(cache, _LEFT_OUT, {}), name: index})
@@ -224,7 +224,7 @@ def check_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def _was_left_out(name: str) -> UnsupportedError:
-    hint = "Pass use_cache=False in training; to continue from a cache, give the layers keep='all'."
+    hint = "Pass use_cache=False in training; to continue from a cache, set keep='all' for the layers."
     got = "one of a forward in which this layer was under a policy that recomputes, and left it empty"
     return UnsupportedError(message(name, "a cache that its own forwards have filled", got, hint))
 

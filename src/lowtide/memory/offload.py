@@ -93,7 +93,7 @@ class Side:
 def _clear_last_error(device: torch.device) -> None:
     """Clear the error that a failed call of the CUDA runtime leaves behind, which was raised already.
 
-    It would be raised after the next kernel's launch, whoever launches it. PyTorch has no name for cudaGetLastError,
+    It would be raised after the next launch of any kernel. PyTorch has no name for cudaGetLastError,
     and calls it after a launch of its own.
     """
     with contextlib.suppress(RuntimeError):

@@ -3,7 +3,7 @@
 They are idle from one step to the next, also at the end of forward, where a step's memory has its peak. They leave the
 GPU during forward, a part with each layer, and come back during backward, as the layers' activations go; the step
 finds them where they were. All of it runs in hooks: the optimizer keeps its class, its arithmetic and its
-checkpoints, and where a hook does not run the states are merely on the GPU for longer.
+checkpoints, and where a hook does not run the states stay on the GPU for longer.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Block:
             self.begin_back()
         self._wait(here)
         assert self._flat is not None
-        if self._host._version != self._version:  # somebody wrote to the states meanwhile
+        if self._host._version != self._version:  # the states were written to meanwhile
             self._copy_back(self._flat)
             self._wait(here)
         if here != self._stream:  # brought back from another one

@@ -1,11 +1,29 @@
-"""What a decoder layer saves for backward: `ActivationPolicy`."""
+"""What a decoder layer saves for backward: `ActivationPolicy`, and as text on command lines and in `lowtide plan`."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from itertools import groupby
+from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
 Keep = Literal["all", "attention", "input"]
+
+_WORD = re.compile(
+    r"(?:(\d+)\s*x\s*)?(all|attention|input)(?:(?:/|-mlp)([01]))?(?:(?:\s+by\s+|-tile)([1-9]\d*))?((?:\s+|-)offload(?:ed)?)?"
+)
+_STATES = re.compile(r"states(?:=(\d+(?:\.\d+)?))?(-late)?")
+FORM = (
+    "all, attention or input, with /0 or /1 (the MLP's level; or -mlp0), ' by TOKENS' (-tileTOKENS) and ' offloaded'"
+    " (-offload) behind; or several, as lowtide plan prints them: '12 x input/1, 4 x all/0' (12xinput/1+4xall/0)"
+)
+STATES_FORM = (
+    "with @states at the end the optimizer's states are offloaded too, @states=2.5 so many GiB of them, -late until"
+    " after backward"
+)
 
 
 def check_count(name: str, value: object, also: str = "") -> None:
@@ -55,3 +73,87 @@ class ActivationPolicy:
         if self.offload and self.keep == "all":
             hint = "Take keep='attention' or keep='input' with offload=True."
             raise ArgumentValueError(message("offload", "False with keep='all'", "True", hint))
+
+
+Mixture = tuple[tuple[ActivationPolicy, int], ...]  # policies of layers one after another, each with its number of them
+
+
+def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | list[ActivationPolicy]:
+    """Return the policy that a text names, or one for each layer where it has numbers of layers.
+
+    Args:
+        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ offloaded]``, or several of them, each as ``NUMBER x
+            POLICY``, joined by commas, first layers first. For a shell also ``keep[-mlpLEVEL][-tileTOKENS][-offload]``,
+            joined by ``+``.
+        layers: How many the model has, to check that the numbers add up; None: not checked.
+
+    Raises:
+        ArgumentValueError: It is nothing of the kind.
+
+    Example:
+        >>> parse_policies("4xall+12xattention-mlp1", 16)[4] == parse_policies("4 x all, 12 x attention/1", 16)[4]
+        True
+    """
+    found = [_WORD.fullmatch(word) for word in re.split(r"\s*[,+]\s*", text.strip())]
+    each = [(match[1], _policy(*match.groups()[1:])) for match in found if match]
+    if len(each) < len(found) or (len(each) > 1 and any(count is None for count, _ in each)):
+        raise ArgumentValueError(message("policy", FORM, repr(text)))
+    if each[0][0] is None:
+        return each[0][1]
+    policies = [policy for count, policy in each for _ in range(int(count))]
+    if layers is not None and len(policies) != layers:
+        raise ArgumentValueError(message("policy", f"one for each of {layers} layers", f"{text}, {len(policies)}"))
+    return policies
+
+
+def layer_policies(text: str, layers: int) -> list[ActivationPolicy]:
+    """Return the policy of each of so many layers; otherwise as `parse_policies`."""
+    found = parse_policies(text, layers)
+    return found if isinstance(found, list) else [found] * layers
+
+
+def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
+    """Return a policy without its part on optimizer states, and that part.
+
+    Args:
+        text: A policy, alone or with ``@states[=GIB][-late]`` behind it.
+
+    Returns:
+        The policy's text, and the arguments of `lowtide.memory.offload_optimizer`: None where states stay.
+
+    Raises:
+        ArgumentValueError: What is behind the ``@`` is nothing of the kind.
+
+    Example:
+        >>> split_states("16xall@states=2.5")
+        ('16xall', {'gib': 2.5, 'late': False})
+    """
+    policy, at, states = text.partition("@")
+    if not at:
+        return policy, None
+    match = _STATES.fullmatch(states)
+    if match is None or (match[1] is not None and float(match[1]) == 0):
+        raise ArgumentValueError(message("policy", f"{FORM}; {STATES_FORM}", repr(text)))
+    return policy, {"gib": float(match[1]) if match[1] else None, "late": bool(match[2])}
+
+
+def _policy(keep: Any, level: str | None, tile: str | None, offload: str | None) -> ActivationPolicy:
+    mlp_level, mlp_tile_tokens = (None if number is None else int(number) for number in (level, tile))
+    return ActivationPolicy(keep=keep, mlp_level=mlp_level, mlp_tile_tokens=mlp_tile_tokens, offload=bool(offload))
+
+
+def word_of(policy: ActivationPolicy) -> str:
+    """Return a policy in a few letters, as `parse_policies` reads it: ``attention/0``, ``input/1 by 512 offloaded``."""
+    level = "" if policy.mlp_level is None else f"/{policy.mlp_level}"
+    tile = "" if policy.mlp_tile_tokens is None else f" by {policy.mlp_tile_tokens}"
+    return f"{policy.keep}{level}{tile}{' offloaded' if policy.offload else ''}"
+
+
+def words_of(mixture: Iterable[tuple[ActivationPolicy, int]]) -> str:
+    """Return the policies of a model's layers as `parse_policies` reads them."""
+    return ", ".join(f"{count} x {word_of(policy)}" for policy, count in mixture)
+
+
+def mixture_of(policies: Iterable[ActivationPolicy]) -> Mixture:
+    """Return policies of single layers as runs of equal ones."""
+    return tuple((policy, len(list(equal))) for policy, equal in groupby(policies))

@@ -92,7 +92,7 @@ class Snapshot:
         else:
             return
         expected = "backward to run the code that forward ran"
-        raise UnsupportedError(message(name, expected, got, f"{hint}; or give this layer keep='all'."))
+        raise UnsupportedError(message(name, expected, got, f"{hint}; or set keep='all' for this layer."))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

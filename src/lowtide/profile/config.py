@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from lowtide.bench.settings import Device, Dtype, Settings, options_of, setting
+from lowtide.bench.settings import Device, Dtype, Settings, setting
 from lowtide.bench.way import IMPLEMENTATIONS, LIGER, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import parse_gib
-from lowtide.memory.policy_words import FORM
-from lowtide.train.shapes import SHAPES, config_file
+from lowtide.memory.policy import FORM
+from lowtide.train.shapes import SHAPES
 
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"]
 Fsdp = Literal["none", "zero2", "zero3"]
@@ -36,7 +35,8 @@ class ProfileConfig(Settings):
         ArgumentValueError: a value that no run could use.
     """
 
-    benchmark: ClassVar[str] = "profile"
+    benchmark, program = "profile", "lowtide profile"
+    folders = ("output", *_FILES)
 
     model: str = setting(
         AUTO,
@@ -91,7 +91,6 @@ class ProfileConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
-        self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
         if self.memory_limit is not None:
             self._require("memory_limit", self.memory_limit_gib > 0, "a size above 0")
         for name in _FILES:
@@ -193,8 +192,7 @@ class ProfileConfig(Settings):
             file = getattr(self, name)
             if file is not None and not Path(file).absolute().parent.is_dir():
                 raise ArgumentValueError(message(name, "a file in a folder that exists", file))
-        if self.model not in (AUTO, *SHAPES):
-            config_file(self.model)
+        super().check_here()
         assert len(self.earlier) == len(self.include)
 
     def check_device(self, kind: str, *, gpus: int) -> None:
@@ -208,7 +206,3 @@ class ProfileConfig(Settings):
         if self.memory_limit is not None:
             hint = "Leave it out: a CPU's memory has no limit."
             raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", hint))
-
-    def command(self) -> str:
-        """Return the command with the same settings."""
-        return shlex.join(["lowtide", "profile", *options_of(self, but=("output", *_FILES))])

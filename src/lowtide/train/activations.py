@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from lowtide.memory import ActivationPolicy, Adapters, MemoryPlan, apply_policy,
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.policy_words import layer_policies, words_of
+from lowtide.memory.policy import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import count
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
-from lowtide.train.settings import Settings
+from lowtide.train.run_state import RunState
 
 # Trainer's optimizers as the planner names them
 _OPTIMIZERS = {
@@ -36,100 +35,49 @@ _LORA_A = ".lora_A."
 _MASKED = ("sdpa", "eager")  # transformers' implementations of attention that take a mask for packed documents
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The activation policy of a run.
-
-    Attributes:
-        policies: one for each layer.
-        lines: what to print about it.
-        plan: where the policies are from; None where the user named them.
-    """
-
-    policies: Sequence[ActivationPolicy]
-    lines: tuple[str, ...]
-    plan: MemoryPlan | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The largest batch of a run, as its layers see it.
-
-    Attributes:
-        seq_len: tokens of a row.
-        rows: how many.
-        mask: transformers makes a mask [rows, 1, seq_len, seq_len] for sdpa and eager attention: rows have padding,
-            or hold several documents.
-    """
-
-    seq_len: int
-    rows: int
-    mask: bool = False
-
-    @classmethod
-    def of(cls, args: Any, seq_len: int, *, padded: bool) -> Batch:
-        """Return the batch of a trainer's arguments; ``padded``: rows differ in length."""
-        rows = args.per_device_train_batch_size
-        packs = getattr(args, "packing", False)
-        if getattr(args, "padding_free", False) or (packs and args.packing_strategy != "wrapped"):
-            return cls(seq_len * rows, 1, mask=True)  # all rows joined
-        return cls(seq_len, rows, mask=padded and not packs and rows > 1)
-
-
-def plan_and_apply(model: Any, config: TrainConfig, settings: Settings, batch: Batch) -> Applied | None:
-    """Apply ``--policy``, or the plan for ``--memory-budget``, to the model; None where neither is given.
-
-    Args:
-        model: the run's, patched, its adapters on it.
-        config: the run's settings.
-        settings: its trainer's.
-        batch: what a step works on at once.
+def plan_and_apply(run: RunState) -> None:
+    """Apply ``--policy``, or the plan for ``--memory-budget``, to the run's model; without either do nothing.
 
     Raises:
         ArgumentValueError: nothing fits in the budget, or the policy is not one for this model.
         UnsupportedError: the model, or the machine, cannot do what the policy says.
     """
-    if config.policy is None and config.memory_budget is None:
-        return None
-    plan = None
+    config, model = run.config, run.model
     if config.policy is not None:
-        policies = layer_policies(config.policy, len(find_stack(model).layers))
-        lines = [f"policy   {config.policy}"]
-    else:
-        plan = plan_memory(
+        run.policies = layer_policies(config.policy, len(find_stack(model).layers))
+        run.lines.append(f"policy   {config.policy}")
+    elif config.memory_budget is not None:
+        run.plan = plan_memory(
             model.config,
-            budget_gib=parse_gib("memory_budget", str(config.memory_budget)),
+            budget_gib=parse_gib("memory_budget", config.memory_budget),
             host_gib=config.host_gib or 0,
             options=HeadOptions(workspace_mib=config.workspace_mib),
             offload_states="auto" if config.offload_states else False,
-            **planned_job(model, settings, batch),
+            **planned_job(run),
         )
-        policies, lines = list(plan.policies), list(_planned(plan, model, config, settings.args))
-    apply_policy(model, policies, host_gib=config.host_gib)
-    return Applied(policies, tuple(lines), plan)
+        run.policies = list(run.plan.policies)
+        run.lines += _planned(run.plan, model, config, run.settings.args)
+    if run.policies is not None:
+        apply_policy(model, run.policies, host_gib=config.host_gib)
 
 
-def current_policies(settings: Settings, applied: Applied | None, layers: int) -> Sequence[ActivationPolicy]:
+def current_policies(run: RunState, layers: int) -> Sequence[ActivationPolicy]:
     """Return what the layers of a run save."""
-    if applied is not None:
-        return applied.policies
-    checkpointed = settings.args.gradient_checkpointing or getattr(settings.args, "activation_checkpointing", False)
+    if run.policies is not None:
+        return run.policies
+    args = run.settings.args
+    checkpointed = args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)
     return [ActivationPolicy(keep="input" if checkpointed else "all")] * layers
 
 
-def planned_job(model: Any, settings: Settings, batch: Batch) -> dict[str, Any]:
-    """Return what `plan_memory` and `lowtide.memory.planner.job.Job` both take of a run, by its name in both.
-
-    Args:
-        model: the run's, with its adapters and patched.
-        settings: of its trainer.
-        batch: what a step works on at once.
+def planned_job(run: RunState) -> dict[str, Any]:
+    """Return the arguments that `plan_memory` and `lowtide.memory.planner.job.Job` both take of a run.
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
     """
-    args = settings.args
-    weights = getattr(torch, str(settings.model.dtype), torch.float32)
+    args, model, batch = run.settings.args, run.model, run.batch
+    weights = getattr(torch, str(run.settings.model.dtype), torch.float32)
     return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,
@@ -144,7 +92,7 @@ def planned_job(model: Any, settings: Settings, batch: Batch) -> dict[str, Any]:
 
 
 def planned_optimizer(args: Any) -> str:
-    """Return Trainer's optimizer by its name in the planner.
+    """Return the planner's name of Trainer's optimizer.
 
     Raises:
         ArgumentValueError: it has none.
@@ -165,29 +113,24 @@ def has_levels(model: Any) -> bool:
 class OffloadStates(TrainerCallback):  # type: ignore[misc]
     """Offloads the states of Trainer's optimizer once there is one, those of a resumed run included.
 
-    Args:
-        config: the run's settings.
-        applied: its policy; a plan says how many bytes leave the GPU.
-
-    Raises:
-        UnsupportedError: there is no GPU, or each process has only a shard of the parameters.
+    A plan decides how many bytes leave the GPU; without one all do.
     """
 
-    def __init__(self, config: TrainConfig, applied: Applied | None) -> None:
-        check_offload(config)
-        chosen = applied.plan.chosen if applied is not None and applied.plan is not None else None
-        self._size = {"gib": None if applied is None or applied.plan is None else applied.plan.states_gib}
-        self._late, self._host = chosen is not None and chosen.late, config.host_gib
-        self._none = chosen is not None and not chosen.states
-        self.handle: Any = None
+    def __init__(self, plan: MemoryPlan | None, host_gib: float | None) -> None:
+        self._plan, self._host_gib = plan, host_gib
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
         """Add the hooks: of a step's backward passes the last one brings the states back."""
         del state, control
-        if not self._none:
-            batches = args.gradient_accumulation_steps
-            self.handle = offload_optimizer(
-                optimizer, model, **self._size, host_gib=self._host, late=self._late, backwards_per_step=batches
+        plan = self._plan
+        if plan is None or plan.chosen.states:
+            offload_optimizer(
+                optimizer,
+                model,
+                gib=None if plan is None else plan.states_gib,
+                host_gib=self._host_gib,
+                late=plan is not None and plan.chosen.late,
+                backwards_per_step=args.gradient_accumulation_steps,
             )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from lowtide.memory.planner.gpus import GPUS, USABLE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import Memory
-from lowtide.memory.policy_words import Mixture, mixture_of, words_of
-from lowtide.train.activations import Applied, Batch, current_policies, planned_job, planned_optimizer
+from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory.policy import mixture_of, words_of
+from lowtide.train.activations import current_policies, planned_job, planned_optimizer
+from lowtide.train.checkpoints import how_to_resume
 from lowtide.train.config import TrainConfig
+from lowtide.train.files import why
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
+from lowtide.train.run_state import RunState
 from lowtide.train.settings import Settings
 
 _MARGIN = 0.95  # what is advised must be expected to take less than what has just failed
@@ -35,68 +39,45 @@ class OutOfMemory(LowtideError, MemoryError):
     exit_status = 3
 
 
-def advise(
-    error: BaseException,
-    config: TrainConfig,
-    settings: Settings | None,
-    *,
-    batch: Batch | None,
-    model: Any = None,
-    applied: Applied | None = None,
-    step: int | None = None,
-    go_on: str,
-) -> OutOfMemory:
-    """Return the error that says what happened and what would fit.
-
-    Args:
-        error: what was raised.
-        config: the run's settings.
-        settings: its trainer's; None before there were any.
-        batch: what a step works on at once; None before there was a model.
-        model: the model; None where it was not there yet.
-        applied: the activation policy.
-        step: the step in which it happened; None before the first.
-        go_on: how to resume the run.
-    """
-    if settings is None or model is None or batch is None:
-        ways = ["The model itself does not fit: take a smaller one, --dtype bfloat16 or more GPUs."]
-        return OutOfMemory("\n".join([f"out of memory before the first step. {_first_line(error)}", *ways]))
-    args = settings.args
+def advise(error: BaseException, run: RunState) -> OutOfMemory:
+    """Return the error with what happened in a run, what would fit, and how to resume it."""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    if run.model is None:
+        ways = "The model itself does not fit: take a smaller one, --dtype bfloat16 or more GPUs."
+        return OutOfMemory(f"out of memory before the first step. {first_line}\n{ways}")
+    args, batch = run.settings.args, run.batch
     rank = f" on rank {args.process_index}" if args.world_size > 1 else ""
-    when = f"in step {step}" if step else "before the first step"
+    when = "before the first step" if run.step is None else f"in step {run.step + 1}"
     size = f"{batch.rows} x {batch.seq_len} tokens"
-    lines = [
-        f"out of memory{rank} {when}, at {size}. {_first_line(error)}",
-        *_what_fits(config, settings, model, applied, batch),
-        go_on,
-    ]
-    return OutOfMemory("\n".join(line for line in lines if line))
+    lines = [f"out of memory{rank} {when}, at {size}. {first_line}", *_what_fits(run)]
+    return OutOfMemory("\n".join([*lines, how_to_resume(run.output)] if run.saves else lines))
 
 
-def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: Applied | None, batch: Batch) -> list[str]:
+def _what_fits(run: RunState) -> list[str]:
     """Return lines of advice with the planner's figures, or why there are none."""
+    config, settings, plan = run.config, run.settings, run.plan
     try:
-        job = _job(config, settings, model, batch)
+        job = _job(run)
     except (LowtideError, OSError, RuntimeError) as error:
-        why = " ".join(str(error).split())
-        return [f"The planner has no figures for it ({why}): lower --per_device_train_batch_size or --seq-len."]
-    policies = current_policies(settings, applied, job.shape.layers)
+        return [f"The planner has no figures for it ({why(error)}): lower --per_device_train_batch_size or --seq-len."]
+    policies = current_policies(run, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
     search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
-    every = search.memory.states if config.offload_states else 0
-    plan = applied.plan if applied is not None else None
+    every = search.costs.states if config.offload_states else 0
     away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
     groups = mixture_of(policies)
-    takes = search.memory.peak(groups, away, late=late).bytes
+    takes = search.costs.peak(groups, away, late=late).bytes
     memory, where = _memory(settings.args)
     limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
     lines = [f"According to the planner this step takes {gib(takes):.2f} GiB{left}."]
     if not config.patch:
         return [*lines, "That is with lowtide's loss. A stock model's logits are added to it: leave --no-patch out."]
-    helps = [*_other_policy(search, limit, every), *_states(config, settings.args, search, groups)]
+    helps = [*_other_policy(search, limit, every)]
+    if not (config.offload_states or settings.args.device.type != "cuda" or uses_fsdp() or uses_deepspeed()):
+        helps.append(("--offload-states", search.costs.peak(groups, search.costs.states).bytes))
+    helps += _smaller(job, limit, lambda costs: costs.peak(groups, away, late=late).bytes)
     helps = [(options, peak) for options, peak in helps if peak <= limit]
-    helps += _smaller(job, limit, lambda memory: memory.peak(groups, away, late=late).bytes)
     if helps:
         width = max(len(options) for options, _ in helps)
         lines += ["What would fit:", *(f"  {options:<{width}}  {gib(peak):.2f} GiB" for options, peak in helps)]
@@ -108,45 +89,33 @@ def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: App
     return [*lines, f"The figures: {line}"] if line else lines
 
 
-def _other_policy(search: Search, limit: float, away: int) -> list[tuple[str, int]]:
-    """Return the fastest policy that fits with this many bytes of optimizer states on the host; else none."""
-    peaks = [(search.memory.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
-    fitting = [(one.seconds, peak, one) for peak, one in peaks if peak <= limit]
-    if not fitting:
-        return []
-    _, peak, found = min(fitting, key=lambda each: each[:2])
-    return [(f"--policy {shlex.quote(words_of(found.groups))}", peak)]
+def _other_policy(search: Search, limit: float, away: int) -> Iterator[tuple[str, int]]:
+    """Yield the fastest policy that fits with this many bytes of optimizer states on the host, and its bytes."""
+    peaks = [(search.costs.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
+    fitting = [(one.seconds, peak, words_of(one.groups)) for peak, one in peaks if peak <= limit]
+    for _, peak, words in sorted(fitting)[:1]:
+        yield f"--policy {shlex.quote(words)}", peak
 
 
-def _states(config: TrainConfig, args: Any, search: Search, groups: Mixture) -> list[tuple[str, int]]:
-    """Return the bytes where the optimizer's states are on the host, if this run could have them there."""
-    if config.offload_states or args.device.type != "cuda" or uses_fsdp() or uses_deepspeed():
-        return []
-    return [("--offload-states", search.memory.peak(groups, search.memory.states).bytes)]
-
-
-def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> list[tuple[str, int]]:
-    """Return the largest part of the batch, and of the sequence, that fits with the policy as it is, and their bytes.
+def _smaller(job: Job, limit: float, peak_of: Callable[[StepCosts], int]) -> Iterator[tuple[str, int]]:
+    """Yield the largest part of the batch, and of the sequence, that fits with the same policy, and their bytes.
 
     A part of the batch is one that more batches make whole again.
     """
-    parts = [n for n in range(job.batch_size // 2, 0, -1) if job.batch_size % n == 0]
-    more = "times the --gradient_accumulation_steps"
-    batches = [(f"--per_device_train_batch_size {n} and {job.batch_size // n} {more}", n) for n in parts]
+    rows, more = job.batch_size, "times the --gradient_accumulation_steps"
+    parts = {
+        f"--per_device_train_batch_size {n} and {rows // n} {more}": replace(job, batch_size=n, keep_gradients=True)
+        for n in range(rows // 2, 0, -1)
+        if rows % n == 0
+    }
     lengths = [job.seq_len >> halved for halved in range(1, job.seq_len.bit_length() - 1)]
-    jobs = [
-        [(options, replace(job, batch_size=n, keep_gradients=True)) for options, n in batches],
-        [(f"--seq-len {n}", replace(job, seq_len=n)) for n in lengths],
-    ]
-    found = []
-    for kind in jobs:
-        peaks = ((options, peak_of(Memory(smaller))) for options, smaller in kind)
-        found += [next(((options, peak) for options, peak in peaks if peak <= limit), None)]
-    return [one for one in found if one is not None]
+    for jobs in (parts, {f"--seq-len {n}": replace(job, seq_len=n) for n in lengths}):
+        peaks = ((options, peak_of(StepCosts(smaller))) for options, smaller in jobs.items())
+        yield from islice((each for each in peaks if each[1] <= limit), 1)
 
 
 def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
-    memory = search.memory
+    memory = search.costs
     fixed = memory.weights + memory.states + memory.all_gradients
     if fixed < limit / 2:
         return (
@@ -190,16 +159,16 @@ def plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -
     return " ".join(words)
 
 
-def _job(config: TrainConfig, settings: Settings, model: Any, batch: Batch) -> Job:
+def _job(run: RunState) -> Job:
     try:
-        gpu = find_gpu(None) if settings.args.device.type == "cuda" else GPUS["h100"]
+        gpu = find_gpu(None) if run.settings.args.device.type == "cuda" else GPUS["h100"]
     except (LowtideError, RuntimeError):  # an unknown one would be measured, for which there is no memory now
         gpu = GPUS["h100"]
     return Job(
-        shape=read_shape(model.config),
+        shape=read_shape(run.model.config),
         gpu=gpu,
-        head=HeadOptions(workspace_mib=config.workspace_mib),
-        **planned_job(model, settings, batch),
+        head=HeadOptions(workspace_mib=run.config.workspace_mib),
+        **planned_job(run),
     )
 
 
@@ -210,7 +179,3 @@ def _memory(args: Any) -> tuple[int, str]:
         mine = torch.cuda.memory_reserved(args.device)
         return int(min(total * USABLE, free + mine)), "this GPU"
     return resident_bytes() + available_bytes(), "this machine"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.train.config import DEFAULT_ROOT, RUN_FILE
+from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.files import RUN_FILE, why
 from lowtide.train.parallel import in_group
 
 MODEL = "model"
@@ -44,8 +46,7 @@ class SaveError(LowtideError, OSError):
 class Complete(TrainerCallback):  # type: ignore[misc]
     """Marks a checkpoint as complete once all ranks have written it to disk, and then removes older ones.
 
-    Args:
-        keep: how many to keep, the newest ones and the best; None: all.
+    The newest ``keep`` stay, and the best; with None all do.
     """
 
     def __init__(self, keep: int | None) -> None:
@@ -91,12 +92,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def new_output(output: str | None, stamp: str) -> Path:
-    """Return the folder for a new run, which is not made yet.
+def how_to_resume(output: Path) -> str:
+    """Return what to do after a run that ended early."""
+    if not checkpoints(output):
+        return "There is no checkpoint yet: start again."
+    return f"Resume with: lowtide train --resume_from_checkpoint true --output {output}"
 
-    Args:
-        output: the user's, None for a new folder under `DEFAULT_ROOT`.
-        stamp: the name of that folder.
+
+def new_output(output: str | None, stamp: str) -> Path:
+    """Return the folder for a new run, which is not made yet: the user's, or one named ``stamp`` in `DEFAULT_ROOT`.
 
     Raises:
         ArgumentValueError: it holds a run or other files already, or nothing can be written there.
@@ -114,8 +118,7 @@ def new_output(output: str | None, stamp: str) -> Path:
         if path.exists() and (not path.is_dir() or found):
             raise ArgumentValueError(message("output", expected, f"{path}, which is neither", "Name another."))
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise ArgumentValueError(message("output", "a folder that can be written", f"{path}", "Name another."))
+        Path(tempfile.mkdtemp(dir=existing)).rmdir()  # /proc grants access, and takes no folder
     except OSError as error:
         raise ArgumentValueError(message("output", expected, f"{path} ({error.strerror})", "Name another.")) from error
     return path
@@ -186,12 +189,7 @@ def read_run_file(output: Path) -> dict[str, Any]:
 
 
 def write_folder(final: Path, write: Callable[[Path], object], *, publish: bool = True) -> None:
-    """Write a folder aside and rename it once it is on the disk.
-
-    Args:
-        final: its name.
-        write: called with the folder to write into.
-        publish: this rank renames it.
+    """Let each rank ``write`` into a folder aside; one of them renames it once it is on the disk.
 
     Raises:
         SaveError: it could not be written.
@@ -228,13 +226,8 @@ def is_not_written(error: BaseException) -> bool:
 def save_error(path: Path, error: BaseException) -> SaveError:
     """Return the error for something that could not be written."""
     reason = getattr(error, "strerror", None) or _system_reason(path, error)
-    complete = checkpoints(path.parent)
-    left = (
-        f"{complete[-1].name} is complete: go on from it with --resume_from_checkpoint true"
-        if complete
-        else "No checkpoint is there yet: start again"
-    )
-    return SaveError(f"could not write {path} ({reason}). Make room or choose another --output. {left}.")
+    ways = f"Make room or choose another --output. {how_to_resume(path.parent)}"
+    return SaveError(f"could not write {path} ({reason}). {ways}")
 
 
 def _system_reason(path: Path, error: BaseException) -> str:
@@ -246,15 +239,6 @@ def _system_reason(path: Path, error: BaseException) -> str:
     if shutil.disk_usage(folder).free < _ALMOST_FULL:
         return os.strerror(errno.ENOSPC)
     return os.strerror(errno.EIO) if any(sign in text for sign in _NOT_WRITTEN) else (text.splitlines() or ["?"])[0]
-
-
-def why(error: BaseException) -> str:
-    """Return an error of whatever kind in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if "PytorchStreamReader" in str(error) or "inline_container" in str(error):
-        return "a file that torch.save wrote is damaged"
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _flush_all(folder: Path) -> None:

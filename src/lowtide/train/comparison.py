@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,30 +41,28 @@ class CompareError(LowtideError, RuntimeError):
 
 
 def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Path | None) -> Comparison:
-    """Do what `lowtide.train.compare` says."""
+    """Do what `lowtide.train.compare` documents."""
     console = console or Console()
     if launched_ranks() > 1:
-        raise ArgumentValueError(
-            message("compare", "one process", "a distributed launch", "Start it without torchrun.")
-        )
+        hint = "Start it without torchrun."
+        raise ArgumentValueError(message("compare", "one process", "a distributed launch", hint))
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ArgumentValueError(message("json", "a file in a folder that exists", json_file))
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as name:
         folder = Path(name)
-        config = replace(config, output=str(folder / "run"))
         settings = trainer_settings(config, folder, save=False, text=find_data(config.data).is_text)
         if getattr(settings.model, "use_peft", False) and settings.model.lora_dropout:
             console.print("lora_dropout is 0 in both runs: fused MLPs draw other random numbers than stock ones")
             config = replace(config, options={**config.options, "lora_dropout": 0})
-        shared, tokens = share_data(config, settings, folder)
+        shared = share_data(config, settings, folder / "run")
         block = max(_SHORTEST, max(settings.args.max_steps, 0) // _BLOCKS)
-        stock, patched = _interleaved(shared, tokens, folder / "turn", block, console)
+        stock, patched = _interleaved(shared, folder / "turn", block, console)
         steps = max(patched.losses, default=1)
         rates = settings.args.learning_rate, int(settings.args.get_warmup_steps(steps))
         reference, tolerance = None, replace(FLOAT32, early_steps=early_steps(EARLY_STEPS, *rates))
         if settings.product_dtype != "float32":
             options = {**shared.options, "bf16": False, "fp16": False, "dtype": "float32"}
-            reference = _in_child(replace(shared, patch=False, options=options), tokens, None, console, "float32")
+            reference = _in_child(replace(shared, patch=False, options=options), None, console, "float32")
             tolerance = measured_tolerance(stock, reference, early_steps(NARROW_EARLY_STEPS, *rates))
     comparison = Comparison(
         stock=stock,
@@ -84,42 +82,25 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
     return comparison
 
 
-def _interleaved(
-    config: TrainConfig, tokens: Path | None, turn: Path, block: int, console: Console
-) -> tuple[TrainResult, TrainResult]:
-    """Run the stock and the patched model at the same time, by turns."""
+def _interleaved(config: TrainConfig, turn: Path, block: int, console: Console) -> tuple[TrainResult, TrainResult]:
+    """Run the stock and the patched model at the same time, block by block."""
     give_turn(turn, _STOCK)
-    results: dict[str, TrainResult | BaseException] = {}
 
-    def one(name: str, other: str) -> None:
+    def one(name: str, other: str) -> TrainResult:
         try:
             own = replace(config, patch=name == _PATCHED)
-            results[name] = _in_child(own, tokens, (str(turn), name, other, block), console, name)
-        except BaseException as error:  # raised again below, in the main thread
-            results[name] = error
+            return _in_child(own, (str(turn), name, other, block), console, name)
         finally:
             give_turn(turn, FREE)
 
-    threads = [threading.Thread(target=one, args=pair) for pair in ((_STOCK, _PATCHED), (_PATCHED, _STOCK))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in (_STOCK, _PATCHED):
-        if isinstance(found := results[name], BaseException):
-            raise found
-    stock, patched = results[_STOCK], results[_PATCHED]
-    assert isinstance(stock, TrainResult)
-    assert isinstance(patched, TrainResult)
-    return stock, patched
+    with ThreadPoolExecutor() as pool:
+        stock, patched = pool.submit(one, _STOCK, _PATCHED), pool.submit(one, _PATCHED, _STOCK)
+    return stock.result(), patched.result()
 
 
-def _in_child(
-    config: TrainConfig, tokens: Path | None, turn: tuple[str, str, str, int] | None, console: Console, label: str
-) -> TrainResult:
+def _in_child(config: TrainConfig, turn: tuple[str, str, str, int] | None, console: Console, label: str) -> TrainResult:
     """Run one of them and return what it measured."""
-    settings, file = config.to_json(), None if tokens is None else str(tokens)
-    ended = run_child(train_in_child, settings, file, turn, label, capture=console.quiet)
+    ended = run_child(train_in_child, config.to_json(), turn, label, capture=console.quiet)
     if ended.returncode != 0:
         raise CompareError(f"the {label} run failed: {_last_error(ended.stderr) or f'status {ended.returncode}'}")
     value = {**ended.value, "losses": {int(step): loss for step, loss in ended.value["losses"].items()}}

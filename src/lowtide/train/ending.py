@@ -46,15 +46,10 @@ class SaveAndStop(TrainerCallback):  # type: ignore[misc]
     A second Ctrl-C ends the process at once. Further SIGTERMs change nothing: clusters signal the ranks and the
     launcher, which signals the ranks again.
 
-    Args:
-        saves: whether the run writes checkpoints at all.
-
-    Attributes:
-        stopped: the signal that ended training; 0: none.
     """
 
     def __init__(self, *, saves: bool) -> None:
-        self.stopped = 0
+        self.stopped = 0  # the signal that ended training
         self._saves, self._came = saves, 0
         self._before: dict[int, Any] = {}
 

@@ -13,6 +13,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -64,23 +65,33 @@ class Source:
         kind: the format: "text", "jsonl", "json" (a list of rows), "csv" (.tsv too), "parquet", "saved" (a folder that
             `Dataset.save_to_disk` wrote) or "hub" (a snapshot in the Hub's cache).
         config: the configuration of a "hub" dataset; None: its only one.
-        size: bytes.
     """
 
     path: Path
     kind: Kind
     config: str | None = None
-    size: int = 0
 
-    @classmethod
-    def at(cls, path: Path, kind: Kind, config: str | None = None) -> Source:
-        """Return a source with its size."""
-        return cls(path, kind, config, sum(stat.st_size for _, stat in cls(path, kind).stats()))
+    @cached_property
+    def size(self) -> int:
+        """Bytes, when they were first counted."""
+        return sum(stat.st_size for _, stat in self.stats())
+
+    @property
+    def is_table(self) -> bool:
+        """Whether `datasets` reads it."""
+        return self.kind not in ("text", "jsonl")
 
     def stats(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield the files it consists of, with their sizes and times."""
+        """Yield the files it consists of, with their sizes and times.
+
+        Raises:
+            ArgumentValueError: a file was removed since it was found.
+        """
         inside = (Path(where, name) for where, _, names in sorted(os.walk(self.path)) for name in sorted(names))
-        yield from ((path, path.stat()) for path in (inside if self.kind in ("saved", "hub") else [self.path]))
+        try:
+            yield from ((path, path.stat()) for path in (inside if self.kind in ("saved", "hub") else [self.path]))
+        except OSError as error:
+            raise unreadable(self.path, error) from error
 
 
 @dataclass(frozen=True)
@@ -107,33 +118,25 @@ class Sources:
 
     @property
     def has_tables(self) -> bool:
-        """Whether any of them is read by `datasets`."""
-        return any(file.kind not in ("text", "jsonl") for file in self.files)
+        """Whether `datasets` reads any of them."""
+        return any(file.is_table for file in self.files)
 
     def fingerprint(self, *arguments: object) -> str:
-        """Return a digest of all files' names, sizes and times of change, and of the arguments' representations.
-
-        Raises:
-            ArgumentValueError: a file was removed since it was found.
-        """
+        """Return a digest of all files' names, sizes and times of change, and of the arguments' representations."""
         digest = hashlib.sha256(repr(arguments).encode(errors="surrogatepass"))
         for source in self.files:
-            try:
-                for path, stat in source.stats():
-                    entry = f"\0{source.config}\0{path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}"
-                    digest.update(entry.encode(errors="surrogateescape"))
-            except OSError as error:
-                raise unreadable(source.path, error) from error
+            for path, stat in source.stats():
+                entry = f"\0{source.config}\0{path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+                digest.update(entry.encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 
 def find_data(paths: Sequence[str]) -> Sources:
     """Find the files and datasets that the user named.
 
-    Args:
-        paths: files, folders or names of Hub datasets; none: the standard library's sources. Of a folder every file
-            with a suffix is taken, except hidden ones, the folders of runs, and files that are empty, binary or not
-            UTF-8, which are counted. A file with two names is taken once.
+    Without names it is the standard library's sources. Of a folder every file with a suffix is taken, except hidden
+    ones, the folders of runs, and files that are empty, binary or not UTF-8, which are counted. A file with two names
+    is taken once.
 
     Raises:
         ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or holds no data; or a Hub
@@ -163,14 +166,9 @@ def hub_cache() -> Path:
 
 
 def hub_snapshot(name: str, kind: Literal["models", "datasets"]) -> Path | None:
-    """Return the folder of a model or dataset in the Hub's local cache; None: it is not there.
+    """Return the folder of ``org/name`` or ``name`` in the Hub's local cache; None: it is not there.
 
-    Args:
-        name: ``org/name`` or ``name``, as on the Hub.
-        kind: what it names.
-
-    Returns:
-        The snapshot of the branch main; if only other revisions were downloaded, the newest snapshot.
+    It is the snapshot of the branch main; if only other revisions were downloaded, the newest snapshot.
     """
     if not _HUB_NAME.fullmatch(name) or ":" in name:
         return None
@@ -198,20 +196,20 @@ def _from_hub(name: str, path: Path) -> Source:
         expected = f"a file, a folder or a Hub dataset in {hub_cache()}"
         hint = f"Check the path, or download the dataset: hf download {match[1]} --repo-type dataset"
         raise ArgumentValueError(message("data", expected, f"{name}, which is none of them", hint))
-    return Source.at(folder, "hub", match[2])
+    return Source(folder, "hub", match[2])
 
 
 def _search(path: Path) -> tuple[list[Source], int]:
     """Return the data at a path that exists, and the number of files of a folder that hold none."""
     if _is_saved(path):
-        return [Source.at(path, "saved")], 0
+        return [Source(path, "saved")], 0
     if not path.is_dir():
         if why := _not_data(path):
             hint = "Give UTF-8 text, .jsonl, .json, .csv or .parquet files, uncompressed."
             raise ArgumentValueError(message("data", "a file of text or rows", f"{path}, which {why}", hint))
-        return [Source.at(path, _KINDS.get(path.suffix.lower(), "text"))], 0
+        return [Source(path, _KINDS.get(path.suffix.lower(), "text"))], 0
     inside = [file for file in _walk(path) if file.is_dir() or (file.suffix and file.is_file())]
-    found = [Source.at(file, _kind_in_folder(file)) for file in inside if file.is_dir() or not _not_data(file)]
+    found = [Source(file, _kind_in_folder(file)) for file in inside if file.is_dir() or not _not_data(file)]
     if not found:
         expected, hint = "a folder with data", "Files without a suffix, hidden, empty or binary do not count."
         raise ArgumentValueError(message("data", expected, f"{path}, which has none", hint))
@@ -260,7 +258,7 @@ def standard_library() -> list[Source]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = (path for path in _walk(root, _STDLIB_SKIP) if path.suffix in _STDLIB_SUFFIXES)
-    if files := [Source.at(path, "text") for path in found if not _not_data(path)]:
+    if files := [Source(path, "text") for path in found if not _not_data(path)]:
         return files
     expected, hint = "the standard library's sources", "Name text to train on with --data."
     raise ArgumentValueError(message("data", expected, f"none in {root}", hint))
@@ -368,6 +366,17 @@ def load_json(text: bytes) -> Any:
     if rb"\u" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def why(error: BaseException) -> str:
+    """Return an error of the system or of another library in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    if "PytorchStreamReader" in text or "inline_container" in text:
+        return "a file that torch.save wrote is damaged"
+    name = type(error).__name__
+    return (f"{name}: {text}" if isinstance(error, LookupError) else text or name)[:300].rstrip(".")
 
 
 def unreadable(path: Path, error: OSError) -> ArgumentValueError:

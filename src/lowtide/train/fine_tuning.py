@@ -17,11 +17,8 @@ class FineTuner(Measured, SFTTrainer):  # type: ignore[misc]
     of logits at a time; under FSDP2 it gathers that weight with ``full_tensor()``. Here it is not called: transformers'
     own `Trainer.compute_loss` is, which also smooths labels in one forward where TRL takes two.
 
-    Not logged, in contrast to TRL: entropy and token accuracy, which are computed by that head.
-
-    Args:
-        stock: keep TRL's loss.
-        kwargs: SFTTrainer's own.
+    Not logged, in contrast to TRL: entropy and token accuracy, which are computed by that head. ``stock`` keeps TRL's
+    loss; the other arguments are SFTTrainer's.
     """
 
     def __init__(self, *, stock: bool = False, **kwargs: Any) -> None:

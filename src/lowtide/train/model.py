@@ -12,16 +12,13 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.train.files import why
 from lowtide.train.parallel import built_whole, first_does, receives_weights, uses_fsdp
 from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
 
 def model_config(name: str, *, vocab_size: int) -> Any:
-    """Return the `transformers` config that a ``--model`` names.
-
-    Args:
-        name: a built-in name, a .json file, or a folder with a config.json.
-        vocab_size: the vocabulary of the default model, which has none of its own.
+    """Return the `transformers` config that a ``--model`` names; the default model gets the ``vocab_size``.
 
     Raises:
         ArgumentValueError: there is no such model, or its config cannot be used.
@@ -71,13 +68,8 @@ def pretrained_model(folder: Path, *, dtype: Any = "auto", alone: bool = False, 
     """Return the model in a folder, with all of its weights.
 
     On a process that receives its shard of the first one's weights, those of another dtype than the file's are not
-    written, and take no memory; the others are the file's pages.
-
-    Args:
-        folder: where it is; nothing is downloaded.
-        dtype: of the weights; "auto": the file's.
-        alone: this process reads it by itself, whole; otherwise all do, and ZeRO-3 leaves each its shard.
-        kwargs: of ``AutoModelForCausalLM.from_pretrained``.
+    written, and take no memory; the others are the file's pages. If ``alone``, this process reads the whole model by
+    itself; otherwise all do, and ZeRO-3 leaves each its shard.
 
     Raises:
         ArgumentValueError: it is no causal language model, or lacks weights, which would be random.
@@ -164,8 +156,7 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ArgumentValueError(message("model", "a causal language model", f"{name} ({why})")) from error
+        raise ArgumentValueError(message("model", "a causal language model", f"{name} ({why(error)})")) from error
 
 
 def _from_settings(settings: dict[str, Any], where: str) -> Any:
@@ -177,11 +168,8 @@ def _from_settings(settings: dict[str, Any], where: str) -> Any:
     try:
         return AutoConfig.for_model(**settings)
     except Exception as error:  # transformers' checks of configs have no common base
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        hint = "Fix the config, or take a built-in name."
-        raise ArgumentValueError(
-            message("model", "a config that transformers accepts", f"{where}: {why}", hint)
-        ) from error
+        expected, hint = "a config that transformers accepts", "Fix the config, or take a built-in name."
+        raise ArgumentValueError(message("model", expected, f"{where}: {why(error)}", hint)) from error
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -88,13 +88,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     """Fills `StepMetrics` while a trainer runs; the first rank prints and writes each log.
 
     A line of the file is written in one call, so that the file always has whole lines: ``step``, ``time`` (seconds
-    since 1970) and the figures, null where one is not finite.
-
-    Args:
-        metrics: to be filled.
-        console: where to print progress; None: nowhere.
-        label: printed in front of it.
-        file: of the log, continued where it exists; None: no log.
+    since 1970) and the figures, null where one is not finite. A log that exists is continued.
     """
 
     def __init__(
@@ -132,6 +126,12 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         if self._began is None:
             self._began = time.perf_counter()
         self.metrics.began = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and evaluate nothing again if a resumed run had done its steps."""
+        del args, state
+        if not self.metrics.began:
+            control.should_save = control.should_evaluate = control.should_log = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Stop the clock: Trainer has just read the loss, so the device is done with the step.

@@ -16,6 +16,7 @@ from typing import Any
 
 from lowtide.errors import ArgumentValueError, did_you_mean, message
 from lowtide.train.config import TrainConfig, flag
+from lowtide.train.files import why
 
 _DECLARED = {  # in which files, of which library
     False: (("transformers", "training_args.py"),),
@@ -75,20 +76,13 @@ _OLD_VALUES = {  # of options whose name is TRL's now, with another meaning
 
 
 def parse(
-    own: Mapping[str, Any], words: Sequence[str], config_file: Path | None, *, fine_tunes: bool
+    own: Mapping[str, Any], words: Sequence[str], config_file: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return lowtide's own settings and the options of TRL and transformers that a command and a YAML file give.
 
-    Args:
-        own: settings of the command line by lowtide's own names.
-        words: what it has beside them: ``--name value ...``, ``--name=value`` or ``--name``, with dashes or
-            underscores.
-        config_file: a YAML file of options by their names, which the command line overrides.
-        fine_tunes: TRL's options are valid, too.
-
-    Returns:
-        The settings by name, TRL's names of them resolved; and the options by name, whose values are a text, a list of
-        texts, or what the file has.
+    The command line has ``own`` settings and, beside them, ``words``: ``--name value ...``, ``--name=value`` or
+    ``--name``, with dashes or underscores. It overrides the file. Values are a text, a list of texts, or what the file
+    has.
 
     Raises:
         ArgumentValueError: an option that neither library has, with the nearest one, a setting given by two names, or a
@@ -99,10 +93,20 @@ def parse(
         raise ArgumentValueError(message("--config", "options of training alone", name, _NOT_IN_A_FILE[name]))
     in_words = dict(_from_words(words))
     for name, value in (in_file | in_words).items():
-        _check(name, value, fine_tunes=fine_tunes)
+        _check(name, value, fine_tunes=True)
     own_in_file, file_options = _split({}, in_file)
     own_in_words, word_options = _split(own, in_words)
     return own_in_file | own_in_words | dict(own), file_options | word_options
+
+
+def check_pretraining(options: Mapping[str, Any]) -> None:
+    """Raise if a run from random weights does not have an option that `parse` returned: it is TRL's.
+
+    Raises:
+        ArgumentValueError: there is one.
+    """
+    for name, value in options.items():
+        _check(name, value, fine_tunes=False)
 
 
 def _check(name: str, value: Any, *, fine_tunes: bool) -> None:
@@ -180,15 +184,11 @@ def _from_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ArgumentValueError(message("arguments", expected, repr(words[at]), hint))
         name, equals, value = words[at][2:].partition("=")
         end = at + 1
-        while end < len(words) and not equals and not _is_option(words[end]):
+        while end < len(words) and not equals and not words[end].startswith("--"):
             end += 1
         values = [value] if equals else list(words[at + 1 : end])
         yield name.replace("-", "_"), values[0] if len(values) == 1 else values or True
         at = end
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("--")
 
 
 def _from_file(file: Path) -> dict[str, Any]:
@@ -201,10 +201,8 @@ def _from_file(file: Path) -> dict[str, Any]:
     except ImportError as error:
         hint = "pip install pyyaml"
         raise ArgumentValueError(message("--config", "PyYAML to be installed", "none", hint)) from error
-    except OSError as error:
-        raise ArgumentValueError(message("--config", expected, f"{file} ({error.strerror})")) from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise ArgumentValueError(message("--config", expected, f"{file} ({' '.join(str(error).split())})")) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ArgumentValueError(message("--config", expected, f"{file} ({why(error)})")) from error
     found = {} if found is None else found  # comments alone
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ArgumentValueError(message("--config", expected, f"something else in {file}"))

@@ -155,7 +155,7 @@ def engine_line(name: str) -> str | None:
     return f"parallel {ranks} processes, DDP: each has the whole model"
 
 
-def settle(accelerator: Any) -> None:
+def correct_fsdp2(accelerator: Any) -> None:
     """Correct what accelerate makes of FSDP2, before it prepares a model.
 
     Raises:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +13,23 @@ import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.units import mib
-from lowtide.models import PatchReport
-from lowtide.train.activations import Applied, Batch, check_offload, plan_and_apply
-from lowtide.train.bpe import load_tokenizer, train_tokenizer
+from lowtide.train.activations import check_offload, plan_and_apply
 from lowtide.train.checkpoints import TOKENS, is_not_written, save_error
 from lowtide.train.config import TrainConfig
-from lowtide.train.files import Sources, find_data
+from lowtide.train.files import Sources, find_data, why
 from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
-from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import first_does
+from lowtide.train.run_state import SEQ_LEN, RunState
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
-from lowtide.train.tokens import write_tokens
-from lowtide.trl import TrlReport
+from lowtide.train.tokenizer import check_template, load_tokenizer, set_chat_template, train_tokenizer
+from lowtide.train.tokens import Text, write_tokens
 
-SEQ_LEN = 256  # of a run from random weights
 _SAMPLE = 1000  # rows
 _MOST_HELD_OUT = 10  # a tenth of the rows
 
 
-@dataclass
-class Run:
-    """A run as far as it is prepared, for the trainer and for an error in between.
-
-    Attributes:
-        config: its settings.
-        settings: its trainer's.
-        output: its folder.
-        metrics: what its steps measure.
-        callbacks: of its trainer.
-        seq_len: the most tokens of a sequence.
-        model: as it is trained.
-        trainer: that trains it.
-        patched: what `lowtide.patch` did; None for a stock model.
-    patched_trl: what `lowtide.patch_trl` did, for a loss that TRL's own head computes; None for others.
-        applied: the activation policy; None where each layer saves everything.
-        lines: about data, adapters and model, to print.
-        checkpoint: to resume from; None at the start.
-        tokens: a file of tokens that another run shares; None: the run writes its own.
-    padded: rows differ in length.
-    """
-
-    config: TrainConfig
-    settings: Settings
-    output: Path
-    metrics: StepMetrics = field(default_factory=StepMetrics)
-    callbacks: list[Any] = field(default_factory=list)
-    seq_len: int = SEQ_LEN
-    model: Any = None
-    trainer: Any = None
-    patched: PatchReport | None = None
-    patched_trl: TrlReport | None = None
-    applied: Applied | None = None
-    lines: list[str] = field(default_factory=list)
-    checkpoint: Path | None = None
-    tokens: Path | None = None
-    padded: bool = False
-
-    @property
-    def batch(self) -> Batch:
-        """What a step works on at once."""
-        return Batch.of(self.settings.args, self.seq_len, padded=self.padded)
-
-
-def prepare(run: Run) -> None:
+def prepare(run: RunState) -> None:
     """Read the data, make tokenizer, model and trainer, and patch the model.
 
     Raises:
@@ -92,26 +44,23 @@ def prepare(run: Run) -> None:
     make = _fine_tuner if config.fine_tunes else _pre_trainer
     make(run, sources)
     run.model = run.trainer.model  # with its adapters
-    run.applied = plan_and_apply(run.model, config, run.settings, run.batch)
-    run.lines += [*(run.applied.lines if run.applied else ()), *_notes(run)]
+    plan_and_apply(run)
+    run.lines += _notes(run)
 
 
-def share_data(config: TrainConfig, settings: Settings, folder: Path) -> tuple[TrainConfig, Path | None]:
-    """Write what several runs of a config can share: the tokenizer, and from random weights the tokens.
-
-    Returns:
-        The config with that tokenizer, and the file of tokens.
-    """
-    sources = find_data(config.data)
+def share_data(config: TrainConfig, settings: Settings, folder: Path) -> TrainConfig:
+    """Write what the sides of a comparison share in a folder, from random weights; return their config."""
+    config = replace(config, output=str(folder))
     if config.fine_tunes:
-        return config, None
-    tokenizer = _own_tokenizer(config, settings, sources)
+        return config
+    text = _text(config, settings, find_data(config.data))
+    tokenizer = _own_tokenizer(config, text)
     tokenizer.save_pretrained(folder)
-    _write_tokens(folder / TOKENS, config, settings, sources, tokenizer)
-    return replace(config, tokenizer=str(folder)), folder / TOKENS
+    _write_tokens(folder / TOKENS, text, tokenizer, config, settings.args)
+    return replace(config, tokenizer=str(folder))
 
 
-def _pre_trainer(run: Run, sources: Sources) -> None:
+def _pre_trainer(run: RunState, sources: Sources) -> None:
     """Make the trainer of random weights: neither TRL nor datasets is imported."""
     from transformers import default_data_collator
 
@@ -121,13 +70,13 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     config, settings, args = run.config, run.settings, run.settings.args
     run.seq_len = config.seq_len or SEQ_LEN
     shape = model_config(config.model, vocab_size=config.vocab_size)  # a wrong name ends the run before the tokenizer
-    file = run.output / TOKENS if run.tokens is None else run.tokens
+    file, begun = run.output / TOKENS, run.checkpoint is not None or run.side is not None
 
     def tokenized() -> Any:
-        tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, settings, sources)
+        text = _text(config, settings, sources)
+        tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text)
         check_vocabulary(shape, len(tokenizer))
-        if run.tokens is None:
-            _write_tokens(file, config, settings, sources, tokenizer, resumes=run.checkpoint is not None)
+        _write_tokens(file, text, tokenizer, config, args, begun=begun)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -152,7 +101,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     )
 
 
-def _fine_tuner(run: Run, sources: Sources) -> None:
+def _fine_tuner(run: RunState, sources: Sources) -> None:
     """Make the trainer of a pretrained model."""
     from transformers import set_seed
     from trl import get_peft_config, get_quantization_config
@@ -163,14 +112,16 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     config, settings, args = run.config, run.settings, run.settings.args
     folder = model_folder(config.model)
     assert folder is not None
-    tokenizer = _chat_tokenizer(config, args, folder)
+    tokenizer = load_tokenizer(config.tokenizer or folder, trust_remote_code=args.trust_remote_code, end=args.eos_token)
+    if args.chat_template_path is not None:
+        set_chat_template(tokenizer, args.chat_template_path)
     columns = dict(pair.split("=", 1) for pair in config.columns)
     with args.main_process_first(local=False):
         rows, notes = load_rows(
             sources,
             columns=columns,
             text_field=args.dataset_text_field,
-            check=lambda row: _check_template(tokenizer, row),
+            check=lambda row: check_template(tokenizer, row),
             check_key=str(tokenizer.chat_template),
         )
     args.dataset_text_field = "text"  # whatever the column's name was in the files
@@ -210,8 +161,8 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     except (ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
-        why = " ".join(str(error).split())[:400].rstrip(".")
-        raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
+        expected = "settings and data that TRL's SFTTrainer accepts"
+        raise ArgumentValueError(message("options", expected, why(error))) from error
     if type(run.trainer.model.get_output_embeddings()).__name__ == "TrainableTokensWrapper":  # neither trl nor peft can
         got = f"{args.chat_template_path}, whose tokens the tied embeddings lack"
         hint = "Give its template as a .jinja file, or train without --use_peft."
@@ -222,114 +173,53 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     run.lines += _learned(rows, tokenizer)
 
 
-def _check_truncation(run: Run, parts: Mapping[str, Any]) -> None:
+def _check_truncation(run: RunState, parts: Mapping[str, Any]) -> None:
     """Raise where TRL has dropped all rows of a part: what they are trained on is behind the most tokens."""
     for name, left in (("train", run.trainer.train_dataset), ("test", run.trainer.eval_dataset)):
         if left is not None and len(left) == 0:
             expected = f"rows with something to train on in their first {run.seq_len} tokens"
-            got = f"none of {len(parts[name])} {'training' if name == 'train' else 'held-out'} rows"
-            raise ArgumentValueError(message("data", expected, got, "Give a larger --seq-len."))
+            got = f"none in the {len(parts[name])} {'training' if name == 'train' else 'held-out'} rows"
+            hint = "Give a larger --seq-len" + (" or more --held-out rows" if name == "test" else "") + "."
+            raise ArgumentValueError(message("data", expected, got, hint))
     if not run.settings.args.packing and (dropped := len(parts["train"]) - len(run.trainer.train_dataset)) > 0:
         run.lines.append(f"dropped  {dropped:,} rows with nothing to train on in their first {run.seq_len} tokens")
 
 
-def _patch(run: Run) -> None:
+def _patch(run: RunState) -> None:
     if run.config.patch:
         run.patched = lowtide.patch(run.model, options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
             run.patched_trl = lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
 
 
-def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) -> Any:
-    """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
-    if config.tokenizer is not None:
-        return load_tokenizer(model_folder(config.tokenizer) or config.tokenizer)
-    return train_tokenizer(
-        sources,
-        vocab_size=config.vocab_size,
-        text_field=_text_field(config, settings),
-        seq_len=config.seq_len or SEQ_LEN,
-        seed=settings.args.seed,
-    )
-
-
-def _text_field(config: TrainConfig, settings: Settings) -> str:
-    """Return the column of the text that random weights are trained on."""
+def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:
+    """Return the text that random weights are trained on."""
     columns = dict(pair.split("=", 1) for pair in config.columns)
     if others := sorted(columns.keys() - {"text"}):
         hint = "Name a pretrained model with --model to train on others."
         raise ArgumentValueError(message("columns", "text=COLUMN, from random weights", others[0], hint))
-    return columns.get("text", str(settings.model.dataset_text_field))
+    field = columns.get("text", str(settings.model.dataset_text_field))
+    return Text(sources, field, config.seq_len or SEQ_LEN, settings.args.seed)
+
+
+def _own_tokenizer(config: TrainConfig, text: Text) -> Any:
+    """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
+    return load_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(text, vocab_size=config.vocab_size)
 
 
 def _write_tokens(
-    file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any, *, resumes: bool = False
+    file: Path, text: Text, tokenizer: Any, config: TrainConfig, args: Any, *, begun: bool = False
 ) -> None:
-    """Tokenise as much of the data as the run's steps take."""
-    args = settings.args
+    """Tokenise as much of the text as the run's steps take."""
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    blocks = args.max_steps * rows if args.max_steps > 0 else None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tokens(
-            file,
-            sources,
-            tokenizer,
-            text_field=_text_field(config, settings),
-            seq_len=config.seq_len or SEQ_LEN,
-            held_out=config.held_out,
-            blocks=args.max_steps * rows if args.max_steps > 0 else None,
-            seed=args.seed,
-            resumes=resumes,
-        )
+        write_tokens(file, text, tokenizer, held_out=config.held_out, blocks=blocks, begun=begun)
     except OSError as error:
         if not is_not_written(error):
             raise
         raise save_error(file, error) from error
-
-
-def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
-    """Return the tokenizer of a pretrained model, its chat template and end-of-text token as the options say."""
-    from transformers import AutoTokenizer
-
-    where = (model_folder(config.tokenizer) or config.tokenizer) if config.tokenizer else folder
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            where, local_files_only=True, trust_remote_code=args.trust_remote_code
-        )
-    except Exception as error:  # its own errors have no common base
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        expected = "a folder with a tokenizer in the Hugging Face format"
-        raise ArgumentValueError(message("tokenizer", expected, f"{where} ({why})")) from error
-    if args.eos_token is None and tokenizer.eos_token_id is None:
-        hint = "It ends every text and turn: name one with --eos_token."
-        raise ArgumentValueError(message("tokenizer", "an end-of-text token", f"none in {where}", hint))
-    if (template := args.chat_template_path) is not None:
-        try:
-            if template.endswith((".jinja", ".j2")):
-                tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-            else:  # TRL takes its end-of-text token and added tokens, too, and resizes the embeddings
-                source = AutoTokenizer.from_pretrained(model_folder(template) or template, local_files_only=True)
-                tokenizer.chat_template = source.get_chat_template()
-        except (OSError, ValueError) as error:
-            expected = "a .jinja file, or a tokenizer with a chat template"
-            got = f"{template} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
-            raise ArgumentValueError(message("--chat_template_path", expected, got)) from error
-    return tokenizer
-
-
-def _check_template(tokenizer: Any, row: Mapping[str, Any]) -> None:
-    """Raise where the chat template refuses a conversation; other rows have no template."""
-    messages = row.get("messages")
-    if messages is None and isinstance(row.get("prompt"), list):
-        messages = [*row["prompt"], *row["completion"]]
-    if messages is None:
-        return
-    if tokenizer.chat_template is None:
-        hint = "Give one with --chat_template_path."
-        raise ArgumentValueError(message("tokenizer", "a chat template, for conversations", "none", hint))
-    tools = row.get("tools")
-    kwargs = row.get("chat_template_kwargs") or {}
-    tokenizer.apply_chat_template(messages, tools=json.loads(tools) if tools else None, tokenize=False, **kwargs)
 
 
 def _learned(dataset: Any, tokenizer: Any) -> Iterator[str]:
@@ -340,7 +230,7 @@ def _learned(dataset: Any, tokenizer: Any) -> Iterator[str]:
         yield f"trained  {len(trained):,} of the {len(labels):,} tokens of the first sequence, the last {last!r}"
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: RunState) -> Iterator[str]:
     """Yield what a user should see about the model before a long run."""
     positions = getattr(run.model.config.get_text_config(), "max_position_embeddings", None) or run.seq_len
     if positions < run.seq_len:

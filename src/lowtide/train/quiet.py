@@ -37,9 +37,6 @@ def stay_offline(*, pushes: bool) -> None:
     """Send no telemetry, and make no call to the Hub unless the user configured it or the run pushes its model there.
 
     Call it before anything of the Hugging Face libraries is imported.
-
-    Args:
-        pushes: the run uploads its model.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not pushes:

@@ -16,15 +16,15 @@ from lowtide.train.model import count
 from lowtide.train.parallel import engine_line
 
 if TYPE_CHECKING:
-    from lowtide.train.prepare import Run
     from lowtide.train.result import Comparison, TrainResult
+    from lowtide.train.run_state import RunState
 
 _NAMES = 15  # letters of the longest name of a result; what lies in lines of their own stands two further on
 _HIGH_RATE = 1e-3
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
 
 
-def show_start(console: Console, run: Run) -> None:
+def show_start(console: Console, run: RunState) -> None:
     """Print what is about to be trained on what."""
     config, args, model = run.config, run.settings.args, run.model
     parameters, vocabulary = count(model.parameters()), model.config.get_text_config().vocab_size

@@ -88,12 +88,9 @@ class Tolerance:
 
 
 def early_steps(most: int, learning_rate: float, warmup: int) -> int:
-    """Return after how many steps the learning rates add up to what the first ``most`` of the small run do.
+    """Return after how many steps, at most ``most``, the learning rates add up to those of so many of the small run.
 
-    Args:
-        most: steps of the small run; the result is not larger.
-        learning_rate: the peak.
-        warmup: steps in which it is reached, linearly.
+    The peak ``learning_rate`` is reached linearly in ``warmup`` steps.
     """
 
     def added(step: int, peak: float, warm: int) -> float:
@@ -106,8 +103,8 @@ def early_steps(most: int, learning_rate: float, warmup: int) -> int:
 
 FLOAT32 = Tolerance(2e-5, 2e-3)
 # In a narrower dtype, what rounding does depends on model and data, and is measured: a third run, of the stock model in
-# float32, tells what the stock model errs. Two runs that err no more than that are at most twice as far apart, and a
-# maximum over a few steps of one run is known to another factor of two. Only the first steps can tell it: bfloat16 runs
+# float32, measures what the stock model errs. Two runs that err no more than that are at most twice as far apart, and a
+# maximum over a few steps of one run is known to another factor of two. Only the first steps show it: bfloat16 runs
 # of the small model that differed by 5e-4 in 20 steps met a step in the twenties that made it 4e-2, some by luck not.
 # What follows is allowed the growth that float32 is, up to a loss that anybody would call another one.
 APART = 4
@@ -172,7 +169,7 @@ class Comparison:
             name: {**result.to_json(), "peak_above_warm_mib": result.above_warm_mib}
             for name, result in (("stock", self.stock), ("patched", self.patched))
         }
-        told = {
+        figures = {
             "equal": self.equal,
             "early_loss_difference": self.early_difference,
             "max_loss_difference": self.max_difference,
@@ -182,8 +179,9 @@ class Comparison:
             "stock_is": self.stock_is,
         }
         if self.reference is not None:
-            told["float32"] = self.reference.to_json()
-        return {"machine": {**describe_machine(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}, **told, **runs}
+            figures["float32"] = self.reference.to_json()
+        machine = {**describe_machine(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}
+        return {"machine": machine, **figures, **runs}
 
 
 def differences(a: TrainResult, b: TrainResult) -> dict[int, float]:
@@ -196,12 +194,7 @@ def differences(a: TrainResult, b: TrainResult) -> dict[int, float]:
 def measured_tolerance(stock: TrainResult, reference: TrainResult, steps: int = NARROW_EARLY_STEPS) -> Tolerance:
     """Return the tolerance that the stock model's own distance from its float32 run allows, never below float32's.
 
-    A run that is not a number in its first steps allows nothing.
-
-    Args:
-        stock: the run in a narrower dtype.
-        reference: the same in float32.
-        steps: how many the first are.
+    The distance is taken over the first ``steps``; a run that is not a number in them allows nothing.
     """
     apart = max((d for step, d in differences(stock, reference).items() if step <= steps), default=0.0)
     early = max(APART * apart if apart < float("inf") else 0.0, FLOAT32.early)

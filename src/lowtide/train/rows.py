@@ -22,11 +22,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, did_you_mean, message
-from lowtide.train.files import Place, Source, Sources, load_json, read_lines, read_text, unreadable
+from lowtide.train.files import Place, Source, Sources, load_json, read_lines, read_text, unreadable, why
 
 Row = dict[str, Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -45,7 +46,7 @@ _TEXT_BYTES = 2**20  # of one row
 
 @dataclass
 class Notes:
-    """What there is to say of rows that were read.
+    """What was counted in rows that were read.
 
     Attributes:
         skipped: rows without anything to train on.
@@ -68,24 +69,21 @@ def load_rows(
     check: Callable[[Row], object] | None = None,
     check_key: str = "",
 ) -> tuple[Any, Notes]:
-    """Return all rows as one `datasets.Dataset`, converted and checked, and what there is to say of them.
+    """Return all rows as one `datasets.Dataset`, converted and checked, and the notes on them.
 
     The rows are stored in the cache of `datasets`, under a digest of the arguments and of the files' names, sizes and
     times of change: the next call with the same ones reads nothing. A call that fails stores nothing.
 
+    The dataset is of one of four kinds: ``text``; ``messages``; ``prompt`` and ``completion`` as texts, or as lists of
+    messages. Conversations have the columns ``tools`` (JSON text or None) and ``chat_template_kwargs`` too.
+
     Args:
         sources: the files.
         columns: the files' columns by the name of what they hold, such as ``{"prompt": "question", "completion":
-            "answer"}``; of the others ``tools``, ``chat_template_kwargs``, ``system`` and ``input`` alone are read.
-            Empty: the format is found by the columns.
+            "answer"}``; of the others `_BESIDE` alone are read. Empty: the format is found by the columns.
         text_field: the column of texts.
         check: called with each converted row; its error is raised with the row's place.
-        check_key: what the outcome of ``check`` depends on, such as the chat template: rows are checked again where it
-            changed.
-
-    Returns:
-        The dataset, of one of four kinds: ``text``; ``messages``; ``prompt`` and ``completion`` as texts, or as lists
-        of messages. Conversations have the columns ``tools`` (JSON text or None) and ``chat_template_kwargs`` too.
+        check_key: what the outcome of ``check`` depends on, such as the chat template.
 
     Raises:
         ArgumentValueError: a file cannot be read, a row cannot be trained on, rows are of several kinds, or none has
@@ -101,7 +99,7 @@ def load_rows(
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "lowtide" / key
     notes, notes_file = Notes(), cache / "notes.json"
 
-    def converted(notes: Notes) -> Iterator[tuple[Row, object]]:
+    def converted() -> Iterator[tuple[Row, object]]:
         name = columns.get("text", text_field)
         for row, place in (found for source in sources.files for found in _read(source, name)):
             try:
@@ -114,7 +112,8 @@ def load_rows(
                 yield one, place
             notes.skipped += one is None
 
-    first, first_place = next(converted(Notes()), (None, None))
+    every = converted()
+    first, first_place = next(every, (None, None))
     if first is None:
         names = ", ".join(str(source.path) for source in sources.files[:3])
         hint = "Texts and completions are empty, or conversations have no turn of the role assistant."
@@ -122,7 +121,7 @@ def load_rows(
     kinds = _kinds(first)
 
     def stored() -> Iterator[Row]:
-        for row, place in converted(notes):
+        for row, place in chain([(first, first_place)], every):
             if _kinds(row) != kinds:
                 expected = "rows of one kind in a run (texts, conversations, or prompts with completions)"
                 got = f"{_noun(first)} in {first_place} and {_noun(row)} in {place}"
@@ -273,8 +272,7 @@ def _short(value: Any) -> str:
 def _bad_row(error: Exception, place: object) -> ArgumentValueError:
     if isinstance(error, Malformed):
         return ArgumentValueError(message("data", f"rows with {_KNOWN}", f"{place}: {error}", "Fix or remove the row."))
-    why = " ".join(str(error).split())[:300] or type(error).__name__
-    return ArgumentValueError(f"data: {place}: {why}")
+    return ArgumentValueError(f"data: {place}: {why(error)}")
 
 
 def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
@@ -296,8 +294,8 @@ def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
         except OSError as error:
             raise unreadable(path, error) from error
         except (ValueError, RuntimeError, csv.Error) as error:  # which those of pyarrow and datasets are
-            got = f"{path} ({' '.join(str(error).split())[:300]})"
             hint = "With one row per line its suffix is .jsonl." if source.kind == "json" else ""
+            got = f"{path} ({why(error)})"
             raise ArgumentValueError(message("data", "a file or dataset of rows", got, hint)) from error
 
 

@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import TrainConfig
+from lowtide.train.files import why
 from lowtide.train.options import words_of
 
 _ALWAYS = {  # of every run
@@ -96,12 +97,8 @@ def trainer_settings(
 ) -> Settings:
     """Return the arguments of a run's trainer.
 
-    Args:
-        config: the run's settings.
-        output: its folder.
-        save: write checkpoints.
-        text: the data is text files, which fine-tuning packs by default: most are longer than a sequence.
-        accumulate: batches per step, where another number of processes resumes the run; None: as the user says.
+    If the data is ``text`` files, fine-tuning packs them by default: most are longer than a sequence. ``accumulate`` is
+    the number of batches per step if another number of processes resumes the run.
 
     Raises:
         ArgumentValueError: an option has a value that its library refuses, or cannot be used here.
@@ -121,8 +118,6 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
-    if config.lora_merge and not getattr(model, "use_peft", False):
-        raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     if args.mixed_precision != precision:  # the launcher's, which would be used
         expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."
@@ -206,18 +201,13 @@ def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         if isinstance(error, ArgumentValueError):
             raise
-        why = " ".join(str(error).split())[:300]
-        raise ArgumentValueError(message("options", f"values that {classes[0].__name__} accepts", why)) from error
+        expected = f"values that {classes[0].__name__} accepts"
+        raise ArgumentValueError(message("options", expected, why(error))) from error
     return args, model
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]
-    """transformers' parser of arguments, whose errors are lowtide's.
-
-    Args:
-        classes: of arguments.
-        lists: the options that are given several values.
-    """
+    """transformers' parser of arguments, whose errors are lowtide's; ``lists`` are options with several values."""
 
     def __init__(self, classes: tuple[Any, ...], lists: Collection[str] = ()) -> None:
         super().__init__(classes, allow_abbrev=False)

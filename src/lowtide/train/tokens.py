@@ -17,6 +17,7 @@ import itertools
 import json
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,33 +33,44 @@ _PIECE_BYTES_PER_TOKEN = 32  # of a block: some eight blocks a piece
 _BATCH_BYTES = 2**18  # tokenised at once
 
 
-class Pieces:
-    """Text in numbered pieces, each read when it is needed, and their order.
+@dataclass(frozen=True)
+class Text:
+    """The text of a run.
 
-    Args:
+    Attributes:
         sources: the files.
-        text_field: the column of rows with the text.
-        seq_len: tokens of a block; a piece holds several where there is text enough.
+        field: the column of rows with the text.
+        seq_len: tokens of a block.
         seed: fixes the order.
+    """
+
+    sources: Sources
+    field: str
+    seq_len: int
+    seed: int
+
+
+class Pieces:
+    """A text in numbered pieces, each read when it is needed, and their order.
 
     Raises:
         ArgumentValueError: a table has no texts.
     """
 
-    def __init__(self, sources: Sources, *, text_field: str, seq_len: int, seed: int) -> None:
-        self._files = [file for file in sources.files if file.kind in ("text", "jsonl")]
-        self._text_field = text_field
+    def __init__(self, text: Text) -> None:
+        self._text_field = text.field
+        self._files = [file for file in text.sources.files if not file.is_table]
         self._sizes = [file.size for file in self._files]
-        if tables := tuple(file for file in sources.files if file.kind not in ("text", "jsonl")):
+        if tables := tuple(file for file in text.sources.files if file.is_table):
             from lowtide.train.rows import load_rows
 
-            self._rows = load_rows(Sources(tables), columns={"text": text_field}, text_field=text_field)[0]
+            self._rows = load_rows(Sources(tables), columns={"text": text.field}, text_field=text.field)[0]
             self._sizes.append(self._rows.data.nbytes)
         self.bytes = sum(self._sizes)
-        most = min(max(_PIECE_BYTES_PER_TOKEN * seq_len, self.bytes >> 20), 2**20)
+        most = min(max(_PIECE_BYTES_PER_TOKEN * text.seq_len, self.bytes >> 20), 2**20)
         self._piece_bytes = max(64, min(most, self.bytes // 32))  # a tenth is held out: that has to be some pieces
         self._ends = list(itertools.accumulate(-(-size // self._piece_bytes) for size in self._sizes))
-        self.order: list[int] = _permutation(self._ends[-1], str(seed)).tolist()
+        self.order: list[int] = _permutation(self._ends[-1], str(text.seed)).tolist()
 
     def documents(self, piece: int) -> list[str]:
         """Return the documents of one piece; empty ones are left out.
@@ -98,32 +110,20 @@ class Pieces:
 
 
 def write_tokens(
-    file: Path,
-    sources: Sources,
-    tokenizer: Any,
-    *,
-    text_field: str,
-    seq_len: int,
-    held_out: int,
-    blocks: int | None,
-    seed: int,
-    resumes: bool = False,
+    file: Path, text: Text, tokenizer: Any, *, held_out: int, blocks: int | None, begun: bool = False
 ) -> None:
     """Tokenise text into a file for `Blocks`; a file with as many blocks of the same text is left as it is.
 
     Each document has what the tokenizer puts around a text, and one end-of-text token behind it. At most a tenth of the
-    text is held out.
+    text is held out. The file is written aside and renamed when it is whole.
 
     Args:
-        file: where to; it is written aside and renamed when it is whole.
-        sources: the text.
+        file: where to.
+        text: what to tokenise.
         tokenizer: of transformers.
-        text_field: the column of rows with the text.
-        seq_len: tokens of a block.
-        held_out: blocks to hold out; fewer where a tenth of the text has fewer.
-        blocks: blocks to train on, fewer where the text has fewer; None: all of the text.
-        seed: fixes the order of the text.
-        resumes: the run has begun: a file with enough blocks is taken whatever became of the text.
+        held_out: blocks to hold out, fewer if a tenth of the text has fewer.
+        blocks: blocks to train on, fewer if the text has fewer; None: all of the text.
+        begun: the run, or its comparison, has begun: a file with enough blocks is taken even if the text has changed.
 
     Raises:
         ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one
@@ -132,10 +132,11 @@ def write_tokens(
     tokenizer("a")  # which sets truncation and padding, parts of the fingerprint
     inner = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = inner.to_str() if inner else sorted(tokenizer.get_vocab().items())
-    key = sources.fingerprint(vocabulary, text_field, seq_len, held_out, seed)
+    seq_len = text.seq_len
+    key = text.sources.fingerprint(vocabulary, text.field, seq_len, held_out, text.seed)
     header, header_file = read_header(file), _header_file(file)
     most = 2**62 // seq_len if blocks is None else blocks
-    if header and resumes:
+    if header and begun:
         if header["train"] >= most:
             return
         if header["fingerprint"] != key:
@@ -143,7 +144,7 @@ def write_tokens(
             raise ArgumentValueError(message("data", "the files that the run began with", "changed ones", hint))
     if header and header["fingerprint"] == key and (header["whole"] or header["train"] >= most):
         return
-    pieces = Pieces(sources, text_field=text_field, seq_len=seq_len, seed=seed)
+    pieces = Pieces(text)
     code = "H" if len(tokenizer) <= 2**16 else "I"
     tokens = _tokens(pieces, tokenizer, code)
     held, passed, size = array(code), list[tuple[int, "array[int]"]](), 0
@@ -175,7 +176,7 @@ def write_tokens(
         header_file.unlink(missing_ok=True)  # the old one does not fit the new file
         aside.replace(file)
         counts = {"held_out": held_blocks, "train": train, "whole": written < most * seq_len}
-        known = {**counts, "seq_len": seq_len, "seed": seed, "itemsize": held.itemsize, "fingerprint": key}
+        known = {**counts, "seq_len": seq_len, "seed": text.seed, "itemsize": held.itemsize, "fingerprint": key}
         aside.write_text(json.dumps(known))
         aside.replace(header_file)
     finally:
@@ -183,11 +184,7 @@ def write_tokens(
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
-    """Blocks of a file that `write_tokens` wrote.
-
-    Args:
-        file: the file.
-        part: "train" or "held_out".
+    """Blocks of a file that `write_tokens` wrote: those to train on, or those held out.
 
     Raises:
         ArgumentValueError: there is no such file.
@@ -208,18 +205,13 @@ class Blocks(Dataset[dict[str, Tensor]]):
         return self._count
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch: 0 is the file's, in which pieces are shuffled; others shuffle the blocks.
-
-        Args:
-            epoch: counted from 0.
-        """
+        """Choose the order of an epoch: 0 is the file's, in which pieces are shuffled; others shuffle the blocks."""
         self._order = _permutation(self._count, f"{self._seed}:{epoch}") if epoch else None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``labels``, int64 [seq_len]; nothing predicts the first token, so it is ignored.
+        """Return ``input_ids`` and ``labels``, int64 [seq_len], of a block, counted in the epoch's order.
 
-        Args:
-            index: of a block, in the epoch's order.
+        Nothing predicts the first token, so its label is ignored.
 
         Raises:
             IndexError: there are not so many.
@@ -239,12 +231,8 @@ class Blocks(Dataset[dict[str, Tensor]]):
 def read_header(file: Path) -> dict[str, Any] | None:
     """Return what is known of a file of tokens; None: there is none, or it is not whole.
 
-    Args:
-        file: the file.
-
-    Returns:
-        ``held_out`` and ``train``, the counts of blocks; ``whole``, whether that is all of the text; ``seq_len``,
-        ``seed``, ``itemsize`` (bytes of a token); and ``fingerprint``, of the files, the tokenizer and the settings.
+    It has ``held_out`` and ``train``, the counts of blocks; ``whole``, whether that is all of the text; ``seq_len``,
+    ``seed``, ``itemsize`` (bytes of a token); and ``fingerprint``, of the files, the tokenizer and the settings.
     """
     try:
         header: dict[str, Any] = json.loads(_header_file(file).read_bytes())

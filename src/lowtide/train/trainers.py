@@ -1,4 +1,4 @@
-"""`transformers.Trainer` on blocks of tokens; the loop, optimizer, precision and sharding are its own."""
+"""What both trainers of a run measure and correct; and `transformers.Trainer` on blocks of tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowtide.train.monitor import StepMetrics
-from lowtide.train.parallel import settle
+from lowtide.train.parallel import correct_fsdp2
 
 
 class Measured:
-    """What both trainers have: FSDP2 as `settle` corrects it, and a count of the tokens.
-
-    Args:
-        metrics: where to count.
-        kwargs: the trainer's own.
-    """
+    """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics."""
 
     accelerator: Any
     args: Any
@@ -31,15 +26,15 @@ class Measured:
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and correct what it makes of FSDP2."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        settle(self.accelerator)
+        correct_fsdp2(self.accelerator)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
 
-    def _run_epoch(self, **kwargs: Any) -> None:
-        """Train an epoch; none where a resumed run has done its steps: `Trainer` itself would do one more."""
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
         if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(**kwargs)  # type: ignore[misc]
-        else:
-            self.control.should_training_stop = True
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self.control.should_training_stop = True
+        return [], None
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""

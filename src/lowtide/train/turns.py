@@ -16,13 +16,9 @@ _POLL_SECONDS = 0.002
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
-    """Lets one of two processes train for a block of steps while the other waits.
+    """Lets one of two processes train for a ``block`` of steps while the other waits.
 
-    Args:
-        file: holds the name of the process whose turn it is; empty once one of them has ended.
-        own: the name of this one.
-        other: the name of the other.
-        block: steps of a turn.
+    The file has the name of the process whose turn it is, ``own`` or ``other``; it is empty once one of them has ended.
     """
 
     def __init__(self, file: Path, own: str, other: str, block: int) -> None:

@@ -105,6 +105,7 @@ def losing_digits(x: Tensor, w: Tensor, scale: float = 1.0) -> float:
     [
         *((size, False, name) for size in SIZES[:2] for name in LOSSES),
         (SIZES[0], True, "smoothed"),
+        *((size, False, "smoothed") for size in ((3, 1100, 37), (5, 8, 2250))),  # rows of several blocks
         *((SIZES[2], name != "smoothed", name) for name in LOSSES),
     ],
 )
@@ -337,9 +338,10 @@ def test_fp16_gradients_of_divergences_for_any_factor(reduction: str, factor: fl
             assert relative_error(g, t) < 2e-3 + relative_error(t.half(), t)
 
 
-def tokens_of_every_kind(V: int) -> Arguments:
+def tokens_of_every_kind(V: int, **choice: Any) -> Arguments:
     """Return ordinary tokens, sure ones, lost ones, ignored ones that hold anything, and some of hardly any weight."""
-    kwargs = arguments("linear_cross_entropy", SINGLE, D=32, V=V, leading=(36,), token_weight=True, reduction="sum")
+    choice |= {"leading": (36,), "token_weight": True, "reduction": "sum"}
+    kwargs = arguments("linear_cross_entropy", SINGLE, D=32, V=V, **choice)
     x, w, y, weight = (kwargs[n].detach() for n in ("input", "linear_weight", "target", "token_weight"))
     w.mul_(8).round_().div_(8)
     x.mul_(8).round_().div_(8)  # on a grid: float32 logits are exact, large ones too
@@ -355,10 +357,11 @@ def tokens_of_every_kind(V: int) -> Arguments:
 
 
 @both_schedules
-@pytest.mark.parametrize(("V", "ruled_out"), [(37, True), (64, False)])
-def test_tokens_of_every_kind(V: int, ruled_out: bool) -> None:
+@pytest.mark.parametrize(("V", "ruled_out", "name"), [(37, True, "plain"), *((64, False, name) for name in LOSSES)])
+def test_tokens_of_every_kind(V: int, ruled_out: bool, name: str) -> None:
     """Row by row, the same bits again; a class without a chance, and a kept token that is no number, in rows alone."""
-    kwargs = tokens_of_every_kind(V)
+    far = {"softcap": 256.0} if "softcap" in LOSSES[name] else {}  # beyond what an exponential holds
+    kwargs = tokens_of_every_kind(V, **LOSSES[name] | far)
     bias, y = kwargs["linear_bias"], kwargs["target"]
     with torch.no_grad():
         bias.mul_(8).round_().div_(8)

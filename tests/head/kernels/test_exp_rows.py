@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,10 +15,9 @@ from lowtide.head.kernels.exp_rows import (
     add_column_sums,
     finish_rows,
     prepare_rows,
-    target_logits,
 )
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
-from support import assert_near, oracle, relative_error
+from support import assert_near, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -29,13 +27,6 @@ NEAR_GRAD = 6e-3 if DEVICE == "cuda" else 1e-5  # E, s x and, of two numbers tha
 POISON = -7.0
 INF, NAN = torch.inf, torch.nan
 
-OPTIONS = ["linear_bias", "logit_scale", "softcap", "weight", "label_smoothing", "z_loss"]
-COMBINATIONS = [
-    names
-    for k in range(7)
-    for names in itertools.combinations(OPTIONS, k)
-    if not {"softcap", "label_smoothing"} <= set(names)  # its uniform part is not thin: the row path's
-]
 WITH_CAP = ("linear_bias", "logit_scale", "softcap", "weight", "z_loss")
 WITH_SMOOTHING = ("linear_bias", "logit_scale", "weight", "label_smoothing", "z_loss")
 SETS = {"plain": (), "cap": WITH_CAP, "smoothing": WITH_SMOOTHING}
@@ -123,71 +114,8 @@ def batch(C: int, V: int, D: int) -> Batch:
     return Batch(apart(x), apart(w), y.to(DEVICE), factor.to(DEVICE))
 
 
-class Truth(NamedTuple):
-    loss: Tensor  # not multiplied with g
-    z: Tensor
-    dx: Tensor
-    dw: Tensor
-    db: Tensor
-
-
-def truth(b: Batch, **kwargs: Any) -> Truth:
-    """Return float64 losses, logits, and autograd's gradients of the sum of g * loss, from plain PyTorch."""
-    kept = b.y >= 0
-    V = len(b.w)
-    x = b.x.double().where(kept[:, None], 0).requires_grad_()
-    w = b.w.double().requires_grad_()
-    wide = {name: v.double() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
-    bias = wide.pop("linear_bias", torch.zeros(V, dtype=torch.float64, device=DEVICE)).requires_grad_()
-    loss = oracle(x, w, b.y.long(), linear_bias=bias, reduction="none", ignore_index=-1, **wide)
-    dx, dw, db = torch.autograd.grad((loss * b.g.double()).sum(), (x, w, bias))
-    z = (x @ w.T + bias).detach() * wide.get("logit_scale", 1.0)
-    cap = wide.get("softcap")
-    return Truth(loss.detach(), z if cap is None else cap * torch.tanh(z / cap), dx, dw, db)
-
-
 def of_targets(z_CV: Tensor, y_C: Tensor) -> Tensor:
     return z_CV.gather(1, y_C.clamp(min=0).long()[:, None])[:, 0]
-
-
-def without_target(z_CV: Tensor, y_C: Tensor) -> Tensor:
-    return z_CV.where(torch.arange(z_CV.shape[1], device=DEVICE) != y_C[:, None], -INF)
-
-
-def logit_gradient(b: Batch, z: Tensor, **kwargs: Any) -> Tensor:
-    """Return d(g * loss)/d(x @ w.T) [C, V], and smoothing's uniform part taken away from it."""
-    C, V = z.shape
-    wide = {n: v.double() if isinstance(v, Tensor) else v for n, v in kwargs.items()}
-    raw = (b.x.double() @ b.w.double().T).where(b.y[:, None] >= 0, 0).requires_grad_()
-    same = torch.eye(V, dtype=torch.float64, device=DEVICE)
-    loss = oracle(raw, same, b.y.long(), reduction="none", ignore_index=-1, **wide)
-    (grad,) = torch.autograd.grad((loss * b.g.double()).sum(), raw)
-    a, q, m = (wide.get(n, d) for n, d in (("label_smoothing", 0.0), ("weight", 1.0), ("logit_scale", 1.0)))
-    uniform = (a / V) * q * m * torch.ones(V, dtype=torch.float64, device=DEVICE)
-    return (grad + b.g.double()[:, None] * uniform).where(b.y[:, None] >= 0, 0).view(C, V)
-
-
-@pytest.mark.parametrize("D", [1, 5 * UNIT, 1100])
-@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
-def test_target_logits(names: tuple[str, ...], D: int) -> None:
-    C, V = 3 if D > 1000 else 7, 37
-    b, kwargs = batch(C, V, D), options(V, names)
-    b.y[1] = -1
-    b.x[1] = NAN
-    terms, rows = row_terms(b.w, kwargs), blank(C)
-    target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.listed_count)
-    z = truth(b, **kwargs).z
-    kept = b.y >= 0
-    torch.testing.assert_close(
-        rows.target_logit.double(), of_targets(z, b.y).where(kept, 0), rtol=1e-6, atol=NEAR if "softcap" in names else 0
-    )
-    if "label_smoothing" in names:
-        q = kwargs.get("weight", torch.ones(V, device=DEVICE)).double()
-        torch.testing.assert_close(rows.uniform_logit.double(), (z @ q).where(kept, 0), rtol=1e-6, atol=1e-5)
-    else:
-        assert (rows.uniform_logit == POISON).all()
-    for name in ("loss", "lse", "miss", "s", "rest"):
-        assert (getattr(rows, name) == POISON).all()
 
 
 class Finished(NamedTuple):
@@ -225,86 +153,6 @@ def finish(
         assert (buffer[[0, -1]] == POISON).all()
     assert (room[:, V:] == POISON).all()
     return Finished(rows, room[1:-1, :V], scaled[1:-1])
-
-
-def assert_finished(got: Finished, b: Batch, kwargs: dict[str, Any], reference: Tensor, which: list[int]) -> None:
-    """Compare rows ``which``, whose sums are relative to ``reference``, with autograd; the others must be untouched."""
-    true = truth(b, **kwargs)
-    lse, t = true.z.logsumexp(1), of_targets(true.z, b.y)
-    kept = b.y >= 0
-    # lse - t without its cancellation: log(1 + sum of the others' odds)
-    others = without_target(true.z, b.y).logsumexp(1) - t
-    miss = torch.where(others > 30, others + (-others).exp(), others.exp().log1p())
-    rows, loose = got.rows, 1e-5 if "label_smoothing" in kwargs else NEAR  # of the sum of all logits
-    wants = {"loss": true.loss, "lse": lse.where(kept, 0), "miss": miss.where(kept, 0)}
-    for name, want in wants.items():
-        value = getattr(rows, name)[which].double()
-        torch.testing.assert_close(value, want[which], rtol=loose, atol=0 if name == "miss" else loose, msg=name)
-    # s E is the logits' gradient: at the target from the coefficient, elsewhere from exp(z - reference) and the slope
-    grad = logit_gradient(b, true.z, **kwargs)
-    cap = kwargs.get("softcap")
-    slope = 1 if cap is None else 1 - (true.z / cap) ** 2
-    e = (true.z - reference.double()[:, None]).exp() * slope
-    s = rows.s.double()
-    at_target = torch.arange(len(b.w), device=DEVICE) == b.y[:, None]
-    c = got.e.double() + rows.rest.double()[:, None]
-    built = (s[:, None] * torch.where(at_target, c, e)).where(s[:, None] != 0, 0)
-    for i in which:
-        for part in (at_target[i], ~at_target[i]):  # each by itself: a wrong target is small beside the others
-            error = (built[i] - grad[i])[part].norm()
-            assert error <= 2 * NEAR * grad[i][part].norm() + (1e-6 * grad[i].norm() if cap else 1e-40), (i, error)
-    want = (s[:, None] * b.x.double()).where(s[:, None] != 0, 0)
-    torch.testing.assert_close(got.scaled[which].double(), want[which], rtol=NEAR_GRAD, atol=1e-30)
-    untouched = (got.e == POISON) | (at_target & kept[:, None])
-    assert untouched.all()
-    left = torch.ones_like(kept)
-    left[which] = False
-    for value in (rows.loss, rows.lse, rows.miss, rows.s, rows.rest, got.scaled, got.e):
-        assert (value[left] == POISON).all()
-
-
-def uniform_logits(b: Batch, z: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    q = kwargs.get("weight", torch.ones(len(b.w), device=DEVICE)).double()
-    return (z @ q).where(b.y >= 0, 0).float() if "label_smoothing" in kwargs else None
-
-
-@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
-def test_finished_rows(names: tuple[str, ...]) -> None:
-    C, V = 9, 37
-    b, kwargs = batch(C, V, 5 * UNIT), options(V, names)
-    b.y[4], b.g[4], b.g[5] = -1, 7.0, 0.0
-    b.x[4] = NAN
-    z = truth(b, **kwargs).z
-    t = of_targets(z, b.y).where(b.y >= 0, 0)
-    r = (without_target(z, b.y) - t[:, None]).exp().sum(1).where(b.y >= 0, 0)
-    got = finish(b, t.float(), r.float(), kwargs, uniform=uniform_logits(b, z, kwargs), P=70)
-    assert_finished(got, b, kwargs, t.float(), list(range(C)))
-    assert listed(got.rows) == []
-    assert (got.rows.highest == 12345).all()
-    alone = finish(b, t.float(), r.float(), kwargs, uniform=uniform_logits(b, z, kwargs), P=70, gradient=False)
-    for name in ("loss", "lse", "miss"):
-        assert torch.equal(getattr(alone.rows, name), getattr(got.rows, name))
-    for value in (alone.rows.s, alone.rows.rest, alone.e, alone.scaled):
-        assert (value == POISON).all()
-
-
-@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
-def test_rows_done_again(names: tuple[str, ...]) -> None:
-    """Losses of hundreds and thousands of nats: exp(z - t) is beyond float32."""
-    C, V = 9, 37
-    b, kwargs = batch(C, V, 5 * UNIT), options(V, names)
-    b.x[:] *= 64 if "softcap" in names else 512
-    if "softcap" in names:
-        kwargs["softcap"] = 256.0
-    z = truth(b, **kwargs).z
-    b.y[:] = z.argsort(1)[:, V // 2].int()
-    which = [8, 2, 0, 5]
-    t, highest = of_targets(z, b.y).float(), z.amax(1).float()
-    r = (without_target(z, b.y) - highest.double()[:, None]).exp().sum(1).float()
-    got = finish(b, t, r, kwargs, uniform=uniform_logits(b, z, kwargs), shifted=(which, highest), P=1)
-    assert_finished(got, b, kwargs, highest, which)
-    assert listed(got.rows) == sorted(which)  # as it was
-    assert torch.equal(got.rows.highest, ordered(highest))
 
 
 def test_a_list_of_0_rows_leaves_everything() -> None:
@@ -433,46 +281,6 @@ def prepare(b: Batch, lse: Tensor, miss: Tensor, kwargs: dict[str, Any], *, scal
     )  # fmt: skip
     assert (room[[0, -1]] == POISON).all()
     return Prepared(*numbers, room[1:-1])
-
-
-def is_power_of_two(s: Tensor) -> Tensor:
-    return s.double().abs().log2() % 1 == 0
-
-
-@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
-def test_prepared_rows(names: tuple[str, ...]) -> None:
-    C, V = 9, 37
-    b, kwargs = batch(C, V, 5 * UNIT), options(V, names)
-    b.y[4], b.g[4], b.g[5] = -1, NAN, 0.0
-    b.x[4] = NAN
-    true = truth(b._replace(g=b.g.where(b.y >= 0, 0)), **kwargs)
-    t = of_targets(true.z, b.y)
-    miss = (without_target(true.z, b.y) - t[:, None]).exp().sum(1).log1p()
-    kept = b.y >= 0
-    got = prepare(b, (t + miss).where(kept, 0), miss.where(kept, 0), kwargs)
-    s = got.s.double()
-    grad = logit_gradient(b._replace(g=b.g.where(kept, 0)), true.z, **kwargs)
-    used = grad.abs().sum(1) > 0
-    assert (is_power_of_two(s) == used).all()
-    assert (s[~used] == 0).all()
-    assert not used[[4, 5]].any()
-    x = b.x.double().where(used[:, None], 0)
-    assert torch.equal(got.scaled.double(), s[:, None] * x)
-    cap = kwargs.get("softcap")
-    e = (true.z - got.reference.double()[:, None]).exp() * (1 if cap is None else 1 - (true.z / cap) ** 2)
-    at_target = torch.arange(V, device=DEVICE) == b.y[:, None]
-    built = s[:, None] * torch.where(at_target, got.coefficient.double()[:, None], e)
-    for i in range(C):
-        if used[i]:
-            for part in (at_target[i], ~at_target[i]):
-                error = (built[i] - grad[i])[part].norm()
-                assert error <= 2 * NEAR * grad[i][part].norm() + 2e-7 * grad[i].norm()
-    rest = got.coefficient - narrowed(got.coefficient, b.x.dtype)
-    assert torch.equal(got.rest, rest)
-    assert (got.coefficient[~kept] == 0).all()
-    without = prepare(b, (t + miss).where(kept, 0), miss.where(kept, 0), kwargs, scaled=False)
-    assert (without.scaled == POISON).all()
-    assert torch.equal(without.coefficient, got.coefficient)
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

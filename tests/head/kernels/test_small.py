@@ -14,9 +14,18 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowtide.head.kernels import elementary, scale, select, stats_logits, stats_rows
+from lowtide.head.kernels import elementary, stats_logits, stats_rows
+from lowtide.head.kernels.elementwise import (
+    COLUMNS,
+    ROWS_PER_PROGRAM,
+    SCALE_BLOCK,
+    SELECT_BLOCK,
+    bias_sums,
+    put_logit_grad,
+    scale_,
+    select,
+)
 from lowtide.head.kernels.exp_terms import finish_input_grad
-from lowtide.head.kernels.logit_grad import COLUMNS, ROWS_PER_PROGRAM, bias_sums, put_logit_grad
 from support import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +67,7 @@ def test_log1p_of_what_takes_from_one() -> None:
     torch.testing.assert_close(out.double(), x.double().log1p(), rtol=5e-7, atol=0)
 
 
-@pytest.mark.parametrize("N", [0, 1, 37, select.BLOCK, 2 * select.BLOCK + 1])
+@pytest.mark.parametrize("N", [0, 1, 37, SELECT_BLOCK, 2 * SELECT_BLOCK + 1])
 @pytest.mark.parametrize("token_weights", [False, True])
 @pytest.mark.parametrize("class_weights", [False, True])
 @pytest.mark.parametrize("ignore_index", [-100, 3, 2**40])
@@ -69,7 +78,7 @@ def test_tokens_that_count(N: int, token_weights: bool, class_weights: bool, ign
     target[2::11] = -1
     weight = torch.rand(N, device=DEVICE) if token_weights else None
     q = torch.rand(CLASSES, device=DEVICE) if class_weights else None
-    y, unit, counted = select.select(target, CLASSES, ignore_index, weight, q)
+    y, unit, counted = select(target, CLASSES, ignore_index, weight, q)
 
     kept = target != ignore_index
     is_class = (target >= 0) & (target < CLASSES)
@@ -82,14 +91,14 @@ def test_tokens_that_count(N: int, token_weights: bool, class_weights: bool, ign
     torch.testing.assert_close(counted.double().sum(), one_each.where(kept, 0).double().sum(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("N", [0, 1, select.BLOCK + 13])
+@pytest.mark.parametrize("N", [0, 1, SELECT_BLOCK + 13])
 @pytest.mark.parametrize(("first", "width"), [(0, CLASSES), (0, 20), (20, 30), (50, 0)])
 def test_tokens_that_count_for_a_shard(N: int, first: int, width: int) -> None:
     target = torch.randint(0, CLASSES, (N,), device=DEVICE)
     target[::5] = -100
     target[1::7] = CLASSES  # no class: the first one stands in its place, on the rank that has it
-    whole, unit, counted = select.select(target, CLASSES, -100, None, None)
-    y, unit_here, counted_here = select.select(target, CLASSES, -100, None, None, (first, width, 999))
+    whole, unit, counted = select(target, CLASSES, -100, None, None)
+    y, unit_here, counted_here = select(target, CLASSES, -100, None, None, (first, width, 999))
     here = (whole >= first) & (whole < first + width)
     assert torch.equal(y, (whole - first).where(here, 999).where(whole >= 0, -1).int())
     torch.testing.assert_close(unit_here, unit, rtol=0, atol=0, equal_nan=True)
@@ -132,7 +141,7 @@ def test_poison_in_a_logit_gradient_stays_in_its_column() -> None:
     assert torch.equal((~out.isfinite()).nonzero().cpu(), torch.tensor([[3, 7], [39, 599]]))
 
 
-@pytest.mark.parametrize("n", [0, 1, 37, scale.BLOCK, 2 * scale.BLOCK + 1])
+@pytest.mark.parametrize("n", [0, 1, 37, SCALE_BLOCK, 2 * SCALE_BLOCK + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("value", [1.0, 0.0, -2.5, 1 / 3, float("inf"), float("nan")])
 def test_a_stored_gradient_is_scaled_in_place(n: int, dtype: torch.dtype, value: float) -> None:
@@ -140,7 +149,7 @@ def test_a_stored_gradient_is_scaled_in_place(n: int, dtype: torch.dtype, value:
     whole = torch.randn(n + 8, device=DEVICE).to(dtype)
     before = whole.clone()
     factor = torch.tensor(value, dtype=wide, device=DEVICE)
-    scale.scale_(whole[4 : n + 4], factor)
+    scale_(whole[4 : n + 4], factor)
     expected = (before[4 : n + 4].to(wide) * factor).to(dtype)
     torch.testing.assert_close(whole[4 : n + 4], expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(whole[:4], before[:4])

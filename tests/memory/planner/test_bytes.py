@@ -19,12 +19,10 @@ from lowtide.memory.planner.layer_costs import (
     checkpoint_bytes,
     forward_transients,
     layer_cost,
-    saved_by_operation,
 )
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_bytes import WORKSPACE, Memory, placed
-from lowtide.memory.planner.times import BESIDE, Times
+from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Groups, Phase, StepCosts, placed
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096
@@ -32,7 +30,12 @@ LLAMA = Job(read_shape(SHAPES["llama-3-8b"]), T, 1, GPUS["h100"], torch.bfloat16
 ADAMW = replace(LLAMA, optimizer="adamw")
 ALL, ALL1 = ActivationPolicy(mlp_level=0), ActivationPolicy(mlp_level=1)
 ATTENTION, INPUT = (ActivationPolicy(keep=keep, mlp_level=0) for keep in ("attention", "input"))
+AWAY = replace(ATTENTION, offload=True)
 NORMS, LSE = 2 * 4, 32 * 4  # bytes a token: a float32 for each row of a norm, and for each head
+
+
+def phases_of(job: Job, groups: Groups, states: int = 0, *, late: bool = False) -> dict[str, Phase]:
+    return {str(phase): phase for phase in StepCosts(job).phases(groups, states, late=late)}
 
 
 @pytest.mark.parametrize(
@@ -46,22 +49,9 @@ NORMS, LSE = 2 * 4, 32 * 4  # bytes a token: a float32 for each row of a norm, a
         (ActivationPolicy(keep="input", offload=True), 2 * H),
     ],
 )
-def test_a_layer_keeps(policy: ActivationPolicy, bytes_per_token: int) -> None:
+def test_bytes_that_a_layer_saves(policy: ActivationPolicy, bytes_per_token: int) -> None:
     assert checkpoint_bytes(LLAMA, policy) == T * bytes_per_token
     assert checkpoint_bytes(replace(LLAMA, batch_size=3), policy) == 3 * T * bytes_per_token
-
-
-def test_what_each_operation_keeps() -> None:
-    kept = saved_by_operation(LLAMA, 0)
-    assert kept["queries, keys, values"] == 2 * (32 + 8 + 8) * 128
-    assert kept["gate and up"] == 2 * 2 * 14336
-    wide = replace(LLAMA, dtype=torch.float32)
-    assert sum(saved_by_operation(wide, 0).values()) == 2 * 27 * H + NORMS + LSE
-    gemma, qwen = (replace(LLAMA, shape=read_shape(SHAPES[name])) for name in ("gemma-2-2b", "qwen3-8b"))
-    behind = saved_by_operation(gemma, 1)["outputs of attention and MLP before their norms"]
-    assert behind == 2 * 2 * 2304
-    heads = saved_by_operation(qwen, 1)["queries and keys before their norms"]
-    assert heads == 2 * (32 + 8) * 128 + 4 * (32 + 8)
 
 
 def test_temporaries_of_a_layer() -> None:
@@ -73,69 +63,59 @@ def test_temporaries_of_a_layer() -> None:
     assert backward_transients(LLAMA, ALL1) == T * e * (3 * f + 2 * h)
 
 
-def test_phases_of_a_step_that_keeps_all() -> None:
-    phases = {str(phase): phase for phase in Memory(LLAMA).phases([(ALL, 32)])}
-    params, layer, vocab = 8_030_261_248, 218_112_000, 128_256 * H
+def test_phases_of_a_step_that_saves_all() -> None:
+    phases = phases_of(LLAMA, [(ALL, 32)])
+    params, layer, vocab, mlp = 8_030_261_248, 218_112_000, 128_256 * H, 3 * H * 14336
     kept = T * (27 * H + NORMS + LSE)
     other = 2 * WORKSPACE + 24 * T + 2 * T * 128 * 2
-    head = plan_head(T, H, 128_256, torch.bfloat16, "cuda", capability=(9, 0), device_bytes=GPUS["h100"].memory_bytes)
-    at_head = phases["head"]
-    assert at_head.weights == 2 * params
-    assert at_head.optimizer == 0
+    scratch = plan_head(
+        T, H, 128_256, torch.bfloat16, "cuda", capability=(9, 0), device_bytes=GPUS["h100"].memory_bytes
+    ).scratch_bytes
+    at_head, step = phases["head"], phases["optimizer"]
+    assert (at_head.weights, at_head.optimizer) == (2 * params, 0)
     assert at_head.activations == 32 * kept + 2 * 2 * T * H
-    assert at_head.head == 2 * T * H + 2 * vocab + head.scratch_bytes
+    assert at_head.head == 2 * T * H + 2 * vocab + scratch
     assert at_head.bytes == 2 * params + at_head.activations + at_head.head + other
     last, first = phases["backward of layer 31"], phases["backward of layer 0"]
-    mlp = 3 * H * 14336
-    assert last.activations == 32 * kept
-    assert last.gradients == 2 * (vocab + mlp // 3)
-    assert first.activations == kept
-    assert first.gradients == 2 * (31 * layer + vocab + mlp // 3)
-    few = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H)).phases([(ALL, 32)])}
-    assert few["backward of layer 31"].gradients == 2 * (vocab + mlp // 3)
-    fewer = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H // 2)).phases([(ALL, 32)])}
-    assert fewer["backward of layer 31"].gradients == 2 * (vocab + mlp - 2 * (H // 2) * 14336)
+    assert (last.activations, last.gradients) == (32 * kept, 2 * (vocab + mlp // 3))
+    assert (first.activations, first.gradients) == (kept, 2 * (31 * layer + vocab + mlp // 3))
     assert phases["embedding"].transients == 2 * T * H + 4 * T * H
-    assert phases["optimizer"].gradients == 2 * params
-    assert phases["optimizer"].bytes == 4 * params + other
+    assert (step.gradients, step.bytes) == (2 * params, 4 * params + other)
+    for tokens, more in ((H, mlp // 3), (H // 2, mlp - 2 * (H // 2) * 14336)):  # with few tokens gradients outweigh
+        assert phases_of(replace(LLAMA, seq_len=tokens), [(ALL, 32)])["backward of layer 31"].gradients == 2 * (
+            vocab + more
+        )
 
 
 def test_a_recomputed_layer_is_whole_while_its_backward_runs() -> None:
-    phases = {str(phase): phase for phase in Memory(LLAMA).phases([(INPUT, 32)])}
+    phases = phases_of(LLAMA, [(INPUT, 32)])
     whole, alone = checkpoint_bytes(LLAMA, ALL), checkpoint_bytes(LLAMA, INPUT)
     assert phases["backward of layer 31"].activations == 31 * alone + whole
     assert phases["backward of layer 0"].activations == whole
 
 
 def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
-    memory = Memory(LLAMA)
-    away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
+    host = StepCosts(LLAMA).host
     one, whole = checkpoint_bytes(LLAMA, ATTENTION), checkpoint_bytes(LLAMA, ALL)
-    groups = [(away, 20), (ALL, 12)]
-    assert memory.host(groups) == 18 * (one + PAGES)  # the last two offloaded layers stay
-    phases = {str(phase): phase for phase in memory.phases(groups)}
+    groups = [(AWAY, 20), (ALL, 12)]
+    phases = phases_of(LLAMA, groups)
     assert phases["head"].activations == 2 * one + 12 * whole + 2 * 2 * T * H
     assert phases["backward of layer 17"].activations == whole + one + PAGES  # the next one is on its way back
     assert phases["backward of layer 19"].activations == one + whole
     assert phases["backward of layer 0"].activations == whole
-    assert memory.host([(away, 2), (ALL, 30)]) == 0
-    assert memory.host([(away, 1), (ActivationPolicy(keep="input", offload=True), 3), (ALL, 28)]) == (
-        one + checkpoint_bytes(LLAMA, INPUT) + 2 * PAGES
-    )
+    assert host(groups) == 18 * (one + PAGES)  # the last two offloaded layers stay
+    assert host([(AWAY, 2), (ALL, 30)]) == 0
+    mixed = [(AWAY, 1), (ActivationPolicy(keep="input", offload=True), 3), (ALL, 28)]
+    assert host(mixed) == one + checkpoint_bytes(LLAMA, INPUT) + 2 * PAGES
 
 
-def test_autocast_keeps_the_stream_wide_and_copies_attention_s_weights() -> None:
+def test_autocast_has_wide_parameters_and_narrow_gemms() -> None:
     job = replace(LLAMA, dtype=torch.float32, autocast=True)
-    # the stream's three tensors at 4 bytes, three copies of attention's input, gate and up, at 2; the rest as before
-    each = 3 * 4 * H + 3 * 2 * H + 3 * H + 2 * H + 14 * H + NORMS + LSE
-    copies = 2 * (H * (H + 2 * 1024) + H * H)
-    assert checkpoint_bytes(job, ALL) == T * each + copies
-    assert checkpoint_bytes(job, ATTENTION) == T * (4 * H + 2 * H + LSE)
-    memory = Memory(replace(job, optimizer="adamw"))
+    memory = StepCosts(replace(job, optimizer="adamw"))
     assert memory.weights + memory.all_gradients + memory.states == 16 * 8_030_261_248
     assert job.head_plan.backend == "exp"
     assert job.head_plan.cast_bytes == 2 * 128_256 * H
-    head = next(phase for phase in memory.phases([(ALL, 32)]) if phase.name == "head")
+    head = phases_of(memory.job, [(ALL, 32)])["head"]
     held = 4 * T * H + 4 * 128_256 * H + job.head_plan.scratch_bytes + job.head_plan.cast_bytes
     assert head.head == held + job.head_plan.accumulator_bytes
     assert layer_cost(job, ALL).forward < 1.3 * layer_cost(LLAMA, ALL).forward
@@ -143,9 +123,9 @@ def test_autocast_keeps_the_stream_wide_and_copies_attention_s_weights() -> None
 
 def test_gradients_that_stay_are_there_in_every_phase() -> None:
     job = replace(LLAMA, keep_gradients=True)
-    for phase in Memory(job).phases([(ATTENTION, 32)]):
+    for phase in StepCosts(job).phases([(ATTENTION, 32)]):
         assert phase.gradients == 2 * 8_030_261_248
-    before, after = (Memory(one).peak([(ATTENTION, 32)]).bytes for one in (LLAMA, job))
+    before, after = (StepCosts(one).peak([(ATTENTION, 32)]).bytes for one in (LLAMA, job))
     assert after > before
 
 
@@ -153,26 +133,18 @@ def test_gradients_that_stay_are_there_in_every_phase() -> None:
     ("optimizer", "each"), [("adamw", 4), ("adamw-8bit", 2 + 8 / 256), ("sgd", 0), ("sgd-momentum", 2)]
 )
 def test_states_of_optimizers(optimizer: str, each: float) -> None:
-    memory = Memory(replace(LLAMA, optimizer=optimizer))
+    memory = StepCosts(replace(LLAMA, optimizer=optimizer))
     assert memory.states == int(each * LLAMA.shape.params)
-    in_float32 = Memory(replace(LLAMA, optimizer=optimizer, dtype=torch.float32))
+    in_float32 = StepCosts(replace(LLAMA, optimizer=optimizer, dtype=torch.float32))
     assert in_float32.states == int((each if "8bit" in optimizer else 2 * each) * LLAMA.shape.params)
 
 
 def test_the_foreach_optimizer_s_temporaries_can_be_the_peak() -> None:
     short = replace(LLAMA, seq_len=16, optimizer="adamw-foreach")
-    peak = Memory(short).peak([(ALL, 32)])
+    peak = StepCosts(short).peak([(ALL, 32)])
     assert peak.name == "optimizer"
     assert peak.transients == 2 * LLAMA.shape.params
     assert set(OPTIMIZERS) == {"adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"}
-
-
-def test_a_tied_embedding_s_gradient_stands_beside_the_head_s() -> None:
-    tied = Job(read_shape(SHAPES["llama-3.2-1b"]), 128, 1, GPUS["h100"], torch.bfloat16, "sgd")
-    untied = replace(tied, shape=replace(tied.shape, tied=False))
-    one, two = (next(p for p in Memory(job).phases([(ALL, 16)]) if p.name == "embedding") for job in (tied, untied))
-    assert one.transients - two.transients == 2 * 128_256 * 2048
-    assert two.gradients - one.gradients == 2 * 128_256 * 2048
 
 
 def test_the_head_is_planned_for_the_gpu_that_is_named() -> None:
@@ -207,35 +179,36 @@ def test_what_recompute_costs() -> None:
     assert layer_cost(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
 
 
-def test_offloaded_states_by_phase() -> None:
-    memory = Memory(ADAMW)
-    groups, states = [(INPUT, 20), (ALL, 12)], memory.states // 2
-    for late in (False, True):
-        stay = {str(phase): phase for phase in memory.phases(groups)}
-        left = {str(phase): phase.optimizer for phase in memory.phases(groups, states, late=late)}
-        assert left["head"] == memory.states - states
-        assert left["optimizer"] == memory.states
-        assert left["embedding"] == memory.states - states * late
-        assert (
-            left["forward of layer 0"] == left["forward of layer 3"] == memory.states
-        )  # those of four layers are on their way
-        assert left["forward of layer 31"] == memory.states - int(states * 28 / 31)
-        assert left["backward of layer 31"] == memory.states - states
-        assert left["backward of layer 1"] == left["backward of layer 0"] == memory.states - states * late
-        half = int(states * (1 if late else 1 - 12 / 30))
-        assert left["backward of layer 19"] == memory.states - half
-        assert all(phase.optimizer == memory.states for phase in stay.values())
-        peak = max(phase.bytes for phase in memory.phases(groups, states, late=late))
-        assert memory.peaks(groups, [states])[late] == [peak] == [memory.peak(groups, states, late=late).bytes]
+@pytest.mark.parametrize("late", [False, True])
+def test_offloaded_states_by_phase(late: bool) -> None:
+    memory = StepCosts(ADAMW)
+    every, groups, states = memory.states, [(INPUT, 20), (ALL, 12)], memory.states // 2
+    assert {phase.optimizer for phase in memory.phases(groups)} == {every}
+    phases = phases_of(ADAMW, groups, states, late=late)
+    assert {name: phases[name].optimizer for name in phases if "layer" not in name} == {
+        "head": every - states,
+        "embedding": every - states * late,
+        "optimizer": every,
+    }
+    forward, backward = (
+        {k: phases[f"{way} of layer {k}"].optimizer for k in range(32) if f"{way} of layer {k}" in phases}
+        for way in ("forward", "backward")
+    )
+    assert forward[0] == forward[3] == every  # those of four layers are on their way
+    assert forward[31] == every - int(states * 28 / 31)
+    assert backward[31] == every - states
+    assert backward[1] == backward[0] == every - states * late
+    assert backward[19] == every - int(states * (1 if late else 1 - 12 / 30))
+    peak = max(phase.bytes for phase in phases.values())
+    assert memory.peaks(groups, [states])[late] == [peak] == [memory.peak(groups, states, late=late).bytes]
     assert states < memory.states_on_host(states) == pytest.approx(states, rel=1e-3)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -> None:
     """What runs of equal layers hold with states on their way, layer by layer."""
-    memory = Memory(replace(ADAMW, seq_len=2048))
-    away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
-    for groups in ([(INPUT, 32)], [(ALL, 32)], [(away, 9), (INPUT, 20), (ALL1, 3)], [(ALL1, 1), (ALL, 31)]):
+    memory = StepCosts(replace(ADAMW, seq_len=2048))
+    for groups in ([(INPUT, 32)], [(ALL, 32)], [(AWAY, 9), (INPUT, 20), (ALL1, 3)], [(ALL1, 1), (ALL, 31)]):
         singly = [(policy, 1) for policy, n in groups for _ in range(n)]
         for share in (0.1, 0.5, 1):
             states = int(share * memory.states)
@@ -248,9 +221,8 @@ def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -
 
 
 def test_states_that_travel_hold_no_layer_up() -> None:
-    away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
-    for groups in ([(ALL, 32)], [(away, 32)], [(INPUT, 4), (away, 8), (ALL1, 20)]):
-        times = Times(LLAMA)
+    for groups in ([(ALL, 32)], [(AWAY, 32)], [(INPUT, 4), (AWAY, 8), (ALL1, 20)]):
+        times = StepCosts(LLAMA)
         each = [times.layers[policy] for policy, n in groups for _ in range(n)]
         moves = [n for _, n, goes in placed(groups) for n in [goes] * n]
         bus = LLAMA.gpu.pcie
@@ -261,33 +233,25 @@ def test_states_that_travel_hold_no_layer_up() -> None:
             assert portion * 31 / 30 / bus + goes * one.transfer <= one.backward
         assert times.on_the_way(2**30) == pytest.approx(2 * BESIDE * 2**30 / bus)
         assert times.on_the_way(2**30, late=True) == pytest.approx((1 + BESIDE) * 2**30 / bus)
-    slow = Times(replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e8)))
-    assert slow.travels([(away, 32)]) == 0
+    slow = StepCosts(replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e8)))
+    assert slow.travels([(AWAY, 32)]) == 0
 
 
 def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
     slow = replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e9))
     away = ActivationPolicy(keep="input", mlp_level=0, offload=True)
-    each = 2 * T * H / 1e9
-    assert each > layer_cost(slow, away).backward
-    moved = 32 - 2
-    difference = (
-        Times(slow).step([(away, 32)])
-        - Times(slow).fixed
-        - 2 * sum((one.forward + one.backward) for one in [layer_cost(slow, away)])
-    )
+    each, one = 2 * T * H / 1e9, layer_cost(slow, away)
+    assert each > one.backward
+    moved, times = 32 - 2, StepCosts(slow)
+    difference = times.seconds([(away, 32)]) - times.fixed_seconds - 2 * (one.forward + one.backward)
     assert difference == pytest.approx(moved * 2 * each * (1 + BESIDE))
-    quick = Times(LLAMA).step([(away, 32)]) - Times(LLAMA).step([(INPUT, 32)])
+    quick = StepCosts(LLAMA).seconds([(away, 32)]) - StepCosts(LLAMA).seconds([(INPUT, 32)])
     assert quick == pytest.approx(moved * 2 * BESIDE * 2 * T * H / GPUS["h100"].pcie)
 
 
 def test_nothing_is_faster_than_the_host() -> None:
-    short = layer_cost(replace(LLAMA, seq_len=1), ALL)
-    longer = layer_cost(replace(LLAMA, seq_len=64), ALL)
+    """Where it sets the pace, memory that costs nothing is spent."""
+    short, longer = (layer_cost(replace(LLAMA, seq_len=seq_len), ALL) for seq_len in (1, 64))
     assert (short.forward, short.backward) == pytest.approx((longer.forward, longer.backward), rel=0.01)
     assert short.forward > HOST_FORWARD
-
-
-def test_memory_that_costs_nothing_is_spent_where_the_host_sets_the_pace() -> None:
-    short = replace(LLAMA, seq_len=64)
-    assert layer_cost(short, ALL).backward < layer_cost(short, ALL1).backward
+    assert longer.backward < layer_cost(replace(LLAMA, seq_len=64), ALL1).backward

@@ -16,6 +16,8 @@ from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.shapes import read_settings, read_shape
 from lowtide.train.shapes import DEFAULT, SHAPES
 
+transformers = pytest.importorskip("transformers")
+
 SMALL = {
     "num_hidden_layers": 3, "hidden_size": 42, "intermediate_size": 72, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 131, "tie_word_embeddings": False,
@@ -45,12 +47,11 @@ PUBLISHED = {  # parameters, as counted in the published checkpoints
 def on_meta(config: Any) -> Any:
     """A model without weights."""
     with torch.device("meta"):
-        return pytest.importorskip("transformers").AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parameters_are_those_of_the_model(model_type: str) -> None:
-    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
     model, shape = on_meta(config), read_shape(config)
     assert shape.params == sum(p.numel() for p in model.parameters())
@@ -96,7 +97,6 @@ def test_mlps_that_a_patch_leaves_alone_are_planned_as_they_are(
     model_type: str, settings: dict[str, Any], why: str
 ) -> None:
     """Their plan has no levels, and its lines run on the model."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **settings})
     plan = plan_memory(config, 64, 2, 1, dtype="float32")
     assert plan.job.shape.stock_mlp == why
@@ -110,7 +110,6 @@ def test_mlps_that_a_patch_leaves_alone_are_planned_as_they_are(
 
 def test_projections_by_other_names_are_not_fused() -> None:
     """Of a type that the planner's list lacks, it looks at the model."""
-    transformers = pytest.importorskip("transformers")
     model = on_meta(transformers.AutoConfig.for_model("granite", **SMALL))
     assert not read_shape(model).stock_mlp
     for layer in model.model.layers:
@@ -120,7 +119,6 @@ def test_projections_by_other_names_are_not_fused() -> None:
 
 
 def test_an_activation_that_the_config_names_elsewhere_is_noted_as_assumed() -> None:
-    pytest.importorskip("transformers")
     settings = {"model_type": "vaultgemma", **SMALL, "hidden_activation": "gelu"}  # not in the planner's own list
     for given, noted in ((settings, True), ({**settings, "hidden_act": "silu"}, False)):
         notes = plan_memory(given, 64, 1, 1, dtype="float32").notes
@@ -129,7 +127,6 @@ def test_an_activation_that_the_config_names_elsewhere_is_noted_as_assumed() -> 
 
 
 def test_several_parts_for_text_are_refused() -> None:
-    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model("musicgen")
     for given in (config, config.to_dict()):
         with pytest.raises(ArgumentValueError, match="expected one part for text, got musicgen"):
@@ -150,7 +147,7 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "meta-llama/Llama-3.2-1B"])
-def test_a_name_in_place_of_a_path_is_told_what_to_do(name: str) -> None:
+def test_a_name_in_place_of_a_path_gets_a_hint(name: str) -> None:
     with pytest.raises(ArgumentValueError, match=r"config\.json, got .*fetched from the network.*lowtide plan --model"):
         plan_memory(name, 64, 1, 1)
 
@@ -163,9 +160,8 @@ def test_the_text_part_of_a_config_is_read() -> None:
     assert "only the text part of llava is planned" in note
 
 
-def test_what_only_the_larger_model_says_is_read() -> None:
+def test_what_only_the_larger_models_config_has_is_read() -> None:
     """Qwen2-VL's text part has no word on tied embeddings: its output layer is the whole model's."""
-    transformers = pytest.importorskip("transformers")
     for tied in (True, False):
         config = transformers.AutoConfig.for_model("qwen2_vl", tie_word_embeddings=tied)
         for given in (config, config.to_dict()):
@@ -187,7 +183,6 @@ def test_what_only_the_larger_model_says_is_read() -> None:
     ],
 )
 def test_a_layer_of_another_kind_is_refused_and_the_way_on_named(model_type: str, says: str) -> None:
-    transformers = pytest.importorskip("transformers")
     with pytest.raises(ArgumentValueError, match=f"^{says}.*with `lowtide profile`"):
         read_shape(transformers.AutoConfig.for_model(model_type))
 
@@ -222,7 +217,6 @@ def test_what_cannot_be_read_is_refused_by_its_name(
 
 
 def test_a_model_with_parts_that_are_not_planned_for_is_refused() -> None:
-    transformers = pytest.importorskip("transformers")
     model = on_meta(transformers.AutoConfig.for_model("llama", **SMALL))
     model.model.layers[1].extra = torch.nn.Linear(3, 4, device="meta")
     with pytest.raises(ArgumentValueError, match="'llama' with"):
@@ -245,7 +239,7 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_adapters_are_counted_as_peft_makes_them(model_type: str) -> None:
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    peft = pytest.importorskip("peft")
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
     model = transformers.AutoModelForCausalLM.from_config(config)
     made = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules="all-linear", task_type="CAUSAL_LM"))

@@ -21,7 +21,7 @@ from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
-from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import rows_are_aligned
 
 
@@ -50,7 +50,7 @@ class Exponentials:
         self.ahead = 0 if self.ranks.alone else 1
 
     def begin(self, piece: Piece) -> Piece:
-        """Begin to gather a piece's hidden states; the piece itself is left without, for nobody lets go of it."""
+        """Begin to gather a piece's hidden states; in a copy, so that their memory can be freed."""
         return replace(piece, x_CD=self.ranks.begin_rows(self.head.input, None, piece.part, self.head.dtype))
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
-from lowtide.head.exponentials.smoothing import put_outer, weighted_sum
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
@@ -28,7 +27,7 @@ from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
-from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import input_is_copied
 from lowtide.head.terms.loss import Loss, Settle
 
@@ -58,7 +57,7 @@ class CrossEntropy(Exponentials):
         self.terms = RowTerms(
             vocab=self.ranks.vocab, bias_V=head.bias_V, scale=head.scale, softcap=softcap,
             class_weight=q if alone else None, total_class_weight=loss.total, smoothing=smoothing, z_loss=loss.z_loss,
-            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
+            uniform_D=_weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
         )  # fmt: skip
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
@@ -143,7 +142,7 @@ class CrossEntropy(Exponentials):
             into.bias_V += share_of_all if q is None else share_of_all * q
         if into.weight_VD is None:
             return add
-        put_outer(q, self._even_D * share, into.weight_VD, self.head.dtype, add=add)
+        _put_outer(q, self._even_D * share, into.weight_VD, self.head.dtype, add=add)
         return True
 
     def _new(self, *shape: int) -> Tensor:
@@ -333,3 +332,38 @@ class CrossEntropy(Exponentials):
         (s_C, rest_C), factor_C = piece.rows[2:], self._factor_n[piece.part]
         even = self.terms.even(factor_C)
         finish_input_grad(product_CD, out_CD, self.weight_VD, s_C, piece.y_C, rest_C, even=even)
+
+
+def _parts_of(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of ``dtype`` that add up to ``x`` (float32), to all the digits that float32 has."""
+    if dtype == x.dtype:
+        return [x]
+    first = x.to(dtype)
+    second = (x - first.float()).to(dtype)
+    return [first, second, (x - first.float() - second.float()).to(dtype)]
+
+
+def _weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
+    """Return ``sum_v q_v w_v`` in float32, without a float32 copy of the weight."""
+    V, D = w_VD.shape
+    if not V:  # a rank without classes
+        return w_VD.new_zeros(D, dtype=torch.float32)
+    if q_V is None:
+        weights = w_VD.new_ones(1, V)
+    else:
+        weights = torch.stack(_parts_of(q_V, w_VD.dtype))
+    out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
+    matmul_into(weights, w_VD, out, add=False)
+    return out.sum(0)
+
+
+def _put_outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype, *, add: bool) -> None:
+    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
+    right = _parts_of(x_D, dtype)
+    if q_V is None:
+        left = [x_D.new_ones(out_VD.shape[0], dtype=dtype)] * len(right)
+    else:
+        parts = _parts_of(q_V, dtype)
+        pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
+        left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
+    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=add)

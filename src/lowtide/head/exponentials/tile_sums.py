@@ -57,7 +57,7 @@ class TileStatistics(Exponentials):
         begin_sums = partial(self._begin_sums, out, y_nK, highest)
         for piece in self.in_stages(self.pieces(rows, rows), self.begin, begin_sums):
             if not self.ranks.alone:
-                part, every = piece.part, [told.get() for told in piece.exchange]
+                part, every = piece.part, [gathered.get() for gathered in piece.exchange]
                 parts = Sums.of(every[0].permute(1, 2, 0), self.asked)
                 stats_rows.merge_stats(parts, out.rows(part), self.ranks.vocab, y_nK[part])
                 if topk:
@@ -81,15 +81,15 @@ class TileStatistics(Exponentials):
             return piece
         ranks: Any = self.ranks
         new = x_CD.new_empty if self.width else x_CD.new_zeros
-        told = new(3 + len(self.asked) + y_CK.shape[1], len(x_CD), dtype=torch.float32)
-        mine = Sums.of(told[..., None], self.asked)
+        sent = new(3 + len(self.asked) + y_CK.shape[1], len(x_CD), dtype=torch.float32)
+        mine = Sums.of(sent[..., None], self.asked)
         stats_rows.merge_stats(
             self.sums, mine, self.width, y_CK, x_CD, w_VD, transform=transform, first_class=ranks.first
         )
-        piece.exchange = [ranks.begin_gather(told)]
+        piece.exchange = [ranks.begin_gather(sent)]
         if highest:
-            told = stats_topk.shard_highest(x_CD, w_VD, self.sums, self.config, self.topk, ranks.first, transform)
-            piece.exchange.append(ranks.begin_gather(told))
+            sent = stats_topk.shard_highest(x_CD, w_VD, self.sums, self.config, self.topk, ranks.first, transform)
+            piece.exchange.append(ranks.begin_gather(sent))
         return piece
 
     def gradients(self, known: dict[str, Tensor], upstream: dict[str, Tensor], into: Gradients) -> None:

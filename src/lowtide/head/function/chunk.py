@@ -112,7 +112,7 @@ class FunctionTerms(Terms):
             # until the upstream gradient, and with it GradScaler's factor, is known
             into.input_ND = head.input.new_zeros(head.tokens, D, dtype=head.wide)
         if into.bias_V is not None and self._by_kernel:
-            from lowtide.head.kernels.logit_grad import bias_sums
+            from lowtide.head.kernels.elementwise import bias_sums
 
             into.bias_V, self._bias_PV = None, bias_sums(self.plan.piece_rows, len(head.weight_VD), self.device)
         self._into = into
@@ -201,7 +201,7 @@ class FunctionTerms(Terms):
         elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
         if self._by_kernel:
-            from lowtide.head.kernels.logit_grad import put_logit_grad
+            from lowtide.head.kernels.elementwise import put_logit_grad
 
             put_logit_grad(dz, scale, target, self._bias_PV)
         elif scale is None:

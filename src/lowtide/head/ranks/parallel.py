@@ -1,4 +1,4 @@
-"""The sharded vocabulary: each rank's part of a call's tensors, and what the ranks exchange.
+"""The ranks of a call: each one's part of a sharded vocabulary and of the tensors, and what they exchange.
 
 W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. What is exchanged has the shape of tokens,
 never of the vocabulary, and how often follows from shapes and options alone: a rank whose tokens are all ignored, or
@@ -20,12 +20,13 @@ from lowtide.graph import node
 from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
 from lowtide.head.ranks.exchange import Exchange
-from lowtide.head.ranks.shard import Limits, VocabShard, limits_of, shard_of_dtensor
+from lowtide.head.ranks.shard import Limits, VocabShard, checked_shard, limits_of, shard_of_dtensor
 from lowtide.head.ranks.tokens import SpreadTokens
 from lowtide.head.rows import take_rows
 
 _Result = TypeVar("_Result")
 _Held = TypeVar("_Held", Tensor, Tensor | None)
+_Given = TypeVar("_Given")
 
 
 class Ranks:
@@ -108,17 +109,17 @@ class Ranks:
         Returns whether ``known`` is true on all of them. Raises on all, where numbers differ or classes are missing.
         """
         mine = [self.first, self.rows, known, *numbers.values()]
-        told = exchange.numbers_of_all(mine, self._group, self._device)
-        firsts, self._classes = ([rank[i] for rank in told] for i in range(2))
+        numbers_of = exchange.numbers_of_all(mine, self._group, self._device)
+        firsts, self._classes = ([rank[i] for rank in numbers_of] for i in range(2))
         for i, name in enumerate(numbers):
-            seen = [rank[3 + i] for rank in told]
+            seen = [rank[3 + i] for rank in numbers_of]
             if len(set(seen)) > 1:
                 raise ArgumentValueError(message(name, "the same on every rank that shares the head", f"{seen}"))
         if firsts != [sum(self._classes[:i]) for i in range(self.size)] or sum(self._classes) != self.vocab:
             expected = f"parts of {self.vocab} classes, one after another in the order of the ranks"
             got = f"first={firsts} and rows={self._classes}"
             raise ArgumentValueError(message("vocab_shard", expected, got))
-        return all(rank[2] for rank in told)
+        return all(rank[2] for rank in numbers_of)
 
     def share_of(self, part: slice) -> slice:
         """Return the rows of a chunk that are this rank's share: where tokens are spread, its own."""
@@ -171,8 +172,8 @@ class Ranks:
 
     def begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to exchange ``x``; return what waits on the device, and returns the sum of all ranks'."""
-        told = self.begin_gather(x)
-        return lambda: told.get().sum(0)
+        gathered = self.begin_gather(x)
+        return lambda: gathered.get().sum(0)
 
     def begin_gather(self, x: Tensor) -> Exchange:
         """Begin to gather it.
@@ -261,6 +262,90 @@ class Ranks:
 
         replicated: Tensor = DTensor.from_local(value, self.mesh, [_replicate()], run_check=False)
         return replicated
+
+
+class Alone:
+    """The group of one rank, which has the whole vocabulary: its exchanges return its own numbers at once."""
+
+    alone, spread, first, groups, size = True, False, 0, 1, 1
+
+    def __init__(self, V: int) -> None:
+        self.rows = self.vocab = self.most_rows = V
+
+    def itself(self, x: _Given, *_: object) -> _Given:
+        """Return what is given: the sum over all ranks, what this one holds of it, and so on."""
+        return x
+
+    sum_of = logsumexp_of = highest_of = add_up_ = put_together_ = whole_rows = own_classes = share_of = itself
+    local = whole = result = mine = class_weight = itself
+
+    def nothing(self, *_: object, **__: object) -> None:
+        """Return that tokens are in order, and that nothing was gathered."""
+
+    order = reordered = keep = nothing
+
+    def chunks(self, plan: Any) -> Iterator[slice]:
+        """Yield each chunk's rows."""
+        return plan.slices()  # type: ignore[no-any-return]
+
+    def here(self, y: Tensor) -> tuple[Tensor, None]:
+        """Return each class's row of the weight, and no mask: all are here."""
+        return y, None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return every rank's ``x`` [1, ...]."""
+        return x[None]
+
+    def begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return what returns the sum of all ranks' ``x``."""
+        return lambda: x
+
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: Any) -> Exchange:
+        """Return a chunk's hidden states [C, D]."""
+        return Exchange(take_rows(input, index, part, dtype))
+
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
+        """Return what writes a chunk's gradient of the hidden states where it belongs."""
+        return lambda into: into.put_input(part if index is None else index[part], product_CD)
+
+    def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:  # noqa: ARG002
+        """Return ``known``: there are no others to compare with."""
+        return known
+
+
+def ranks_of(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object, *, scale: Tensor | None = None
+) -> Ranks:
+    """Return how the ranks share a head of DTensors, or with ``shard`` of this rank's rows, all of which is checked."""
+    recorded = torch.is_grad_enabled()
+    scale_trained = recorded and scale is not None and scale.requires_grad
+    trained = scale_trained or (recorded and input.requires_grad)
+    tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    mesh = axis = None
+    if shard is not None:
+        shard = checked_shard(tensors, shard)
+    else:
+        placed: Any = input if is_dtensor(input) else linear_weight
+        for name, tensor in tensors.items():
+            if tensor is not None and not is_dtensor(tensor):
+                hint = "Wrap it with DTensor.from_local or distribute_tensor, or take to_local() of the others."
+                raise ArgumentTypeError(message(name, "a DTensor, as others of this call are", "a plain tensor", hint))
+        mesh = placed.device_mesh
+        shard = shard_of_dtensor("linear_weight", linear_weight, mesh)
+        if linear_bias is not None:
+            shard_of_dtensor("linear_bias", linear_bias, mesh)
+        axis = _axis_of(input)
+    return Ranks(shard, input.shape[:-1], input.device, axis, mesh, trained=trained, scale_trained=scale_trained)
+
+
+def _axis_of(input: Any) -> int | None:
+    placement = input.placements[0]
+    if placement.is_replicate():
+        return None
+    if input.device_mesh.ndim == 1 and placement.is_shard() and placement.dim < input.dim() - 1:
+        return int(placement.dim)
+    expected = "placement Replicate(), or Shard of one axis of tokens"
+    raise ArgumentValueError(message("input", expected, str(input.placements), "Redistribute it first."))
 
 
 @_disable_dynamo  # torch.compiler.disable, without importing the compiler

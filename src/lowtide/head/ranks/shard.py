@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.arguments import check_tensor
-from lowtide.errors import ArgumentValueError, message
+from lowtide.arguments import check_tensor, is_dtensor
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.backends import why_not_exp
 from lowtide.head.ranks import exchange as exchange
 
@@ -30,17 +30,17 @@ _KNOWN: "WeakKeyDictionary[Any, dict[str, Limits]]" = WeakKeyDictionary()  # a g
 def limits_of(group: Any, device: torch.device) -> Limits:
     """Return what the ranks of ``group`` can do. They exchange it once, at their first call: the host waits."""
     if device.type not in _KNOWN.get(group, {}):
-        _tell([], group, device)
+        _exchanged([], group, device)
     return _KNOWN[group][device.type]
 
 
-def _tell(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
+def _exchanged(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
     """Return the numbers of each rank; what it can do is exchanged with them."""
-    told = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
-    gpu_bytes, exponentials = (min(rank[i] for rank in told) for i in range(2))
+    of_ranks = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
+    gpu_bytes, exponentials = (min(rank[i] for rank in of_ranks) for i in range(2))
     limits = Limits(gpu_bytes=gpu_bytes or None, exponentials=bool(exponentials))
     _KNOWN.setdefault(group, {})[device.type] = limits
-    return [rank[2:] for rank in told]
+    return [rank[2:] for rank in of_ranks]
 
 
 def _limits_here(device: torch.device) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class VocabShard:
         """
         rows = check_tensor("linear_weight", linear_weight).shape[0]
         group = _group_of(group)
-        sizes = [size for (size,) in _tell([rows], group, linear_weight.device)]
+        sizes = [size for (size,) in _exchanged([rows], group, linear_weight.device)]
         first = sum(sizes[: group.rank()])
         return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
 
@@ -116,6 +116,21 @@ def _group_of(group: Any) -> Any:
         hint = "Call torch.distributed.init_process_group first, and this on the group's ranks alone."
         raise ArgumentValueError(message("group", "a process group that this rank is in", repr(group), hint))
     return found
+
+
+def checked_shard(tensors: dict[str, Tensor | None], shard: object) -> VocabShard:
+    """Return the user's shard of plain tensors; raise where it does not fit them."""
+    if not isinstance(shard, VocabShard):
+        raise ArgumentTypeError(message("vocab_shard", "lowtide.VocabShard or None", type(shard).__name__))
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            hint = "The placements of a DTensor are its shard: leave vocab_shard out."
+            raise ArgumentTypeError(message(name, "a plain tensor with vocab_shard", "a DTensor", hint))
+    weight = tensors["linear_weight"]
+    if weight is not None and weight.dim() and weight.shape[0] != shard.rows:
+        expected = f"shape [{shard.rows}, D], as vocab_shard has"
+        raise ArgumentValueError(message("linear_weight", expected, str(list(weight.shape))))
+    return shard
 
 
 def shard_of_dtensor(name: str, weight: Any, mesh: Any) -> VocabShard:

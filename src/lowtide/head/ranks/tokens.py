@@ -73,10 +73,10 @@ class SpreadTokens:
             mine = input.new_zeros(part.stop - part.start, D, dtype=dtype)
             if part.start < here:
                 mine[: here - part.start] = take_rows(input, None, slice(part.start, here), dtype)
-        told = exchange.begin_gather(mine, self._group)
+        gathered = exchange.begin_gather(mine, self._group)
         if self.kept is not None:
-            self.kept.append((part, told.value))
-        return told._replace(value=told.value.view(-1, D))
+            self.kept.append((part, gathered.value))
+        return gathered._replace(value=gathered.value.view(-1, D))
 
 
 def _within(part: slice, of: slice) -> slice:

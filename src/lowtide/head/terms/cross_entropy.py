@@ -16,11 +16,10 @@ from lowtide.errors import TargetIndexError
 from lowtide.graph import is_last_backward
 from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
-from lowtide.head.gradients import Gradients
+from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.scaling import weight_lift
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, Settle
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -175,7 +174,7 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
     total = None if q is None else q.sum()
     if plan.backend == "exp" and (ranks.alone or q is None):
         # by one kernel, since the first GEMM waits for it
-        from lowtide.head.kernels.select import select
+        from lowtide.head.kernels.elementwise import select
 
         of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
         y, unit, counted = select(y_N, V, args.ignore_index, weight_N, q, *of_shard)

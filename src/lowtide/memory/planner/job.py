@@ -16,7 +16,7 @@ from lowtide.memory.planner.shapes import ModelShape
 
 @dataclass(frozen=True)
 class Job:
-    """A training step that is planned; what the fields mean is said at `plan_memory`'s arguments."""
+    """A training step that is planned; the fields are `plan_memory`'s arguments."""
 
     shape: ModelShape
     seq_len: int

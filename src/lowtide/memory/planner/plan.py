@@ -65,8 +65,8 @@ def plan_memory(
             memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
-            seconds and cached in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
-            where the table lacks it), and an H100 where there is none.
+            seconds and cached in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by the table of
+            GPUs (measured if it is not in the table); without a GPU an H100.
         dtype: Of parameters, activations, gradients and optimizer states: ``"bfloat16"``, ``"float16"``,
             ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config, float32 with ``autocast``.
         optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.
@@ -115,8 +115,9 @@ def plan_memory(
     if offload_states is not False and offload_states != "auto":
         raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     gpu = find_gpu(device)
-    above_0 = budget_gib is not None
-    requested = budget_bytes("budget_gib", budget_gib, above_0=True) if above_0 else gpu.default_budget_bytes
+    requested = gpu.default_budget_bytes
+    if budget_gib is not None:
+        requested = budget_bytes("budget_gib", budget_gib, above_0=True)
     host = budget_bytes("host_gib", host_gib)
     shape = read_shape(model_or_config)
     job = Job(
@@ -140,7 +141,7 @@ def plan_memory(
 
 
 def _plan(search: Search, requested: int) -> MemoryPlan:
-    job, memory = search.job, search.memory
+    job, costs = search.job, search.costs
     budget = min(requested, job.gpu.most_bytes)
     chosen = search.fastest(budget)
     if chosen is None:
@@ -150,14 +151,14 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         peak_bytes=chosen.peak,
         seconds=chosen.seconds,
         tokens_per_second=job.tokens / chosen.seconds,
-        phase=memory.peak(chosen.groups, chosen.states, late=chosen.late),
-        phases=tuple(memory.phases(chosen.groups, chosen.states, late=chosen.late)),
+        phase=costs.peak(chosen.groups, chosen.states, late=chosen.late),
+        phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late)),
         host_bytes=chosen.host,
         budget_bytes=budget,
         requested_bytes=requested,
         host_budget_bytes=search.host_bytes,
         front=tuple(search.front),
-        ladder=tuple(memory.layers[policy] for policy in search.ladder),
+        ladder=tuple(costs.layers[policy] for policy in search.ladder),
         offload_states=search.offload_states,
         job=job,
         chosen=chosen,
@@ -167,8 +168,8 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
 
 def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> ArgumentValueError:
     """Return the error where nothing fits: how much is missing, and what would help."""
-    job, memory = search.job, search.memory
-    states = memory.weights + memory.all_gradients + memory.states
+    job, costs = search.job, search.costs
+    states = costs.weights + costs.all_gradients + costs.states
     lighter = [name for name in OPTIMIZERS if name != job.optimizer and search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
     if states > budget:
@@ -181,7 +182,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     roomy = Search(job, 2**60, offload_states=search.offload_states).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
-    phase = memory.peak(least.groups, least.states, late=least.late)
+    phase = costs.peak(least.groups, least.states, late=least.late)
     tokens = f"{job.batch_size} x {job.seq_len} tokens"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
     usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
@@ -191,7 +192,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
 
 
 def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
-    """Return what can be said of a plan's figures, and whether it applies."""
+    """Return each note on a plan's figures, and whether it applies."""
     shape, gpu = job.shape, job.gpu
     by_rank = isinstance(job.adapters, Adapters)
     adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained{f', {job.adapters}' if by_rank else ''}"

@@ -12,9 +12,8 @@ from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
 from lowtide.memory.planner.search import Candidate, Search
-from lowtide.memory.planner.step_bytes import PARTS, Phase
-from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.policy_words import word_of
+from lowtide.memory.planner.step_costs import PARTS, Phase
+from lowtide.memory.policy import ActivationPolicy, word_of
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12
 LEAST_CHART, BESIDE_CHART = 30, 12  # letters: the narrowest chart, and what stands left of one

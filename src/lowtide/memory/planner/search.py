@@ -16,10 +16,8 @@ from typing import Any
 from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.step_bytes import Memory
-from lowtide.memory.planner.times import Times
-from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.policy_words import Mixture, words_of
+from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states: the amounts that are tried
@@ -69,31 +67,31 @@ class Search:
 
     def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True) -> None:
         self.job, self.host_bytes, self.offload_states = job, host_bytes, offload_states
-        self.memory, self.times = Memory(job), Times(job)
+        self.costs = StepCosts(job)
         self.ladder = ladder(job, offload=host_bytes > 0)
-        states = self.memory.states if offload_states and host_bytes else 0
+        states = self.costs.states if offload_states and host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
-        rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # that a line of Python can say
+        rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # short in the lines of Python
         self._amounts = sorted(rounded - {0})
 
     def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
         """Return a mixture with what it takes, all optimizer states on the GPU."""
         groups = tuple((policy, n) for policy, n in groups if n)
-        memory = self.memory
-        return Candidate(groups, memory.peak(groups).bytes, memory.host(groups), self.times.step(groups))
+        costs = self.costs
+        return Candidate(groups, costs.peak(groups).bytes, costs.host(groups), costs.seconds(groups))
 
     def with_states(self, one: Candidate) -> list[Candidate]:
         """Return a mixture, and the same with optimizer states offloaded, as far as that lowers its peak."""
         found, room = [one], self.host_bytes - one.host
-        most = self.times.travels(one.groups) if self._amounts else 0
-        hosts = {n: self.memory.states_on_host(n) for n in self._amounts if n <= most}
+        most = self.costs.travels(one.groups) if self._amounts else 0
+        hosts = {n: self.costs.states_on_host(n) for n in self._amounts if n <= most}
         amounts = [n for n, host in hosts.items() if host <= room]
-        for late, peaks in self.memory.peaks(one.groups, amounts).items() if amounts else ():
+        for late, peaks in self.costs.peaks(one.groups, amounts).items() if amounts else ():
             least = one.peak
             for states, peak in zip(amounts, peaks, strict=True):
                 if peak < least:
-                    seconds = one.seconds + self.times.on_the_way(states, late=late)
+                    seconds = one.seconds + self.costs.on_the_way(states, late=late)
                     found.append(Candidate(one.groups, peak, one.host + hosts[states], seconds, states, late))
                 least = min(least, peak)
         return found
@@ -119,7 +117,7 @@ class Search:
 
     def _places(self, policy: ActivationPolicy) -> tuple[int, int]:
         """Return the bytes that a layer saves on the GPU and on the host, where one that offloads moves."""
-        return self.memory.layers[policy].places(moves=policy.offload)
+        return self.costs.layers[policy].places(moves=policy.offload)
 
     def _counts(self, one: Candidate) -> bool:
         """Return whether the host has room for a mixture, and offloading moves anything."""
@@ -148,7 +146,7 @@ class Search:
 
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers
-        left = [self.host_bytes, *(self.host_bytes - self.memory.states_on_host(n) for n in self._amounts)]
+        left = [self.host_bytes, *(self.host_bytes - self.costs.states_on_host(n) for n in self._amounts)]
         for policy in self.ladder:
             each = self._places(policy)[1]
             for room in {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}:

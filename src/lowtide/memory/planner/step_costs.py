@@ -1,4 +1,4 @@
-"""What one training step holds in memory, and when: bytes by phase. Symbols as in `layer_costs`."""
+"""What one training step holds in memory, by phase, and how long it takes. Symbols as in `layer_costs`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
+from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back, share_out
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import PAGES, LayerCosts
+from lowtide.memory.planner.layer_costs import PAGES, LayerCost, LayerCosts
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.policy import ActivationPolicy
 
 MIB = 2**20
 # What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.
 WORKSPACE, OLD_WORKSPACE = 32 * MIB, 8 * MIB + MIB // 8
+HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three GEMMs: benchmarks/results, lowtide bench head
+# Share of a transfer's time that it takes from the GEMMs it runs beside: 6 of 139 ms, and 3 of 68, in
+# benchmarks/results, 2026-11-21-policy-32768-h100.
+BESIDE = 0.05
+ON_TIME = 0.9  # share of the layers' time in which optimizer states are to have travelled
 # The parts of a phase's bytes, and how they are printed.
 PARTS = {
     "weights": "weights",
@@ -68,11 +73,12 @@ def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
     return found
 
 
-class Memory:
-    """The bytes of one job, whichever policies its layers have."""
+class StepCosts:
+    """The bytes and the seconds of one job, whichever policies its layers have."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.layers = job, LayerCosts(job)
+        self.fixed_seconds = head_seconds(job) + optimizer_seconds(job) + embedding_seconds(job)
         shape, e, N, seq_len = job.shape, job.element, job.tokens, job.seq_len
         kind, numbers = OPTIMIZERS[job.optimizer], job.trained_adapters
         # Adapters are float32, whatever the frozen weights are.
@@ -124,7 +130,7 @@ class Memory:
 
     def host(self, groups: Groups) -> int:
         """Return the bytes that layers save in host memory."""
-        return sum(n * self.layers[policy].places(moves=moves)[1] for policy, n, moves in placed(groups))
+        return sum(n * one.places(moves=moves)[1] for one, n, moves in self._runs(groups))
 
     def states_on_host(self, states: int) -> int:
         """Return the host memory that so many bytes of optimizer states take."""
@@ -144,10 +150,9 @@ class Memory:
 
     def _phases(self, groups: Groups) -> Iterator[Phase]:
         layers, first, upto, leaving = self.job.shape.layers, 0, 0, 0
-        for policy, n, moves in placed(groups):
-            cost = self.layers[policy]
+        for cost, n, moves in self._runs(groups):
             on_gpu, on_host = cost.places(moves=moves)
-            again = 0 if policy.keep == "all" else cost.whole - on_gpu
+            again = 0 if cost.policy.keep == "all" else cost.whole - on_gpu
             last, transients = first + n - 1, cost.backward_bytes + self._new
             for layer in sorted({first, last, *(min(max(first, at), last) for at in self._turns)}):
                 saved = upto + (layer + 1 - first) * on_gpu
@@ -170,3 +175,59 @@ class Memory:
         if self.job.keep_gradients:
             gradients = self.all_gradients
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
+
+    def _runs(self, groups: Groups) -> list[tuple[LayerCost, int, bool]]:
+        """Return the cost of a layer of each run, their number, and whether what they save goes to the host."""
+        return [(self.layers[policy], n, moves) for policy, n, moves in placed(groups)]
+
+    def seconds(self, groups: Groups) -> float:
+        """Return the seconds of a step, all optimizer states on the GPU.
+
+        A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
+        from the other's rate.
+        """
+        seconds = self.fixed_seconds
+        for one, n, moves in self._runs(groups):
+            copy = one.transfer * moves
+            seconds += n * (max(one.forward, copy) + max(one.backward, copy) + 2 * BESIDE * copy)
+        return seconds
+
+    def travels(self, groups: Groups) -> int:
+        """Return the bytes of optimizer states that leave within forward, and come back within backward.
+
+        As many travel beside each layer: beside the one that has the least time left by its own checkpoint's copy.
+        """
+        runs, layers = self._runs(groups), self.job.shape.layers
+        out = min(one.forward - one.transfer * moves for one, _, moves in runs)
+        back = min(one.backward - one.transfer * moves for one, _, moves in runs)
+        seconds = min(out / share_out(0, layers), back / share_back(1, layers))
+        return int(max(0.0, seconds) * ON_TIME * self.job.gpu.pcie)
+
+    def on_the_way(self, states: int, *, late: bool = False) -> float:
+        """Return the seconds that so many bytes of offloaded states add: no more than `travels`, or late."""
+        return (BESIDE + (1 if late else BESIDE)) * states / self.job.gpu.pcie
+
+
+def head_seconds(job: Job) -> float:
+    """Return the seconds of the output layer and its loss, forward and backward."""
+    plan = job.head_plan
+    gemms = 4 if plan.schedule == "blocks" or plan.gradient == "recompute" else 3
+    gemms -= job.adapters is not None  # a frozen weight has no gradient
+    flop = 2 * gemms * job.tokens * job.shape.vocab_params
+    passes = 0 if plan.backend == "exp" else 3 * 4 * job.tokens * job.shape.vocab  # float32 logits, read and written
+    return flop / (job.gemm_rate * HEAD_SHARE) + passes / job.gpu.bandwidth
+
+
+def optimizer_seconds(job: Job) -> float:
+    """Return the seconds of the optimizer's step."""
+    adapters = job.trained_adapters
+    trained = job.shape.params * job.element if adapters is None else 4 * adapters
+    return OPTIMIZERS[job.optimizer].traffic * trained / job.gpu.bandwidth
+
+
+def embedding_seconds(job: Job) -> float:
+    """Return the seconds of the embedding's gradient: a table of zeros, and where tied its sum with the head's."""
+    if job.adapters is not None:
+        return 0.0
+    passes = 4 if job.shape.tied else 1
+    return passes * job.shape.vocab_params * job.element / job.gpu.bandwidth

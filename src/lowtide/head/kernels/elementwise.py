@@ -1,0 +1,135 @@
+"""Single passes over tokens or gradients: select the valid tokens, scale a gradient, copy autograd's to an operand.
+
+N tokens, c rows of a piece of a chunk, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.kernel_launch import Launcher
+
+SELECT_BLOCK, SCALE_BLOCK = 1024, 4096
+ROWS, COLUMNS = 16, 256  # of a tile of logits' gradients
+ROWS_PER_PROGRAM = 128
+
+
+@Launcher
+@triton.jit(do_not_specialize=["N", "ignore_index"])  # type: ignore[untyped-decorator]
+def _select(target_ptr, weights, out, N, V, ignore_index, shard, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token_weight_ptr, class_weight_ptr = weights
+    y_ptr, unit_ptr, counted_ptr = out
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    target = tl.load(target_ptr + i, mask=inside, other=0)
+    kept = inside & (target != ignore_index)
+    is_class = (target >= 0) & (target < V)
+    y = tl.where(is_class, target, 0)
+    unit = tl.full((BLOCK,), 1.0, tl.float32)
+    if token_weight_ptr is not None:
+        unit = tl.load(token_weight_ptr + i, mask=inside, other=0.0)
+    unit = tl.where(is_class, unit, float("nan"))
+    counted = tl.full((BLOCK,), 1.0, tl.float32)
+    if class_weight_ptr is not None:
+        counted = tl.load(class_weight_ptr + y)
+    if shard is not None:
+        first, width, elsewhere = shard
+        y -= first
+        y = tl.where((y >= 0) & (y < width), y, elsewhere)
+    tl.store(y_ptr + i, tl.where(kept, y, -1).to(tl.int32), mask=inside)
+    tl.store(unit_ptr + i, tl.where(kept, unit, 0.0), mask=inside)
+    tl.store(counted_ptr + tl.program_id(0), tl.sum(tl.where(kept, counted, 0.0), 0))
+
+
+def select(
+    target_N: Tensor, V: int, ignore_index: int, token_weight_N: Tensor | None, class_weight_V: Tensor | None,
+    shard: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return classes, what each token counts, and the parts of the mean's denominator, from contiguous int64 targets.
+
+    Classes are int32 [N], -1 for ignored tokens, 0 for those whose target is no class; what a token counts is float32
+    [N], 0 if ignored, NaN if its target is no class. ``shard`` is, where the vocabulary is sharded, this rank's first
+    class, how many it has, and what stands in the place of the others; classes are then counted from its first one.
+    """
+    N = target_N.numel()
+    blocks = triton.cdiv(N, SELECT_BLOCK)
+    y_N = torch.empty(N, dtype=torch.int32, device=target_N.device)
+    floats = torch.empty(N + blocks, dtype=torch.float32, device=target_N.device)
+    if N:
+        weights, out = (token_weight_N, class_weight_V), (y_N, floats, floats[N:])
+        _select[(blocks,)](target_N, weights, out, N, V, ignore_index, shard, BLOCK=SELECT_BLOCK)
+    return y_N, floats[:N], floats[N:]
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(x_ptr, factor_ptr, columns, blocks, ZEROS_STAY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each row times its factor: the product in the factor's dtype, the result rounded to x's."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    factor = tl.load(factor_ptr + row)
+    if factor != 1.0:
+        column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        at, inside = row * columns + column, column < columns
+        x = tl.load(x_ptr + at, mask=inside).to(factor.dtype)
+        product = x * factor
+        if ZEROS_STAY:
+            product = tl.where(x == 0.0, x, product)
+        tl.store(x_ptr + at, product.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def scale_(x: Tensor, factor: Tensor, *, zeros_stay: bool = False) -> None:
+    """Multiply ``x`` (contiguous) with ``factor`` (float32 or float64) in place.
+
+    The factor is 0-d, or has one value [N] for each row of ``x`` [N, D], contiguous. With ``zeros_stay`` a 0 stays 0
+    where the factor is infinite or NaN.
+    """
+    if x.numel():
+        rows = factor.numel()
+        columns = x.numel() // rows
+        blocks = triton.cdiv(columns, SCALE_BLOCK)
+        _scale[(rows * blocks,)](x, factor, columns, blocks, ZEROS_STAY=zeros_stay, BLOCK=SCALE_BLOCK)
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _put_logit_grad(  # type: ignore[no-untyped-def]
+    g_ptr, g_row, g_column, scale_ptr, out_ptr, out_row, sums_ptr, C, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
+    """out = scale * g in out's dtype; sums_v += sum_i scale g_iv over each program's rows, before that rounding."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    scale = tl.load(scale_ptr) if scale_ptr is not None else 1.0
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for c in range(0, EACH, ROWS):
+        row = (tl.program_id(1) * EACH + c + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < C)[:, None] & (column < V)[None, :]
+        g = tl.load(g_ptr + row[:, None] * g_row + column[None, :] * g_column, mask=inside, other=0.0)
+        if scale_ptr is not None:
+            g *= scale
+        if sums_ptr is not None:
+            total += g
+        tl.store(out_ptr + row[:, None] * out_row + column[None, :], g.to(out_ptr.dtype.element_ty), mask=inside)
+    if sums_ptr is not None:
+        at = sums_ptr + tl.program_id(1).to(tl.int64) * V + column
+        tl.store(at, tl.load(at, mask=column < V, other=0.0) + tl.sum(total, 0), mask=column < V)
+
+
+def bias_sums(most_rows: int, V: int, device: torch.device) -> Tensor:
+    """Return zeros [programs, V] for `put_logit_grad` to add a bias's gradient to, for pieces of up to so many rows."""
+    return torch.zeros(triton.cdiv(most_rows, ROWS_PER_PROGRAM), V, device=device)
+
+
+def put_logit_grad(g_cV: Tensor, scale: Tensor | None, out_cV: Tensor, sums_PV: Tensor | None) -> None:
+    """Write ``scale * g`` to ``out_cV``, and add its column sums, in parts, to ``sums_PV``, which is from `bias_sums`.
+
+    ``g_cV`` is float32, of any strides, and shares no memory with ``out_cV``, whose rows are contiguous.
+    """
+    C, V = g_cV.shape
+    if not C:
+        return
+    _put_logit_grad[(triton.cdiv(V, COLUMNS), triton.cdiv(C, ROWS_PER_PROGRAM))](
+        g_cV, *g_cV.stride(), scale, out_cV, out_cV.stride(0), sums_PV, C, V, ROWS=ROWS, COLUMNS=COLUMNS,
+        EACH=ROWS_PER_PROGRAM,
+    )  # fmt: skip
