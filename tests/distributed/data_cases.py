@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from distributed.launch import DEVICE, main
+from distributed.models import gradients, same, same_mean
 from lowtide.distributed import count_items, shift_labels
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.measure.timing import peak_above
@@ -67,21 +68,6 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
         labels = labels if k < count - 1 else torch.full_like(ids, -100)
         found.append((ids.to(DEVICE), labels.to(DEVICE)))
     return found
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    found = {}
-    for name, p in model.named_parameters():
-        grad: Any = p.grad
-        found[name.removeprefix("module.")] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
-    model.zero_grad()
-    return found
-
-
-def same(got: dict[str, Tensor], want: dict[str, Tensor], what: object = None) -> None:
-    assert got.keys() == want.keys()
-    for name, gradient in got.items():
-        torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{what} {n}: {m}")
 
 
 def ddp() -> None:
@@ -135,9 +121,7 @@ def no_tokens() -> None:
         want = plain_loss(alone, *(torch.cat(parts) for parts in zip(*everything, strict=True)))
         want.backward()
         same(gradients(engine), gradients(alone), (engine_name, gradient, empty))
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total / ranks, want.detach())
+        same_mean(loss, want)
 
 
 def sequence_in_parts() -> None:
@@ -161,9 +145,7 @@ def sequence_in_parts() -> None:
     want = plain_loss(alone, ids, labels)
     want.backward()
     same(gradients(engine), gradients(alone))
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total / ranks, want.detach())
+    same_mean(loss, want)
     assert count_items(shifted, averaged=False) == (whole != -100).sum()
     assert count_items(torch.full_like(mine, -100), averaged=False) == 1
     assert count_items(mine[:0]).dtype == torch.float32

@@ -17,39 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
+from distributed.models import VOCAB, batch_of, fused, gradients, model_of, same, same_mean, step
 from lowtide.measure.collectives import counted_collectives
 from support import relative_error
-
-VOCAB = 97
-SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-def model_of(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(1)
-    if family == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
-    else:
-        model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, tie_word_embeddings=tied, final_logit_softcapping=2.0))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model.to(DEVICE, dtype).train()
-
-
-def batch_of(rank: int) -> dict[str, Tensor]:
-    """Each rank's own batch; all have as many labels, so that the mean of the ranks' means is the mean of all."""
-    g = torch.Generator().manual_seed(10 + rank)
-    ids = torch.randint(3, VOCAB, (2, 11), generator=g)
-    labels = ids.clone()
-    labels[0, :4] = -100
-    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
 
 
 def shard(model: Any, how: str, reshard: bool | None, **settings: Any) -> Any:
@@ -87,30 +60,21 @@ def units_that_end_their_forward() -> Iterator[None]:
         yield
 
 
-def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Counter[str]]:
+def counted_step(model: Any, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Counter[str]]:
     with counted_collectives() as counts, units_that_end_their_forward():
-        loss = model(**batch).loss
-        loss.backward()
-    found = {name: whole(p.grad) for name, p in model.named_parameters()}
-    model.zero_grad()
-    return loss.detach(), found, counts
+        found = step(model, batch)
+    return found, counts
 
 
-def whole(x: Any) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x.clone()
-
-
-def on_joined_batch(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def on_joined_batch(model: Any) -> dict[str, Tensor]:
     batches = [batch_of(rank) for rank in range(dist.get_world_size())]
-    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    loss, found, _ = step(model, joined)
-    return loss, found
+    return step(model, {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
 
 
-def same(got: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 1e-5, atol: float = 2e-6) -> None:
-    assert got.keys() == want.keys()
-    for name, gradient in got.items():
-        torch.testing.assert_close(gradient, want[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+def same_on_joined(got: dict[str, Tensor], joined: dict[str, Tensor]) -> None:
+    """Compare a rank's step with one process's on the joined batch, and the mean of the ranks' losses."""
+    same_mean(got["loss"], joined["loss"])
+    same(got | {"loss": joined["loss"]}, joined)
 
 
 def patched_models() -> None:
@@ -132,8 +96,8 @@ def patched_models() -> None:
     for i, (how, reshard, gradient, family) in enumerate(ways):
         tied = how == "tail" or (how == "root" and reshard is None and gradient == "forward")
         where = f"{family} {how} {reshard} {gradient} {tied}"
-        model = model_of(family, tied=tied)
-        joined_loss, joined = on_joined_batch(model)
+        model = model_of(family, tie_word_embeddings=tied)
+        joined = on_joined_batch(model)
         stock = shard(copy.deepcopy(model), how, reshard)
         options = lowtide.HeadOptions(gradient=gradient)
         if i % 2 == 0:
@@ -143,17 +107,13 @@ def patched_models() -> None:
             shard(model, how, reshard)
             report = lowtide.patch(model, options=options)
         for _ in range(2):  # the second step has FSDP2's buffers and its order of the modules from the first
-            want_loss, want, stock_counts = step(stock, batch_of(rank))
-            loss, got, counts = step(model, batch_of(rank))
-            torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=1e-6, msg=where)
-            same(got, want)
-            same(got, joined)
+            want, stock_counts = counted_step(stock, batch_of(rank))
+            got, counts = counted_step(model, batch_of(rank))
+            same(got, want, where)
+            same_on_joined(got, joined)
             assert sum(stock_counts.values()) >= 6, stock_counts
             assert counts <= stock_counts, (where, counts, stock_counts)
-        mean = loss.clone()
-        dist.all_reduce(mean)
-        torch.testing.assert_close(mean / dist.get_world_size(), joined_loss, rtol=1e-6, atol=1e-6)
-        assert (report.calls_fused, report.calls_materialised) == (2, 0), f"{where}\n{report}"
+        fused(report, 2, what=where)
 
 
 class Functional(nn.Module):
@@ -202,24 +162,23 @@ def functional_head() -> None:
     # each on two ranks or, a third, on three, where nothing but the shards' sizes is another
     chosen = [way for i, way in ways if THOROUGH or (i % 3 == 0) == (dist.get_world_size() == 3)]
     for (how, reshard, way), several in itertools.groupby(chosen, lambda way: way[0]):
-        model = model_of("llama", tied=way == "root")
-        _, joined = on_joined_batch(Functional(copy.deepcopy(model), "stock"))
+        model = model_of(tie_word_embeddings=way == "root")
+        joined = on_joined_batch(Functional(copy.deepcopy(model), "stock"))
         stock = shard(Functional(copy.deepcopy(model), "stock"), how, reshard)
-        of_stock = [step(stock, batch_of(rank)) for _ in range(2)]
+        of_stock = [counted_step(stock, batch_of(rank)) for _ in range(2)]
         for _, gradient in several:
             options = lowtide.HeadOptions(gradient=gradient)
             ours = shard(Functional(copy.deepcopy(model), way, options), how, reshard)
-            for want_loss, want, stock_counts in of_stock:
-                loss, got, counts = step(ours, batch_of(rank))
-                torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=1e-6)
+            for want, stock_counts in of_stock:
+                got, counts = counted_step(ours, batch_of(rank))
                 same(got, want)
-                same(got, joined)
+                same_on_joined(got, joined)
                 assert counts <= stock_counts, (how, reshard, way, counts, stock_counts)
 
 
 def a_sharded_weight_is_refused() -> None:
     """Beside plain hidden states nobody can tell what a DTensor's shards mean: an error, and never a wrong gradient."""
-    model = shard(Functional(model_of("llama", tied=False), "root"), "own", True)
+    model = shard(Functional(model_of(), "root"), "own", True)
     calls: list[Callable[[Tensor, Tensor], Any]] = [
         lambda x, w: lowtide.linear_cross_entropy(x, w, torch.zeros(3, dtype=torch.long, device=DEVICE)),
         lambda x, w: lowtide.linear_logprobs(x, w, torch.zeros(3, dtype=torch.long, device=DEVICE)),
@@ -240,16 +199,17 @@ def mixed_precision() -> None:
     rank = dist.get_rank()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for how, reshard in (("root", None), ("own", True)):
-        model = model_of("llama", tied=False)
-        _, joined = on_joined_batch(model.double())
+        model = model_of()
+        joined = on_joined_batch(model.double())
         model = model.float()
         stock = shard(copy.deepcopy(model), how, reshard, mp_policy=policy)
         report = lowtide.patch(model, mlp=False, norm=False, rope=False)
         shard(model, how, reshard, mp_policy=policy)
-        loss, got, counts = step(model, batch_of(rank))
-        want_loss, want, stock_counts = step(stock, batch_of(rank))
+        got, counts = counted_step(model, batch_of(rank))
+        want, stock_counts = counted_step(stock, batch_of(rank))
+        loss = got.pop("loss")
         assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss, want_loss, rtol=2e-3, atol=0)
+        torch.testing.assert_close(loss, want["loss"], rtol=2e-3, atol=0)
         assert counts <= stock_counts
         assert report.calls_fused == 1
         for name, gradient in got.items():
@@ -262,7 +222,7 @@ def accumulation() -> None:
     """Three batches a step, reduced with the last one alone: no step's gradient is lost or counted twice."""
     rank = dist.get_rank()
     for gradient in ("forward", "recompute"):
-        model = model_of("llama", tied=False)
+        model = model_of()
         alone = copy.deepcopy(model)
         lowtide.patch(model, options=lowtide.HeadOptions(gradient=gradient))
         shard(model, "own", True)
@@ -270,13 +230,12 @@ def accumulation() -> None:
             for k in range(3):
                 model.set_requires_gradient_sync(k == 2)
                 model(**{name: x.roll(k, 1) for name, x in batch_of(rank).items()}).loss.backward()
-            got = {name: whole(p.grad) for name, p in model.named_parameters()}
-            model.zero_grad()
+            got = gradients(model)
             want = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
             for r, k in itertools.product(range(dist.get_world_size()), range(3)):
-                _, found, _ = step(alone, {name: x.roll(k, 1) for name, x in batch_of(r).items()})
-                for name, grad in found.items():
-                    want[name] += grad / dist.get_world_size()
+                found = step(alone, {name: x.roll(k, 1) for name, x in batch_of(r).items()})
+                for name in want:
+                    want[name] += found[name] / dist.get_world_size()
             same(got, want)
 
 
@@ -284,15 +243,14 @@ def policies() -> None:
     """Patched MLPs, norms and rotations at both checkpoint levels, with a policy around the layers, sharded."""
     rank = dist.get_rank()
     for keep, level in (("attention", 1), ("input", 0)):
-        model = model_of("llama", tied=True)
-        _, joined = on_joined_batch(model)
+        model = model_of(tie_word_embeddings=True)
+        joined = on_joined_batch(model)
         report = lowtide.patch(model)
         lowtide.memory.apply_policy(model, lowtide.memory.ActivationPolicy(keep=keep, mlp_level=level))
         shard(model, "root", None)
         for _ in range(2):
-            _, got, _ = step(model, batch_of(rank))
-            same(got, joined)
-        assert (report.calls_fused, report.calls_materialised) == (2, 0)
+            same_on_joined(counted_step(model, batch_of(rank))[0], joined)
+        fused(report, 2)
         assert all(row.patched for row in report.parts.values()), str(report)
 
 
@@ -304,7 +262,7 @@ def a_loss_that_never_comes() -> None:
 
     loss = torch.zeros((), device=DEVICE, requires_grad=True)
     for reshard in (True, False):
-        model = model_of("llama", tied=False)
+        model = model_of()
         lowtide.patch(model)
         shard(model, "own", reshard)
         model.model.register_forward_hook(swap)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import lowtide
 from distributed.launch import DEVICE, main
+from distributed.models import fused, gradients, same, same_mean
 from lowtide.distributed import count_items
 from lowtide.errors import ArgumentValueError
 
@@ -94,20 +95,10 @@ def two_axes(name: str) -> Any:
     return init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", name))
 
 
-def same(model: nn.Module, alone: nn.Module, what: object) -> None:
-    """Compare every gradient with that of one process."""
-    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-        grad: Any = p.grad
-        torch.testing.assert_close(
-            grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}"
-        )
-
-
-def same_loss(loss: Tensor, want: Tensor, mesh: Any) -> None:
-    """Compare the mean over the ranks that have other tokens."""
-    total = loss.detach().clone()
-    dist.all_reduce(total, group=mesh["dp"].get_group())
-    torch.testing.assert_close(total / 2, want.detach(), rtol=1e-12, atol=1e-12)
+def as_alone(model: nn.Module, alone: nn.Module, what: object) -> None:
+    """Compare every gradient with that of one process, whose gradients stay for the next step."""
+    want = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    same(gradients(model), want, what, rtol=1e-10, atol=1e-12)
 
 
 def by_plain_loss(alone: Any, ids: Tensor, labels: Tensor) -> Tensor:
@@ -135,11 +126,10 @@ def fsdp_and_vocabulary() -> None:
             fully_shard(module, mesh=mesh["dp"])
         want = by_plain_loss(alone, *joined(2))
         for _ in range(2):
-            model.zero_grad()
             loss, _ = model(ids, labels, count_items(labels[:, 1:], group=mesh["dp"].get_group()))
             loss.backward()
-            same_loss(loss, want, mesh)
-            same(model, alone, (gradient, sequence, own))
+            same_mean(loss, want, mesh["dp"].get_group())
+            as_alone(model, alone, (gradient, sequence, own))
         placed: Any = model.lm_head.weight
         assert placed.device_mesh.ndim == 2
         assert placed.to_local().shape[0] < VOCAB // 2, "a rank holds its part of its part"
@@ -166,12 +156,11 @@ def patched() -> None:
         if not first:
             report = lowtide.patch(ours, options=options)
         for _, model in itertools.product(range(2), (ours, stock)):
-            model.zero_grad()
             loss, _ = model(ids, labels, items / 2)  # FSDP2 averages
             loss.backward()
-            same_loss(loss, want, mesh)
-            same(model, alone, (own, first))
-        assert (report.calls_fused, report.calls_materialised) == (2, 0), f"{own} {first}\n{report}"
+            same_mean(loss, want, mesh["dp"].get_group())
+            as_alone(model, alone, (own, first))
+        fused(report, 2, what=(own, first))
         with torch.no_grad():
             (_, lazy), (_, real) = ours(ids, labels, items), stock(ids)
         if own:
@@ -190,7 +179,7 @@ def hybrid_sharding() -> None:
         ids, labels = batch_of(dist.get_rank())
         loss, _ = model(ids, labels, count_items(labels[:, 1:]))
         loss.backward()
-        same(model, alone, gradient)
+        as_alone(model, alone, gradient)
 
 
 def two_axes_at_once_are_refused() -> None:

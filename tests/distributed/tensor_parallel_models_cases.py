@@ -36,7 +36,7 @@ from transformers import DistributedConfig
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.parallel_models import (
+from distributed.models import (
     FAMILIES,
     GATHERED,
     LOCAL,

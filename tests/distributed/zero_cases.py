@@ -31,8 +31,9 @@ import deepspeed
 import torch.nn.functional as F
 
 import lowtide
-from distributed.fsdp_cases import SHAPE, Functional, batch_of, model_of
+from distributed.fsdp_cases import Functional
 from distributed.launch import DEVICE, main
+from distributed.models import SHAPE, batch_of, fused, model_of
 from lowtide.measure.timing import peak_above
 
 RATE = 0.25
@@ -130,16 +131,12 @@ def pair(
     **settings: Any,
 ) -> tuple[Any, Any, lowtide.PatchReport]:
     """Return the engine of a patched model, what trains the stock one, with ``engines`` another, and the report."""
-    model = model_of("llama", tied=False) if model is None else model
+    model = model_of() if model is None else model
     stock: Any = Plain(copy.deepcopy(model), settings.get("accumulate", 1))
     if engines:
         stock = zero(stock.module, stage, **settings)
     report = lowtide.patch(model, options=options)
     return zero(model, stage, **settings), stock, report
-
-
-def fused(report: lowtide.PatchReport, calls: int, what: str = "") -> None:
-    assert (report.calls_fused, report.calls_materialised) == (calls, 0), f"{what}\n{report}"
 
 
 @contextmanager
@@ -171,9 +168,9 @@ def patched_models() -> None:
     for stage, tied, gradient in ways:
         what = f"stage {stage} tied {tied} {gradient}"
         options = lowtide.HeadOptions(gradient=gradient)
-        engine, stock, report = pair(model_of("llama", tied=tied), stage, options, engines=stage == 3)
+        engine, stock, report = pair(model_of(tie_word_embeddings=tied), stage, options, engines=stage == 3)
         same_steps(what, engine, stock)
-        fused(report, 2, what)
+        fused(report, 2, what=what)
         if stage == 2:
             continue
         seen: list[set[str]] = []
@@ -196,7 +193,7 @@ def patched_models() -> None:
 def functional_head() -> None:
     """The function inside the head's forward, where ZeRO-3 has gathered the weight; in backward too, if recomputed."""
     for stage, gradient in ((2, "forward"), (3, "recompute")):
-        model = model_of("llama", tied=False)
+        model = model_of()
         stock = Plain(Functional(copy.deepcopy(model), "stock"))
         engine = zero(Functional(model, "inside", lowtide.HeadOptions(gradient=gradient)), stage)
         same_steps(f"stage {stage} {gradient}", engine, stock)
@@ -222,7 +219,7 @@ def offloaded() -> None:
                 for _ in range(2):
                     one(input_ids=batch_of(0)["input_ids"])
         same_steps(what, engine, stock, batches=batches)
-        fused(report, 2 * batches, what)
+        fused(report, 2 * batches, what=what)
     engine, stock, report = pair(stage=2, offload_optimizer=cpu)
     same_steps("ZeRO-2, the optimizer on the CPU", engine, stock)
     fused(report, 2)
@@ -231,7 +228,7 @@ def offloaded() -> None:
 def checkpointed_layers() -> None:
     """Layers recomputed in backward, by both kinds of checkpoint, with MLPs that keep little or nothing."""
     for reentrant, level in ((False, 0), (True, 1)):
-        model = model_of("llama", tied=False)
+        model = model_of()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.config.use_cache = False
         engine, stock, report = pair(model, options=RECOMPUTE)
@@ -239,21 +236,21 @@ def checkpointed_layers() -> None:
             layer.mlp.checkpoint_level = level
         what = f"reentrant {reentrant} level {level}"
         same_steps(what, engine, stock)
-        fused(report, 2, what)
+        fused(report, 2, what=what)
         assert gathered(engine) == set(), what
 
 
 def kinds_of_model() -> None:
     """bfloat16; a soft cap with tied weights; a frozen head; a head that is trained alone."""
-    model = model_of("llama", tied=False, dtype=torch.bfloat16)
+    model = model_of(dtype=torch.bfloat16)
     engine, stock, report = pair(model, engines=True, dtype=torch.bfloat16)
     same_steps("bfloat16", engine, stock, rtol=4e-2)
     fused(report, 2)
-    engine, stock, report = pair(model_of("gemma2", tied=True), options=RECOMPUTE)
+    engine, stock, report = pair(model_of("gemma2", tie_word_embeddings=True), options=RECOMPUTE)
     same_steps("gemma2", engine, stock)
     fused(report, 2)
     for alone in (True, False):
-        model = model_of("llama", tied=False)
+        model = model_of()
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith("lm_head") == alone)
         engine, stock, report = pair(model)
@@ -264,7 +261,7 @@ def kinds_of_model() -> None:
 
 def patched_inside() -> None:
     """`patch` on the engine's module: at once, after steps of the stock model, and undone."""
-    model = model_of("llama", tied=False)
+    model = model_of()
     for ran, prefetched in ((0, 0), (2, 10**6)):
         stock = Plain(copy.deepcopy(model))
         engine = zero(copy.deepcopy(model), stage3_prefetch_bucket_size=prefetched)
@@ -383,7 +380,7 @@ class Wrapped(nn.Module):
 
 
 def wrapped() -> None:
-    model = model_of("llama", tied=False)
+    model = model_of()
     stock = Plain(Wrapped(copy.deepcopy(model)))
     report = lowtide.patch(model)
     engine = zero(Wrapped(model))
@@ -396,7 +393,7 @@ def wrapped() -> None:
 
 def built_in_parts() -> None:
     """A model that no rank ever has as a whole, patched before there is an engine: a new one, and one that is read."""
-    whole = model_of("llama", tied=False)
+    whole = model_of()
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=config):
         fresh = LlamaForCausalLM(whole.config)
@@ -419,7 +416,7 @@ def built_in_parts() -> None:
         assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm", "rotary")), f"{what}\n{report}"
         stock, engine = Plain(same.train()), zero(parts.train())
         same_steps(what, engine, stock)
-        fused(report, 2, what)
+        fused(report, 2, what=what)
 
 
 def adapters() -> None:
@@ -430,14 +427,14 @@ def adapters() -> None:
     for saved in (False, True):
         settings = {"modules_to_save": ["lm_head"]} if saved else {}
         targets = mlp if saved else [*mlp, "lm_head"]
-        model = get_peft_model(model_of("llama", tied=False), LoraConfig(r=2, target_modules=targets, **settings))
+        model = get_peft_model(model_of(), LoraConfig(r=2, target_modules=targets, **settings))
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.1 * p.requires_grad)
         engine, stock, report = pair(model, options=RECOMPUTE)
         what = f"modules_to_save {saved}"
         same_steps(what, engine, stock)
-        fused(report, 2, what)
+        fused(report, 2, what=what)
         assert gathered(engine) == set(), what
         layer = engine.module.base_model.model.model.layers[0].mlp
         assert len(layer._external_params) == 9, "the MLP was not fused"

@@ -82,7 +82,7 @@ def test_cross_entropy(case: str, dtype: torch.dtype, shape: tuple[tuple[int, in
     base = torch.autograd.grad(naive, (x, w, b), upstream.to(naive.dtype))
     for g, e, n in zip(got, want, base, strict=True):
         often = 1.5 if case in ("bf16 sums", "recompute") else 1  # dW is rounded once a chunk
-        few = 2 if x.numel() <= 128 else 1  # roundings, so that their norm varies
+        few = 2 if x.numel() <= 128 else 1.1 if x.numel() <= 8192 else 1  # roundings, so that their norm varies
         assert relative_error(g, e) <= max(TOLERANCE[dtype] * often * few, 1.05 * relative_error(n, e))
 
 

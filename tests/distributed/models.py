@@ -1,4 +1,4 @@
-"""Small models cut for tensor parallelism, and what ranks compare of them."""
+"""Small models for the cases of ranks, cut for tensor parallelism too, and what ranks compare of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,9 +28,8 @@ from support import relative_error
 
 VOCAB, T = 97, 11  # neither a multiple of 2 or 3
 SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -42,22 +41,22 @@ GATHERED, LOCAL = ColwiseParallel(output_layouts=Replicate()), ColwiseParallel()
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
-def model_of(family: str = "llama", **settings: Any) -> Any:
+def model_of(family: str = "llama", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     torch.manual_seed(1)
     name, own = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **own, **settings})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-    return model.to(DEVICE).train()
+            p.add_(torch.randn_like(p) * 0.1)
+    return model.to(DEVICE, dtype).train()
 
 
 def batch_of(stream: int = 0) -> dict[str, Tensor]:
-    """The same on all ranks; a third of the labels ignored."""
-    g = torch.Generator().manual_seed(stream)
-    ids = torch.randint(3, VOCAB - 1, (2, T), generator=g)
-    labels = ids.where(torch.rand(ids.shape, generator=g) > 0.33, -100)
+    """Two sequences, a third of their labels ignored: as many in each stream, for the mean of the ranks' means."""
+    ids = torch.randint(3, VOCAB - 1, (2, T), generator=torch.Generator().manual_seed(stream))
+    labels = ids.clone()
+    labels[0, :4] = labels[1, 5:8] = -100
     return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
 
 
@@ -89,13 +88,35 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def step(model: Any, batch: dict[str, Tensor], loss_of: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-    """Loss and gradients of one step, whole."""
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients, whole, and let go of them."""
+    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
+    return {name.removeprefix("module."): gradient for name, gradient in found.items()}  # DDP's
+
+
+def step(model: Any, batch: dict[str, Tensor], loss_of: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """Return the loss and the gradients of one step, whole."""
     loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
     loss.backward()
-    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": whole(loss).detach(), **found}
+    return {"loss": whole(loss).detach(), **gradients(model)}
+
+
+def same(
+    got: dict[str, Tensor], want: dict[str, Tensor], what: object = "", rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Compare what `step` or `gradients` returned with the same of another model."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what} {n}: {m}")
+
+
+def same_mean(loss: Tensor, want: Tensor, group: Any = None) -> None:
+    """Compare the mean of the ranks' losses with one process's."""
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, group=group)
+    close = 1e-12 if mean.dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(mean / dist.get_world_size(group), want.detach(), rtol=close, atol=close)
 
 
 def fair(ours: Any, stock: Any, true: Any, batch: dict[str, Tensor], where: object, loss_of: Any = None) -> None:
@@ -114,8 +135,8 @@ def double(model: Any) -> Any:
     return copy.deepcopy(model).double()
 
 
-def fused(report: lowtide.models.PatchReport, calls: int, built: int = 0) -> None:
-    assert (report.calls_fused, report.calls_materialised) == (calls, built), str(report)
+def fused(report: lowtide.PatchReport, calls: int, built: int = 0, what: object = "") -> None:
+    assert (report.calls_fused, report.calls_materialised) == (calls, built), f"{what}\n{report}"
 
 
 @contextmanager
