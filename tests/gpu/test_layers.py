@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.conftest import no_waits
-from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
 from lowtide.measure.timing import peak_above
@@ -74,19 +73,6 @@ def test_norm_without_a_weight() -> None:
         out = add_rms_norm(x, residual, weight, EPS)
         results.append((*out, *torch.autograd.grad((out[0] * out[1]).sum(), (x, residual))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_forward_mode_is_refused() -> None:
-    """The kernels see numbers alone: the tangent would be lost in silence."""
-    x, weight = random(3, 64, grad=False), random(64, seed=1, grad=False)
-    heads, tables = random(1, 2, 3, 8, grad=False), random(1, 3, 8, grad=False)
-    calls = [(lambda t: rms_norm(t, weight, EPS), x), (lambda t: rotary(t, t, tables, tables), heads)]
-    for function, primal in calls:
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(primal, torch.ones_like(primal))
-            with pytest.raises(UnsupportedError, match="forward-mode"):
-                function(dual)
 
 
 def test_norm_errs_no_more_than_pytorchs_own() -> None:
