@@ -14,8 +14,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
 ON_A_CPU = ("what_is_left_alone", "an_error_inside", "memory")  # would show the same on a GPU
 PARALLEL, ZERO = (launch.cases_of(CASES / f"{name}_cases.py") for name in ("tensor_parallel_models", "zero"))
-# Of each file the cases that communicate in a way of their own, and on how many GPUs: each file starts torch once for
-# all of its cases.
+# Of each file the cases that communicate in a way of their own, and on how many GPUs.
 FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "option": (
         (2, 4), ["every_option", "few_tokens", "few_classes", "all_ignored", "uses_of_autograd", "trained_on_one_rank"],
@@ -28,24 +27,16 @@ FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "tensor_parallel_models": ((2, 4), [case for case in PARALLEL if case not in ON_A_CPU]),
     "zero": ((2,), ZERO),
 }  # fmt: skip
-EXPONENTIAL = ("bfloat16", "edges", "no_host_waits", "float16_and_others")
+ON_RANKS = [(CASES / f"{file}_cases.py", n, tuple(cases)) for file, (ranks, cases) in FOR_ALL.items() for n in ranks]
+ON_RANKS += [(Path(__file__).with_name("rank_cases.py"), n, ()) for n in (1, 2, 4)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", EXPONENTIAL)
-def test_sharded_vocabulary(case: str, ranks: int) -> None:
-    if ranks > GPUS or torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip(f"needs {ranks} GPUs of compute capability 9.0")
-    launch.check(Path(__file__).with_name("rank_cases.py"), ranks, case, EXPONENTIAL, device="cuda")
-
-
-ON_RANKS = [(file, case, n) for file, (ranks, cases) in FOR_ALL.items() for case in cases for n in ranks]
-
-
-@pytest.mark.parametrize(("file", "case", "ranks"), ON_RANKS)
-def test_cases_of_the_cpu(file: str, case: str, ranks: int) -> None:
+@pytest.mark.parametrize(("file", "ranks", "cases"), ON_RANKS, ids=lambda value: getattr(value, "stem", str(value)))
+def test_cases(file: Path, ranks: int, cases: tuple[str, ...]) -> None:
     if ranks > GPUS:
         pytest.skip(f"runs on {ranks} GPUs")
-    if file == "zero" and find_spec("deepspeed") is None:
+    if not cases and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs GPUs of compute capability 9.0")
+    if cases == tuple(ZERO) and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    launch.check(CASES / f"{file}_cases.py", ranks, case, tuple(FOR_ALL[file][1]), device="cuda")
+    launch.check_all(file, ranks, cases, device="cuda")
