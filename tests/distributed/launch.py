@@ -103,17 +103,17 @@ def main(names: dict[str, Any], only: Sequence[str] = tuple(sys.argv[2:])) -> No
     failed, failures = False, dist.FileStore(f"{folder}/failures", ranks)
     with (folder / f"{rank}.jsonl").open("w") as report:
         for name in only or cases_of(Path(names["__file__"])):
-            said = RIGHT
+            outcome = RIGHT
             torch.manual_seed(0)
             try:
                 names[name]()
                 dist.barrier()
             except BaseException:
-                said, failed = f"rank {rank}: {traceback.format_exc()}", True
-            report.write(json.dumps([name, said]) + "\n")
+                outcome, failed = f"rank {rank}: {traceback.format_exc()}", True
+            report.write(json.dumps([name, outcome]) + "\n")
             report.flush()
-            if said != RIGHT and not _all_failed(failures, name, rank, ranks):
-                break  # the ranks no longer are where the others think
+            if outcome != RIGHT and not _all_failed(failures, name, rank, ranks):
+                break  # the ranks are no longer at the same place
     if not failed:
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -244,7 +244,7 @@ def losses_of_ones_own() -> None:
 
 
 def labels_and_counts() -> None:
-    """Nobody is kept waiting by labels that are all ignored; ``num_items_in_batch``; without gradients; in bfloat16."""
+    """Labels that are all ignored block no rank; ``num_items_in_batch``; without gradients; in bfloat16."""
     ours, stock, true, report = trio(parallel)
     batch = batch_of()
     fair(ours, stock, true, {**batch, "num_items_in_batch": torch.tensor(5, device=DEVICE)}, "items")

@@ -23,7 +23,7 @@ from lowtide.train.checkpoints import checkpoints
 from lowtide.train.config import Parallel
 from lowtide.train.parallel import correct_fsdp2, let_first_report, variables
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
 
 
 @pytest.fixture(scope="module")

@@ -38,14 +38,14 @@ from lowtide.measure.timing import peak_above
 
 RATE = 0.25
 RECOMPUTE = lowtide.HeadOptions(gradient="recompute")
-# A line for each engine and each collective, on a pipe that nobody reads while the other rank runs.
+# A line for each engine and each collective, on a pipe that is not read while the other rank runs.
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=FutureWarning)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute at first; gloo does as well
 
 
 def zero(model: Any, stage: int = 3, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """Return the model in an engine that keeps nothing gathered longer than a call needs it, unless told otherwise."""
+    """Return the model in an engine that by default holds no gathered weight longer than a call needs it."""
     sharing = {"stage": stage}
     if stage == 3:
         sharing |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
@@ -401,12 +401,12 @@ def built_in_parts() -> None:
         with deepspeed.zero.GatheredParameters([p]), torch.no_grad():
             q.copy_(p)
     with tempfile.TemporaryDirectory() as folder:
-        told = [folder]
-        dist.broadcast_object_list(told)
-        whole.save_pretrained(told[0])  # the first rank's: with several, transformers has that one write
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        whole.save_pretrained(shared[0])  # the first rank's: with several, transformers has that one write
         dist.barrier()
         alive = HfDeepSpeedConfig(config)  # transformers builds in parts as long as there is one
-        read = LlamaForCausalLM.from_pretrained(told[0])
+        read = LlamaForCausalLM.from_pretrained(shared[0])
         del alive
         dist.barrier()
     for what, parts, same in (("new", fresh, known), ("read", read, whole)):

@@ -177,8 +177,8 @@ def test_a_checkpoint_at_any_moment(moment: str) -> None:
         if moment != "step":
             hook.remove()
     assert len(found) >= 5
-    for told in found:
-        assert equal([v for entry in told["state"].values() for v in entry.values()], want)
+    for saved in found:
+        assert equal([v for entry in saved["state"].values() for v in entry.values()], want)
 
 
 def test_a_hundred_steps_leak_nothing() -> None:
