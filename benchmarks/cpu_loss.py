@@ -13,6 +13,7 @@ import argparse
 import shlex
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,19 +74,16 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     result["rows"] = rows
     print(f"{'N x D x V':18} {'dtype':9} threads policy   stock ms lowtide ms  ratio median")
-    for shape in args.shape:
-        for dtype in args.dtype:
-            for threads in args.threads:
-                for policy in args.policy:
-                    env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy}
-                    value = run_child(importable, shape, dtype, args.pairs, env=env, capture=False).value
-                    rows.append({"shape": shape, "dtype": dtype, "threads": threads, "policy": policy, **value})
-                    print(
-                        f"{shape:18} {dtype:9} {threads:7} {policy:8} {value['stock_ms']:8.1f}"
-                        f" {value['lowtide_ms']:10.1f} {value['ratio']:6.3f} {value['median_ratio']:6.3f}",
-                        flush=True,
-                    )
-                    files.write_json(result)
+    for shape, dtype, threads, policy in product(args.shape, args.dtype, args.threads, args.policy):
+        env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": policy}
+        value = run_child(importable, shape, dtype, args.pairs, env=env, capture=False).value
+        rows.append({"shape": shape, "dtype": dtype, "threads": threads, "policy": policy, **value})
+        print(
+            f"{shape:18} {dtype:9} {threads:7} {policy:8} {value['stock_ms']:8.1f}"
+            f" {value['lowtide_ms']:10.1f} {value['ratio']:6.3f} {value['median_ratio']:6.3f}",
+            flush=True,
+        )
+        files.write_json(result)
     return 0
 
 

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
+from lowtide.bench.harness import Column, Table
 from lowtide.bench.problem import make_problem
 from lowtide.bench.results import begin
 from lowtide.bench.shapes import Shape
@@ -265,22 +266,24 @@ def meshes_of(device: torch.device) -> dict[str, Any]:
     return found
 
 
+TABLE = Table(
+    (Column("", lambda row: f"  {row['name']}", "<34"),),
+    (
+        Column("alone ms", "ms", "10.2f"), Column("of limit", "share_of_limit", "10.3f"),
+        Column("queued ms", "queued_ms", "11.2f"), Column("of limit", "queued_share_of_limit", "10.3f"),
+        Column("peak MiB", "peak_mib", "10.0f"),
+        Column("exchanges", lambda row: sum(row.get("collectives", {}).values()) or None, "11"),
+    ),
+)  # fmt: skip
+
+
 def table(results: list[dict[str, Any]]) -> str:
     """Return a few columns of all rows."""
-    lines = [f"{'':34}{'alone ms':>10}{'of limit':>10}{'queued ms':>11}{'of limit':>10}{'peak MiB':>10}  exchanges"]
+    lines = [TABLE.header]
     for result in results:
-        lines.append(f"{result['N']} x {result['D']} x {result['V']}, {result['ranks']} ranks")
-        for name, row in result["rows"].items():
-            if "failed" in row:
-                lines.append(f"  {name:32} {row['failed'][:80]}")
-                continue
-            shares = [f"{row[key]:.3f}" if key in row else "" for key in ("share_of_limit", "queued_share_of_limit")]
-            peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else ""
-            lines.append(
-                f"  {name:32}{row['ms']:10.2f}{shares[0]:>10}{row['queued_ms']:11.2f}{shares[1]:>10}{peak:>10}"
-                f"  {sum(row.get('collectives', {}).values()) or ''}"
-            )
-    return "\n".join(lines)
+        lines.append(f"{result['N']} x {result['D']} x {result['V']}, {result['ranks']} ranks\n")
+        lines += [TABLE.line({"name": name, **row}) for name, row in result["rows"].items()]
+    return "".join(lines)
 
 
 def main() -> None:
@@ -325,7 +328,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
     if files is not None:
         print(files.json)
-        print(table(results), flush=True)
+        print(table(results), end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -36,7 +36,7 @@ from lowtide.bench.harness import (
     release,
     require_matplotlib,
 )
-from lowtide.bench.results import Files, replace
+from lowtide.bench.results import Files
 from lowtide.bench.settings import ScriptSettings, numbers, setting
 from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
 from lowtide.bench.ways import LEARNING_RATE, build_way
@@ -161,7 +161,7 @@ def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
         f" {result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
     rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
-    replace(files.picture(model), lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
+    files.plot(model, lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
 
 
 def _check(config: ScalingConfig) -> None:

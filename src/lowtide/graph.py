@@ -147,9 +147,8 @@ def save_for_recompute(ctx: Any, *tensors: Any) -> None:
 def saved_for_recompute(ctx: Any, function: str) -> tuple[Any, ...]:
     """Return what `save_for_recompute` saved on a node of ``function``.
 
-    Raises:
-        UnsupportedError: A Parameter has other values, or another dtype, than in forward, by a write to its ``.data``,
-            which autograd does not detect. Values on a GPU are checked by a device-side assertion.
+    Raise if a Parameter has other values, or another dtype, than in forward, by a write to its ``.data``, which
+    autograd does not detect. Values on a GPU are checked by a device-side assertion.
     """
     if ctx.samples.changed():
         hint = "Change weights after backward."
@@ -203,11 +202,7 @@ def differentiable_once(
 
 
 def refuse_batched(function: str, *upstream: Tensor | None) -> None:
-    """Raise for a batch of upstream gradients, for which ``function`` has no formula.
-
-    Raises:
-        UnsupportedError: ``is_grads_batched=True``, or ``vectorize=True`` of ``torch.autograd.functional``.
-    """
+    """Raise for a batch of upstream gradients, by ``is_grads_batched=True`` or ``vectorize=True``."""
     if torch.compiler.is_compiling() or not any(map(_is_batch, upstream)):
         return
     hint = "Call torch.autograd.grad once for each, without is_grads_batched or vectorize."

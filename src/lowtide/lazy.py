@@ -14,14 +14,9 @@ def on_first_use(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package whose public names are imported on first use.
 
-    Args:
-        package: Its name.
-        homes: The public names of each module, by its full name; no names: the module itself is public.
-        needs: Names that need another package: its name, and what installs it. Without it they raise an
-            `UnsupportedError`, and are not listed.
-
-    Returns:
-        tuple: The two functions. ``__dir__`` lists the public names alone, those of ``__all__``.
+    ``homes`` has the public names of each module, by its full name; without names the module itself is public.
+    ``needs`` has names that need another package: its name, and what installs it. Without it they raise an
+    `UnsupportedError`, and are not listed.
     """
     home = {name: module for module, names in homes.items() for name in names}
     modules = {module.rpartition(".")[2]: module for module, names in homes.items() if not tuple(names)}

@@ -14,10 +14,8 @@ class Samples:
     """A checksum of some values of weights: at least one per row and per column.
 
     It detects writes of whole weights, rows or columns through ``.data``, and replaced storage, for a few microseconds
-    per layer and 8 bytes on a GPU, but not writes of single values between the samples.
-
-    Args:
-        tensors: The weights; only plain, unsharded Parameters are sampled.
+    per layer and 8 bytes on a GPU, but not writes of single values between the samples. Only plain, unsharded
+    Parameters are sampled.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

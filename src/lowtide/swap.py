@@ -41,12 +41,8 @@ def _stands_for(cls: Any) -> Any:
 def child_class(base: Any, overrides: Callable[[Any], dict[str, Any]], marker: str) -> Any:
     """Return the child of ``base`` with the same name and ``overrides(base)``: the same one each time.
 
-    An instance pickles and copies as one of ``base``, and becomes one of the child when it is loaded.
-
-    Args:
-        base: The instance's class.
-        overrides: Returns the child's own attributes; a function that can be imported.
-        marker: The name of the child's attribute with ``base``: it identifies the child's maker, and the way back.
+    An instance pickles and copies as one of ``base``, and becomes one of the child when it is loaded: ``overrides`` is
+    a function that can be imported. ``marker`` names the child's attribute with ``base``, and identifies its maker.
     """
     return _child_class(base, overrides, marker)  # called from lowtide, the cache distinguishes a child from its base
 

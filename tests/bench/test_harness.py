@@ -1,4 +1,4 @@
-"""A benchmark's rows are printed and written one by one, and its own failures are its exit status."""
+"""Rows are printed and written one by one, results are dated and whole, lowtide's failures are the exit status."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from lowtide.bench.config import LayersBenchConfig
 from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, CannotError, Column, Row, Run, Table, answers, reason_in
+from lowtide.bench.results import Files, replace, short_gpu
+from lowtide.errors import ArgumentValueError
 
 TABLE = Table(
     (Column("who", "name", "<8"), Column("T", "tokens", "5")),
@@ -94,3 +96,48 @@ def test_an_interrupted_run_names_the_file_that_it_has_written(rows: int, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         benchmark.run(LayersBenchConfig(device="cpu", output=str(tmp_path)), said.append)
     assert sum(text.startswith("written: ") for text in said) == len(list(tmp_path.iterdir())) == rows
+
+
+def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
+    for expected in ("day-head-h100", "day-head-h100-2", "day-head-h100-3"):
+        files = Files.prepare(str(tmp_path / "new"), "day-head", "NVIDIA H100 80GB HBM3")
+        assert files.json.stem == expected
+        files.write_json({"run": expected})
+        files.write_json({"run": expected, "more": 1})  # the same run may
+        assert json.loads(files.json.read_text())["more"] == 1
+    assert files.plot("16,2,3", lambda file: file.write_text("")).name == "day-head-h100-3-16-2-3.png"
+    assert len(list((tmp_path / "new").iterdir())) == 4
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    target.write_text("old")
+
+    def write(file: Path) -> None:
+        file.write_text("ha")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace(target, write)
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_that_cannot_be_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentValueError, match="output: expected a folder"):
+        Files.prepare(str(tmp_path / "file"), "day-head", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("Some Device", "device"),
+        (None, "cpu"),
+    ],
+)
+def test_gpus_in_file_names(name: str | None, short: str) -> None:
+    assert short_gpu(name) == short

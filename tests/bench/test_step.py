@@ -1,4 +1,4 @@
-"""``lowtide bench step`` and ``lowtide bench layers`` from arguments to files, on a CPU and small."""
+"""``lowtide bench step`` from arguments to files, on a CPU and small."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench import layers, step, ways
-from lowtide.bench.config import LayersBenchConfig
+from lowtide.bench import step, ways
 from lowtide.bench.harness import OUT_OF_MEMORY
 from lowtide.bench.train_config import StepBenchConfig
 from lowtide.bench.way import Way
@@ -223,28 +222,3 @@ def test_a_compiled_step_is_the_same_step(tmp_path: Path) -> None:
     assert [row["way"] for row in rows] == ["stock", "compile", "compile-all", "lowtide:all"]
     for row in rows:
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-4), row
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch.compile
-def test_layers_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = "bench layers --only lowtide eager F.rms_norm liger --tokens 64 --hidden 48 --heads 2 --kv-heads 1"
-    command += " --head-dim 8 --warm 0 --reps 1 --device cpu --dtype bfloat16"
-    assert main([*command.split(), "--output", str(tmp_path)]) == 0
-    told = result(tmp_path, "layers")
-    rows = {(row["op"], row["peer"]): row for row in told["rows"]}
-    for op in ("norm", "add-norm", "rotary"):
-        ours, eager = rows[op, "lowtide"], rows[op, "eager"]
-        assert ours["error"] < 1.2 * eager["error"] + 1e-3
-        assert ours["kept_mib"] < 0.1 * eager["kept_mib"] or op == "rotary"
-        assert ours["ms"] > 0
-        assert "failed" in rows[op, "liger"] or torch.cuda.is_available()
-    assert "add-norm: 64 x 48, bfloat16" in capsys.readouterr().out
-
-
-def test_what_each_operation_has_to_move() -> None:
-    config = LayersBenchConfig(tokens=64, hidden=32, heads=4, kv_heads=2, head_dim=8)
-    ops = layers.ops(config, torch.bfloat16, torch.device("cpu"))
-    row = 64 * 32 * 2
-    assert (ops["norm"].forward_bytes, ops["norm"].backward_bytes) == (2 * row, 3 * row)
-    assert (ops["add-norm"].forward_bytes, ops["add-norm"].backward_bytes) == (4 * row, 4 * row)
-    assert ops["rotary"].forward_bytes == 2 * 64 * 6 * 8 * 2

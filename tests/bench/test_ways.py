@@ -1,19 +1,27 @@
-"""Which models are measured: causal language models, and the one inside a model that sees or hears as well."""
+"""Which models are measured, their optimizers, and the table of a plan beside real steps (tests/gpu/test_plan.py)."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+import torch
 
-from lowtide.bench.ways import language_part
-from lowtide.errors import ArgumentValueError
+from lowtide.bench.plan import PlanCheck, check_plan
+from lowtide.bench.ways import language_part, make_optimizer
+from lowtide.errors import ArgumentValueError, UnsupportedError
+from lowtide.memory import plan_memory
+from lowtide.memory.planner.optimizers import OPTIMIZERS
+from lowtide.train.shapes import SHAPES
 
-transformers = pytest.importorskip("transformers")
+
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
 
 
 def config_of(model_type: str, **settings: Any) -> Any:
-    return transformers.AutoConfig.for_model(model_type, **settings)
+    return transformers().AutoConfig.for_model(model_type, **settings)
 
 
 SEQUENCE_TO_SEQUENCE = (
@@ -30,7 +38,7 @@ def test_sequence_to_sequence_models_and_encoders_are_refused(model_type: str) -
 
 
 def test_several_parts_for_text_are_an_error_of_lowtides() -> None:
-    pair = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config_of("bert"), config_of("bert"))
+    pair = transformers().EncoderDecoderConfig.from_encoder_decoder_configs(config_of("bert"), config_of("bert"))
     with pytest.raises(ArgumentValueError, match=r"got a encoder-decoder\. Sequence-to-sequence"):
         language_part(pair)
     config = config_of("musicgen")
@@ -57,4 +65,39 @@ def test_causal_models_are_taken_and_encoders_whose_config_makes_them_causal(
 def test_of_a_model_that_sees_or_hears_the_language_model_is_taken(model_type: str) -> None:
     config = config_of(model_type)
     assert language_part(config) is config.get_text_config()
-    assert type(language_part(config)) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    assert type(language_part(config)) in transformers().MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+CHECK = PlanCheck(
+    predicted_bytes=11 * 2**30,
+    peak_bytes=10 * 2**30,
+    predicted_seconds=0.9,
+    seconds=1.0,
+    reserved_bytes=12 * 2**30,
+    machine={"gpu": "NVIDIA Q1"},
+)
+
+
+def test_a_check_is_a_table() -> None:
+    _, peak, seconds, held = str(CHECK).splitlines()
+    assert peak.split() == ["peak", "GiB", "11.00", "10.00", "+10.0%"]
+    assert seconds.split() == ["s", "a", "step", "0.900", "1.000", "-10.0%"]
+    assert held == "PyTorch's allocator held 12.00 GiB; NVIDIA Q1"
+    assert json.loads(json.dumps(CHECK.to_dict()))["peak_gib"] == 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_check_needs_a_gpu() -> None:
+    plan = plan_memory(SHAPES["llama-3.2-1b"], 1024, 1, device="h100")
+    with pytest.raises(UnsupportedError, match=r"^check: expected a CUDA GPU"):
+        check_plan(SHAPES["llama-3.2-1b"], plan)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adamw-8bit", "adamw")])
+def test_an_optimizer_keeps_as_many_tensors_as_was_planned(name: str) -> None:
+    weight = torch.nn.Parameter(torch.randn(7, 11))
+    optimizer = make_optimizer(name, [weight])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = [x for x in optimizer.state[weight].values() if isinstance(x, torch.Tensor) and x.shape == weight.shape]
+    assert len(kept) == OPTIMIZERS[name].states

@@ -189,6 +189,7 @@ BAD = {
     "layers": {
         **COMMON,
         "--op mlp": "op: expected names out of norm",
+        "--only nobody": "only: expected names out of lowtide",
         "--head-dim 7": "head_dim: expected an even number",
         "--tokens 1": "tokens: expected a whole number of at least 64",
         "--hidden 0": "hidden: expected a whole number of at least 1",
@@ -391,20 +392,6 @@ def test_what_is_known_is_written_at_once(kind: str, tmp_path: Path, monkeypatch
         monkeypatch.setattr("lowtide.bench.step.run_child", lambda *args, **_: Path(args[-1]).write_text(row))
     assert run(kind, tmp_path) == 130
     assert len(rows_of(kind, result(tmp_path))) == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "settings"),
-    [
-        ("head --shape llama-1b 1,2,3 --sweep --no-error --reps 3",
-         {"shape": ("llama-1b", "1,2,3"), "sweep": True, "error": False, "reps": 3}),
-        ("stats", {}),
-        ("divergence --work jsd --no-error", {"work": ("jsd",), "error": False}),
-    ],
-)  # fmt: skip
-def test_a_command_repeats_its_run(command: str, settings: dict[str, Any]) -> None:
-    config = CONFIGS[command.split()[0]](**settings, output="/somewhere")
-    assert config.command() == f"lowtide bench {command}"
 
 
 @pytest.mark.parametrize(

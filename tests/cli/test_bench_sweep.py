@@ -31,13 +31,8 @@ def bench(*arguments: object) -> int:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty picture: drawing takes longer than all else."""
-
-    def draw(told: Any, files: Any) -> Path:
-        files.picture("lines").write_text("")
-        return files.picture("lines")
-
-    monkeypatch.setattr(sweep, "draw_sweep", draw)
+    """An empty plot: drawing takes longer than all else."""
+    monkeypatch.setattr(sweep, "draw_sweep", lambda told, files: files.plot("lines", lambda at: at.write_text("")))
 
 
 def sizes(told: dict[str, Any]) -> list[tuple[int, int, int]]:

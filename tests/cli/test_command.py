@@ -162,7 +162,7 @@ def test_the_examples_of_a_help_are_commands(name: str, capsys: pytest.CaptureFi
         arguments = words[words.index("lowtide") + 1 :]
         parsed, unknown = _parser().parse_known_args(arguments)
         if name == "train":
-            parse({}, unknown, None, fine_tunes=True)
+            parse({}, unknown)
         else:
             assert not unknown, command
         if name == "train" and str(getattr(parsed, "model", "")).startswith("./") and "--use_peft" not in command:

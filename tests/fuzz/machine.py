@@ -34,7 +34,6 @@ def highest(notes: dict[str, Any], t: dict[str, Tensor], ids: Tensor, k: int) ->
     """Return whether ``ids`` [..., k] are classes of the k highest logits, to rounding."""
     z, ids = notes["student"][4].detach(), ids.reshape(*notes["student"][4].shape[:-1], k)
     scales = bounds.scales_of(notes)
-    assert scales is not None
     near = 8 * scales.kappa * notes["eps"]
     fine = z.isfinite().all(-1) & ~t.get("dead", torch.zeros(z.shape[:-1], dtype=torch.bool))
     if k > 1 and (ids.sort(-1).values.diff(dim=-1) == 0).any():
@@ -281,22 +280,19 @@ def compare(
     notes["upstream"] = times * max([0.0, *(u.abs().nan_to_num(0, 0, 0).max().item() for u in ups if u.numel())])
     scales = None if case["function"] == "LinearCrossEntropyLoss" else bounds.scales_of(notes)
     worst, kappa = 0.0, (4.0 if "loss" in case else 1.0) if scales is None else scales.kappa
+
+    def bounded(what: str, got: Tensor, want: Tensor, usually: Tensor | None, **given: Any) -> float:
+        ratio, error = bounds.excess(got, want, usually, eps=eps, kappa=kappa, **given)
+        problem(ratio > 1, f"{what}: {ratio:.3g} times the bound ({error})")
+        return ratio
+
     for i, (got, want) in enumerate(zip(outs, true, strict=False)):
         scale = None if scales is None else scales.of_name.get("value")
         if notes.get("rows") and scales is not None:
             scale = value_scale(case, notes, t, want)
         own = bounds.precision(got.dtype) if got.dtype != torch.float64 else 0.0
-        ratio, what = bounds.excess(
-            got,
-            want,
-            plain[i],
-            eps=eps,
-            low=0.0 if notes.get("rows") and scales is not None else own,
-            scale=scale,
-            kappa=kappa,
-        )
-        problem(ratio > 1, f"value {i}: {ratio:.3g} times the bound ({what})")
-        worst = max(worst, ratio)
+        low_of_value = 0.0 if notes.get("rows") and scales is not None else own
+        worst = max(worst, bounded(f"value {i}", got, want, plain[i], low=low_of_value, scale=scale))
     for check in program.checks:
         problem(not eval(check, {**space, "t": t, "got": outs, "notes": notes}), f"not {check}")
     once = "loss" in case and times == 1  # a leaf is cast once, and so is its gradient
@@ -313,13 +309,8 @@ def compare(
             )
             continue
         problem(got.dtype != t[name].dtype, f"the gradient of {name} is {got.dtype}")
-        rounded = (
-            bounds.precision(low)
-            if low in (torch.bfloat16, torch.float16)
-            else bounds.precision(got.dtype)
-            if got.dtype != torch.float64
-            else eps
-        )
+        narrow = low in (torch.bfloat16, torch.float16)
+        rounded = bounds.precision(low if narrow else got.dtype) if narrow or got.dtype != torch.float64 else eps
         scale = None if scales is None else scales.of_name.get(name)
         if scale is not None and scale.shape != want.shape and case.get("shift"):
             scale = F.pad(scale, (0, 0, 0, 1))  # the last token predicts nothing
@@ -333,19 +324,9 @@ def compare(
             got, want, usually = (x.masked_fill(lost, 0) for x in (got, want, usually))
         if case["function"] == "LinearCrossEntropyLoss":  # differences of probabilities, of which nothing may be left
             scale = want.abs() + times * notes["upstream"]
-        ratio, what = bounds.excess(
-            got,
-            want,
-            usually,
-            eps=eps,
-            low=rounded,
-            scale=scale,
-            kappa=kappa,
-            smallest=smallest,
-            low_steps=0.0 if once else bounds.LOW_STEPS,
-        )
-        problem(ratio > 1, f"gradient of {name}: {ratio:.3g} times the bound ({what})")
-        worst = max(worst, ratio)
+        steps = 0.0 if once else bounds.LOW_STEPS
+        given = {"low": rounded, "scale": scale, "smallest": smallest, "low_steps": steps}
+        worst = max(worst, bounded(f"gradient of {name}", got, want, usually, **given))
     return worst
 
 
@@ -390,7 +371,6 @@ def kind_of(problem: str) -> str:
 def shrink(case: Case, wrong: Callable[[Case], str | None] = fails, tries: int = 400) -> Case:
     """Return a case that still fails in the same kind, with as many options as can be at their simplest."""
     found = wrong(case)
-    assert found is not None
     kind, table = kind_of(found), tables()[case["function"]][1]
     changed = True
     while changed and tries > 0:
@@ -444,9 +424,10 @@ def source(case: Case, problem: str) -> str:
     if program.uses in ("token_loss", "pair_loss"):
         used, space = ["wide", "reduced", "k_estimate", program.uses], loss_cases
     else:
-        used, space = ["note", "wide", "logits_of", "logprob_of", "kept_rows", program.uses], references
+        used = ["note", "wide", "logits_of", "logprob_of", "kept_rows", "divergence_of", program.uses]
+        space = references
     if program.uses == "several_outputs":
-        used.insert(5, "cross_entropy")
+        used.insert(6, "cross_entropy")
     text = HEADER.format(problem=problem.replace('"""', "'''")) + "NOTES, HELD = {}, 80.0\n\n\n"
     text += "\n\n".join(inspect.getsource(getattr(space, name)) for name in used)
     text += "\n\n" + "\n".join(program.setup) + "\n"

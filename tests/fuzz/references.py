@@ -147,6 +147,25 @@ def token_stats(
     return rows
 
 
+def divergence_of(log_s, log_t, kind, beta=0.5):
+    """Return the divergence of two sets of log-probabilities [..., J], from its definition; 0 log 0 is 0."""
+
+    def kl(log_p, log_q):
+        none = log_p == -math.inf
+        return (log_p.exp() * (log_p.masked_fill(none, 0) - log_q.masked_fill(none, 0))).sum(-1)
+
+    if kind == "tv":
+        return (log_s.exp() - log_t.exp()).abs().sum(-1) / 2
+    if kind == "jsd" and 0 < beta < 1:
+        none = (log_s == -math.inf) & (log_t == -math.inf)  # on neither side: nothing to differentiate
+        log_m = torch.logaddexp(
+            log_t.masked_fill(none, 0) + math.log(beta), log_s.masked_fill(none, 0) + math.log1p(-beta)
+        )
+        return beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    forward = kind == "forward_kl" or (kind == "jsd" and beta == 0)
+    return kl(log_t, log_s) if forward else kl(log_s, log_t)
+
+
 def divergence(
     input, linear_weight, teacher_input=None, teacher_weight=None, kind="forward_kl", beta=0.5, temperature=1.0,
     linear_bias=None, teacher_bias=None, teacher_topk=None, mask=None, reduction="none", num_items=None, softcap=None,
@@ -175,24 +194,7 @@ def divergence(
             left = (1 - log_t.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_t.dtype).eps)
             left = left.log().masked_fill(used.all(-1, keepdim=True), -math.inf)
             log_s, log_t = torch.cat((log_s, rest), -1), torch.cat((log_t, left), -1)
-
-    def kl(log_p, log_q):
-        none = log_p == -math.inf
-        return (log_p.exp() * (log_p.masked_fill(none, 0) - log_q.masked_fill(none, 0))).sum(-1)
-
-    if kind == "tv":
-        value = (log_s.exp() - log_t.exp()).abs().sum(-1) / 2
-    elif kind == "jsd" and 0 < beta < 1:
-        none = (log_s == -math.inf) & (log_t == -math.inf)  # on neither side: nothing to differentiate
-        log_m = torch.logaddexp(
-            log_t.masked_fill(none, 0) + math.log(beta), log_s.masked_fill(none, 0) + math.log1p(-beta)
-        )
-        value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
-    elif kind == "forward_kl" or (kind == "jsd" and beta == 0):
-        value = kl(log_t, log_s)
-    else:
-        value = kl(log_s, log_t)
-    value = value.where(mask, 0)
+    value = divergence_of(log_s, log_t, kind, beta).where(mask, 0)
     note(cancels=True, rows=(value,))
     if value.requires_grad:
         value.retain_grad()

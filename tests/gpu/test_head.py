@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from gpu.conftest import ON_GPU
+from head.contract.cases import DIFFERENTIABLE
+from head.test_apply_compile import focal, focal_sum
 from lowtide import (
     HeadOptions,
     TokenStats,
@@ -34,7 +35,6 @@ from support import (
 )
 
 pytestmark = ON_GPU
-DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 SINGLE = torch.float32
 TRAINED = (SINGLE, torch.bfloat16, torch.float16)  # by kernels of ours
@@ -82,7 +82,7 @@ def test_cross_entropy(case: str, dtype: torch.dtype, shape: tuple[tuple[int, in
     base = torch.autograd.grad(naive, (x, w, b), upstream.to(naive.dtype))
     for g, e, n in zip(got, want, base, strict=True):
         often = 1.5 if case in ("bf16 sums", "recompute") else 1  # dW is rounded once a chunk
-        few = 2 if x.numel() <= 128 else 1  # roundings, so that their norm varies
+        few = 2 if x.numel() <= 128 else 1.1 if x.numel() <= 8192 else 1  # roundings, so that their norm varies
         assert relative_error(g, e) <= max(TOLERANCE[dtype] * often * few, 1.05 * relative_error(n, e))
 
 
@@ -185,15 +185,6 @@ def test_divergences(dtype: torch.dtype, kind: str, reduction: str, caps: tuple[
     # where s and t agree but for rounding tv's sign is a matter of luck: float32 logits in full err by 2e-4
     near = 4e-4 if kind == "tv" and dtype == SINGLE and reduction != "none" else near
     assert_near(got, torch.autograd.grad(expected, true, upstream), near)
-
-
-def focal(z: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
-    logp = -F.cross_entropy(z, y, reduction="none")
-    return -((1 - logp.exp()) ** gamma) * logp
-
-
-def focal_sum(z: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
-    return focal(z, y, gamma).sum()
 
 
 @pytest.mark.parametrize("out", ["token", "sum"])

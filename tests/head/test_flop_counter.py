@@ -1,4 +1,4 @@
-"""PyTorch's own counter of operations is told what the operators compute, whatever they compute it with."""
+"""PyTorch's own counter counts what the operators compute, by whatever they compute it."""
 
 from __future__ import annotations
 

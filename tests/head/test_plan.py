@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,23 +11,69 @@ import torch
 from lowtide import HeadOptions, HeadPlan, plan_divergence, plan_head
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_exp, why_not_row
+from lowtide.head.options import Backend
 from lowtide.head.plan import plan_of
 from lowtide.head.planner import MIB, Work
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
 
 
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+EACH: dict[str, Any] = {"device": CUDA, "dtype": BF16, "D": 64, "V": 100}
+CHOICES: list[tuple[str, dict[str, Any], str, str]] = [  # work, what is not as in EACH, what runs, and why
+    ("cross entropy", {}, "exp", "Hopper"),
+    ("cross entropy", {"D": 63}, "row", "multiple of 16 bytes"),
+    ("cross entropy", {"dtype": torch.float16}, "row", "range"),
+    ("cross entropy", {"dtype": torch.float32}, "row", "float32"),
+    ("cross entropy", {"dtype": torch.float64}, "torch", "float64"),
+    ("cross entropy", {"V": 0}, "torch", "empty"),
+    ("cross entropy", {"device": torch.device("cpu")}, "torch", "NVIDIA GPUs.* cpu"),
+    ("cross entropy", {"capped_and_smoothed": True}, "row", "soft cap"),
+    ("cross entropy", {"weight_fits": False}, "row", "weight's do not"),
+    *(("cross entropy", {"capability": of}, "row", "compute capability 9.0") for of in ((8, 0), (8, 9), (12, 0))),
+    *(("statistics", {"stats": stats}, "exp", "Hopper") for stats in ((0, 0), (1, 1), (64, 64))),
+    ("statistics", {"stats": (65, 0)}, "torch", "64 targets.*65"),
+    ("statistics", {"stats": (1, 65)}, "torch", "64 highest.*65"),
+    *(("divergence", {"dtype": dtype}, "row", "both sides") for dtype in (BF16, torch.float16, torch.float32)),
+    ("divergence", {"dtype": torch.float64}, "torch", "computes in float32"),
+    ("divergence", {"topk": True}, "torch", "top k"),
+    ("divergence", {"device": torch.device("cpu")}, "torch", "NVIDIA GPUs"),
+]
+
+
+@pytest.mark.parametrize(("work", "change", "runs", "why"), CHOICES)
+def test_which_implementation_runs_and_why(
+    work: str, change: dict[str, Any], runs: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest that can, with its reason, or what is against a faster one; an explicit one runs or raises."""
+    place = EACH | change
+    capability = place.pop("capability", None)
+    if capability or torch.cuda.is_available():  # as on a machine with such a GPU
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability or (9, 0))
+    of_row = {name: place.pop(name) for name in ("topk",) if name in place}
+    why_not = {}
+    if work != "divergence":
+        why_not["exp"] = why_not_exp(**place)
+    if work != "statistics":
+        why_not["row"] = why_not_row(place["device"], place["dtype"], place["V"], **of_row)
+    got, reason = choose(work, HeadOptions(), **why_not)
+    assert got == runs
+    assert re.search(why, reason)
+    for backend in get_args(Backend)[1:]:
+        options = HeadOptions(backend=backend)
+        if backend == "torch" or (backend in why_not and why_not[backend] is None):
+            assert choose(work, options, **why_not)[0] == backend
+            continue
+        against = re.escape(why_not[backend]) if backend in why_not else ""
+        with pytest.raises(LowtideError, match=f"backend: expected 'auto'.* or 'torch', got '{backend}'.*{against}"):
+            choose(work, options, **why_not)
+
+
 def exponentials(N: int, D: int, V: int, mib: float | None = None, **kwargs: Any) -> HeadPlan:
     work: dict[str, Any] = {"gradient": "forward", "weight_frozen": False, "choice": ("exp", ""), **kwargs}
     bf16 = {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16, "device": torch.device("cuda")}
     return plan_of(Work(size=(N, D, V), options=HeadOptions(workspace_mib=mib), **bf16, **work))
-
-
-def of_cross_entropy(
-    options: HeadOptions, device: torch.device, dtype: torch.dtype, D: int, V: int, **kwargs: bool
-) -> tuple[str, str]:
-    exp, row = why_not_exp(device, dtype, D, V, **kwargs), why_not_row(device, dtype, V)
-    return choose("cross entropy", options, exp=exp, row=row)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
@@ -168,37 +215,6 @@ def test_statistics_stay_within_the_workspace(mib: float | None) -> None:
     assert targets.block_columns < least.block_columns, "each token's targets are counted"
     assert rows.sum_rows < least.sum_rows
     assert rows.chunk_rows == least.chunk_rows, "what forward needs is nothing to backward"
-
-
-def test_who_runs_and_why() -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    for arguments, backend, reason in (
-        ((cuda, torch.bfloat16, 64, 100), "exp", "Hopper"),
-        ((cuda, torch.bfloat16, 63, 100), "row", "multiple of 16 bytes"),
-        ((cuda, torch.float16, 64, 100), "row", "range"),
-        ((cuda, torch.float32, 64, 100), "row", "float32"),
-        ((cuda, torch.float64, 64, 100), "torch", "float64"),
-        ((cuda, torch.bfloat16, 64, 0), "torch", "empty"),
-        ((cpu, torch.bfloat16, 64, 100), "torch", "cpu"),
-    ):
-        got, why = of_cross_entropy(HeadOptions(), *arguments)
-        assert (got, reason in why) == (backend, True), why
-    bf16 = (cuda, torch.bfloat16, 64, 100)
-    assert of_cross_entropy(HeadOptions(), *bf16, capped_and_smoothed=True)[0] == "row"
-    assert of_cross_entropy(HeadOptions(), *bf16, weight_fits=False)[0] == "row"
-    for options in (HeadOptions(backend="exp"), HeadOptions(backend="row")):
-        with pytest.raises(LowtideError, match=f"backend: expected .*, got '{options.backend}'"):
-            of_cross_entropy(options, cpu, torch.bfloat16, 64, 100)
-    with pytest.raises(LowtideError, match="soft cap"):
-        of_cross_entropy(HeadOptions(backend="exp"), *bf16, capped_and_smoothed=True)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
-def test_other_gpus_get_the_row_kernel(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    backend, why = of_cross_entropy(HeadOptions(), torch.device("cuda"), torch.bfloat16, 64, 100)
-    assert (backend, "compute capability 9.0" in why) == ("row", True)
 
 
 def test_a_weight_of_another_narrow_dtype_is_summed_in_float32() -> None:

@@ -62,7 +62,6 @@ def grads(
 def test_error_is_within_plain_pytorchs(name: str, dtype: torch.dtype, scale: float) -> None:
     ours, plain = FUNCTIONS[name]
     x, w, b, y = head(200, 32, 65, dtype=dtype)
-    assert b is not None
     leaves = [x, w, b, torch.tensor(scale, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)]
     exact = doubled(*leaves)
     factor = 1.0 if dtype != torch.float16 or scale < 0.5 else 2.0**10
@@ -84,7 +83,6 @@ def test_large_hidden_states_in_half_precision(name: str) -> None:
     """Their product with the scale would be above float16's largest number, and so would a sum of the gradient's."""
     ours, plain = FUNCTIONS[name]
     x, w, b, y = head(64, 32, 65, dtype=torch.float64)
-    assert b is not None
     exact = [(700 * x).half(), (w / 3000).half(), (b / 100).half(), torch.tensor(100.0)]
     leaves = [t.detach().clone().requires_grad_() for t in exact]
     exact = doubled(*leaves)
@@ -95,7 +93,6 @@ def test_large_hidden_states_in_half_precision(name: str) -> None:
 def test_alone_and_beside_a_bias_of_minus_infinity(name: str) -> None:
     ours, plain = FUNCTIONS[name]
     x, w, b, y = head(20, 8, 33)
-    assert b is not None
     with torch.no_grad():
         b[32] = -torch.inf
     y = y.clamp(max=31)
@@ -161,7 +158,6 @@ def test_the_product_with_the_factor_is_right(name: str, gap: float, factor: flo
     inputs = (x, w) if "frozen" not in name else (x,)
     grads = torch.autograd.grad(factor * LOSSES[name](x, w, y), inputs)
     for grad, t in zip(grads, exact, strict=False):
-        assert t.grad is not None
         rounded = relative_error(t.grad.half(), t.grad)  # what no float16 gradient can do without
         assert relative_error(grad, t.grad) < 2 * rounded + 4e-4
 
@@ -174,7 +170,6 @@ def test_what_is_too_large_before_a_small_factor(options: HeadOptions | None) ->
     (factor * oracle(*exact, y, reduction="sum", token_weight=heavy)).backward()
     loss = linear_cross_entropy(x, w, y, reduction="sum", token_weight=heavy, options=options)
     for grad, t in zip(torch.autograd.grad(factor * loss, (x, w)), exact, strict=True):
-        assert t.grad is not None
         assert relative_error(grad, t.grad) < 1e-3
 
 
@@ -229,7 +224,6 @@ def test_no_width_at_all() -> None:
             grad_x, grad_w, grad_b = torch.autograd.grad(got, (x, w, b))
             assert grad_x.shape == x.shape
             assert grad_w.shape == w.shape
-            assert exact.grad is not None
             assert relative_error(grad_b, exact.grad) < 1e-2
 
 
@@ -238,7 +232,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 def all_leaves(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, w, b, y = head((2, 5), 8, 33, dtype=dtype)
-    assert b is not None
     return x, w, y, b, torch.tensor(1.5, requires_grad=True)
 
 

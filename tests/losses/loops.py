@@ -78,21 +78,3 @@ def each(of: Batch, f: Callable[[int, int], float]) -> Tensor:
         for t in ts:
             out[i, t] = f(i, t)
     return out
-
-
-def reduced(values: Tensor, mask: Tensor, reduction: str, num_items: float | None = None) -> float:
-    """Return what `reduce_tokens` documents, by loops; ``values`` [B, T]."""
-    total, sequences, tokens = 0.0, [], 0
-    for row, keep in zip(values.tolist(), mask.tolist(), strict=True):
-        kept = [v for v, k in zip(row, keep, strict=True) if k]
-        total += sum(kept)
-        tokens += len(kept)
-        sequences.append((sum(kept), len(kept)))
-    if reduction == "sum":
-        return total
-    if reduction == "token":
-        return total / (num_items or max(tokens, 1))
-    if reduction == "sequence":
-        return sum(s / max(n, 1) for s, n in sequences) / (num_items or max(len(sequences), 1))
-    assert reduction == "sequence_sum"
-    return total / (num_items or max(len(sequences), 1))

@@ -70,7 +70,7 @@ class Plain(nn.Module):
 def fwd(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
     """Stand in for a flash-attn package: an operator of its own name, with dropout inside.
 
-    The last of what it returns is what the fused kernels return as well: a mask that nobody asked for, of no size.
+    The last of what it returns is what the fused kernels return as well: a mask that was not requested, of no size.
     """
     mask = torch.rand(q.shape) >= dropout_p
     out = nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(q.dtype)
@@ -78,7 +78,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tens
 
 
 class Flash(torch.autograd.Function):
-    """Attention of such a package, with a backward that depends on everything that was kept."""
+    """Attention of such a package, with a backward that depends on everything that was saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

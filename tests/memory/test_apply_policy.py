@@ -114,7 +114,7 @@ def test_dropout_draws_the_same_again(policy: str, side: LazySide, ids: Tensor) 
 
 
 @pytest.mark.parametrize("policy", [ATTENTION, OFFLOADED_ATTENTION], ids=["", "offloaded"])
-def test_a_packages_operator_with_dropout_is_kept_and_moves_the_random_state(
+def test_a_packages_operator_with_dropout_is_saved_and_moves_the_random_state(
     policy: ActivationPolicy, side: LazySide, monkeypatch: pytest.MonkeyPatch, ids: Tensor
 ) -> None:
     """The dropout after attention draws the mask of forward, though attention's own dropout drew nothing again."""

@@ -326,7 +326,7 @@ def test_hidden_states_by_name(ids: Tensor) -> None:
 
 @pytest.mark.parametrize("when", ["in the layer", "after forward"])
 def test_what_is_written_to_beside_the_input_raises(when: str) -> None:
-    """It has another value when the layer runs again: gradients would be wrong without a word."""
+    """It has another value when the layer runs again: gradients would be wrong in silence."""
     layer, padding = nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0), torch.zeros(3, dtype=torch.bool)
     apply_policy(stack_of(layer), INPUT)
 

@@ -1,4 +1,4 @@
-"""What a policy says to the MLPs: levels and tiles are set, given back, and refused where layers disagree."""
+"""A policy's settings of MLPs: levels and tiles are set, given back, and refused where layers disagree."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_device_memory_after_forward(policy: Any, side: LazySide) -> None:
     assert abs((live[False] - live[True]) / tokens - (layers - offload.ON_DEVICE) * kept) < 16
 
 
-def test_device_memory_with_a_graph_that_is_kept(side: LazySide) -> None:
+def test_device_memory_with_a_retained_graph(side: LazySide) -> None:
     """After backward with retain_graph only the layers that backward ended with are on the device."""
     tokens, D, layers = 512, 64, 9
     model, ids = Plain(layers, D, heads=4), torch.randint(3, VOCAB, (1, 512))
@@ -144,7 +144,7 @@ def test_each_layer_is_brought_back_while_the_one_after_it_computes(side: LazySi
         assert torch.equal(gets[k][1](), 2 * tensors[k])
         gets.pop()
         records.pop()
-    # A record that is brought back and never asked for gives its memory back all the same.
+    # A record that is brought back and never read gives its memory back all the same.
     assert side.pinned > 0
     del offloader
     gc.collect()
@@ -239,7 +239,7 @@ def test_memory_is_given_back_in_the_order_of_its_own_stream(side: LazySide) -> 
     del first, second, third
 
 
-def test_what_another_stream_brought_back_is_kept_until_this_one_is_done(side: LazySide) -> None:
+def test_what_another_stream_brought_back_lives_until_this_one_is_done(side: LazySide) -> None:
     offloader = offload.Offloader(None, 1, 0)
     record = offloader.begin(moves=True)
     x = torch.randn(3, 5)
@@ -256,7 +256,7 @@ def test_what_another_stream_brought_back_is_kept_until_this_one_is_done(side: L
     assert side.waits[-1] == "prefetching"
 
 
-def test_an_error_of_the_driver_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_driver_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """cudaHostRegister's error stays behind, and PyTorch would raise it after the next launch."""
     behind: list[str] = []
 

@@ -229,35 +229,6 @@ def test_a_checkpoint_waits_for_the_copies_alone(side: LazySide) -> None:
     assert side.finished == 2 * len(pair.handle._blocks)
 
 
-@pytest.mark.parametrize("moment", ["device", "coming", "host", "leaving"])
-def test_states_that_are_loaded(moment: str, side: LazySide) -> None:
-    pair, other = Pair(), Plain()
-    source = adamw(other)
-    other(batch(7)).backward()
-    source.step()
-
-    def load(optimizer: Optimizer) -> None:
-        optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
-
-    if moment == "leaving":  # half of them
-        pair.train(2)
-        hook = pair.model.blocks[2].register_forward_hook(lambda *_: load(pair.ours))
-        pair.losses_of(3)
-        hook.remove()
-    else:
-        pair.come_to(moment)
-        load(pair.ours)
-        assert pair.where() == {"device"}
-    load(pair.theirs)
-    if moment != "device":
-        pair.backward()
-        pair.step()
-    pair.train(3)
-    assert pair.where() == {"device"}
-    pair.model(batch(2))
-    assert pair.where() == {"host"}
-
-
 def test_offloading_begins_with_states_that_exist(side: LazySide) -> None:
     pair = Pair(before=lambda pair: pair.train(1))
     pair.model(batch(1))
@@ -384,6 +355,14 @@ def put_others(optimizer: Optimizer) -> None:
         entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 2.0)
 
 
+def load(optimizer: Optimizer) -> None:
+    other = Plain()
+    source = adamw(other)
+    other(batch(7)).backward()
+    source.step()
+    optimizer.load_state_dict(source.state_dict())
+
+
 MOMENTS = ("before forward", "forward", "before backward", "before step")
 
 
@@ -393,10 +372,10 @@ MOMENTS = ("before forward", "forward", "before backward", "before step")
     [
         *((clear, moment) for moment in MOMENTS if moment != "forward"),
         *((halve, moment) for moment in MOMENTS[1:]),
-        *((put_others, moment) for moment in MOMENTS),
+        *((change, moment) for moment in MOMENTS for change in (put_others, load)),
     ],
 )
-def test_states_that_somebody_changes(
+def test_states_changed_from_outside(
     change: Callable[[Optimizer], None], moment: str, early: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if early:
@@ -408,6 +387,7 @@ def test_states_that_somebody_changes(
     def come_to(now: str) -> None:
         for optimizer in (pair.ours, pair.theirs) if now == moment else ():
             change(optimizer)
+        assert change is not load or now != moment or now == "forward" or pair.where() == {"device"}
 
     come_to("before forward")
     hook = pair.model.blocks[2].register_forward_hook(lambda *_: come_to("forward"))
@@ -418,3 +398,6 @@ def test_states_that_somebody_changes(
     come_to("before step")
     pair.step()
     pair.train(2)
+    assert pair.where() == {"device"}
+    pair.model(batch(2))
+    assert pair.where() == {"host"}

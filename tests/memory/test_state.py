@@ -1,4 +1,4 @@
-"""Between forward and backward anything may be assigned: a recompute finds what its forward found, or says why not."""
+"""Between forward and backward anything may be assigned: a recompute finds what its forward found, or raises."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_a_cache_left_empty_is_not_filled_by_layers_without_a_policy(reader: str
         model(input_ids=ids[:, 6:], past_key_values=cache)
 
 
-def test_chunks_train_with_a_cache_where_all_is_kept(llama: Any, ids: Tensor) -> None:
+def test_chunks_train_with_a_cache_where_all_is_saved(llama: Any, ids: Tensor) -> None:
     model, stock = llama(), llama()
     apply_policy(model, ALL)
     assert torch.equal(chunks(model, ids).loss, chunks(stock, ids).loss)

@@ -204,6 +204,17 @@ def expect_calls(report: PatchReport, fused: int, built: int = 0) -> None:
     assert (report.calls_fused, report.calls_materialised) == (fused, built), str(report)
 
 
+# Other libraries' warnings about what they do themselves.
+DYNAMO = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+PEFT = [
+    pytest.mark.filterwarnings("ignore:.?is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+]
+
 # Ways to copy a model.
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
 

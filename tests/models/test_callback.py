@@ -1,4 +1,4 @@
-"""The one line for trainers: transformers' own, TRL's and accelerate's scripts, with peft and without."""
+"""The callback for trainers (transformers', TRL's, accelerate's scripts, peft), and patched models in a Trainer."""
 
 from __future__ import annotations
 
@@ -270,3 +270,77 @@ def test_a_logger_instead_of_print(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, logger="training"):
         trainer(tmp_path, build(), lowtide.PatchCallback(show=logging.getLogger("training").info))
     assert "lowtide.swiglu_mlp (silu)" in caplog.text
+
+
+def train(model: Any, folder: Path, **settings: Any) -> tuple[list[float], dict[str, float]]:
+    run = trainer(folder, model, max_steps=4, gradient_accumulation_steps=2, **settings)
+    run.train()
+    return losses(run), run.evaluate()
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    loss = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.05
+    )
+    return loss / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+
+
+def own_logprobs(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logprobs = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    valid = labels[:, 1:] != -100
+    return -(logprobs * (1 - logprobs.exp()).square())[valid].sum() / num_items_in_batch  # focal
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16 autocast": {"bf16": True},
+    "label smoothing by the trainer": {"label_smoothing_factor": 0.1},
+    "a loss of one's own": {"compute_loss_func": own_loss},
+    "a loss of log-probabilities": {"compute_loss_func": own_logprobs},
+    "prediction loss only": {"prediction_loss_only": True, "compute_metrics": lambda _: {}},
+    "tokens averaged across devices": {"average_tokens_across_devices": True},
+    "tokens not averaged": {"average_tokens_across_devices": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_same_losses_as_stock_without_logits(way: str, patched: Any, tmp_path: Path) -> None:
+    model, stock, report = patched("llama")
+    (ours, evaluation), (expected, expected_evaluation) = (train(m, tmp_path, **WAYS[way]) for m in (model, stock))
+    assert len(ours) == 4
+    tolerance = 2e-2 if "bf16" in WAYS[way] else 1e-4
+    assert ours == pytest.approx(expected, rel=tolerance)
+    assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=tolerance)
+    # micro-batches, and evaluation batches of 8
+    expect_calls(report, 4 * 2 + 2)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def accuracy_of_classes(prediction: Any) -> dict[str, float]:
+    assert prediction.predictions.shape == prediction.label_ids.shape
+    valid = prediction.label_ids[:, 1:] != -100
+    return {"accuracy": float((prediction.predictions[:, :-1] == prediction.label_ids[:, 1:])[valid].mean())}
+
+
+@pytest.mark.parametrize(
+    ("settings", "built"),
+    [
+        ({"compute_metrics": accuracy}, 2),
+        (
+            {
+                "compute_metrics": accuracy_of_classes,
+                "preprocess_logits_for_metrics": lambda logits, _: logits.argmax(-1),
+            },
+            0,
+        ),
+    ],
+    ids=["of logits", "of the highest class, without logits"],
+)
+def test_metrics(settings: dict[str, Any], built: int, patched: Any, tmp_path: Path) -> None:
+    model, stock, report = patched("gemma2")
+    evaluation, expected = (train(m, tmp_path, **settings)[1] for m in (model, stock))
+    assert evaluation["eval_accuracy"] == expected["eval_accuracy"]
+    expect_calls(report, 10, built)

@@ -15,13 +15,9 @@ from torch import nn
 
 import lowtide
 from lowtide.models import mlp_part
-from models.conftest import assert_same_gradients, assert_same_training
+from models.conftest import DYNAMO, PEFT, assert_same_gradients, assert_same_training
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),  # dynamo's
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = DYNAMO + PEFT
 
 
 def times(function, factor=1.5):

@@ -11,13 +11,12 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
-from models.conftest import COPIES, assert_same_gradients, assert_same_training, expect_calls, state_of
+from models.conftest import COPIES, DYNAMO, assert_same_gradients, assert_same_training, expect_calls, state_of
 
 # torch.compile warns of what it does itself, and lowtide of a whole model that is compiled
 pytestmark = [
+    *DYNAMO,
     pytest.mark.filterwarnings("ignore:lowtide.patch. the logits are built:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
 ]
 
 

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
+from models.conftest import PEFT
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+pytestmark = PEFT
 LABELS = torch.full((2, 6), -100)
 IDS = torch.arange(12).view(2, 6)
 

@@ -8,6 +8,8 @@ from torch import nn
 import lowtide
 from lowtide.models.instance import part_of
 from models.conftest import (
+    DYNAMO,
+    PEFT,
     assert_no_further_from_the_truth,
     assert_same_gradients,
     assert_same_training,
@@ -15,10 +17,8 @@ from models.conftest import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+    *DYNAMO,
+    *PEFT,
     pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients:UserWarning"),
 ]
 PARTS = ("mlp", "norm", "rope")

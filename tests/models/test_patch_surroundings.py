@@ -12,12 +12,9 @@ from lowtide.errors import UnsupportedError
 from lowtide.layers import rms_norm, rotary
 from lowtide.models import rope_part
 from lowtide.models.instance import part_of
-from models.conftest import Doubling
+from models.conftest import DYNAMO, Doubling
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-]
+pytestmark = DYNAMO
 
 
 def test_evaluation_stays_evaluation_and_activations_keep_their_state(build):

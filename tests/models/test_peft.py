@@ -15,6 +15,8 @@ from lowtide.models import adapters, mlp_part
 from lowtide.models.instance import part_of
 from models.conftest import (
     COPIES,
+    DYNAMO,
+    PEFT,
     OwnFunction,
     assert_no_further_from_the_truth,
     assert_same_gradients,
@@ -27,11 +29,9 @@ from models.conftest import (
 peft = pytest.importorskip("peft")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+    *DYNAMO,
+    *PEFT,
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
 ]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -90,39 +90,39 @@ HEADS = {
 }
 
 
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+TIED = {
+    "saved": lora(ensure_weight_tying=True, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    "LoRA": lora(ensure_weight_tying=True, target_modules=["embed_tokens", "lm_head"]),
+}
+# Also heads that are tied, capped, scaled or have a bias.
+FUSED = {
+    **{what: ("llama", config) for what, config in (HEADS | PROMPTS).items()},
+    **{
+        f"{name}, {what}": (name, HEADS[what])
+        for name in ("llama-tied", "gemma2", "cohere2", "phi", "granite")
+        for what in ("all", "saved")
+    },
+    **{f"adapters tied, {what}": ("llama-tied", config) for what, config in TIED.items()},
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*lora_bias=True.* was passed:UserWarning")
-@pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
-def test_loss_without_logits_and_every_gradient(config, order, both, batch):
-    model, stock, report = both(config, order=order)
+@pytest.mark.filterwarnings("ignore:.*PrefixEncoder.*:FutureWarning")
+@pytest.mark.parametrize(("name", "config"), FUSED.values(), ids=FUSED)
+def test_loss_without_logits_and_every_gradient(name, config, order, both, batch):
+    model, stock, report = both(config, name=name, order=order)
     for _ in range(2):
         compare(model, stock, batch)
     compare(model, stock, {**batch, "num_items_in_batch": 7})
     expect_calls(report, 3)
     assert lowtide.patch(model) is report
-    expected = "LoRA with it" if "lm_head" in config.target_modules else "without logits"
+    expected = "LoRA with it" if "lm_head" in (getattr(config, "target_modules", None) or ()) else "without logits"
     assert expected in report.parts["loss"].outcome
-
-
-@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "cohere2", "phi", "granite"])
-@pytest.mark.parametrize("saved", [False, True])
-def test_other_heads(name, saved, both, batch):
-    """Tied, capped, scaled, with a bias."""
-    own = {"modules_to_save": ["lm_head"]} if saved else {}
-    config = lora(target_modules=["q_proj"] if saved else ["q_proj", "lm_head"], **own)
-    model, stock, report = both(config, name=name)
-    compare(model, stock, batch)
-    expect_calls(report, 1)
-
-
-@pytest.mark.parametrize("which", ["saved and tied", "LoRA and tied"])
-def test_adapters_tied_to_the_embedding(which, both, batch):
-    own = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
-    if which == "LoRA and tied":
-        own = {"target_modules": ["embed_tokens", "lm_head"]}
-    for order in ("peft first", "patch first"):
-        model, stock, report = both(lora(ensure_weight_tying=True, **own), name="llama-tied", order=order)
-        compare(model, stock, batch)
-        expect_calls(report, 1)
 
 
 def test_a_base_weight_that_is_trained(both, batch):
@@ -316,21 +316,6 @@ def test_other_tuners_run_as_they_came(config, reason, order, both, batch, ran, 
     if on_mlps:
         assert not report.parts["mlp"].patched
         assert report.parts["mlp"].outcome.startswith("left as it is: gate_proj ")
-
-
-PROMPTS = {
-    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
-    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*PrefixEncoder.*:FutureWarning")
-@pytest.mark.parametrize("config", PROMPTS.values(), ids=PROMPTS)
-def test_prompts_are_fused(config, both, batch):
-    model, stock, report = both(config)
-    compare(model, stock, batch)
-    expect_calls(report, 1)
 
 
 def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch):

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import lowtide
-from models.conftest import assert_same_training, expect_calls
+from models.conftest import DYNAMO, assert_same_training, expect_calls
 
 transformers = pytest.importorskip("transformers")
 bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("accelerate")
 
 pytestmark = [
+    *DYNAMO,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # peft's calls
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
     pytest.mark.filterwarnings("ignore:Merge lora module to .-bit linear:UserWarning"),
 ]

@@ -31,6 +31,16 @@ def shard_one(module):
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))  # also where there is a GPU
 
 
+def assert_same_local_gradients(model, stock, rtol=1e-5, atol=1e-6, *, relative=False):
+    """``relative``: ``atol`` is that of the largest gradient of each parameter."""
+    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), key
+        if q.grad is not None:
+            ours = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            floor = atol * q.grad.abs().max().item() if relative else atol
+            torch.testing.assert_close(ours, q.grad, rtol=rtol, atol=floor, msg=key)
+
+
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("head", [True, False], ids=["head sharded by itself", "head sharded with the root"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -50,8 +60,7 @@ def test_fused_and_right(name, head, patch_first, one_process, pair, batch, ran)
         expected.loss.backward()
     expect_calls(report, 2)
     assert ran == {"swiglu_mlp": 4, "rms_norm": 2 * len(norms), "rotary": 4}
-    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-5, atol=1e-6, msg=key)
+    assert_same_local_gradients(model, stock)
     if not head:  # the root has let go of its weights in backward, and nothing gathers them for one layer
         with pytest.raises(lowtide.errors.UnsupportedError, match=r"read outputs\.logits before"):
             outputs.logits.sum()
@@ -83,8 +92,7 @@ def test_what_a_sharded_head_computes_may_be_changed_in_place(use, one_process, 
         result = USES[use](m(input_ids=batch["input_ids"], num_items_in_batch=3).logits, batch["input_ids"])
         result += 1
         result.square().sum().backward()
-    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-4, atol=1e-4 * q.grad.abs().max().item(), msg=key)
+    assert_same_local_gradients(model, stock, rtol=1e-4, atol=1e-4, relative=True)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
@@ -115,9 +123,7 @@ def test_a_saved_head_and_its_reference(patch_first, one_process, pair, batch):
             own, other = (z.log_softmax(-1).gather(-1, ids).sum() for z in (policy, reference))
             (own - other).square().backward()
     expect_calls(report, 4)
-    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-4, atol=1e-5, msg=key)
+    assert_same_local_gradients(model, stock, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
@@ -143,9 +149,7 @@ def test_lora_on_a_head_in_parts_runs_as_it_came(patch_first, one_process, pair,
     before = report.calls_fused
     for m in (model, stock):
         m(**batch).loss.backward()
-    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=key)
+    assert_same_local_gradients(model, stock)
     assert report.calls_fused == before
     assert "has LoRA on a sharded weight" in str(report)
 

@@ -271,7 +271,7 @@ def parse(command: str, is_part: bool) -> None:
     except SystemExit:
         pytest.fail(command)
     if hasattr(arguments, "unknown"):  # options of other libraries
-        parse_options({}, unknown, None, fine_tunes=True)
+        parse_options({}, unknown)
     else:
         assert not unknown, unknown
     assert is_part or callable(arguments.main)

@@ -62,13 +62,13 @@ class Children:
         monkeypatch.setattr(comparison, "run_child", self)
 
     def __call__(
-        self, function: Any, settings: Mapping[str, Any], file: Any, turn: Any, label: str, *, capture: bool
+        self, function: Any, settings: Mapping[str, Any], turn: Any, label: str, *, capture: bool
     ) -> ChildResult:
         del capture
         with self._one:
             self.runs.append((label, TrainConfig.from_json(settings)))
             undo = self.wrong() if self.wrong is not None and label == "lowtide" else None
-            value = json.loads(json.dumps(function(settings, file, None, label)))
+            value = json.loads(json.dumps(function(settings, None, label)))
             if undo is not None:
                 undo.undo()
         return ChildResult(returncode=0, seconds=1.0, peak_bytes=0, value=value)
@@ -178,7 +178,7 @@ def test_a_third_run_in_float32_sets_the_limit(
 ) -> None:
     runs = []
 
-    def in_child(config: TrainConfig, tokens: Path, turn: Any, console: Any, label: str) -> TrainResult:
+    def in_child(config: TrainConfig, turn: Any, console: Any, label: str) -> TrainResult:
         runs.append((label, config.patch, config.options.get("dtype"), turn is None))
         away = {"float32": {2: 5.1}, "lowtide": {2: 5.05}}.get(label, {})
         return dataclasses.replace(RESULT, losses=RESULT.losses | away)
@@ -238,8 +238,8 @@ def test_turns_alternate_strictly_and_an_end_lets_the_other_go_on(tmp_path: Path
 def test_a_run_that_fails_is_named(
     fails: str, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def child(function: Any, settings: Any, file: Any, turn: Any, label: str, **_: Any) -> ChildResult:
-        del function, settings, file
+    def child(function: Any, settings: Any, turn: Any, label: str, **_: Any) -> ChildResult:
+        del function, settings
         if label == fails:
             error = "Traceback (most recent call last):\n  File\nlowtide.errors.ArgumentValueError: bad\nsecond line\n"
             return ChildResult(returncode=1, seconds=1.0, peak_bytes=0, stderr=error)

@@ -105,7 +105,7 @@ def test_each_option_of_an_earlier_version_names_one_of_now() -> None:
             known = option.removeprefix("--").replace("-", "_")
             assert known in names(fine_tunes=True) | set(TrainConfig.__dataclass_fields__) | set(ALIASES), (name, known)
         with pytest.raises(ArgumentValueError, match="one of an earlier version"):
-            parse({}, [f"--{name.replace('_', '-')}"], None, fine_tunes=True)
+            parse({}, [f"--{name.replace('_', '-')}"])
 
 
 def test_the_names_are_those_of_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_the_names_are_those_of_the_libraries(monkeypatch: pytest.MonkeyPatch) -
     assert fields(trl.SFTConfig, trl.ModelConfig) >= {*PRETRAINING, *ALIASES} - {"dataset_name"}  # of TRL's scripts
     names.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)  # as where they lie in an archive
-    assert parse({}, ["--packng"], None, fine_tunes=True) == ({}, {"packng": True}), "TRL itself refuses it later"
+    assert parse({}, ["--packng"]) == ({}, {"packng": True}), "TRL itself refuses it later"
     names.cache_clear()
 
 
@@ -135,7 +135,7 @@ def test_the_names_are_those_of_the_libraries(monkeypatch: pytest.MonkeyPatch) -
     ],
 )  # fmt: skip
 def test_options_are_read_with_dashes_underscores_and_equals_signs(words: list[str], expected: dict[str, Any]) -> None:
-    assert parse({}, words, None, fine_tunes=True) == ({}, expected)
+    assert parse({}, words) == ({}, expected)
 
 
 def test_a_file_has_settings_and_options_that_the_command_line_overrides(folder: Path, pretrained: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_file_has_settings_and_options_that_the_command_line_overrides(folder:
         arguments, unknown = _parser().parse_known_args(["train", "--config", "run.yaml", *words])
         arguments.unknown = unknown
         own = {name: value for name, value in vars(arguments).items() if name in TrainConfig.__dataclass_fields__}
-        return _config(own, arguments)[0]
+        return _config(own, arguments)
 
     alone = config()
     assert (alone.model, alone.lr, alone.seq_len, alone.data) == (str(pretrained), 1e-5, 64, ("text.txt",))
@@ -195,7 +195,7 @@ def test_every_option_of_trl_has_the_value_that_is_given() -> None:
             for value in values:
                 text = [json.dumps(value)] if isinstance(value, dict) else value
                 line = [f"--{name}", *map(str, text)] if isinstance(text, list) else [f"--{name}={text}"]
-                for given in (parse({}, line, None, fine_tunes=True)[1], {name: value}):
+                for given in (parse({}, line)[1], {name: value}):
                     read = vars(parsers[isinstance(value, list)].parse_args(list(words_of(given))))[name]
                     if isinstance(value, dict):
                         read = json.loads(read) if isinstance(read, str) else read

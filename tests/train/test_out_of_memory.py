@@ -126,7 +126,7 @@ def advice(
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=6))
     run = RunState(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
-    return str(advise(error, run, go_on="Go on."))
+    return str(advise(error, run))
 
 
 def takes(text: str) -> float:

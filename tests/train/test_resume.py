@@ -320,7 +320,8 @@ def test_a_disk_that_takes_no_more_leaves_whole_checkpoints(
     err = lowtide.refused(*tiny, "--output", output)
     assert f"could not write {output / named}" in err
     assert "No space left on device" in err
-    assert ("No checkpoint is there yet: start again" if not left else f"{left[-1]} is complete: go on from it") in err
+    go_on = f"Resume with: lowtide train --resume_from_checkpoint true --output {output}"
+    assert (go_on if left else "There is no checkpoint yet: start again.") in err
     assert names(output) == left
     assert not (output / MODEL).exists()
     monkeypatch.undo()

@@ -252,7 +252,10 @@ class LayersBenchConfig(RunSettings):
 
     benchmark, summary = "layers", "norm and rotary embedding"
     exit_1 = "lowtide failed"
-    known: ClassVar = {"ops": ("norm", "add-norm", "rotary")}
+    known: ClassVar = {
+        "ops": ("norm", "add-norm", "rotary"),
+        "names": ("lowtide", "F.rms_norm", "liger", "compile", "eager"),
+    }
     examples: ClassVar = {
         "": "65536 tokens of a Llama-3.2-1B",
         "--hidden 4096 --head-dim 128": "of a Llama-3-8B",
@@ -260,7 +263,7 @@ class LayersBenchConfig(RunSettings):
     }
 
     op: tuple[str, ...] = setting((), "these operations alone: {ops}", metavar="OP", known="ops")
-    only: tuple[str, ...] = setting((), "these peers alone, by the names in the tables", metavar="PEER")
+    only: tuple[str, ...] = setting((), "these peers alone: {names}", metavar="PEER", known="names")
     tokens: int = setting(65536, "N", least=64)
     hidden: int = setting(2048, "D, of the norms", least=1)
     heads: int = setting(32, "of the queries", least=1)

@@ -77,7 +77,7 @@ def make_pair(
     In the first of its coordinates, as many as the student has, the teacher's hidden states are correlated with the
     student's, and its weights are the student's.
     """
-    student = make_problem(shape.student, dtype, device, seed=seed)
+    student = make_problem(shape, dtype, device, seed=seed)
     teacher = make_problem(shape.teacher, dtype, device, seed=seed + 1)
     teacher = teacher.in_setting(Setting(name="teacher", gemms=1, grad=False))
     both = min(shape.D, shape.teacher_D)

@@ -80,6 +80,16 @@ def compiled(function: F) -> F:
     return cast("F", torch.compile(function, dynamic=False))
 
 
+def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
+    """Return what calls a function several times, all but the first launched while the GPU is busy, as in training."""
+
+    def run() -> None:
+        for _ in range(times):
+            function()
+
+    return run
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a printed table: a key of the row or a function of it, whose None prints as blanks; the width is in

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release, require_matplotlib
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release, require_matplotlib
 from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
-from lowtide.bench.results import Files, replace
+from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, relative_error
 from lowtide.bench.way import LOWTIDE
@@ -119,7 +119,7 @@ class LossBench(Bench):
     def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
         super().__init__(loss_task(problem), error=error, warm=warm, reps=reps)
         if self.true is not None:
-            self._floor = functools.cache(functools.partial(rounding_floor, problem, self.true))
+            self._floor = cache(partial(rounding_floor, problem, self.true))
 
     def in_setting(self, setting: Setting) -> LossBench:
         """Return the bench of the same numbers in another setting."""
@@ -135,7 +135,8 @@ class LossBench(Bench):
             plan = plan_of(peer, problem)
             row["plan"] = dataclasses.asdict(plan)
             if self.true is not None and "ms" in row and problem.dtype == torch.bfloat16:
-                row |= self.floor_of(plan)
+                with reason_in(row):  # it needs memory of its own
+                    row |= self.floor_of(plan)
         return row
 
     def floor_of(self, plan: HeadPlan) -> dict[str, float]:
@@ -258,40 +259,31 @@ def _check(config: HeadBenchConfig) -> None:
         require_matplotlib("sweep and tokens")
 
 
-def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) -> list[Path]:
-    """Draw what there is to draw and return the files."""
-    drawn = []
+def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) -> Iterator[Path]:
+    """Draw a shape's time against memory, and its share of the limit by tokens, as far as they were measured."""
     name, N, D, V = (result[key] for key in ("name", "N", "D", "V"))
     where = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
-    sweep = [
-        Point(f"{row['workspace_mib']:g}", row["peak_mib"], row["ms"]) for row in result.get("sweep", ()) if "ms" in row
-    ]
-    if sweep:
-        peers = [
-            Point(row["name"], row["peak_mib"], row["ms"], own=row["name"] == LOWTIDE)
-            for row in result.get("table", ())
-            if "ms" in row and row["name"] != LOWTIDE_AT_LIGERS  # it is on the line
-        ]
+
+    def points(part: str, label: Callable[[Row], str]) -> list[Point]:
+        rows = (
+            row for row in result.get(part, ()) if "ms" in row and row["name"] != LOWTIDE_AT_LIGERS
+        )  # the sweep has it
+        return [Point(label(row), row["peak_mib"], row["ms"], own=row["name"] == LOWTIDE) for row in rows]
+
+    front, peers = points("sweep", lambda row: f"{row['workspace_mib']:g}"), points("table", lambda row: row["name"])
+    if front:
         limit = next(limit["ms"] for limit in result["limits"] if limit["tokens"] == N)
-        file = files.picture(name)
         title = f"Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n{where}"
-        replace(
-            file,
-            lambda at: draw_front(
-                at, title, front=sweep, front_name=LOWTIDE, points=peers, limit=limit, least=result["gradients_mib"]
-            ),
-        )
-        drawn.append(file)
+        least = result["gradients_mib"]
+        draw_all = partial(draw_front, front=front, front_name=LOWTIDE, points=peers, limit=limit, least=least)
+        yield files.plot(name, lambda at: draw_all(at, title))
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in result.get("tokens", ()):
         if "share" in row:
             lines.setdefault(row["name"], []).append((row["tokens"], row["share"]))
     if lines:
-        file = files.picture(f"{name}-tokens")
-        title = f"Share of the limit by number of tokens: D={D}, V={V}\n{where}"
-        replace(file, lambda at: draw_shares(at, title, lines))
-        drawn.append(file)
-    return drawn
+        of_tokens = f"Share of the limit by number of tokens: D={D}, V={V}\n{where}"
+        yield files.plot(f"{name}-tokens", lambda at: draw_shares(at, of_tokens, lines))
 
 
 HEAD = Benchmark(measure=measure, peers=PEERS, check=_check)

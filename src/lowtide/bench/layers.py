@@ -6,7 +6,7 @@ N tokens, D hidden size; Hq and Hk heads of d values.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, compiled, reason_in, release
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, compiled, reason_in, release, repeated
 from lowtide.bench.task import relative_error
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import mib
 
 EPS = 1e-5
-IN_A_ROW = 8  # calls: all but the first are launched while others run, as in a model
+CALLS = 8  # of a timed run
 Function = Callable[..., tuple[Tensor, ...]]
 TABLE = Table(
     (Column("", "peer", "<16"),),
@@ -135,15 +135,6 @@ def ops(config: LayersBenchConfig, dtype: torch.dtype, device: torch.device) -> 
     }
 
 
-def _in_a_row(function: Function, inputs: Sequence[Tensor], *backward: Any) -> None:
-    """Call a function, and with ``backward``, the leaves and the upstream gradients, its backward pass."""
-    for _ in range(IN_A_ROW):
-        if backward:
-            torch.autograd.grad(function(*inputs), *backward)
-        else:
-            function(*inputs)
-
-
 def rows_of(name: str, op: Op, config: LayersBenchConfig, device: torch.device) -> list[Row]:
     """Return a row for each peer of an operation, all interleaved.
 
@@ -177,14 +168,15 @@ def rows_of(name: str, op: Op, config: LayersBenchConfig, device: torch.device) 
             row["kept_mib"] = mib(sum(n for where, n in kept.items() if where not in own))
             row["error"] = relative_error(outs[0][..., :64, :].double(), expected[0])
             torch.autograd.grad(outs, trained, upstream)
-            timed[f"{peer} forward"] = partial(_in_a_row, function, op.inputs)
-            timed[peer] = partial(_in_a_row, function, op.inputs, trained, upstream)
+            forward = partial(function, *op.inputs)
+            timed[f"{peer} forward"] = repeated(forward, CALLS)
+            timed[peer] = repeated(lambda f=forward, g=upstream: torch.autograd.grad(f(), trained, g), CALLS)  # type: ignore[misc]
         release(device)
     times = time_side_by_side(timed, device, warm=config.warm, reps=config.reps)
     for row in rows:
         if "failed" not in row:
-            row["forward_ms"] = times[f"{row['peer']} forward"].median_ms / IN_A_ROW
-            row["ms"] = times[row["peer"]].median_ms / IN_A_ROW
+            row["forward_ms"] = times[f"{row['peer']} forward"].median_ms / CALLS
+            row["ms"] = times[row["peer"]].median_ms / CALLS
             row["forward_gb_per_s"] = op.forward_bytes / row["forward_ms"] / 1e6
             row["gb_per_s"] = (op.forward_bytes + op.backward_bytes) / row["ms"] / 1e6
     return rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,11 +212,8 @@ def measure(run: Run[LongestBenchConfig]) -> None:
         f" GiB, {gib(fit.states):.1f} of it for parameters, gradients and optimizer\n{TABLE.header}"
     )
 
-    def tell(row: Row) -> None:
-        run.add(row, run.result["rows"], TABLE)
-
     for way in config.way:
-        tries = Tries(replace(fit, way=way), run.settings, tell)
+        tries = Tries(replace(fit, way=way), run.settings, partial(run.add, rows=run.result["rows"], table=TABLE))
         end = time.monotonic() + config.seconds
         if config.tokens:
             demand = tries.fit.fastest(config.tokens)

@@ -6,6 +6,7 @@ with the reason.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from functools import partial
@@ -30,12 +31,6 @@ TRL_TILE = (4096, 32768)  # tokens and classes of the logits (float32 for diverg
 LOWTIDE_AT_LIGERS = "lowtide-liger-memory"
 
 
-def loss_of(make: Callable[[Problem], Loss], task: Task) -> Function:
-    """Return what computes the loss of a task's head by a function that ``make`` returns."""
-    head, loss = task.head, make(task.head)
-    return lambda: {"loss": loss(head.x, head.w, head.y, head.setting.reduction)}
-
-
 def liger_rows(shape: Shape) -> int:
     """Return the rows of a chunk that Liger's default takes: the logits of a chunk are about as large as the input."""
     chunks = -(-shape.V // shape.D)
@@ -58,7 +53,7 @@ def lowtide_peer(name: str, workspace_mib: Callable[[Problem], float | None]) ->
         chosen = options(problem)
         return lambda x, w, y, reduction: linear_cross_entropy(x, w, y, reduction=reduction, options=chosen)
 
-    return Peer(name, partial(loss_of, make), options=options)
+    return dataclasses.replace(_peer(name, make), options=options)
 
 
 def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -112,7 +107,11 @@ def _trl(problem: Problem) -> Loss:
 
 
 def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer:
-    return Peer(name, partial(loss_of, make), package)
+    def build(task: Task) -> Function:
+        head, loss = task.head, make(task.head)
+        return lambda: {"loss": loss(head.x, head.w, head.y, head.setting.reduction)}
+
+    return Peer(name, build, package)
 
 
 PEERS = by_name(

@@ -19,13 +19,13 @@ import torch
 
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
 from lowtide.bench.models_case import (
-    AUTO_CLASSES,
     COMPARED,
     CRASHED,
     DIFFERENT,
     FACTOR,
     FELL_BACK,
     FUSED,
+    KINDS,
     STATUSES,
     TIMED_OUT,
     check,
@@ -67,7 +67,7 @@ def measure(run: Run[ModelsBenchConfig]) -> None:
             kind, name = waiting[ended]
             rows.append({"kind": kind, "type": name, **ended.result()})
             run.say(f"{at:4}/{len(todo)}  {TABLE.line(rows[-1])}")
-            rows.sort(key=lambda row: (list(AUTO_CLASSES).index(row["kind"]), row["type"]))
+            rows.sort(key=lambda row: (list(KINDS).index(row["kind"]), row["type"]))
             run.save()
     run.save()
     run.rows = [row for row in rows if (row["kind"], row["type"]) in set(wanted)]
@@ -81,7 +81,7 @@ def measure(run: Run[ModelsBenchConfig]) -> None:
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return how many rows of each kind ended how."""
     text = ""
-    for kind in AUTO_CLASSES:
+    for kind in KINDS:
         counts = Counter(row["status"] for row in rows if row["kind"] == kind)
         if counts:
             text += f"{kind:11}" + ", ".join(f"{counts[s]} {s}" for s in STATUSES if counts[s]) + "\n"
@@ -161,11 +161,6 @@ def _answer(sender: Any, kind: str, name: str, seed: int) -> None:
     os._exit(0)  # whatever a model's package started does not hold the child up
 
 
-_TITLES = {
-    "causal": "Causal language models",
-    "image-text": "Images and text",
-    "seq2seq": "Sequence to sequence",
-}
 _PAGE = """\
 # Supported models
 
@@ -206,7 +201,7 @@ def markdown(result: dict[str, Any], file: str) -> str:
         file=file,
         factor=f"{FACTOR:g}",
     )
-    of_kind = {title: [row for row in rows if row["kind"] == kind] for kind, title in _TITLES.items()}
+    of_kind = {title: [row for row in rows if row["kind"] == kind] for kind, (_, title) in KINDS.items()}
     statuses = [status for status in STATUSES if counts[status]]
     text += f"| | {' | '.join(statuses)} | types |\n|---|{'--:|' * (len(statuses) + 1)}\n"
     for title, found in of_kind.items():

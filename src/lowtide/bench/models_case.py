@@ -26,10 +26,10 @@ OPTIONS = lowtide.HeadOptions(workspace_mib=4 * VOCAB * 4 / 2**20)
 ULP = 2.0**-23  # of float32, relative
 # How many times what an ulp in each weight does to a result may rounding in another order do.
 FACTOR = 20.0
-AUTO_CLASSES = {
-    "causal": "AutoModelForCausalLM",
-    "image-text": "AutoModelForImageTextToText",
-    "seq2seq": "AutoModelForSeq2SeqLM",
+KINDS = {  # the class that makes a model of the kind, and its title
+    "causal": ("AutoModelForCausalLM", "Causal language models"),
+    "image-text": ("AutoModelForImageTextToText", "Images and text"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "Sequence to sequence"),
 }
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
 CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
@@ -41,7 +41,7 @@ def types(kind: str) -> list[str]:
     """Return the model types of a kind, in the order of their names."""
     import transformers
 
-    return sorted({config.model_type for config in getattr(transformers, AUTO_CLASSES[kind])._model_mapping})
+    return sorted({config.model_type for config in getattr(transformers, KINDS[kind][0])._model_mapping})
 
 
 def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], di
 
     transformers.logging.set_verbosity_error()
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-    auto = getattr(transformers, AUTO_CLASSES[kind])
+    auto = getattr(transformers, KINDS[kind][0])
     last: Exception | None = None
     for head_dim in HEAD_DIMS:
         make = functools.partial(tiny_model, auto, config_class, head_dim=head_dim, decoder=kind == "causal", seed=seed)
@@ -153,22 +153,20 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
     results: dict[str, str] = {}
     built = sighted = False
     for name, inputs in cases(stock, seed).items():
-        try:
-            with track_allocations() as seen:
-                expected = _run(stock, {**inputs, **extra})
-        except Exception as error:
-            results[name] = f"not for this type: {_reason(error)}"
-            continue
-        sighted = sighted or (name == "labels" and bool(rows_of_logits(seen, stock)))
         before = report.calls_materialised
+        failed = "not for this type"
         try:
+            with track_allocations() as seen_stock:
+                expected = _run(stock, {**inputs, **extra})
+            failed = DIFFERENT
             with track_allocations() as seen:
                 got = _run(model, {**inputs, **extra})
         except Exception as error:
-            results[name] = f"{DIFFERENT}: {_reason(error)}"
+            results[name] = f"{failed}: {_reason(error)}"
             continue
         wrong = difference(got, expected, noise)
-        built = built or bool(rows_of_logits(seen, stock)) or report.calls_materialised > before
+        sighted |= name == "labels" and bool(rows_of_logits(seen_stock, stock))
+        built |= bool(rows_of_logits(seen, stock)) or report.calls_materialised > before
         if wrong is None and name == "labels":
             wrong = _read_after(got[0], expected[0], noise)
         results[name] = "equal" if wrong is None else f"{DIFFERENT}: {wrong}"

@@ -41,9 +41,11 @@ class Files:
         name = next(n for n in (stem, *(f"{stem}-{i}" for i in range(2, len(taken) + 3))) if n not in taken)
         return cls(root / f"{name}.json")
 
-    def picture(self, name: str) -> Path:
-        """Return the path of a plot of that name."""
-        return self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
+    def plot(self, name: str, draw: Callable[[Path], object]) -> Path:
+        """Return the path of a plot of that name, after ``draw`` has written it."""
+        file = self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
+        replace(file, draw)
+        return file
 
     def write_json(self, result: dict[str, Any]) -> None:
         """Write or replace the result."""

@@ -13,10 +13,20 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """An output layer: N tokens, hidden size D, vocabulary V."""
+class Sizes:
+    """Named sizes: the other fields, in the order of the numbers that an option has for them."""
 
     name: str
+
+    def __str__(self) -> str:
+        numbers = ",".join(str(size) for field, size in vars(self).items() if field != "name")
+        return numbers if self.name == numbers else f"{self.name} ({numbers})"
+
+
+@dataclass(frozen=True)
+class Shape(Sizes):
+    """An output layer: N tokens, hidden size D, vocabulary V."""
+
     N: int
     D: int
     V: int
@@ -25,39 +35,23 @@ class Shape:
         """Return the floating-point operations of so many GEMMs of this shape, 2NDV each."""
         return gemms * 2 * self.N * self.D * self.V
 
-    def __str__(self) -> str:
-        return _text(self.name, self.N, self.D, self.V)
-
 
 @dataclass(frozen=True)
-class PairShape:
+class PairShape(Shape):
     """A student's output layer, and the hidden size of its teacher."""
 
-    name: str
-    N: int
-    D: int
-    V: int
     teacher_D: int
 
     @property
-    def student(self) -> Shape:
-        """The student's shape."""
-        return self._with(self.D)
-
-    @property
     def teacher(self) -> Shape:
-        """The teacher's shape."""
-        return self._with(self.teacher_D)
-
-    def _with(self, D: int) -> Shape:
-        return Shape(self.name if self.name in PAIR_SHAPES else f"{self.N},{D},{self.V}", self.N, D, self.V)
+        """The teacher's output layer."""
+        return dataclasses.replace(self, D=self.teacher_D)
 
 
 @dataclass(frozen=True)
-class MlpShape:
+class MlpShape(Sizes):
     """Gated MLPs of one size, one after another: hidden size D, intermediate size F."""
 
-    name: str
     batch: int
     seq: int
     D: int
@@ -69,20 +63,8 @@ class MlpShape:
         """Tokens."""
         return self.batch * self.seq
 
-    def flops(self, gemms: int) -> int:
-        """Return the floating-point operations of so many GEMMs per layer, 2NDF each."""
-        return gemms * self.layers * 2 * self.N * self.D * self.F
-
-    def __str__(self) -> str:
-        return _text(self.name, self.batch, self.seq, self.D, self.F, self.layers)
-
 
 S = TypeVar("S", Shape, PairShape, MlpShape)
-
-
-def _text(name: str, *sizes: int) -> str:
-    numbers = ",".join(map(str, sizes))
-    return numbers if name == numbers else f"{name} ({numbers})"
 
 
 def _by_name(*shapes: S) -> dict[str, S]:

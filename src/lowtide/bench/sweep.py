@@ -20,7 +20,7 @@ from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers, own_fa
 from lowtide.bench.head import TABLE, bench_of, loss_task
 from lowtide.bench.loss_peers import PEERS
 from lowtide.bench.problem import PLAIN, make_problem
-from lowtide.bench.results import Files, replace
+from lowtide.bench.results import Files
 from lowtide.bench.shapes import HEADS, Shape
 from lowtide.bench.task import exact_gemms, wider
 from lowtide.bench.way import LOWTIDE
@@ -182,18 +182,20 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
     def quiet(letter: str, name: str, key: str) -> Line:
         return Line(name, [(point[letter], point[key]) for point in along(letter)], quiet=True)
 
-    rate, memory, errors = [], [], []
+    rows: dict[str, list[Panel]] = {}
+
+    def add(row: str, lines: list[Line], *, log: bool = True) -> None:
+        rows.setdefault(row, []).append(Panel(lines, log=log))
+
     for letter in columns:
-        rate.append(Panel([*lines(letter, "tflops"), quiet(letter, "bare GEMMs", "limit_tflops")]))
-        grads = quiet(letter, "gradients alone", "gradients_mib")
-        memory.append(Panel([*lines(letter, "peak_mib"), grads], log=True))
-        floors = _values(along(letter), letter, LOWTIDE, "dx_floor", "dw_floor")
-        floor = Line("bfloat16's roundings alone", floors, quiet=True)
-        grads_error = lines(letter, "dx_error", "dw_error")
-        errors.append(Panel([*grads_error, *lines(letter, "loss_error", dotted=True), floor], log=True))
-    rows = {"TFLOP/s: 6NDV / time": rate, "peak above the inputs, MiB": memory}
-    if config["error"]:
-        rows["error: gradients (lines), loss (dots)"] = errors
+        add("TFLOP/s: 6NDV / time", [*lines(letter, "tflops"), quiet(letter, "bare GEMMs", "limit_tflops")], log=False)
+        gradients = quiet(letter, "gradients alone", "gradients_mib")
+        add("peak above the inputs, MiB", [*lines(letter, "peak_mib"), gradients])
+        if config["error"]:
+            floors = _values(along(letter), letter, LOWTIDE, "dx_floor", "dw_floor")
+            floor = Line("bfloat16's roundings alone", floors, quiet=True)
+            errors = [*lines(letter, "dx_error", "dw_error"), *lines(letter, "loss_error", dotted=True), floor]
+            add("error: gradients (lines), loss (dots)", errors)
     machine = result["machine"]
     title = (
         "Linear + cross entropy, forward and backward, each size with the others held at "
@@ -203,9 +205,8 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
     out = sorted({row["name"] for p in points for row in p["rows"] if row.get("failed") == OUT_OF_MEMORY})
     if out:
         title += f"; lines end where memory does ({', '.join(out)})"
-    file = files.picture("lines")
-    replace(file, lambda at: draw_panels(at, title, rows, columns=[_LETTERS[letter] for letter in columns]))
-    return file
+    titles = [_LETTERS[letter] for letter in columns]
+    return files.plot("lines", lambda at: draw_panels(at, title, rows, columns=titles))
 
 
 def _values(points: list[Mapping[str, Any]], letter: str, name: str, *keys: str) -> list[tuple[float, float]]:

@@ -222,6 +222,8 @@ class Bench:
 
     Attributes:
         limit: milliseconds of the bare GEMMs by rows of a chunk; empty without ``limited``, and then a row has neither.
+        best_rows: of a chunk with which they are fastest.
+        limit_ms: the least time of the bare GEMMs.
         true: exact values and gradients; None without ``error``, and then a row has no errors.
         values: what the last peer returned.
     """
@@ -229,26 +231,14 @@ class Bench:
     def __init__(self, task: Task, *, error: bool, warm: int, reps: int, limited: bool = True) -> None:
         self.task, self.problem, self.warm, self.reps = task, task.head, warm, reps
         device = self.problem.device
-        self.limit: dict[int, float] = {}
         self.values: Values = {}
         self.true = truth(task) if error else None
         release(device)
-        if not limited:
-            return
-        rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize)
+        rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize) if limited else ()
         timings = time_side_by_side({str(c): task.bare(c) for c in rows}, device, warm=warm, reps=reps)
         self.limit = {int(c): timing.median_ms for c, timing in timings.items()}
+        self.best_rows, self.limit_ms = min(self.limit.items(), key=lambda limit: limit[1], default=(0, 0.0))
         release(device)
-
-    @property
-    def best_rows(self) -> int:
-        """Rows of a chunk with which the bare GEMMs are fastest."""
-        return min(self.limit, key=lambda rows: self.limit[rows])
-
-    @property
-    def limit_ms(self) -> float:
-        """The least time of the bare GEMMs."""
-        return self.limit[self.best_rows]
 
     @property
     def tflops(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.config import TuneConfig
-from lowtide.bench.harness import Column, Row, Say, Table, reason_in
+from lowtide.bench.harness import Column, Row, Say, Table, reason_in, repeated
 from lowtide.bench.problem import ROWS, blocks, make_problem
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import exact_gemms
@@ -26,7 +26,7 @@ from lowtide.head.planner import padded
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.timing import Timing, time_side_by_side
 
-CALLS = 4  # of a timed run, so that the host's work for one launch hides behind the last one's
+CALLS = 4  # of a timed run
 NO_TIME = "not tried: no time left"
 SUM_ERROR = 1e-3  # relative, of a row's sum: float32 sums in another order are within 2e-5
 E_ERROR = 2**-7  # relative, of each element: rounding to bfloat16 is within 2**-9
@@ -238,17 +238,9 @@ def _measured(config: GemmConfig, chunk: Chunk, build: Build, timer: Timer) -> R
     kernel()
     wrong = chunk.why_wrong(sum_CP)
     if wrong is None:
-        timings = timer({"mm": _repeat(chunk.multiply), "kernel": _repeat(kernel)})
+        timings = timer({"mm": repeated(chunk.multiply, CALLS), "kernel": repeated(kernel, CALLS)})
         wrong = chunk.why_wrong(sum_CP)  # a race shows in some runs only
     if wrong is not None:
         return {"failed": wrong}
     ms, mm_ms = (timings[name].median_ms / CALLS for name in ("kernel", "mm"))
     return {"ms": ms, "mm_ms": mm_ms, "share": mm_ms / ms}
-
-
-def _repeat(function: Callable[[], object]) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(CALLS):
-            function()
-
-    return run

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowtide.bench.way import COMPILE, LIGER, LOWTIDE, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.options import HeadOptions
 from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
@@ -144,7 +143,7 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, *, 
 def _set_way(model: Any, way: Way) -> None:
     """Patch the model as the way's implementation needs it, and apply its policy."""
     if way.impl == LOWTIDE:
-        patch(model, options=HeadOptions())
+        patch(model)
         apply_policy(model, parse_policies(way.policy, model.config.num_hidden_layers))
         return
     policy = parse_policies(way.policy)
@@ -156,10 +155,13 @@ def _set_way(model: Any, way: Way) -> None:
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     elif policy.keep != "all":
         enable_checkpointing(model, _checkpoint_arguments(policy))
-        if policy.offload:
-            for module in model.modules():
-                if hasattr(module, "_gradient_checkpointing_func"):
-                    module._gradient_checkpointing_func = partial(_run_checkpointed, policy)
+
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return Checkpointed(function, policy)(*args, **kwargs)
+
+        for module in model.modules() if policy.offload else ():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = run
 
 
 def enable_checkpointing(model: Any, settings: dict[str, Any]) -> None:
@@ -176,31 +178,20 @@ class Checkpointed:
         self._policy = policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        return _run_checkpointed(self._policy, self.function, *args, **kwargs)
-
-
-def _run_checkpointed(policy: ActivationPolicy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function under PyTorch's checkpoint; what that saves lies in host memory where the policy says so."""
-    # save_on_cpu moves what checkpoint itself saves: inside of it other hooks take the rest
-    moved = save_on_cpu(pin_memory=torch.cuda.is_available()) if policy.offload else nullcontext()
-    with moved:
-        return checkpoint(function, *args, **_checkpoint_arguments(policy), **kwargs)
+        """Run it; what the checkpoint saves lies in host memory where the policy says so."""
+        # save_on_cpu moves what checkpoint itself saves: inside of it other hooks take the rest
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._policy.offload else nullcontext():
+            return checkpoint(self.function, *args, **_checkpoint_arguments(self._policy), **kwargs)
 
 
 def _checkpoint_arguments(policy: ActivationPolicy) -> dict[str, Any]:
     if policy.keep == "input":
         return {"use_reentrant": False}
     aten = torch.ops.aten
-    kept = {
+    saved = [
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-
-    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, choose)
-    return {"use_reentrant": False, "context_fn": contexts}
+    ]
+    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, saved)}

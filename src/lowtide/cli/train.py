@@ -13,7 +13,7 @@ from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import find_data
-from lowtide.train.options import parse
+from lowtide.train.options import check_pretraining, parse
 from lowtide.train.shapes import SHAPES, config_file
 
 _DESCRIPTION = """\
@@ -98,24 +98,24 @@ def main(arguments: argparse.Namespace) -> int:
         raise ArgumentValueError(message("json", "--compare beside it", "--json alone"))
     if arguments.write_launch_file is not None:
         return _write_launch_file(arguments.write_launch_file, own.get("parallel", "auto"))
-    config, resumes = _config(own, arguments)
-    if arguments.compare and (resumes or config.output is not None or not config.patch):
+    config = _config(own, arguments)
+    if arguments.compare and (config.resumes_from or config.output is not None or not config.patch):
         expected = "no --resume_from_checkpoint, --output or --no-patch beside it"
         raise ArgumentValueError(message("compare", expected, "one of them"))
     return _run(config, compares=arguments.compare, json_file=arguments.json)
 
 
-def _config(own: dict[str, Any], arguments: argparse.Namespace) -> tuple[TrainConfig, bool]:
-    """Return the run's config, checked as far as that takes no library, and whether the run is resumed."""
-    settings, options = parse(own, arguments.unknown, arguments.config, fine_tunes=True)
+def _config(own: dict[str, Any], arguments: argparse.Namespace) -> TrainConfig:
+    """Return the run's config, checked as far as that takes no library; a resumed run's data is in its folder."""
+    settings, options = parse(own, arguments.unknown, arguments.config)
     config = TrainConfig(**settings, options=options)
-    if resumes := str(options.get("resume_from_checkpoint", "false")).lower() != "false":
-        return config, resumes
-    if config.model not in SHAPES:
-        config_file(config.model)
-    parse(own, arguments.unknown, arguments.config, fine_tunes=config.fine_tunes)
-    find_data(config.data)
-    return config, resumes
+    if config.resumes_from is None:
+        if config.model not in SHAPES:
+            config_file(config.model)
+        if not config.fine_tunes:
+            check_pretraining(options)
+        find_data(config.data)
+    return config
 
 
 def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:

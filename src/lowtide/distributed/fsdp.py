@@ -12,11 +12,7 @@ from torch import nn
 
 
 class Gathered:
-    """The unit of a module, which does not reshard its parameters after forward until `release` or `let_go`.
-
-    Args:
-        module: A module whose forward is running.
-    """
+    """The unit of a module in its forward, which does not reshard its parameters until `release` or `let_go`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module

@@ -30,14 +30,8 @@ def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
     """Gather Parameters of other modules for the running call of ``module`` and for all later ones.
 
     For a module that computes with its children's weights itself. In backward and in later calls DeepSpeed gathers and
-    releases them with the module's own, with prefetching.
-
-    Args:
-        module: The module.
-        parameters: What it is about to read; Parameters that are not sharded are skipped.
-
-    Returns:
-        Whether all are gathered. If not, DeepSpeed is gathering some for the children's calls.
+    releases them with the module's own, with prefetching. ``parameters`` that are not sharded are skipped. Return
+    whether all are gathered: if not, DeepSpeed is gathering some for the children's calls.
     """
     shared = [p for p in parameters if is_partitioned(p)]
     known = vars(module).get("_external_params", ())
@@ -69,10 +63,7 @@ class Kept:
     """Parameters that stay gathered after the running call, until `release` or `let_go`.
 
     A patched head is called twice: by the model, for which it returns lazy logits, and by the loss, which needs the
-    weight. DeepSpeed might partition it in between and gather it again.
-
-    Args:
-        parameters: Gathered ones or ones about to be; tensors that are not sharded are skipped.
+    weight. DeepSpeed might partition it in between and gather it again. Tensors that are not sharded are skipped.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:

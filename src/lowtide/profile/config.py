@@ -16,7 +16,7 @@ from lowtide.bench.way import IMPLEMENTATIONS, LIGER, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM
-from lowtide.train.shapes import SHAPES, config_file
+from lowtide.train.shapes import SHAPES
 
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"]
 Fsdp = Literal["none", "zero2", "zero3"]
@@ -192,8 +192,7 @@ class ProfileConfig(Settings):
             file = getattr(self, name)
             if file is not None and not Path(file).absolute().parent.is_dir():
                 raise ArgumentValueError(message(name, "a file in a folder that exists", file))
-        if self.model not in (AUTO, *SHAPES):
-            config_file(self.model)
+        super().check_here()
         assert len(self.earlier) == len(self.include)
 
     def check_device(self, kind: str, *, gpus: int) -> None:

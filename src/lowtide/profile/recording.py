@@ -6,7 +6,6 @@ kernels and backward's threads too. Phases are marks among them, on the same clo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 
+from lowtide.measure.allocations import allocation_profiler
 from lowtide.profile.phases import END, Phase, PhaseMarks, with_whole_recomputes
 
 _MARK = "lowtide mark: "
@@ -70,7 +69,6 @@ class Recording:
 def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
     """Record one step's allocations on one kind of device, up to the error if it fails; empty until the block ends."""
     recording = Recording()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 prints two lines per profile to stderr
     before = marks.on_begin
     marked: list[Phase | set[int]] = []  # a phase that begins, or the addresses of weights about to be read
 
@@ -88,8 +86,7 @@ def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
         mark(set(storages(module.parameters(), device)))
 
     marks.on_begin, marks.on_weights = on_begin, on_weights
-    # Without the CUDA activity: both allocators report to the CPU side, and what kernels do is for the trace.
-    profiler = profile(use_kineto=True, profile_memory=True)
+    profiler = allocation_profiler()
     try:
         # The tree of some versions lacks an event that no operation surrounds: what Python frees between two of them.
         with profiler, torch._C._profiler._RecordFunctionFast(_STEP):

@@ -23,6 +23,7 @@ from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy import mixture_of, words_of
 from lowtide.train.activations import current_policies, planned_job, planned_optimizer
+from lowtide.train.checkpoints import how_to_resume
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
@@ -38,8 +39,8 @@ class OutOfMemory(LowtideError, MemoryError):
     exit_status = 3
 
 
-def advise(error: BaseException, run: RunState, *, go_on: str) -> OutOfMemory:
-    """Return the error with what happened in a run and what would fit; ``go_on`` is how to resume it."""
+def advise(error: BaseException, run: RunState) -> OutOfMemory:
+    """Return the error with what happened in a run, what would fit, and how to resume it."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     if run.model is None:
         ways = "The model itself does not fit: take a smaller one, --dtype bfloat16 or more GPUs."
@@ -48,8 +49,8 @@ def advise(error: BaseException, run: RunState, *, go_on: str) -> OutOfMemory:
     rank = f" on rank {args.process_index}" if args.world_size > 1 else ""
     when = "before the first step" if run.step is None else f"in step {run.step + 1}"
     size = f"{batch.rows} x {batch.seq_len} tokens"
-    lines = [f"out of memory{rank} {when}, at {size}. {first_line}", *_what_fits(run), go_on]
-    return OutOfMemory("\n".join(line for line in lines if line))
+    lines = [f"out of memory{rank} {when}, at {size}. {first_line}", *_what_fits(run)]
+    return OutOfMemory("\n".join([*lines, how_to_resume(run.output)] if run.saves else lines))
 
 
 def _what_fits(run: RunState) -> list[str]:

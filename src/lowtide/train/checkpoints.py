@@ -92,6 +92,13 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+def how_to_resume(output: Path) -> str:
+    """Return what to do after a run that ended early."""
+    if not checkpoints(output):
+        return "There is no checkpoint yet: start again."
+    return f"Resume with: lowtide train --resume_from_checkpoint true --output {output}"
+
+
 def new_output(output: str | None, stamp: str) -> Path:
     """Return the folder for a new run, which is not made yet: the user's, or one named ``stamp`` in `DEFAULT_ROOT`.
 
@@ -219,13 +226,8 @@ def is_not_written(error: BaseException) -> bool:
 def save_error(path: Path, error: BaseException) -> SaveError:
     """Return the error for something that could not be written."""
     reason = getattr(error, "strerror", None) or _system_reason(path, error)
-    complete = checkpoints(path.parent)
-    left = (
-        f"{complete[-1].name} is complete: go on from it with --resume_from_checkpoint true"
-        if complete
-        else "No checkpoint is there yet: start again"
-    )
-    return SaveError(f"could not write {path} ({reason}). Make room or choose another --output. {left}.")
+    ways = f"Make room or choose another --output. {how_to_resume(path.parent)}"
+    return SaveError(f"could not write {path} ({reason}). {ways}")
 
 
 def _system_reason(path: Path, error: BaseException) -> str:

@@ -11,9 +11,7 @@ from lowtide.train.config import TrainConfig
 from lowtide.train.quiet import quiet_transformers
 
 
-def train_in_child(
-    settings: Mapping[str, Any], tokens: str | None, turn: tuple[str, str, str, int] | None, label: str
-) -> dict[str, Any]:
+def train_in_child(settings: Mapping[str, Any], turn: tuple[str, str, str, int] | None, label: str) -> dict[str, Any]:
     """Train as one side of a comparison and return the `TrainResult` as JSON has it.
 
     ``settings`` are `TrainConfig.to_json`'s, ``turn`` has the arguments of `Turns`; None: it trains alone.
@@ -24,5 +22,4 @@ def train_in_child(
     from lowtide.train.turns import Turns
 
     callbacks = () if turn is None else (Turns(Path(turn[0]), *turn[1:]),)
-    side = Side(label, None if tokens is None else Path(tokens), callbacks)
-    return asdict(run(TrainConfig.from_json(settings), side=side))
+    return asdict(run(TrainConfig.from_json(settings), side=Side(label, callbacks)))

@@ -50,20 +50,19 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
         raise ArgumentValueError(message("json", "a file in a folder that exists", json_file))
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as name:
         folder = Path(name)
-        config = replace(config, output=str(folder / "run"))
         settings = trainer_settings(config, folder, save=False, text=find_data(config.data).is_text)
         if getattr(settings.model, "use_peft", False) and settings.model.lora_dropout:
             console.print("lora_dropout is 0 in both runs: fused MLPs draw other random numbers than stock ones")
             config = replace(config, options={**config.options, "lora_dropout": 0})
-        shared, tokens = share_data(config, settings, folder)
+        shared = share_data(config, settings, folder / "run")
         block = max(_SHORTEST, max(settings.args.max_steps, 0) // _BLOCKS)
-        stock, patched = _interleaved(shared, tokens, folder / "turn", block, console)
+        stock, patched = _interleaved(shared, folder / "turn", block, console)
         steps = max(patched.losses, default=1)
         rates = settings.args.learning_rate, int(settings.args.get_warmup_steps(steps))
         reference, tolerance = None, replace(FLOAT32, early_steps=early_steps(EARLY_STEPS, *rates))
         if settings.product_dtype != "float32":
             options = {**shared.options, "bf16": False, "fp16": False, "dtype": "float32"}
-            reference = _in_child(replace(shared, patch=False, options=options), tokens, None, console, "float32")
+            reference = _in_child(replace(shared, patch=False, options=options), None, console, "float32")
             tolerance = measured_tolerance(stock, reference, early_steps(NARROW_EARLY_STEPS, *rates))
     comparison = Comparison(
         stock=stock,
@@ -83,16 +82,14 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
     return comparison
 
 
-def _interleaved(
-    config: TrainConfig, tokens: Path | None, turn: Path, block: int, console: Console
-) -> tuple[TrainResult, TrainResult]:
+def _interleaved(config: TrainConfig, turn: Path, block: int, console: Console) -> tuple[TrainResult, TrainResult]:
     """Run the stock and the patched model at the same time, block by block."""
     give_turn(turn, _STOCK)
 
     def one(name: str, other: str) -> TrainResult:
         try:
             own = replace(config, patch=name == _PATCHED)
-            return _in_child(own, tokens, (str(turn), name, other, block), console, name)
+            return _in_child(own, (str(turn), name, other, block), console, name)
         finally:
             give_turn(turn, FREE)
 
@@ -101,12 +98,9 @@ def _interleaved(
     return stock.result(), patched.result()
 
 
-def _in_child(
-    config: TrainConfig, tokens: Path | None, turn: tuple[str, str, str, int] | None, console: Console, label: str
-) -> TrainResult:
+def _in_child(config: TrainConfig, turn: tuple[str, str, str, int] | None, console: Console, label: str) -> TrainResult:
     """Run one of them and return what it measured."""
-    settings, file = config.to_json(), None if tokens is None else str(tokens)
-    ended = run_child(train_in_child, settings, file, turn, label, capture=console.quiet)
+    ended = run_child(train_in_child, config.to_json(), turn, label, capture=console.quiet)
     if ended.returncode != 0:
         raise CompareError(f"the {label} run failed: {_last_error(ended.stderr) or f'status {ended.returncode}'}")
     value = {**ended.value, "losses": {int(step): loss for step, loss in ended.value["losses"].items()}}

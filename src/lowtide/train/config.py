@@ -66,7 +66,7 @@ class TrainConfig:
         None, "TRL's max_length: the most tokens of a sequence (default: 256; to fine-tune TRL's 1024)", fixed=True
     )
     lr: float | None = _setting(
-        None, "TRL's learning_rate: the peak learning rate (default: 2e-3, or TRL's 2e-5 for fine-tuning)"
+        None, "TRL's learning_rate: the peak learning rate (default: 2e-3, or TRL's 2e-5 for fine-tuning)", fixed=True
     )
     max_steps: int | None = _setting(
         None,
@@ -169,6 +169,12 @@ class TrainConfig:
         return folder is not None and any((folder / weights).is_file() for weights in _WEIGHTS)
 
     @property
+    def resumes_from(self) -> str | None:
+        """The checkpoint that the run is resumed from, "true" for its newest; None for a new run."""
+        given = str(self.options.get("resume_from_checkpoint") or "false")
+        return None if given.lower() == "false" else given
+
+    @property
     def host_gib(self) -> float | None:
         """``host_budget`` in GiB."""
         return parse_gib("host_budget", self.host_budget) if self.host_budget else None
@@ -199,11 +205,6 @@ class TrainConfig:
 def flag(name: str) -> str:
     """Return a setting as the command line has it."""
     return "--" + name.replace("_", "-")
-
-
-def fixed_settings() -> tuple[str, ...]:
-    """Return the names of the settings that a resumed run must keep."""
-    return tuple(f.name for f in dataclasses.fields(TrainConfig) if f.metadata.get("fixed"))
 
 
 def _absolute(path: str) -> str:

@@ -76,13 +76,13 @@ _OLD_VALUES = {  # of options whose name is TRL's now, with another meaning
 
 
 def parse(
-    own: Mapping[str, Any], words: Sequence[str], config_file: Path | None, *, fine_tunes: bool
+    own: Mapping[str, Any], words: Sequence[str], config_file: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return lowtide's own settings and the options of TRL and transformers that a command and a YAML file give.
 
     The command line has ``own`` settings and, beside them, ``words``: ``--name value ...``, ``--name=value`` or
-    ``--name``, with dashes or underscores. It overrides the file. TRL's options are valid to fine-tune alone. Values of
-    options are a text, a list of texts, or what the file has.
+    ``--name``, with dashes or underscores. It overrides the file. Values are a text, a list of texts, or what the file
+    has.
 
     Raises:
         ArgumentValueError: an option that neither library has, with the nearest one, a setting given by two names, or a
@@ -93,10 +93,20 @@ def parse(
         raise ArgumentValueError(message("--config", "options of training alone", name, _NOT_IN_A_FILE[name]))
     in_words = dict(_from_words(words))
     for name, value in (in_file | in_words).items():
-        _check(name, value, fine_tunes=fine_tunes)
+        _check(name, value, fine_tunes=True)
     own_in_file, file_options = _split({}, in_file)
     own_in_words, word_options = _split(own, in_words)
     return own_in_file | own_in_words | dict(own), file_options | word_options
+
+
+def check_pretraining(options: Mapping[str, Any]) -> None:
+    """Raise if a run from random weights does not have an option that `parse` returned: it is TRL's.
+
+    Raises:
+        ArgumentValueError: there is one.
+    """
+    for name, value in options.items():
+        _check(name, value, fine_tunes=False)
 
 
 def _check(name: str, value: Any, *, fine_tunes: bool) -> None:

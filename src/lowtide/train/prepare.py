@@ -48,20 +48,16 @@ def prepare(run: RunState) -> None:
     run.lines += _notes(run)
 
 
-def share_data(config: TrainConfig, settings: Settings, folder: Path) -> tuple[TrainConfig, Path | None]:
-    """Write what several runs of a config can share: the tokenizer, and from random weights the tokens.
-
-    Returns:
-        The config with that tokenizer, and the file of tokens.
-    """
-    sources = find_data(config.data)
+def share_data(config: TrainConfig, settings: Settings, folder: Path) -> TrainConfig:
+    """Write what the sides of a comparison share in a folder, from random weights; return their config."""
+    config = replace(config, output=str(folder))
     if config.fine_tunes:
-        return config, None
-    text = _text(config, settings, sources)
+        return config
+    text = _text(config, settings, find_data(config.data))
     tokenizer = _own_tokenizer(config, text)
     tokenizer.save_pretrained(folder)
     _write_tokens(folder / TOKENS, text, tokenizer, config, settings.args)
-    return replace(config, tokenizer=str(folder)), folder / TOKENS
+    return replace(config, tokenizer=str(folder))
 
 
 def _pre_trainer(run: RunState, sources: Sources) -> None:
@@ -74,15 +70,13 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
     config, settings, args = run.config, run.settings, run.settings.args
     run.seq_len = config.seq_len or SEQ_LEN
     shape = model_config(config.model, vocab_size=config.vocab_size)  # a wrong name ends the run before the tokenizer
-    shared = None if run.side is None else run.side.tokens
-    file = shared or run.output / TOKENS
+    file, begun = run.output / TOKENS, run.checkpoint is not None or run.side is not None
 
     def tokenized() -> Any:
         text = _text(config, settings, sources)
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text)
         check_vocabulary(shape, len(tokenizer))
-        if shared is None:
-            _write_tokens(file, text, tokenizer, config, args, resumes=run.checkpoint is not None)
+        _write_tokens(file, text, tokenizer, config, args, begun=begun)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -214,14 +208,14 @@ def _own_tokenizer(config: TrainConfig, text: Text) -> Any:
 
 
 def _write_tokens(
-    file: Path, text: Text, tokenizer: Any, config: TrainConfig, args: Any, *, resumes: bool = False
+    file: Path, text: Text, tokenizer: Any, config: TrainConfig, args: Any, *, begun: bool = False
 ) -> None:
     """Tokenise as much of the text as the run's steps take."""
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     blocks = args.max_steps * rows if args.max_steps > 0 else None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tokens(file, text, tokenizer, held_out=config.held_out, blocks=blocks, resumes=resumes)
+        write_tokens(file, text, tokenizer, held_out=config.held_out, blocks=blocks, begun=begun)
     except OSError as error:
         if not is_not_written(error):
             raise

@@ -1,26 +1,72 @@
-"""A checkpoint of one engine for a run of another: FSDP2 reads what one process or DDP wrote, and they what it wrote.
+"""What a resumed run takes over: its settings, and a checkpoint, which another engine may have written.
 
-Trainer reads only what its own engine writes. Weights and optimizer states are whole in both formats; FSDP2's names the
-states by parameter, the other one numbers them in the optimizer's order. DeepSpeed's files are read by DeepSpeed alone,
-on as many processes as wrote them.
+FSDP2 reads what one process or DDP wrote, and they what it wrote, though Trainer reads only what its own engine writes.
+Weights and optimizer states are whole in both formats; FSDP2's names the states by parameter, the other one numbers
+them in the optimizer's order. DeepSpeed's files are read by DeepSpeed alone, on as many processes as wrote them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.checkpoints import checkpoint_to_resume, read_run_file
+from lowtide.train.config import ACTIVATIONS, TrainConfig
 from lowtide.train.model import pretrained_model
 from lowtide.train.parallel import first_does, is_first_rank, launched_ranks, uses_deepspeed, uses_fsdp, zero_stage
 
 _WHOLE, _FSDP2, _SHARDS = "one process or DDP", "FSDP2", "FSDP2 with SHARDED_STATE_DICT"
 _FSDP_WEIGHTS = "pytorch_model_fsdp"  # accelerate's name of the file, or with its number of the folder of shards
 _FSDP_STATES, _WHOLE_STATES = "optimizer.bin", "optimizer.pt"
+_MAY_CHANGE = re.compile(  # options of the trainers that a resumed run may be given anew
+    "resume_from_checkpoint|save_|eval_|logging_|log_|report_to|disable_tqdm|run_name|hub_|push_to_hub|num_train_epochs|"
+    "per_device_train_batch_size|dataloader_|torch_empty_cache_steps"
+)
+
+
+def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
+    """Return a run's config and checkpoint: for a resumed run the settings it began with, and those given now.
+
+    Raises:
+        ArgumentValueError: there is no such run, or a setting that it must keep is another one now.
+    """
+    if config.resumes_from is None:
+        return config, None
+    checkpoint = checkpoint_to_resume(config.output, config.resumes_from)
+    output = checkpoint.parent
+    if config.output is not None and Path(config.output).expanduser().resolve() != output.resolve():
+        expected, hint = f"{output}, the folder of the checkpoint", "Copy the folder to keep both."
+        raise ArgumentValueError(message("output", expected, config.output, hint))
+    before = TrainConfig.from_json(read_run_file(output)["config"])
+    default, now = TrainConfig(), config.absolute()
+    given = [each for each in fields(config) if getattr(now, each.name) != getattr(default, each.name)]
+    changed = {each.name: getattr(now, each.name) for each in given if each.name not in ("options", "output")}
+    for each in given:
+        if each.metadata.get("fixed"):
+            _check_kept(each.name, getattr(before, each.name), changed[each.name])
+    for name, value in now.options.items():
+        if not _MAY_CHANGE.match(name) and str(value) != str(old := before.options.get(name)):
+            _check_kept(f"--{name}", old, value)
+    if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
+        changed = {**dict.fromkeys(ACTIVATIONS), **changed}
+    options = {**before.options, **config.options}
+    del options["resume_from_checkpoint"]
+    return replace(before, **changed, output=str(output), options=options), checkpoint
+
+
+def _check_kept(name: str, old: object, new: object) -> None:
+    """Raise if a setting differs from the run's."""
+    if new != old:
+        expected = f"{'the default' if old is None else repr(old)}, as the run began"
+        hint = "A resumed run keeps its model, data order and schedule: leave it out, or begin a new run."
+        raise ArgumentValueError(message(name, expected, repr(new), hint))
 
 
 def check_engine(checkpoint: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.train import checkpoints
 from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
-from lowtide.train.checkpoints import Complete, write_folder
-from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
+from lowtide.train.checkpoints import Complete, how_to_resume, write_folder
+from lowtide.train.config import TrainConfig
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.files import find_data, why
 from lowtide.train.model import pretrained_model, stored_dtype
@@ -30,16 +29,10 @@ from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_gr
 from lowtide.train.prepare import prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, load_experts, readable
+from lowtide.train.resuming import check_engine, load_experts, readable, resumed
 from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
 from lowtide.train.shapes import model_folder
-
-_RESUME = "resume_from_checkpoint"
-_MAY_CHANGE = (  # options of the trainers that a resumed run may be given anew
-    *("save_", "eval_", "logging_", "log_", "report_to", "disable_tqdm", "run_name", "hub_", "push_to_hub"),
-    *("num_train_epochs", "per_device_train_batch_size", "dataloader_", "torch_empty_cache_steps"),
-)
 
 
 def run(config: TrainConfig, *, console: Console | None = None, side: Side | None = None) -> TrainResult:
@@ -55,19 +48,19 @@ def run(config: TrainConfig, *, console: Console | None = None, side: Side | Non
 
 def _run(config: TrainConfig, console: Console, side: Side | None) -> TrainResult | Terminated:
     """Train, and return what was measured, or the signal that ended the run; turn errors into lowtide's."""
-    config, checkpoint = _resumed(config)
+    config, checkpoint = resumed(config)
     with engine_of(config):
         one = RunState(config, _output(config, checkpoint, side), checkpoint=checkpoint, side=side)
         try:
             return _trained(one, console)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(_how_to_resume(one)) from interrupt
+            raise KeyboardInterrupt(how_to_resume(one.output)) from interrupt
         except Exception as error:
             if is_out_of_memory(error):
                 error.__traceback__ = None  # its frames hold the step's tensors
-                raise advise(error, one, go_on=_how_to_resume(one) if one.saves else "") from error
+                raise advise(error, one) from error
             if is_lost_rank(error):
-                raise RankLost(f"another process has ended ({why(error)}). {_how_to_resume(one)}") from error
+                raise RankLost(f"another process has ended ({why(error)}). {how_to_resume(one.output)}") from error
             if checkpoints.is_not_written(error) and one.saves and one.step is not None:
                 raise checkpoints.save_error(one.output / f"checkpoint-{one.step}", error) from error
             raise
@@ -78,7 +71,7 @@ def _output(config: TrainConfig, checkpoint: Path | None, side: Side | None) -> 
     if checkpoint is not None:
         return checkpoint.parent
     if side is not None:
-        return Path(config.output or checkpoints.MODEL)
+        return Path(str(config.output))
     if config.output is None and launched_ranks() > 1:
         got, hint = "none: by the clock each would make its own", "Name it with --output."
         raise ArgumentValueError(message("output", "a folder that all ranks share", got, hint))
@@ -107,7 +100,7 @@ def _trained(one: RunState, console: Console) -> TrainResult | Terminated:
         _train(one)
         if stop.stopped:
             name = "SIGTERM" if stop.stopped == 15 else "Ctrl-C"
-            return Terminated(f"ended by {name} after step {one.step}. {_how_to_resume(one)}", stop.stopped)
+            return Terminated(f"ended by {name} after step {one.step}. {how_to_resume(one.output)}", stop.stopped)
         evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry and entry["step"] == one.step]
         if trainer.eval_dataset is not None and (not evaluated or trainer.state.best_model_checkpoint):
             trainer.evaluate()
@@ -176,7 +169,7 @@ def _train(one: RunState) -> None:
         if one.checkpoint is not None and not one.metrics.began:
             got = f"{one.checkpoint}, which cannot be read ({why(error)})"
             hint = "If it is damaged, remove it, to resume from an older one."
-            raise ArgumentValueError(message(f"--{_RESUME}", "a complete checkpoint", got, hint)) from error
+            raise ArgumentValueError(message("--resume_from_checkpoint", "a complete checkpoint", got, hint)) from error
         if one.trainer.lr_scheduler is None and isinstance(error, ValueError | TypeError | ImportError):
             expected = "an optimizer and a schedule with these settings"
             raise ArgumentValueError(message("options", expected, why(error))) from error
@@ -244,48 +237,3 @@ def _measured(one: RunState, saved: Path | None) -> TrainResult:
         best=checkpoints.step_of(Path(best)) if best else None,
         dtype=one.settings.product_dtype,
     )
-
-
-def _how_to_resume(one: RunState) -> str:
-    """Return what to do after a run that ended early."""
-    if not one.saves or not checkpoints.checkpoints(one.output):
-        return "There is no checkpoint yet: start again."
-    return f"Resume with: lowtide train --{_RESUME} true --output {one.output}"
-
-
-def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
-    """Return the settings and checkpoint of a run that is resumed: those it began with, and those given now.
-
-    Raises:
-        ArgumentValueError: there is no such run, or a setting that it must keep is another one now.
-    """
-    given = config.options.get(_RESUME)
-    if given in (None, False, "", "false", "False"):
-        return config, None
-    checkpoint = checkpoints.checkpoint_to_resume(config.output, str(given))
-    if config.output is not None and Path(config.output).expanduser().resolve() != checkpoint.parent.resolve():
-        expected, hint = f"{checkpoint.parent}, the folder of the checkpoint", "Copy the folder to keep both."
-        raise ArgumentValueError(message("output", expected, config.output, hint))
-    before = TrainConfig.from_json(checkpoints.read_run_file(checkpoint.parent)["config"])
-    defaults, now = TrainConfig(), config.absolute()
-    changed = {
-        name: getattr(now, name)
-        for name in before.__dataclass_fields__
-        if name not in ("options", "output") and getattr(now, name) != getattr(defaults, name)
-    }
-    hint = "A resumed run keeps its model, data order and schedule: leave it out, or begin a new run."
-    for name in (*fixed_settings(), "lr"):
-        if name in changed and changed[name] != (old := getattr(before, name)):
-            raise ArgumentValueError(message(name, f"{_named(old)}, as the run began", repr(changed[name]), hint))
-    for name, value in now.options.items():
-        old = before.options.get(name)
-        if name != _RESUME and str(value) != str(old) and not name.startswith(_MAY_CHANGE):
-            raise ArgumentValueError(message(f"--{name}", f"{_named(old)}, as the run began", repr(value), hint))
-    if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
-        changed = {**dict.fromkeys(ACTIVATIONS), **changed}
-    options = {**before.options, **{k: v for k, v in config.options.items() if k != _RESUME}}
-    return replace(before, **changed, output=str(checkpoint.parent), options=options), checkpoint
-
-
-def _named(value: object) -> str:
-    return "the default" if value is None else repr(value)

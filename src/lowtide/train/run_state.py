@@ -36,14 +36,14 @@ class Batch(NamedTuple):
 class Side:
     """What a run has as one side of a comparison, which saves nothing and prints its progress alone.
 
+    The sides have one output folder, with the file of tokens.
+
     Attributes:
         label: printed in front of the progress.
-        tokens: the file of tokens that the sides share; None for fine-tuning.
         callbacks: of the trainer, before lowtide's.
     """
 
     label: str
-    tokens: Path | None
     callbacks: tuple[Any, ...] = ()
 
 

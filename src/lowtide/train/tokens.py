@@ -110,7 +110,7 @@ class Pieces:
 
 
 def write_tokens(
-    file: Path, text: Text, tokenizer: Any, *, held_out: int, blocks: int | None, resumes: bool = False
+    file: Path, text: Text, tokenizer: Any, *, held_out: int, blocks: int | None, begun: bool = False
 ) -> None:
     """Tokenise text into a file for `Blocks`; a file with as many blocks of the same text is left as it is.
 
@@ -123,7 +123,7 @@ def write_tokens(
         tokenizer: of transformers.
         held_out: blocks to hold out, fewer if a tenth of the text has fewer.
         blocks: blocks to train on, fewer if the text has fewer; None: all of the text.
-        resumes: the run has begun: a file with enough blocks is taken even if the text has changed.
+        begun: the run, or its comparison, has begun: a file with enough blocks is taken even if the text has changed.
 
     Raises:
         ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one
@@ -136,7 +136,7 @@ def write_tokens(
     key = text.sources.fingerprint(vocabulary, text.field, seq_len, held_out, text.seed)
     header, header_file = read_header(file), _header_file(file)
     most = 2**62 // seq_len if blocks is None else blocks
-    if header and resumes:
+    if header and begun:
         if header["train"] >= most:
             return
         if header["fingerprint"] != key:

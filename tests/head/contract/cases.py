@@ -289,7 +289,7 @@ FUNCTIONS = {
         options=COMMON | {
             "kind": KINDS,
             "tail": [None, None, None, *TAILS],
-            "topk": [4, 12],
+            "topk": [4, 12, 1],
             "teacher_D": [14, 1, 9],
             "teacher_bias": [False, True],
             "teacher_softcap": [None, 0.7],

@@ -382,7 +382,7 @@ def gemm_flop(*calls: Callable[[], Any]) -> list[int]:
     return flop
 
 
-def told_flop(*calls: Callable[[], Any]) -> list[int]:
+def counted_flop(*calls: Callable[[], Any]) -> list[int]:
     counters = [FlopCounterMode(display=False) for _ in calls]
     for call, counter in zip(calls, counters, strict=True):
         with counter:
@@ -391,8 +391,8 @@ def told_flop(*calls: Callable[[], Any]) -> list[int]:
 
 
 @every_operator
-def test_only_the_gemms_that_are_needed_and_those_are_told(mode: Mode) -> None:
-    """PyTorch's counter is told what the operators compute; the profiler sees it."""
+def test_only_the_gemms_that_are_needed_and_those_are_counted(mode: Mode) -> None:
+    """PyTorch's counter counts what the operators compute; the profiler sees it."""
     N, D, V, teacher_D = 40, 6, 70, 14
     product = 2 * N * D * V
     U = V - mode.choice.get("teacher_lacks", 0)
@@ -412,7 +412,7 @@ def test_only_the_gemms_that_are_needed_and_those_are_told(mode: Mode) -> None:
         calls.append(lambda needed=needed: values[-1].backward() if needed else None)
         expected += [forward + stored * gemms, forward, 0 if stored or not needed else gemms + forward]
     assert gemm_flop(*calls) == expected
-    assert told_flop(*calls) == expected
+    assert counted_flop(*calls) == expected
 
 
 @pytest.mark.parametrize("mode", PER_TOKEN.values(), ids=PER_TOKEN)

@@ -142,14 +142,12 @@ def run(
 
 def assert_rows_close(got: Tensor | None, want: Tensor, tolerance: float) -> None:
     """Row by row, so that a large row hides no other; exact where a row is 0."""
-    assert got is not None
     assert got.shape == want.shape
     error, norm = (got.double() - want).norm(dim=-1), want.norm(dim=-1)
     assert (error <= tolerance * norm).all(), (error / norm).max()
 
 
 def assert_sums_close(got: Tensor | None, want_C: Tensor, size_C: Tensor | None = None) -> None:
-    assert got is not None
     error = (got.double().sum(1) - want_C).abs()
     assert (error <= NEAR * (want_C if size_C is None else size_C)).all(), error.max()
 
@@ -180,7 +178,6 @@ def test_every_combination_of_options(names: tuple[str, ...], coefficient: bool,
     assert_rows_close(got.e, e, NEAR_E)
     assert_sums_close(got.sums, total)
     if c is not None:
-        assert got.e is not None
         assert torch.equal(got.e[at_target(b)].float(), c)
 
 
@@ -189,7 +186,6 @@ def test_each_tiles_sum_is_its_own(config: GemmConfig) -> None:
     V = 2 * config.columns + 5
     b = batch(19, V, 5 * UNIT)
     sums = run(b, config).sums
-    assert sums is not None
     e = truth(b)[0]
     for p, part in enumerate(e.split(config.columns, 1)):
         torch.testing.assert_close(sums[:, p].double(), part.sum(1), rtol=NEAR, atol=0)
@@ -201,12 +197,8 @@ def test_sums_alone_are_the_same_sums(names: tuple[str, ...], config: GemmConfig
     b, kwargs = batch(19, 37, 5 * UNIT), options(37, names)
     whole = run(b, config, **kwargs)
     alone = run(b, config, e=False, **kwargs)
-    assert alone.sums is not None
-    assert whole.sums is not None
     assert torch.equal(alone.sums, whole.sums)
     e = run(b, config, sums=False, **kwargs).e
-    assert e is not None
-    assert whole.e is not None
     assert torch.equal(e, whole.e)
 
 
@@ -218,8 +210,6 @@ def test_how_many_programs_there_are_changes_nothing() -> None:
         config = GemmConfig(**({} if DEVICE == "cuda" else SMALL | {"pieces": 2}) | {"group": group})
         got = run(b, config, programs=programs)
         for g, w in zip(got[:2], want[:2], strict=True):
-            assert g is not None
-            assert w is not None
             assert torch.equal(g, w)
 
 
@@ -238,8 +228,6 @@ def test_slices_of_the_vocabulary(names: tuple[str, ...], edges: tuple[int, ...]
         of_part = kwargs | ({} if bias is None else {"bias_V": bias[first:end]})
         got = run(part, coefficient_C=c, first_class=first, **of_part)
         assert_rows_close(got.e, want[:, first:end], NEAR_E)
-        assert got.e is not None
-        assert got.sums is not None
         here = at_target(part, first)
         assert torch.equal(
             got.e[here].float(), torch.zeros(40, device=DEVICE)[here.any(1)] if c is None else c[here.any(1)]
@@ -265,12 +253,9 @@ def test_ignored_rows(fraction: int, names: tuple[str, ...], coefficient: bool, 
     got = run(b, config, **kwargs)
     zero_for_sure = [1, 2, 3, 4] if fraction or coefficient else [3, 4]
     for g, c in zip(got, clean, strict=True):
-        assert g is not None
-        assert c is not None
         assert torch.equal(g[[0, 5, 6, 7]], c[[0, 5, 6, 7]])
         if g.shape[1] == V or fraction == 0:
             assert (g[zero_for_sure] == 0).all()
-    assert got.sums is not None
     assert (got.sums[zero_for_sure] == 0).all()
 
 
@@ -281,12 +266,9 @@ def test_rows_beside_an_overflowing_one_do_not_notice() -> None:
     b.x[3] = NAN
     b.reference[2] = -200.0
     got = run(b)
-    assert got.sums is not None
     assert torch.isinf(got.sums[2].sum())
     assert got.sums[3].isnan().any()
     for g, c in zip(got[:2], clean[:2], strict=True):
-        assert g is not None
-        assert c is not None
         assert torch.equal(g[[0, 1, 4, 5]], c[[0, 1, 4, 5]])
 
 

@@ -98,7 +98,6 @@ def truth(z_CV: Tensor, y_C: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     same = torch.eye(z.shape[1], dtype=torch.float64, device=DEVICE)
     loss = oracle(z, same, y_C, reduction="none", **wide)
     loss.sum().backward()
-    assert z.grad is not None
     return loss.detach(), z.grad
 
 
@@ -193,16 +192,6 @@ def test_the_loss_alone_leaves_the_row_alone() -> None:
     loss, _ = softmax_rows(whole[:, :37], y, torch.ones(3, device=DEVICE), **launched(options(37)))
     assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
     torch.testing.assert_close(loss, run(z, y, **options(37))[0], rtol=1e-6, atol=0)
-
-
-def test_no_options_and_no_rows() -> None:
-    z, y = batch(3, 37)
-    whole, ones = padded(z), torch.ones(3, device=DEVICE)
-    softmax_rows(whole[:, :37], y, ones, gradient=torch.float32)
-    torch.testing.assert_close(whole[:, :37], run(z, y)[1], rtol=1e-6, atol=0)
-    loss, lift = softmax_rows(whole[:0, :37], y[:0], ones[:0], gradient=torch.float32)
-    assert loss.shape == (0,)
-    assert lift is None
 
 
 def test_the_factor_is_in_a_wide_gradient_and_not_in_the_loss() -> None:
@@ -333,7 +322,6 @@ def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return what an fp16 gradient leaves in memory, and its lift."""
     (C, V), whole = z.shape, padded(z)
     _, lift = softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient=torch.float16, **launched(kwargs))
-    assert lift is not None
     return whole.view(torch.float16)[:, :V], lift
 
 

@@ -49,7 +49,7 @@ def phases_of(job: Job, groups: Groups, states: int = 0, *, late: bool = False) 
         (ActivationPolicy(keep="input", offload=True), 2 * H),
     ],
 )
-def test_a_layer_keeps(policy: ActivationPolicy, bytes_per_token: int) -> None:
+def test_bytes_that_a_layer_saves(policy: ActivationPolicy, bytes_per_token: int) -> None:
     assert checkpoint_bytes(LLAMA, policy) == T * bytes_per_token
     assert checkpoint_bytes(replace(LLAMA, batch_size=3), policy) == 3 * T * bytes_per_token
 
@@ -63,7 +63,7 @@ def test_temporaries_of_a_layer() -> None:
     assert backward_transients(LLAMA, ALL1) == T * e * (3 * f + 2 * h)
 
 
-def test_phases_of_a_step_that_keeps_all() -> None:
+def test_phases_of_a_step_that_saves_all() -> None:
     phases = phases_of(LLAMA, [(ALL, 32)])
     params, layer, vocab, mlp = 8_030_261_248, 218_112_000, 128_256 * H, 3 * H * 14336
     kept = T * (27 * H + NORMS + LSE)

@@ -109,7 +109,7 @@ def test_a_gpu_that_is_not_there_is_refused(at_hand: list[str], monkeypatch: pyt
     assert at_hand == ["cuda:1"]
 
 
-def test_a_measurement_is_kept(at_hand: list[str]) -> None:
+def test_a_measurement_is_cached(at_hand: list[str]) -> None:
     first = measured_gpu(torch.device("cuda"))
     assert find_gpu("cuda") == find_gpu(torch.device("cuda")) == find_gpu(None) == first
     assert first.measured

@@ -1,4 +1,4 @@
-"""What the planner says that layers keep, beside what the allocator says, for tiny models on the CPU."""
+"""The bytes that layers save by the planner, beside the allocator's, for tiny models on the CPU."""
 
 from __future__ import annotations
 
@@ -196,8 +196,8 @@ def test_gradients_of_a_large_vocabulary_meet_as_planned(tied: bool, keep_gradie
     assert forward.events[-1].total_bytes + backward.peak_bytes == pytest.approx(planned, rel=0.05)
 
 
-def test_a_layer_that_keeps_attention_overwrites_gate_and_up_in_backward_like_any_other() -> None:
-    """Its recompute runs under a dispatch mode, which might hold what operators return; this one says it does not."""
+def test_a_layer_that_saves_attention_overwrites_gate_and_up_in_backward_like_any_other() -> None:
+    """Its recompute runs under a dispatch mode. One that held what operators return would double the MLP's bytes."""
     peaks = {}
     B, T, h, f, V = 1, 512, 32, 1024, 16
     sizes = {**SIZES, "hidden_size": h, "intermediate_size": f, "vocab_size": V, "num_hidden_layers": 3}

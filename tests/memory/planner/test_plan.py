@@ -28,11 +28,11 @@ PLANS: dict[str, MemoryPlan] = {}
 
 
 def plan(model: Any = LLAMA, seq_len: int = 16384, batch: int = 1, budget: float = 16, **kwargs: Any) -> MemoryPlan:
-    """A plan, which is made once for what several tests ask: it takes up to a second."""
-    asked = repr((model, seq_len, batch, budget, kwargs))
-    if asked not in PLANS or not isinstance(model, dict):
-        PLANS[asked] = plan_memory(model, seq_len, batch, budget, **{"device": "h100", **kwargs})
-    return PLANS[asked]
+    """A plan, which is made once for several tests: it takes up to a second."""
+    key = repr((model, seq_len, batch, budget, kwargs))
+    if key not in PLANS or not isinstance(model, dict):
+        PLANS[key] = plan_memory(model, seq_len, batch, budget, **{"device": "h100", **kwargs})
+    return PLANS[key]
 
 
 @pytest.mark.parametrize("host_gib", [0, 0.2, 3])
@@ -115,7 +115,7 @@ def test_the_longest_sequence_is_really_the_longest(host_gib: int) -> None:
             plan(seq_len=found.longest_sequence + 256)
 
 
-def test_the_least_may_keep_all_in_the_last_layer() -> None:
+def test_the_least_may_save_all_in_the_last_layer() -> None:
     """With a mask, a layer that recomputes takes the most in its forward: at the end, beside what the others keep."""
     found = plan(FEW, seq_len=32768, budget=1000, attention_mask=True)
     least = Search(found.job, 0).least()
@@ -157,7 +157,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
     assert "batch_size=1 fits" in text
 
 
-def test_states_that_do_not_fit_are_said_to_be_it() -> None:
+def test_states_that_do_not_fit_are_named_as_the_cause() -> None:
     with pytest.raises(ArgumentValueError, match=r"help: parameters.*states alone take 59\.83 GiB: train adapters"):
         plan(SHAPES["llama-3-8b"], budget=30)
     with pytest.raises(ArgumentValueError, match=r"help: optimizer sgd fits; .* alone take 59\.83 GiB\.$"):
@@ -219,7 +219,7 @@ def test_the_lines_say_what_gradient_accumulation_needs() -> None:
     assert name not in plan(seq_len=32768, host_gib=64, keep_gradients=True, offload_states=False).lines()
 
 
-def test_states_stay_where_asked_or_where_nothing_is_to_be_had() -> None:
+def test_states_stay_where_requested_or_where_nothing_is_gained() -> None:
     for found in (
         plan(seq_len=32768, host_gib=64, offload_states=False),
         plan(seq_len=32768, host_gib=0),

@@ -147,7 +147,7 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "meta-llama/Llama-3.2-1B"])
-def test_a_name_in_place_of_a_path_is_told_what_to_do(name: str) -> None:
+def test_a_name_in_place_of_a_path_gets_a_hint(name: str) -> None:
     with pytest.raises(ArgumentValueError, match=r"config\.json, got .*fetched from the network.*lowtide plan --model"):
         plan_memory(name, 64, 1, 1)
 
@@ -160,7 +160,7 @@ def test_the_text_part_of_a_config_is_read() -> None:
     assert "only the text part of llava is planned" in note
 
 
-def test_what_only_the_larger_model_says_is_read() -> None:
+def test_what_only_the_larger_models_config_has_is_read() -> None:
     """Qwen2-VL's text part has no word on tied embeddings: its output layer is the whole model's."""
     for tied in (True, False):
         config = transformers.AutoConfig.for_model("qwen2_vl", tie_word_embeddings=tied)

@@ -15,7 +15,8 @@ def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list
     mine = torch.tensor(numbers, device=device)
     gathered = [torch.zeros_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
-    return [x.tolist() for x in gathered]
+    of_ranks: list[list[int]] = torch.stack(gathered).tolist()  # one wait for the device
+    return of_ranks
 
 
 class Exchange(NamedTuple):
