@@ -43,7 +43,7 @@ def measure(run: Run[SweepBenchConfig]) -> None:
     """
     start, config = time.monotonic(), run.config
     settings = json.loads(json.dumps(config.continued_by))
-    run.result |= {"dtype": run.dtype_name, "config": settings, "finished": False, "points": []}
+    run.result |= {"dtype": run.dtype_name, "asked": settings, "finished": False, "points": []}
     if not config.fresh and (found := _unfinished(Path(config.output), run.result)) is not None:
         run.files, run.result = found
         points = run.result["points"]
@@ -58,7 +58,7 @@ def measure(run: Run[SweepBenchConfig]) -> None:
 
 def _unfinished(folder: Path, result: dict[str, Any]) -> tuple[Files, dict[str, Any]] | None:
     """Return the newest unfinished result of the same sweep, and its files."""
-    same = ("config", "dtype", "machine", "commit", "finished")
+    same = ("asked", "dtype", "machine", "commit", "finished")
     for file in sorted(folder.glob("*-sweep-*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(file.read_text())
@@ -163,7 +163,7 @@ def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
     The rows are the rate, the peak of memory above the inputs, and the errors: of the gradients (relative, the larger
     of the two) as lines, of the loss (absolute) as dots.
     """
-    config, points = result["config"], result["points"]
+    config, points = result["asked"], result["points"]
     names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
     shape = HEADS.one(config["shape"])
     center = {"N": shape.N, "D": shape.D, "V": shape.V}
