@@ -202,6 +202,19 @@ def test_fine_tuning(case: str, tmp_path: Path, tune: Any, lowtide: Run) -> None
     assert_one_line(lowtide, [*arguments, *words(tmp_path)], named, tmp_path / "out")
 
 
+@pytest.mark.parametrize("module", ["huggingface_hub.errors", "httpx", "httpx2"])
+def test_a_hub_that_takes_no_model_is_named(
+    module: str, tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise type("Refused", (OSError,), {"__module__": module})("no access")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    assert_one_line(
+        lowtide, [*tiny, "--push_to_hub"], ["--push_to_hub", "no access", "hf auth login"], tmp_path / "out"
+    )
+
+
 def test_a_run_is_not_overwritten(tiny: list[str], finished: Path, lowtide: Run) -> None:
     err = lowtide.refused(*tiny, "--output", finished)
     assert "holds a run" in err

@@ -34,6 +34,8 @@ from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
 from lowtide.train.shapes import model_folder
 
+_HUB = ("huggingface_hub", "httpx")  # modules of its client's errors, and of its connection's
+
 
 def run(config: TrainConfig, *, console: Console | None = None, side: Side | None = None) -> TrainResult:
     """Do what `lowtide.train.train` documents; with a ``side`` as one side of a comparison."""
@@ -61,6 +63,9 @@ def _run(config: TrainConfig, console: Console, side: Side | None) -> TrainResul
                 raise advise(error, one) from error
             if is_lost_rank(error):
                 raise RankLost(f"another process has ended ({why(error)}). {how_to_resume(one.output)}") from error
+            if one.settings is not None and one.settings.args.push_to_hub and type(error).__module__.startswith(_HUB):
+                expected, hint = "a Hub that takes the model", "Log in with `hf auth login`, or leave it out."
+                raise ArgumentValueError(message("--push_to_hub", expected, why(error), hint)) from error
             if checkpoints.is_not_written(error) and one.saves and one.step is not None:
                 raise checkpoints.save_error(one.output / f"checkpoint-{one.step}", error) from error
             raise
