@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,35 +13,6 @@ from train.conftest import Run, assert_same_weights, log, losses, save_model, wr
 from train.test_fine_tuning import Tune
 
 pytest.importorskip("trl")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"num_train_epochs": 0}, "--num_train_epochs: expected a number above 0, got 0.0."),
-        ({"num_train_epochs": "inf"}, "--num_train_epochs: expected a number above 0, got inf."),
-        ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size: expected a whole number of at least 1"),
-        ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps: expected a whole number of at least 1"),
-        ({"seed": -1}, "--seed: expected a whole number of at least 0, got -1."),
-        ({"model_init_kwargs": "notjson"}, "--model_init_kwargs: expected a JSON object, got 'notjson'."),
-        ({"lr_scheduler_kwargs": "notjson"}, "--lr_scheduler_kwargs: expected a JSON object, got 'notjson'."),
-        ({"gradient_checkpointing": True, "policy": "input"}, "--gradient_checkpointing: expected neither --policy"),
-        ({"lora-merge": True}, "lora_merge: expected --use_peft beside it, got none."),
-        ({"load_best_model_at_end": True}, "options: expected values that SFTConfig accepts, got"),
-        (
-            {"chat_template_path": "none/such"},
-            "--chat_template_path: expected a .jinja file, or a tokenizer with a chat",
-        ),
-    ],
-)
-def test_options_that_no_run_can_use_are_one_line(
-    wrong: dict[str, object], expected: str, tune: Tune, lowtide: Run, tmp_path: Path
-) -> None:
-    arguments = tune(**wrong)
-    if "num_train_epochs" in wrong:
-        at = arguments.index("--max-steps")
-        del arguments[at : at + 2]
-    assert lowtide.refused(*arguments, "--output", tmp_path / "run").startswith(f"lowtide train: {expected}")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU takes them")
@@ -181,6 +153,14 @@ def test_random_weights_are_trained_on_the_column_that_is_named(
     monkeypatch.setattr("lowtide.train.prepare.write_tokens", full)
     err = lowtide.refused(*arguments, "--columns", "text=body", "--output", tmp_path / "c")
     assert "tokens.bin (No space left on device). Make room" in err
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line_without_the_file_that_raised_it(
+    tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.train.train", lambda *_, **__: warnings.warn("slow", stacklevel=1))
+    assert lowtide(*tiny, "--output", tmp_path / "run")[::2] == (0, "lowtide train: slow\n")
 
 
 def test_what_pytorch_lacks_on_a_device_is_one_line(

@@ -172,6 +172,25 @@ FINE_TUNING: dict[str, tuple[Write, list[str]]] = {
     "padding-free without packing": (given("--padding_free"), ["options", "padding_free"]),
     "tokenizer of another model": (given("--tokenizer", "FOLDER"), ["tokenizer", "Hugging Face format"]),
     "unknown loss": (given("--loss_type", "mse"), ["loss_type", "mse"]),
+    "no epochs": (given("--num_train_epochs", "0"), ["--num_train_epochs: expected a number above 0, got 0.0."]),
+    "endless epochs": (given("--num_train_epochs", "inf"), ["--num_train_epochs: expected a number above 0, got inf."]),
+    "no rows": (
+        given("--per_device_train_batch_size", "0"),
+        ["--per_device_train_batch_size: expected a"],
+    ),
+    "no batches": (given("--gradient_accumulation_steps", "0"), ["--gradient_accumulation_steps: expected a whole"]),
+    "seed": (given("--seed", "-1"), ["--seed: expected a whole number of at least 0, got -1."]),
+    "model's arguments": (given("--model_init_kwargs", "no"), ["--model_init_kwargs: expected a JSON object"]),
+    "schedule's arguments": (given("--lr_scheduler_kwargs", "no"), ["--lr_scheduler_kwargs: expected a JSON object"]),
+    "recomputed twice": (
+        given("--gradient_checkpointing", "--policy", "input"),
+        ["--gradient_checkpointing: expected neither --policy"],
+    ),
+    "best of none": (given("--load_best_model_at_end"), ["options: expected values that SFTConfig accepts, got"]),
+    "template of nothing": (
+        given("--chat_template_path", "none/such"),
+        ["--chat_template_path: expected a .jinja file, or a tokenizer with a chat"],
+    ),
 }
 
 
@@ -179,7 +198,8 @@ FINE_TUNING: dict[str, tuple[Write, list[str]]] = {
 def test_fine_tuning(case: str, tmp_path: Path, tune: Any, lowtide: Run) -> None:
     pytest.importorskip("trl")
     words, named = FINE_TUNING[case]
-    assert_one_line(lowtide, [*tune(assistant_only_loss=True), *words(tmp_path)], named, tmp_path / "out")
+    arguments = tune(assistant_only_loss=True, **{"max-steps": None if "epochs" in case else 6})
+    assert_one_line(lowtide, [*arguments, *words(tmp_path)], named, tmp_path / "out")
 
 
 def test_a_run_is_not_overwritten(tiny: list[str], finished: Path, lowtide: Run) -> None:

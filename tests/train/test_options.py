@@ -51,7 +51,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no rate": (["--lr", "-1"], ["lr: expected a number above 0, got -1.0"]),
     "json alone": (["--json", "x.json"], ["json", "--compare"]),
     "compare and resume": (["--compare", "--resume_from_checkpoint", "true"], ["compare", "--resume_from_checkpoint"]),
-    "columns": (["--columns", "question=prompt"], ["columns", "FORMAT=COLUMN", "prompt, completion"]),
+    "columns": (["--columns", "promt=q"], ["columns: expected FORMAT=COLUMN", "prompt, completion", "('promt=q',)"]),
 }
 FILES = {
     "list.yaml": "- 1",

@@ -310,8 +310,6 @@ def test_rows_of_two_kinds_are_an_error_that_names_both(
 
 def test_what_the_arguments_and_files_can_have_wrong(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"q": "x"})
-    assert "columns: expected names among chat_template_kwargs, completion" in error_of(path, columns={"promt": "q"})
-    assert "got promt. Did you mean prompt?" in error_of(path, columns={"promt": "q"})
     assert "no column 'r', but q." in error_of(path, columns={"text": "r"})
     assert "the columns prompt, none of which" in error_of(path, columns={"prompt": "q"})
     torn = {

@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import parse_policies
+from lowtide.train.rows import COLUMNS
 from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
 
 DEFAULT_ROOT = Path("lowtide-runs")
 Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 ACTIVATIONS = ("memory_budget", "policy")  # ways to choose what layers save for backward: one of them
-_FORMATS = ("text", "messages", "prompt", "completion")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -137,8 +137,8 @@ class TrainConfig:
         self._require("workspace_mib", self.workspace_mib is None or self.workspace_mib > 0, "a number above 0")
         for pair in self.columns:
             name, equals, column = pair.partition("=")
-            expected = f"FORMAT=COLUMN with a format of {', '.join(_FORMATS)}"
-            self._require("columns", bool(equals and column) and name in _FORMATS, expected)
+            expected = f"FORMAT=COLUMN with a format of {', '.join(COLUMNS)}"
+            self._require("columns", bool(equals and column) and name in COLUMNS, expected)
         self._check_memory()
 
     def _check_memory(self) -> None:

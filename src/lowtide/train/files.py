@@ -204,9 +204,9 @@ def _search(path: Path) -> tuple[list[Source], int]:
     if _is_saved(path):
         return [Source(path, "saved")], 0
     if not path.is_dir():
-        if why := _not_data(path):
+        if reason := _not_data(path):
             hint = "Give UTF-8 text, .jsonl, .json, .csv or .parquet files, uncompressed."
-            raise ArgumentValueError(message("data", "a file of text or rows", f"{path}, which {why}", hint))
+            raise ArgumentValueError(message("data", "a file of text or rows", f"{path}, which {reason}", hint))
         return [Source(path, _KINDS.get(path.suffix.lower(), "text"))], 0
     inside = [file for file in _walk(path) if file.is_dir() or (file.suffix and file.is_file())]
     found = [Source(file, _kind_in_folder(file)) for file in inside if file.is_dir() or not _not_data(file)]

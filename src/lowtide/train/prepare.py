@@ -56,7 +56,7 @@ def share_data(config: TrainConfig, settings: Settings, folder: Path) -> TrainCo
     text = _text(config, settings, find_data(config.data))
     tokenizer = _own_tokenizer(config, text)
     tokenizer.save_pretrained(folder)
-    _write_tokens(folder / TOKENS, text, tokenizer, config, settings.args)
+    _write_tokens(folder / TOKENS, text, tokenizer, config, settings)
     return replace(config, tokenizer=str(folder))
 
 
@@ -76,7 +76,7 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
         text = _text(config, settings, sources)
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text)
         check_vocabulary(shape, len(tokenizer))
-        _write_tokens(file, text, tokenizer, config, args, begun=begun)
+        _write_tokens(file, text, tokenizer, config, settings, begun=begun)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -107,7 +107,6 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from lowtide.train.fine_tuning import FineTuner
-    from lowtide.train.rows import describe, load_rows
 
     config, settings, args = run.config, run.settings, run.settings.args
     folder = model_folder(config.model)
@@ -115,24 +114,7 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
     tokenizer = load_tokenizer(config.tokenizer or folder, trust_remote_code=args.trust_remote_code, end=args.eos_token)
     if args.chat_template_path is not None:
         set_chat_template(tokenizer, args.chat_template_path)
-    columns = dict(pair.split("=", 1) for pair in config.columns)
-    with args.main_process_first(local=False):
-        rows, notes = load_rows(
-            sources,
-            columns=columns,
-            text_field=args.dataset_text_field,
-            check=lambda row: check_template(tokenizer, row),
-            check_key=str(tokenizer.chat_template),
-        )
-    args.dataset_text_field = "text"  # whatever the column's name was in the files
-    run.seq_len = args.max_length or max(map(len, rows[0].values()))
-    skipped = f", {notes.skipped:,} with nothing to train on skipped" if notes.skipped else ""
-    run.lines.append(f"rows     {describe(rows)}{skipped}")
-    if notes.roles:
-        named = ", ".join(f"{role!r} in {count:,}" for role, count in notes.roles.most_common(5))
-        run.lines.append(f"roles    not system, user, assistant or tool: {named} of the conversations")
-    held_out = min(config.held_out, len(rows) // _MOST_HELD_OUT)
-    parts = rows.train_test_split(test_size=held_out, seed=args.seed) if held_out else {"train": rows, "test": None}
+    parts = _rows(run, sources, tokenizer)
     kwargs = dict(args.model_init_kwargs or {})
     if settings.model.attn_implementation is not None:
         kwargs["attn_implementation"] = settings.model.attn_implementation
@@ -145,7 +127,7 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
     _patch(run)  # before TRL installs its own head, which calls the forward that it finds
     args.model_init_kwargs = None  # done
     set_seed(args.seed)  # of the adapters: reading and patching a model may draw random numbers
-    args.eval_on_start = run.checkpoint is None and held_out > 0
+    args.eval_on_start = run.checkpoint is None and parts["test"] is not None
     try:
         run.trainer = FineTuner(
             stock=not config.patch,
@@ -173,6 +155,31 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
     run.lines += _learned(rows, tokenizer)
 
 
+def _rows(run: RunState, sources: Sources, tokenizer: Any) -> Mapping[str, Any]:
+    """Return the rows to train on, and under "test" those held out."""
+    from lowtide.train.rows import describe, load_rows
+
+    config, args = run.config, run.settings.args
+    columns = dict(pair.split("=", 1) for pair in config.columns)
+    with args.main_process_first(local=False):
+        rows, notes = load_rows(
+            sources,
+            columns=columns,
+            text_field=args.dataset_text_field,
+            check=lambda row: check_template(tokenizer, row),
+            check_key=str(tokenizer.chat_template),
+        )
+    args.dataset_text_field = "text"  # whatever the column's name was in the files
+    run.seq_len = args.max_length or max(map(len, rows[0].values()))
+    skipped = f", {notes.skipped:,} with nothing to train on skipped" if notes.skipped else ""
+    run.lines.append(f"rows     {describe(rows)}{skipped}")
+    if notes.roles:
+        named = ", ".join(f"{role!r} in {count:,}" for role, count in notes.roles.most_common(5))
+        run.lines.append(f"roles    not system, user, assistant or tool: {named} of the conversations")
+    held_out = min(config.held_out, len(rows) // _MOST_HELD_OUT)
+    return rows.train_test_split(test_size=held_out, seed=args.seed) if held_out else {"train": rows, "test": None}
+
+
 def _check_truncation(run: RunState, parts: Mapping[str, Any]) -> None:
     """Raise where TRL has dropped all rows of a part: what they are trained on is behind the most tokens."""
     for name, left in (("train", run.trainer.train_dataset), ("test", run.trainer.eval_dataset)):
@@ -187,9 +194,10 @@ def _check_truncation(run: RunState, parts: Mapping[str, Any]) -> None:
 
 def _patch(run: RunState) -> None:
     if run.config.patch:
-        run.patched = lowtide.patch(run.model, options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
+        options = lowtide.HeadOptions(workspace_mib=run.config.workspace_mib)
+        run.patched = lowtide.patch(run.model, options=options)
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
-            run.patched_trl = lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
+            run.patched_trl = lowtide.patch_trl(options=options)
 
 
 def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:
@@ -208,11 +216,11 @@ def _own_tokenizer(config: TrainConfig, text: Text) -> Any:
 
 
 def _write_tokens(
-    file: Path, text: Text, tokenizer: Any, config: TrainConfig, args: Any, *, begun: bool = False
+    file: Path, text: Text, tokenizer: Any, config: TrainConfig, settings: Settings, *, begun: bool = False
 ) -> None:
     """Tokenise as much of the text as the run's steps take."""
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    blocks = args.max_steps * rows if args.max_steps > 0 else None
+    steps = settings.args.max_steps
+    blocks = steps * settings.sequences if steps > 0 else None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_tokens(file, text, tokenizer, held_out=config.held_out, blocks=blocks, begun=begun)

@@ -29,9 +29,8 @@ def show_start(console: Console, run: RunState) -> None:
     config, args, model = run.config, run.settings.args, run.model
     parameters, vocabulary = count(model.parameters()), model.config.get_text_config().vocab_size
     loss = "patched by lowtide" if run.patched else "stock"
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     length = f"{steps:,} steps" if (steps := args.max_steps) > 0 else f"{args.num_train_epochs:g} epochs"
-    sequences = f"{rows} sequences of {'up to ' if config.fine_tunes else ''}{run.seq_len:,} tokens"
+    sequences = f"{run.settings.sequences} sequences of {'up to ' if config.fine_tunes else ''}{run.seq_len:,} tokens"
     high = config.fine_tunes and args.learning_rate >= _HIGH_RATE and not hasattr(model, "peft_config")
     wants = ": high for a pretrained model, which takes 1e-5 or so" if high else ""
     lines = [

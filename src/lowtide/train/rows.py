@@ -26,7 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import ArgumentValueError, did_you_mean, message
+from lowtide.errors import ArgumentValueError, message
 from lowtide.train.files import Place, Source, Sources, load_json, read_lines, read_text, unreadable, why
 
 Row = dict[str, Any]
@@ -39,6 +39,7 @@ _SHAREGPT_ROLES = {
 }
 _FORMATS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 _BESIDE = ("tools", "chat_template_kwargs", "system", "input")  # read where a format has them
+COLUMNS = sum(_FORMATS, ("text",)) + _BESIDE  # what a column of a row may hold
 _KNOWN = "a text, messages, conversations, prompt and completion, or instruction and output"
 _NOUNS = {"text": "texts", "messages": "conversations", "prompt": "prompts with completions"}
 _TEXT_BYTES = 2**20  # of one row
@@ -91,9 +92,6 @@ def load_rows(
     """
     import datasets
 
-    known = sorted({*sum(_FORMATS, ("text", *_BESIDE))})
-    for name in columns.keys() - {*known}:
-        raise ArgumentValueError(message("columns", f"names among {', '.join(known)}", name, did_you_mean(name, known)))
     code = Path(__file__).read_bytes()  # rows that an older version converted are converted again
     key = sources.fingerprint(sorted(columns.items()), text_field, check_key, code, datasets.__version__)[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "lowtide" / key

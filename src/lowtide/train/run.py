@@ -90,8 +90,7 @@ def _trained(one: RunState, console: Console) -> TrainResult | Terminated:
     if config.offload_states:
         trainer.add_callback(OffloadStates(one.plan, config.host_gib))
     if one.saves and args.should_save:
-        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        content = {"config": config.absolute().to_json(), "sequences": sequences}
+        content = {"config": config.absolute().to_json(), "sequences": one.settings.sequences}
         checkpoints.write_run_file(one.output, {"lowtide": lowtide.__version__, **content})
     reports = args.should_log and one.side is None
     if reports:

@@ -58,16 +58,10 @@ _REFUSED = {  # what a trainer would take and this run not apply
 class PretrainArguments:
     """Options of TRL's ModelConfig and SFTConfig that training from random weights has, too."""
 
-    dtype: str = field(
-        default="float32",
-        metadata={
-            "help": "dtype of weights, gradients and optimizer states",
-            "choices": ["float32", "bfloat16", "float16"],
-        },
-    )
-    attn_implementation: str | None = field(default=None, metadata={"help": "transformers' attention"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run code that a model's folder brings"})
-    dataset_text_field: str = field(default="text", metadata={"help": "the column that holds the text"})
+    dtype: str = field(default="float32", metadata={"choices": ["float32", "bfloat16", "float16"]})
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    dataset_text_field: str = "text"
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,12 @@ class Settings:
     args: Any
     model: Any
     keep: int | None
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of a step, of all processes together."""
+        args = self.args
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     @property
     def product_dtype(self) -> str:
@@ -172,12 +172,13 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
             own["max_steps"] = -1
         steps = int(options.get("max_steps", own["max_steps"]))
         own["warmup_steps"] = -(-steps // round(1 / _WARMUP)) if steps > 0 else _WARMUP
-    if _eval_is_off(options) and config.early_stopping_patience:
-        expected, hint = "--eval_strategy beside it", "Such as --eval_strategy steps --eval_steps 50."
-        raise ArgumentValueError(message("early_stopping_patience", expected, "none", hint))
+    evaluates = str(options.get("eval_strategy", "no")) != "no"
     if config.early_stopping_patience:
+        if not evaluates:
+            expected, hint = "--eval_strategy beside it", "Such as --eval_strategy steps --eval_steps 50."
+            raise ArgumentValueError(message("early_stopping_patience", expected, "none", hint))
         own |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    if not _eval_is_off(options) and (config.early_stopping_patience or _is_on(options.get("load_best_model_at_end"))):
+    if evaluates and (config.early_stopping_patience or _is_on(options.get("load_best_model_at_end"))):
         # every model that may be the best is saved
         own["save_strategy"] = options["eval_strategy"]
         own["save_steps"] = options.get("eval_steps", own["eval_steps"])
@@ -223,10 +224,6 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]
         argument, _, wrong = text.partition(": ")
         name = next((word for word in re.split("[ /]", argument) if word.startswith("--")), "options")
         raise ArgumentValueError(message(name, "a value that TRL and transformers accept", wrong or text))
-
-
-def _eval_is_off(options: Mapping[str, Any]) -> bool:
-    return str(options.get("eval_strategy", "no")) == "no"
 
 
 def _is_on(value: Any) -> bool:
