@@ -29,7 +29,7 @@ from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import input_is_copied
-from lowtide.head.terms.loss import Loss, Settle
+from lowtide.head.terms.loss import Loss, RowFactors
 
 
 class CrossEntropy(Exponentials):
@@ -61,22 +61,22 @@ class CrossEntropy(Exponentials):
         )  # fmt: skip
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
-        self._settled = False  # whether there are the rows' factors, and what takes the gradients
+        self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
         self._begun = False  # whether the weight's gradient holds something
 
-    def forward(self, settle: Settle | None) -> dict[str, Tensor]:
-        """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``settle`` add the gradients.
+    def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
+        """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factors`` add gradients.
 
-        It is called while the first GEMM runs: the device should not wait for the host.
+        ``factors`` is called while the first GEMM runs: the device should not wait for the host.
         """
         plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
-        if in_chunks and not (alone and settle is None):
+        if in_chunks and not (alone and factors is None):
             # across ranks the same on every one, also where others compute gradients and this one does not
             pieces = self.pieces(plan.chunk_rows, plan.chunk_rows if alone else plan.product_rows)
         else:
             pieces = self.pieces(plan.sum_rows, plan.sum_rows)
-        if settle is not None and in_chunks:
-            self._settle, self._rows = settle, max((piece.at.stop for piece in pieces), default=0)
+        if factors is not None and in_chunks:
+            self._factors, self._rows = factors, max((piece.at.stop for piece in pieces), default=0)
             self._e = self.weight_VD.new_empty(self._rows, padded(self.width))
             self._s_C, self._parts = self._new(self._rows), list[slice]()
         order = None if in_chunks else self.ranks.reordered(plan, plan.sum_rows)
@@ -97,10 +97,10 @@ class CrossEntropy(Exponentials):
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
         if self._e is not None:
             self._take_factors()  # also where there are no tokens
-        elif settle is not None:
+        elif factors is not None:
             del self._sums  # memory for the blocks
             self._views.clear()
-            self.gradients(*settle(), numbers)
+            self.gradients(*factors(), numbers)
         return numbers
 
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
@@ -253,9 +253,9 @@ class CrossEntropy(Exponentials):
 
     def _take_factors(self) -> Gradients:
         """Return what takes the gradients; the first time find the rows' factors, and make what they need."""
-        if not self._settled:
-            self._factor_n, into = self._settle()
-            self._settled, D, rows = True, self.weight_VD.shape[1], self._rows
+        if not self._has_factors:
+            self._factor_n, into = self._factors()
+            self._has_factors, D, rows = True, self.weight_VD.shape[1], self._rows
             self._begin_even(into)
             self._scaled = None if into.weight_VD is None else self.weight_VD.new_empty(rows, D)
             # E W: of a whole chunk where it is summed over the ranks before it is rounded

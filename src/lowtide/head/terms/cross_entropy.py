@@ -21,7 +21,7 @@ from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.stored import Shape, stored_gradients
-from lowtide.head.terms.loss import Loss, Settle
+from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
@@ -72,14 +72,14 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
     if not head.input.requires_grad and (keep or (any(wanted) and plan.schedule == "blocks")):
         ranks.keep()
 
-    def settle() -> tuple[Tensor, Gradients]:
+    def factors() -> tuple[Tensor, Gradients]:
         nonlocal into
         into = gradient_buffers(head, rows, plan, wanted, stored=True)
         if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
             return torch.ones_like(loss.unit) if rows.kept is None else rows.kept.to(head.wide), into
         return loss.unit if head.lacks_denominator else loss.divided(), into
 
-    numbers = _run(head, loss, plan, settle if any(wanted) else None, None)
+    numbers = _run(head, loss, plan, factors if any(wanted) else None, None)
     loss_n = numbers["loss"] * loss.unit
     loss_N = rows.among_all(loss_n if rows.kept is None else loss_n.where(rows.kept, 0))
     value, denominator = loss_N if per_token else loss_N.sum(), loss.denominator
@@ -117,10 +117,10 @@ def backward(
     return into
 
 
-def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: Numbers | None) -> Numbers:
+def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, known: Numbers | None) -> Numbers:
     """Return "loss" [n] and, where they are computed, "lse" and "miss" (that minus the target's logit).
 
-    With ``settle`` add the gradients, from ``known`` numbers where there are.
+    With ``factors`` add the gradients, from ``known`` numbers where there are.
     """
     rows = loss.rows
     if plan.backend == "exp":
@@ -128,16 +128,16 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: N
 
         exponentials = CrossEntropy(head, loss, plan)
         if known is None:
-            return exponentials.forward(settle)
-        assert settle is not None
-        exponentials.gradients(*settle(), known)
+            return exponentials.forward(factors)
+        assert factors is not None
+        exponentials.gradients(*factors(), known)
         return {}
-    factor_n, into = (loss.unit, Gradients()) if settle is None else settle()
+    factor_n, into = (loss.unit, Gradients()) if factors is None else factors()
     if plan.backend == "row":
         terms: Terms = RowLoss(head, loss)
         if head.dtype == torch.float16 and into.weight_VD is not None:
             terms.lift = weight_lift(factor_n, head.scale, loss.class_weight)
-        return run(head, rows, plan, terms, into, upstream=None if settle is None else lambda _, part: factor_n[part])
+        return run(head, rows, plan, terms, into, upstream=None if factors is None else lambda _, part: factor_n[part])
     want = frozenset({"mean"} if loss.label_smoothing else ())
     terms = Statistics(head, plan, loss.y[:, None], want, loss.class_weight)
     if known is not None:
@@ -147,7 +147,7 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: N
     def upstream(numbers: Numbers, part: slice) -> Upstream:
         return loss.upstream(numbers, part, factor_n[part])
 
-    numbers = run(head, rows, plan, terms, into, upstream=None if settle is None else upstream, known=known)
+    numbers = run(head, rows, plan, terms, into, upstream=None if factors is None else upstream, known=known)
     if known is not None:
         return {}
     return {"loss": loss.of(numbers), "lse": numbers["lse"], "miss": -numbers["logprob"][:, 0]}

@@ -15,8 +15,8 @@ from lowtide.head.gradients import Gradients
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import Upstream
 
-# Makes what each row's loss is multiplied with on its way to the gradients [n], and what takes these.
-Settle = Callable[[], tuple[Tensor, Gradients]]
+# Returns the factor of each row's loss in the gradients [n], and the memory of these; called once both are needed.
+RowFactors = Callable[[], tuple[Tensor, Gradients]]
 
 
 @dataclass(frozen=True, kw_only=True)
