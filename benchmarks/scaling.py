@@ -117,7 +117,7 @@ def measure(run: Run[ScalingConfig]) -> None:
 
 
 def _measure_ranks(ranks: int, config: ScalingConfig, add: Callable[[Row], object]) -> None:
-    """Add a row for each way and model as it is known; after a failure new processes measure the others.
+    """Add a row for each way and model as soon as it is measured; after a failure new processes measure the others.
 
     Liger comes last: it changes the classes that all later models are made of.
     """

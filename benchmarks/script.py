@@ -13,7 +13,7 @@ from lowtide.errors import LowtideError
 
 
 def main(benchmark: Benchmark[Any], config: type[Settings], about: str | None) -> int:
-    """Measure what the command line asks for, and return the exit status."""
+    """Measure what the command line requests, and return the exit status."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, config, {key: ", ".join(names) for key, names in config.known.items()})
     options = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), config)}

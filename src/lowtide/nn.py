@@ -9,8 +9,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
-from lowtide.mlp.projections import check_plain
-from lowtide.mlp.swiglu import check_level, swiglu_mlp
+from lowtide.mlp.swiglu import check_level, check_plain, swiglu_mlp
 
 __all__ = ["LinearCrossEntropyLoss", "SwiGLU"]
 

@@ -78,13 +78,6 @@ def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
-
-
 @pytest.mark.parametrize(("words", "named"), [([], SUBCOMMANDS), (["bench"], ("head", "step", "tune"))])
 def test_no_command_shows_what_there_is(
     words: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -45,7 +45,7 @@ def a_rank_that_fails_alone() -> None:
         rows, runs, {}, torch.device("cpu"), warm=0, reps=2, notes={"again": {"note": 1}},
         save=lambda: known.append(list(rows)),
     )  # fmt: skip
-    assert known == [list(rows)[:n] for n in (1, 2, 3, 4, 4)], "what is known is told at once"
+    assert known == [list(rows)[:n] for n in (1, 2, 3, 4, 4)], "each row is saved at once"
     assert list(rows) == ["good", "bad", "alone", "again"]
     assert "rank 1: KeyError: 'of this rank alone'" in rows["bad"]["failed"]
     assert "rank 1: ValueError: its loss is" in rows["alone"]["failed"]

@@ -15,47 +15,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from distributed.launch import DEVICE, main
+from distributed.mesh_cases import VOCAB, Causal, D, Head, plain_loss
 from distributed.models import gradients, same, same_mean
 from lowtide.distributed import count_items, shift_labels
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.measure.timing import peak_above
 
-VOCAB, D = 53, 8
 
-
-class Model(nn.Module):
-    """A body and a head; the loss is a call of the function, in a part that may be checkpointed."""
-
-    def __init__(self, *, tied: bool, gradient: Any, again: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, D)
-        self.body = nn.Linear(D, D)
-        self.head = nn.Linear(D, VOCAB, bias=not tied)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.options, self.again = lowtide.HeadOptions(gradient=gradient), again
-
-    def forward(self, ids: Tensor, labels: Tensor, num_items: Any = None, *, shift: bool = True) -> Tensor:
-        def score(hidden: Tensor) -> Tensor:
-            return lowtide.linear_cross_entropy(
-                hidden, self.head.weight, labels, linear_bias=self.head.bias, num_items=num_items, shift=shift,
-                options=self.options,
-            )  # fmt: skip
-
-        hidden = self.embed(ids)
-        hidden = hidden + torch.tanh(self.body(hidden))
-        return checkpoint(score, hidden, use_reentrant=False) if self.again else score(hidden)
-
-
-def plain_loss(model: Model, ids: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all tokens of F.cross_entropy."""
-    hidden = model.embed(ids)
-    logits = model.head(hidden + torch.tanh(model.body(hidden)))
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+def model_of(gradient: Any, *, tied: bool = False, again: bool = False) -> Any:
+    torch.manual_seed(3)
+    model = Causal(Head(gradient, sequence=False), again=again)
+    if tied:
+        model.lm_head.weight = model.embed.weight
+    return model.to(DEVICE)
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -76,8 +51,7 @@ def ddp() -> None:
     everything = batches(2 * ranks)
     ways = itertools.product((True, False), ("forward", "recompute"), (True, False), (False, True))
     for tied, gradient, static, again in ways:
-        torch.manual_seed(3)
-        model = Model(tied=tied, gradient=gradient, again=again).to(DEVICE)
+        model = model_of(gradient, tied=tied, again=again)
         alone = copy.deepcopy(model)
         engine = DistributedDataParallel(model, static_graph=static)
         mine = everything[rank::ranks]
@@ -86,26 +60,25 @@ def ddp() -> None:
             p.register_post_accumulate_grad_hook(lambda _, name=name, hooked=hooked: hooked.update([name]))
         items = count_items(torch.cat([labels[:, 1:] for _, labels in mine]))
         for _ in range(2):
-            plain_loss(alone, *(torch.cat(parts) for parts in zip(*everything, strict=True))).backward()
+            plain_loss(alone, *(torch.cat(parts) for parts in zip(*everything, strict=True)))
             want = gradients(alone)
             if static:  # a static graph synchronises in every backward: one batch of both
-                engine(*(torch.cat(parts) for parts in zip(*mine, strict=True)), items).backward()
+                engine(*(torch.cat(parts) for parts in zip(*mine, strict=True)), items)[0].backward()
             else:
                 with engine.no_sync():
-                    engine(*mine[0], items).backward()
-                engine(*mine[1], items).backward()
+                    engine(*mine[0], items)[0].backward()
+                engine(*mine[1], items)[0].backward()
             same(gradients(engine), want, (tied, gradient, static, again))
         passes = 2 if static else 4
         assert set(hooked.values()) == {passes}, hooked
 
 
 def no_tokens() -> None:
-    """A rank whose labels are all ignored, or whose batch is empty, keeps nobody waiting and adds nothing."""
+    """A rank whose labels are all ignored, or whose batch is empty, blocks no other rank and adds nothing."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     everything = batches(ranks)
     for engine_name, gradient, empty in itertools.product(("ddp", "fsdp"), ("forward", "recompute"), (False, True)):
-        torch.manual_seed(3)
-        model = Model(tied=False, gradient=gradient).to(DEVICE)
+        model = model_of(gradient)
         alone = copy.deepcopy(model)
         if engine_name == "ddp":
             engine: Any = DistributedDataParallel(model)
@@ -115,11 +88,10 @@ def no_tokens() -> None:
         ids, labels = everything[rank]
         if empty and rank == ranks - 1:
             ids, labels = ids[:0], labels[:0]
-        loss = engine(ids, labels, count_items(labels[:, 1:]))
+        loss, _ = engine(ids, labels, count_items(labels[:, 1:]))
         assert (loss == 0) == (rank == ranks - 1)
         loss.backward()
         want = plain_loss(alone, *(torch.cat(parts) for parts in zip(*everything, strict=True)))
-        want.backward()
         same(gradients(engine), gradients(alone), (engine_name, gradient, empty))
         same_mean(loss, want)
 
@@ -136,14 +108,12 @@ def sequence_in_parts() -> None:
     shifted = shift_labels(of_labels)
     whole = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], -100)), 1)
     assert torch.equal(shifted, whole.split(lengths, 1)[rank])
-    torch.manual_seed(3)
-    model = Model(tied=True, gradient="auto").to(DEVICE)
+    model = model_of("auto", tied=True)
     alone = copy.deepcopy(model)
     engine = DistributedDataParallel(model)
-    loss = engine(mine, shifted, count_items(shifted), shift=False)
+    loss, _ = engine(mine, shifted, count_items(shifted), shift=False)
     loss.backward()
     want = plain_loss(alone, ids, labels)
-    want.backward()
     same(gradients(engine), gradients(alone))
     same_mean(loss, want)
     assert count_items(shifted, averaged=False) == (whole != -100).sum()

@@ -177,7 +177,7 @@ def functional_head() -> None:
 
 
 def a_sharded_weight_is_refused() -> None:
-    """Beside plain hidden states nobody can tell what a DTensor's shards mean: an error, and never a wrong gradient."""
+    """With plain hidden states the meaning of a DTensor's shards is ambiguous: an error, and never a wrong gradient."""
     model = shard(Functional(model_of(), "root"), "own", True)
     calls: list[Callable[[Tensor, Tensor], Any]] = [
         lambda x, w: lowtide.linear_cross_entropy(x, w, torch.zeros(3, dtype=torch.long, device=DEVICE)),

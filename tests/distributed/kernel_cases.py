@@ -187,10 +187,10 @@ def plans_of_what_is_fetched_ahead() -> None:
     begin_rows = tokens.SpreadTokens.begin_rows
 
     def watched(*args: Any) -> Any:
-        told = begin_rows(*args)
-        live.append(weakref.ref(told.value))
+        begun = begin_rows(*args)
+        live.append(weakref.ref(begun.value))
         most.append(sum(storage() is not None for storage in live))
-        return told
+        return begun
 
     with kernels("blocks"), pytest.MonkeyPatch.context() as patched:
         patched.setattr(tokens.SpreadTokens, "begin_rows", watched)

@@ -1,6 +1,6 @@
 """Several ranks for a file of cases: each rank runs every case in order, so that the start of torch is paid once.
 
-A file of cases calls `main(vars())`. A test calls `outcomes(file, ranks)` and finds what became of each case.
+A file of cases calls `main(vars())`, a test `check_all(file, ranks)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,40 +30,16 @@ DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
 PATIENCE = 60 if DEVICE == "cpu" else 120  # seconds that a rank waits for the others, which may compile kernels
 THOROUGH = DEVICE != "cpu" or "THOROUGH" in os.environ  # with --slow: whole products of options, not pairs of them
 RIGHT = "right"
+SECONDS = 300.0  # until the ranks are killed, compiling kernels included
 
 
-@cache
-def outcomes(
-    file: Path, ranks: int, only: tuple[str, ...] = (), device: str = "cpu", seconds: float | None = None
-) -> dict[str, str]:
-    """Run the cases of ``file``, all or ``only`` some, and return for each one begun "right" or what went wrong.
-
-    On "cpu" the ranks speak gloo, on "cuda" each has a GPU, and they speak NCCL.
-
-    Raises:
-        AssertionError: A rank died, or all of them took more than ``seconds``. None: 300, compiling kernels included.
-    """
-    seconds = 300 if seconds is None else seconds
-    with tempfile.TemporaryDirectory() as folder:
-        run = _forked if device == "cpu" else _started
-        errors = run(file, ranks, [folder, *only], {"WORLD": str(ranks), "RANKS_DEVICE": device}, seconds)
-        found: dict[str, str] = {}
-        for rank in range(ranks):
-            report = Path(folder) / f"{rank}.jsonl"
-            for line in report.read_text().splitlines() if report.exists() else []:
-                name, said = json.loads(line)
-                found[name] = said if found.get(name, RIGHT) == RIGHT else f"{found[name]}\n{said}"
-    assert found, "\n".join(errors)
-    return found
-
-
-def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str], seconds: float) -> list[str]:
+def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> list[str]:
     """Run on the CPU to the end and return what each rank wrote to its standard error, and how it ended."""
-    ended = shared()(ranks, *arguments, script=file, seconds=seconds, **env)
+    ended = shared()(ranks, *arguments, script=file, seconds=SECONDS, **env)
     return [f"{err}exit status {status}" for status, err in zip(ended.statuses, ended.err, strict=True)]
 
 
-def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str], seconds: float) -> list[str]:
+def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> list[str]:
     """As `_forked`, each rank a process of its own: one that uses CUDA cannot be forked."""
     env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **env}
     started = [
@@ -77,23 +52,15 @@ def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str], 
         )
         for rank in range(ranks)
     ]
-    until, errors = time.monotonic() + seconds, []
+    until, errors = time.monotonic() + SECONDS, []
     for process in started:
         try:
             errors.append(process.communicate(timeout=max(1.0, until - time.monotonic()))[1])
         except subprocess.TimeoutExpired:
-            errors.append(f"a rank did not end within {seconds} s")
+            errors.append(f"a rank did not end within {SECONDS} s")
             for other in started:
                 other.kill()
     return errors
-
-
-def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device: str = "cpu") -> None:
-    """Fail unless ``case`` came out right on every rank."""
-    found = outcomes(file, ranks, only, device)
-    wrong = [f"{name}: {said}" for name, said in found.items() if said != RIGHT]
-    assert case in found, f"{case} was not reached. " + "\n".join(wrong)
-    assert found[case] == RIGHT, found[case]
 
 
 def cases_of(file: Path) -> list[str]:
@@ -102,12 +69,22 @@ def cases_of(file: Path) -> list[str]:
     return [f.name for f in found if ast.unparse(f.args) == "" and f.returns and ast.unparse(f.returns) == "None"]
 
 
-def check_all(file: Path, ranks: int, only: tuple[str, ...] = ()) -> None:
-    """Fail unless all cases came out right: one test, for test processes that share them would each run all."""
-    found = outcomes(file, ranks, only)
-    cases = only or cases_of(file)
-    wrong = [f"{case}: {said}" for case in cases if (said := found.get(case, "was not reached")) != RIGHT]
+def check_all(file: Path, ranks: int, only: tuple[str, ...] = (), device: str = "cpu") -> None:
+    """Fail unless the cases of a file, all or ``only`` some, came out right: one test, which starts the ranks once.
+
+    On "cpu" the ranks use gloo; on "cuda" each has a GPU, and they use NCCL.
+    """
+    cases, found = only or cases_of(file), dict[str, str]()
     assert cases, "nothing was run"
+    with tempfile.TemporaryDirectory() as folder:
+        run = _forked if device == "cpu" else _started
+        errors = run(file, ranks, [folder, *only], {"WORLD": str(ranks), "RANKS_DEVICE": device})
+        for report in sorted(Path(folder).glob("*.jsonl")):
+            for line in report.read_text().splitlines():
+                name, outcome = json.loads(line)
+                found[name] = outcome if found.get(name, RIGHT) == RIGHT else f"{found[name]}\n{outcome}"
+    assert found, "\n".join(errors)
+    wrong = [f"{case}: {outcome}" for case in cases if (outcome := found.get(case, "was not reached")) != RIGHT]
     assert not wrong, "\n".join(wrong)
 
 
@@ -126,17 +103,17 @@ def main(names: dict[str, Any], only: Sequence[str] = tuple(sys.argv[2:])) -> No
     failed, failures = False, dist.FileStore(f"{folder}/failures", ranks)
     with (folder / f"{rank}.jsonl").open("w") as report:
         for name in only or cases_of(Path(names["__file__"])):
-            said = RIGHT
+            outcome = RIGHT
             torch.manual_seed(0)
             try:
                 names[name]()
                 dist.barrier()
             except BaseException:
-                said, failed = f"rank {rank}: {traceback.format_exc()}", True
-            report.write(json.dumps([name, said]) + "\n")
+                outcome, failed = f"rank {rank}: {traceback.format_exc()}", True
+            report.write(json.dumps([name, outcome]) + "\n")
             report.flush()
-            if said != RIGHT and not _all_failed(failures, name, rank, ranks):
-                break  # the ranks no longer are where the others think
+            if outcome != RIGHT and not _all_failed(failures, name, rank, ranks):
+                break  # the ranks are no longer at the same place
     if not failed:
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from distributed.launch import DEVICE, main
@@ -42,25 +44,25 @@ class Head(nn.Linear):
         super().__init__(D, VOCAB)
         self.options, self.sequence = lowtide.HeadOptions(gradient=gradient), sequence
 
-    def forward(self, hidden: Any, labels: Tensor, items: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Any, labels: Tensor, items: Any, *, shift: bool) -> Tensor:  # type: ignore[override]
         weight: Any = self.weight
         if isinstance(weight, DTensor):
             hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
         if self.sequence:
             hidden = hidden.redistribute(placements=[Shard(1)])
         loss: Any = lowtide.linear_cross_entropy(
-            hidden, weight, labels, linear_bias=self.bias, shift=True, num_items=items, options=self.options
+            hidden, weight, labels, linear_bias=self.bias, shift=shift, num_items=items, options=self.options
         )
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 class Causal(nn.Module):
-    """A model as transformers has them; its head returns logits, or the loss."""
+    """A model as transformers has them; its head returns logits, or the loss, which may be checkpointed."""
 
-    def __init__(self, lm_head: nn.Module) -> None:
+    def __init__(self, lm_head: nn.Module, *, again: bool = False) -> None:
         super().__init__()
         self.embed, self.layers = nn.Embedding(VOCAB, D), nn.ModuleList([Mlp(), Mlp()])
-        self.lm_head = lm_head
+        self.lm_head, self.again = lm_head, again
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -71,9 +73,12 @@ class Causal(nn.Module):
             hidden = layer(hidden)
         return hidden
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None, items: Any = None) -> tuple[Any, Any]:
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, items: Any = None, *, shift: bool = True
+    ) -> tuple[Any, Any]:
         if isinstance(self.lm_head, Head):
-            return self.lm_head(self.hidden(ids), labels, items), None
+            score = functools.partial(checkpoint, self.lm_head, use_reentrant=False) if self.again else self.lm_head
+            return score(self.hidden(ids), labels, items, shift=shift), None
         logits = self.lm_head(self.hidden(ids)) * 0.5
         if labels is None:
             return None, logits
@@ -101,8 +106,8 @@ def as_alone(model: nn.Module, alone: nn.Module, what: object) -> None:
     same(gradients(model), want, what, rtol=1e-10, atol=1e-12)
 
 
-def by_plain_loss(alone: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    """Call backward of the mean over all tokens of PyTorch's own loss of all logits."""
+def plain_loss(alone: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean over all tokens of PyTorch's own loss of all logits, after its backward."""
     logits = F.linear(alone.hidden(ids), alone.lm_head.weight, alone.lm_head.bias)
     want = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     want.backward()
@@ -124,7 +129,7 @@ def fsdp_and_vocabulary() -> None:
             parallelize_module(model, mesh["tp"], LAYERS)
         for module in (*model.layers, model.lm_head, model) if own else (model,):
             fully_shard(module, mesh=mesh["dp"])
-        want = by_plain_loss(alone, *joined(2))
+        want = plain_loss(alone, *joined(2))
         for _ in range(2):
             loss, _ = model(ids, labels, count_items(labels[:, 1:], group=mesh["dp"].get_group()))
             loss.backward()
@@ -175,7 +180,7 @@ def hybrid_sharding() -> None:
         model = Causal(Head(gradient, sequence=False)).double().to(DEVICE)
         alone = copy.deepcopy(model)
         fully_shard(model, mesh=mesh)
-        by_plain_loss(alone, *joined(dist.get_world_size()))
+        plain_loss(alone, *joined(dist.get_world_size()))
         ids, labels = batch_of(dist.get_rank())
         loss, _ = model(ids, labels, count_items(labels[:, 1:]))
         loss.backward()
@@ -183,7 +188,7 @@ def hybrid_sharding() -> None:
 
 
 def two_axes_at_once_are_refused() -> None:
-    """A weight that is placed on both axes: whose tokens its gradient would be of, nobody can tell."""
+    """A weight that is placed on both axes: it is ambiguous whose tokens its gradient covers."""
     mesh = two_axes("tp")
     weight = distribute_tensor(torch.randn(VOCAB, D, device=DEVICE), mesh, [Replicate(), Shard(0)])
     hidden = distribute_tensor(torch.randn(6, D, device=DEVICE), mesh, [Shard(0), Replicate()])

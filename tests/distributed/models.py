@@ -131,6 +131,26 @@ def fair(ours: Any, stock: Any, true: Any, batch: dict[str, Tensor], where: obje
         assert name != "loss" or all(torch.equal(value, other) for other in others), where
 
 
+def trio(
+    cut: Callable[[Any], Any],
+    of_stock: Callable[[Any], Any] | None = None,
+    *,
+    first: bool = False,
+    family: str = "llama",
+    options: lowtide.HeadOptions | None = None,
+    **settings: Any,
+) -> tuple[Any, Any, Any, lowtide.PatchReport]:
+    """Return a patched model, a stock one, one in float64, and the report.
+
+    ``cut`` cuts for tensor parallelism, the stock model too unless ``of_stock`` does; ``first``: patch before cutting.
+    """
+    ours, stock, true = (model_of(family, **settings) for _ in range(3))
+    report = lowtide.patch(ours, options=options) if first else None
+    cut(ours)
+    (of_stock or cut)(stock)
+    return ours, stock, true.double(), report or lowtide.patch(ours, options=options)
+
+
 def double(model: Any) -> Any:
     return copy.deepcopy(model).double()
 

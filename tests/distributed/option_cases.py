@@ -184,7 +184,7 @@ def near_in_float32(got: Tensor, want: Tensor, what: object) -> None:
 
 
 def trained_on_all_but_one() -> None:
-    """Hidden states that all ranks train, and a weight that the first rank does not: its rows are nobody's."""
+    """Hidden states that all ranks train, and a weight that the first rank does not: its rows get no gradient."""
     for engine, way in itertools.product(ENGINES, WAYS):
         kwargs = problem("linear_cross_entropy", {"linear_bias": False, "weight": True}, 0, engine=engine)
         wide = in_float64(kwargs)

@@ -192,15 +192,8 @@ def compare(
 ) -> None:
     """Hold values, and the gradients of all that can have one, against the whole's in float64.
 
-    Args:
-        name: a function of the contract.
-        kwargs: its arguments, whole. Tokens that do not count get NaN.
-        ways: of `WAYS`.
-        what: printed where something differs.
-        i: an odd one shards further arguments.
-        bounds: the relative error of "values", and of each argument's gradient; None: float64's own, or float32's.
-        upstream: of the values, what the sum of is differentiated.
-        passes: through the same graph.
+    ``bounds`` are the relative errors of "values" and of each argument's gradient; None: float64's own, or float32's.
+    Tokens that do not count get NaN, an odd ``i`` shards further arguments, and the graph is used for ``passes``.
     """
     wide = in_float64(kwargs)
     function, leaves = FUNCTIONS[name], trained(kwargs)

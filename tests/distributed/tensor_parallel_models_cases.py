@@ -6,6 +6,7 @@ The truth is one process in float64; what the stock model in parts errs against 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import re
 import tempfile
@@ -53,6 +54,7 @@ from distributed.models import (
     parallel,
     ranks_mesh,
     step,
+    trio,
     whole,
 )
 from lowtide.errors import UnsupportedError
@@ -74,14 +76,9 @@ def kinds_of_heads() -> None:
     for i, (family, first) in enumerate(kinds):
         options = lowtide.HeadOptions(gradient=("forward", "recompute")[i % 2], workspace_mib=0.002)
         head, layers = next(heads), family == "llama"
-        ours, stock, true = model_of(family), model_of(family), double(model_of(family))
-        if first:
-            report = lowtide.patch(ours, options=options)
-            parallel(ours, head, layers=layers)
-        else:
-            parallel(ours, head, layers=layers)
-            report = lowtide.patch(ours, options=options)
-        parallel(stock, layers=layers)  # stock's cross entropy takes no DTensor
+        cuts = [functools.partial(parallel, head=one, layers=layers) for one in (head, GATHERED)]
+        # stock's cross entropy takes no DTensor
+        ours, stock, true, report = trio(*cuts, first=first, family=family, options=options)
         streams = 2 if i < 2 or THOROUGH else 1
         for stream in range(streams):
             fair(ours, stock, true, batch_of(stream), (family, first, head))
@@ -106,9 +103,7 @@ def kinds_of_heads() -> None:
 def with_loss_parallel() -> None:
     """Inside `loss_parallel`, which the stock model needs for logits in parts: ours needs it not, and does not mind."""
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    ours, stock, true = model_of(), parallel(model_of(), head), double(model_of())
-    report = lowtide.patch(parallel(ours, head))
-
+    ours, stock, true, report = trio(functools.partial(parallel, head=head))
     items = {"num_items_in_batch": torch.tensor(7, device=DEVICE)}
     right = step(true, {**batch_of(), **items})
     with loss_parallel():
@@ -128,15 +123,15 @@ def tokens_in_parts() -> None:
     """Hidden states in parts of the sequence: each rank's gradient is that of its part."""
     layouts = {"input_layouts": Shard(1), "output_layouts": Replicate()}
     for local, gradient in ((True, "recompute"), (False, "forward")):
-        head = ColwiseParallel(**layouts, use_local_output=local)
-        ours, stock = model_of(), in_sequence(model_of(), ColwiseParallel(**layouts))
-        report = lowtide.patch(in_sequence(ours, head), options=lowtide.HeadOptions(gradient=gradient))
-        fair(ours, stock, double(model_of()), sequences(), ("sequence", local))
+        heads = (ColwiseParallel(**layouts, use_local_output=local), ColwiseParallel(**layouts))
+        cuts = [functools.partial(in_sequence, head=head) for head in heads]
+        ours, stock, true, report = trio(*cuts, options=lowtide.HeadOptions(gradient=gradient))
+        fair(ours, stock, true, sequences(), ("sequence", local))
         assert isinstance(ours(**sequences()).loss, DTensor) != local
         fused(report, 2)
         if local:  # rows of all ranks are chosen, so that all are gathered; and what else there is needs real logits
             for loss_of in (each_token, log_probabilities):
-                fair(ours, stock, double(model_of()), sequences(1), loss_of, loss_of)
+                fair(ours, stock, true, sequences(1), loss_of, loss_of)
             fused(report, 3, 1)
             assert "DTensors of its input and weight" in report.parts["norm"].more[-1].outcome, str(report)
     # nothing around the head: DTensors go in and come out
@@ -155,10 +150,13 @@ def tokens_in_parts() -> None:
     batch = {name: x[:, : T - T % dist.get_world_size()] for name, x in sequences().items()}
     plain = {"model.norm": SequenceParallel(use_local_output=True), "lm_head": ColwiseParallel(**layouts)}
     enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
-    models = [parallelize_module(model_of(), ranks_mesh(), {"model.norm": enter}) for _ in range(2)]
-    ours, stock = (parallelize_module(model, ranks_mesh(), plain) for model in models)
-    report = lowtide.patch(ours)
-    fair(ours, stock, double(model_of()), batch, "plain parts")
+
+    def cut(model: Any) -> None:
+        parallelize_module(model, ranks_mesh(), {"model.norm": enter})
+        parallelize_module(model, ranks_mesh(), plain)
+
+    *models, report = trio(cut)
+    fair(*models, batch, "plain parts")
     fused(report, 1)
 
 
@@ -184,9 +182,8 @@ def sequence_parallel_layers() -> None:
     length = T - T % dist.get_world_size()
     batch = {name: x[:, :length] for name, x in sequences().items()}
     batch["position_ids"] = torch.arange(length, device=DEVICE)[None]  # the model would count those of its part
-    ours, stock = (parallelize_module(model_of(), ranks_mesh(), plan) for _ in range(2))
-    report = lowtide.patch(ours)
-    fair(ours, stock, double(model_of()), batch, "sequence parallel")
+    *models, report = trio(lambda model: parallelize_module(model, ranks_mesh(), plan))
+    fair(*models, batch, "sequence parallel")
     fused(report, 1)
 
 
@@ -230,8 +227,7 @@ def raw_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def losses_of_ones_own() -> None:
     """What becomes of plain logits outside of the model: without building them where it can be, and right."""
-    ours, stock, true = model_of(), parallel(model_of()), double(model_of())
-    report = lowtide.patch(parallel(ours))
+    ours, stock, true, report = trio(parallel)
     functions = (each_token, log_probabilities, shifted_bias, sums)
     for loss_of in functions:
         fair(ours, stock, true, batch_of(), loss_of.__name__, loss_of)
@@ -248,9 +244,8 @@ def losses_of_ones_own() -> None:
 
 
 def labels_and_counts() -> None:
-    """Nobody is kept waiting by labels that are all ignored; ``num_items_in_batch``; without gradients; in bfloat16."""
-    ours, stock, true = model_of(), parallel(model_of()), double(model_of())
-    report = lowtide.patch(parallel(ours))
+    """Labels that are all ignored block no rank; ``num_items_in_batch``; without gradients; in bfloat16."""
+    ours, stock, true, report = trio(parallel)
     batch = batch_of()
     fair(ours, stock, true, {**batch, "num_items_in_batch": torch.tensor(5, device=DEVICE)}, "items")
     nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
@@ -273,13 +268,14 @@ def labels_and_counts() -> None:
 
 def embeddings_that_are_tied() -> None:
     """One DTensor for both: the gradient is the sum of both."""
-    models = [model_of(tie_word_embeddings=True) for _ in range(2)]
-    for model in models:
+
+    def cut(model: Any) -> None:
         plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": GATHERED}
         parallelize_module(model, ranks_mesh(), plan)
         model.lm_head.weight = model.model.embed_tokens.weight
-    report = lowtide.patch(models[0])
-    fair(*models, double(model_of(tie_word_embeddings=True)), batch_of(), "tied")
+
+    *models, report = trio(cut, tie_word_embeddings=True)
+    fair(*models, batch_of(), "tied")
     assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
     fused(report, 1)
 
@@ -404,13 +400,7 @@ def what_is_left_alone() -> None:
     }
     for name, (change, why) in ways.items():
         for first in (True, False) if name == "twice" else (False,):
-            ours, stock = model_of(), model_of()
-            if first:
-                report = lowtide.patch(ours)
-            for model in (ours, stock):
-                change(model)
-            if not first:
-                report = lowtide.patch(ours)
+            ours, stock, _, report = trio(change, first=first)
             results = [outcome_of(model) for model in (ours, stock)]
             assert type(results[0]) is type(results[1]), (name, first, results)
             if isinstance(results[0], dict):
@@ -461,18 +451,14 @@ def mlps_in_parts() -> None:
     """Each rank's part of an MLP is fused: biases, both levels, tiles, autocast, patched before and after."""
     for i, (bias, first) in enumerate(((True, True), (True, False), (False, True))):
         settings = {"mlp_bias": bias, "num_hidden_layers": 1}
-        ours, stock, true = (model_of(**settings) for _ in range(3))
-        report = lowtide.patch(ours) if first else None
-        parallel(ours, layers=True)
-        parallel(stock, layers=True)
-        report = lowtide.patch(ours) if report is None else report
+        ours, stock, true, report = trio(functools.partial(parallel, layers=True), first=first, **settings)
         assert report.parts["mlp"].patched
         mlp = ours.model.layers[0].mlp
         mlp.checkpoint_level, mlp.tile_tokens = i % 2, (None, 5, None)[i]
         kinds: list[type] = []
         mlp.register_forward_hook(lambda _m, _x, y, kinds=kinds: kinds.append(type(y)))
         with counted(parallel_mlp, "swiglu_mlp") as count:
-            fair(ours, stock, true.double(), batch_of(), (bias, first))
+            fair(ours, stock, true, batch_of(), (bias, first))
         assert count == [1]
         assert kinds == [Tensor]
         with torch.autocast(DEVICE, torch.bfloat16), counted(parallel_mlp, "swiglu_mlp") as count:
@@ -533,8 +519,7 @@ def looked_at_on_one_rank() -> None:
     """A hook or a mode that the first rank alone has: all run the stock code, and none waits."""
     first = dist.get_rank() == 0
     for what in ("head", "projection", "mode"):
-        ours, stock, true = model_of(), parallel(model_of(), layers=True), double(model_of())
-        report = lowtide.patch(parallel(ours, layers=True))
+        ours, stock, true, report = trio(functools.partial(parallel, layers=True))
         seen: list[Any] = []
         if first and what != "mode":
             watched = ours.lm_head if what == "head" else ours.model.layers[0].mlp.up_proj
@@ -561,7 +546,7 @@ def looked_at_on_one_rank() -> None:
     step(ours, batch_of())
     ours.lm_head.register_forward_hook(lambda _m, _x, y: y)
     lowtide.patch(ours)
-    fair(ours, parallel(model_of()), double(model_of()), batch_of(), "again")
+    fair(ours, *trio(parallel)[1:3], batch_of(), "again")
     fused(report, 2, 1)
 
 

@@ -21,8 +21,8 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("vocab", 2, "torch"),
     ("kernel", 3, "triton"),
     ("fsdp", 3, "transformers"),  # a vocabulary of 97 and layers of 16 do not divide by 3
-    ("mesh", 4, "torch"),
-    ("data", 3, "torch"),
+    ("mesh", 4, "transformers"),
+    ("data", 3, "transformers"),
     ("bench", 2, "torch"),
     ("term", 3, "torch"),
 ]
@@ -31,7 +31,7 @@ ONLY = {  # the same cases on other numbers of ranks, where these run other opti
     ("option", 2): ("every_option", "uses_of_autograd", "trained_on_one_rank"),
     ("vocab", 2): ("compiled",),
 }
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
 
 
 @pytest.mark.parametrize(("cases", "ranks", "needed"), RUNS, ids=lambda value: str(value))

@@ -23,7 +23,7 @@ from lowtide.train.checkpoints import checkpoints
 from lowtide.train.config import Parallel
 from lowtide.train.parallel import correct_fsdp2, let_first_report, variables
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,16 @@ def steps_logged(output: Path) -> int:
 
 def long_run(made: Runs, kind: str, output: Path, *more: object) -> list[object]:
     return [*made.arguments(kind), "--max-steps", 10_000, "--per_device_train_batch_size", 2, "--output", output, *more]
+
+
+def one_process_goes_on(made: Runs, kind: str, output: Path, step: int, engine: str) -> None:
+    """Resume a run for a step."""
+    ended = made.resume(output, 1, "--max-steps", step + 1, engine=engine)
+    assert ended.statuses == [0], ended
+    assert not (output / ".incoming").exists()
+    losses = history(output, step + 1)["loss"]
+    assert len(losses) == step + 1
+    assert losses[0] == pytest.approx(history(made.of(kind, "one")[0])["loss"][0], rel=REORDERED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -82,11 +92,7 @@ def test_a_signal_to_any_rank_ends_all_with_a_checkpoint(
     resume = f"Resume with: lowtide train --resume_from_checkpoint true --output {output}"
     assert ended.err == [f"lowtide train: ended by {name} after step {step}. {resume}\n", ""]
     assert not (output / "model").exists()
-    words = ["train", "--resume_from_checkpoint", "true", "--output", output, "--max-steps", step + 1]
-    made.ranks.succeed(1, *words, "--per_device_train_batch_size", 4, "--parallel", "ddp")
-    losses = history(output, step + 1)["loss"]
-    assert len(losses) == step + 1
-    assert losses[0] == pytest.approx(history(made.of(kind, "one")[0])["loss"][0], rel=REORDERED)
+    one_process_goes_on(made, kind, output, step, "ddp")
 
 
 def test_a_lost_rank_is_one_error(made: Runs, tmp_path: Path) -> None:
@@ -201,9 +207,4 @@ def test_accelerate_launch_and_a_killed_rank(made: Runs, tmp_path: Path) -> None
     newest = checkpoints(output)[-1]
     assert (newest / "pytorch_model_fsdp.bin").is_file(), "FSDP2 was taken"
     step = int(newest.name.rpartition("-")[2])
-    words = ["train", "--resume_from_checkpoint", "true", "--output", output, "--max-steps", step + 1]
-    made.ranks.succeed(1, *words, "--per_device_train_batch_size", 4, "--parallel", "auto")
-    assert not (output / ".incoming").exists()
-    losses = history(output, step + 1)["loss"]
-    assert len(losses) == step + 1
-    assert losses[0] == pytest.approx(history(made.of("pretrain", "one")[0])["loss"][0], rel=REORDERED)
+    one_process_goes_on(made, "pretrain", output, step, "auto")

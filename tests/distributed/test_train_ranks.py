@@ -30,7 +30,7 @@ from lowtide.train.checkpoints import checkpoints
 from lowtide.train.parallel import variables
 from lowtide.train.resuming import check_engine
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 

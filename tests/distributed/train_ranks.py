@@ -47,7 +47,7 @@ class Ended:
 
 
 def python_path() -> str:
-    """Return where ranks look for modules: among the tests and this lowtide first, then where this process was told."""
+    """Return where ranks look for modules: the tests, this lowtide, and this process's own path."""
     own = [str(TESTS), str(Path(lowtide.__file__).parents[1])]
     return os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -73,9 +73,9 @@ class Ranks:
     ) -> None:
         """Start; `end` gives the result. One at a time; after ``seconds`` it is killed."""
         assert self._process.stdin is not None
-        told = {"ranks": ranks, "argv": list(map(str, arguments)), "env": env, "seconds": seconds}
-        told["script"] = None if script is None else str(script)
-        self._process.stdin.write(json.dumps(told) + "\n")
+        job = {"ranks": ranks, "argv": list(map(str, arguments)), "env": env, "seconds": seconds}
+        job["script"] = None if script is None else str(script)
+        self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
 
     def pids(self) -> list[int]:

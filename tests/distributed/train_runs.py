@@ -120,7 +120,7 @@ def runs(folder: Path) -> Runs:
 
 
 def spied(out: str, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield what a rank told about itself."""
+    """Yield what `train_spy` printed of a rank."""
     for line in out.splitlines():
         if line.startswith(f"spied {kind} "):
             yield json.loads(line.removeprefix(f"spied {kind} "))

@@ -67,7 +67,7 @@ def unlike_scales() -> None:
         of_scale = [plain(t).sum() for t in (got if isinstance(got, tuple) else (got,)) if t is not None]
         assert len(torch.autograd.grad(torch.stack(of_scale).sum(), (scale, px) if px.requires_grad else (scale,)))
 
-    none = [t.detach()[:0] for t in (x[0], y[0])]  # nobody has tokens: no exchange, in which ranks could disagree
+    none = [t.detach()[:0] for t in (x[0], y[0])]  # without tokens there is no exchange, in which ranks could disagree
     pw, pb = part_of(w), part_of(b)
     scale = torch.tensor(0.8, device=DEVICE, requires_grad=dist.get_rank() == 0)
     kwargs = {"linear_bias": pb.detach(), "reduction": "sum", "logit_scale": scale, **shard_of("local", pw)}
@@ -324,7 +324,7 @@ def kinds_of_devices() -> None:
 
 
 def a_rank_that_never_comes() -> None:
-    """Nobody waits for ever: the others' call ends with the process group's error, after its patience."""
+    """The others' call ends with the process group's error, after its timeout."""
     group = dist.new_group()
     x, w, _, y = head(LEADING, D, V, bias=False)
     part = part_of(w)

@@ -38,14 +38,14 @@ from lowtide.measure.timing import peak_above
 
 RATE = 0.25
 RECOMPUTE = lowtide.HeadOptions(gradient="recompute")
-# A line for each engine and each collective, on a pipe that nobody reads while the other rank runs.
+# A line for each engine and each collective, on a pipe that is not read while the other rank runs.
 deepspeed.utils.logger.setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=FutureWarning)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute at first; gloo does as well
 
 
 def zero(model: Any, stage: int = 3, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """Return the model in an engine that keeps nothing gathered longer than a call needs it, unless told otherwise."""
+    """Return the model in an engine that by default holds no gathered weight longer than a call needs it."""
     sharing = {"stage": stage}
     if stage == 3:
         sharing |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
@@ -139,6 +139,14 @@ def pair(
     return zero(model, stage, **settings), stock, report
 
 
+def trains_as_stock(what: str, *args: Any, rtol: float = 1e-4, **settings: Any) -> tuple[Any, Any]:
+    """Compare two steps of a `pair` of these arguments, without logits; return the engine and what trains stock."""
+    engine, stock, report = pair(*args, **settings)
+    same_steps(what, engine, stock, rtol=rtol)
+    fused(report, 2, what=what)
+    return engine, stock
+
+
 @contextmanager
 def counted_gathers() -> Iterator[Counter[str]]:
     """Count what DeepSpeed gathers: calls and elements."""
@@ -168,9 +176,8 @@ def patched_models() -> None:
     for stage, tied, gradient in ways:
         what = f"stage {stage} tied {tied} {gradient}"
         options = lowtide.HeadOptions(gradient=gradient)
-        engine, stock, report = pair(model_of(tie_word_embeddings=tied), stage, options, engines=stage == 3)
-        same_steps(what, engine, stock)
-        fused(report, 2, what=what)
+        model = model_of(tie_word_embeddings=tied)
+        engine, stock = trains_as_stock(what, model, stage, options, engines=stage == 3)
         if stage == 2:
             continue
         seen: list[set[str]] = []
@@ -220,9 +227,7 @@ def offloaded() -> None:
                     one(input_ids=batch_of(0)["input_ids"])
         same_steps(what, engine, stock, batches=batches)
         fused(report, 2 * batches, what=what)
-    engine, stock, report = pair(stage=2, offload_optimizer=cpu)
-    same_steps("ZeRO-2, the optimizer on the CPU", engine, stock)
-    fused(report, 2)
+    trains_as_stock("ZeRO-2, the optimizer on the CPU", stage=2, offload_optimizer=cpu)
 
 
 def checkpointed_layers() -> None:
@@ -242,20 +247,14 @@ def checkpointed_layers() -> None:
 
 def kinds_of_model() -> None:
     """bfloat16; a soft cap with tied weights; a frozen head; a head that is trained alone."""
-    model = model_of(dtype=torch.bfloat16)
-    engine, stock, report = pair(model, engines=True, dtype=torch.bfloat16)
-    same_steps("bfloat16", engine, stock, rtol=4e-2)
-    fused(report, 2)
-    engine, stock, report = pair(model_of("gemma2", tie_word_embeddings=True), options=RECOMPUTE)
-    same_steps("gemma2", engine, stock)
-    fused(report, 2)
+    dtype = torch.bfloat16
+    trains_as_stock("bfloat16", model_of(dtype=dtype), engines=True, dtype=dtype, rtol=4e-2)
+    trains_as_stock("gemma2", model_of("gemma2", tie_word_embeddings=True), options=RECOMPUTE)
     for alone in (True, False):
         model = model_of()
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith("lm_head") == alone)
-        engine, stock, report = pair(model)
-        same_steps(f"head alone {alone}", engine, stock)
-        fused(report, 2)
+        engine, _ = trains_as_stock(f"head alone {alone}", model)
         assert gathered(engine) == set()
 
 
@@ -402,12 +401,12 @@ def built_in_parts() -> None:
         with deepspeed.zero.GatheredParameters([p]), torch.no_grad():
             q.copy_(p)
     with tempfile.TemporaryDirectory() as folder:
-        told = [folder]
-        dist.broadcast_object_list(told)
-        whole.save_pretrained(told[0])  # the first rank's: with several, transformers has that one write
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        whole.save_pretrained(shared[0])  # the first rank's: with several, transformers has that one write
         dist.barrier()
         alive = HfDeepSpeedConfig(config)  # transformers builds in parts as long as there is one
-        read = LlamaForCausalLM.from_pretrained(told[0])
+        read = LlamaForCausalLM.from_pretrained(shared[0])
         del alive
         dist.barrier()
     for what, parts, same in (("new", fresh, known), ("read", read, whole)):
@@ -431,11 +430,8 @@ def adapters() -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.1 * p.requires_grad)
-        engine, stock, report = pair(model, options=RECOMPUTE)
-        what = f"modules_to_save {saved}"
-        same_steps(what, engine, stock)
-        fused(report, 2, what=what)
-        assert gathered(engine) == set(), what
+        engine, _ = trains_as_stock(f"modules_to_save {saved}", model, options=RECOMPUTE)
+        assert gathered(engine) == set(), saved
         layer = engine.module.base_model.model.model.layers[0].mlp
         assert len(layer._external_params) == 9, "the MLP was not fused"
 

@@ -1,4 +1,4 @@
-"""What the tests of policies run in processes of their own, where attention's backward is told to be deterministic."""
+"""What the tests of policies run in processes of their own, with a deterministic backward of attention."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.conftest import no_waits
-from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
 from lowtide.measure.timing import peak_above
@@ -29,6 +28,17 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, grad:
     return x.requires_grad_(grad)
 
 
+def against_float64(
+    outs: Sequence[Tensor], expected: Sequence[Tensor], leaves: Sequence[Tensor], true: Sequence[Tensor], bound: float
+) -> None:
+    """Hold values, and the gradients by random upstream ones, against those of the leaves in float64."""
+    upstream = [random(*out.shape, dtype=out.dtype, seed=2 + i, grad=False) for i, out in enumerate(outs)]
+    got = torch.autograd.grad(outs, leaves, upstream)
+    want = torch.autograd.grad(expected, true, [u.double() for u in upstream])
+    assert [g.dtype for g in got] == [leaf.dtype for leaf in leaves]
+    assert_near((*outs, *got), (*expected, *want), bound)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "shape", [(7, 37), (1, 64), (2, 300, 8, 128), (1000, 2048), (33, 5003), (9, 32768), (3, 40000)]
@@ -39,15 +49,8 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...], offset: float, roundin
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     out = rms_norm(x, weight, EPS, offset=offset, rounding=rounding)
     true = doubled(x, weight)
-    expected = rms_norm_oracle(*true, EPS, offset)
     loose = TOLERANCE[dtype] * (1.5 if rounding == "before_weight" else 1)
-    assert relative_error(out, expected) < loose
-    upstream = random(*shape, dtype=dtype, seed=2, grad=False)
-    got = torch.autograd.grad(out, (x, weight), upstream)
-    want = torch.autograd.grad(expected, true, upstream.double())
-    for g, e in zip(got, want, strict=True):
-        assert g.dtype == dtype
-        assert relative_error(g, e) < loose
+    against_float64([out], [rms_norm_oracle(*true, EPS, offset)], (x, weight), true, loose)
     assert (why_no_kernel(x, weight) is None) == (dtype != torch.float64 and shape[-1] <= 32768)
 
 
@@ -59,12 +62,8 @@ def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     normed, total = add_rms_norm(x, residual, weight, EPS, rounding="before_weight")
     assert torch.equal(total, residual + x)
     true = doubled(total, weight)
-    expected = rms_norm_oracle(*true, EPS)
-    assert relative_error(normed, expected) < 1.5 * TOLERANCE[dtype]
-    upstream = [random(*shape, dtype=dtype, seed=s, grad=False) for s in (3, 4)]
-    got = torch.autograd.grad((normed, total), (x, residual, weight), upstream)
-    want = torch.autograd.grad((expected, true[0]), true, [u.double() for u in upstream])
-    assert_near(got, (want[0], want[0], want[1]), 1.5 * TOLERANCE[dtype])
+    expected, of_both = [rms_norm_oracle(*true, EPS), true[0]], (true[0], *true)  # x and residual: the sum's gradient
+    against_float64((normed, total), expected, (x, residual, weight), of_both, 1.5 * TOLERANCE[dtype])
 
 
 def test_norm_without_a_weight() -> None:
@@ -74,19 +73,6 @@ def test_norm_without_a_weight() -> None:
         out = add_rms_norm(x, residual, weight, EPS)
         results.append((*out, *torch.autograd.grad((out[0] * out[1]).sum(), (x, residual))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_forward_mode_is_refused() -> None:
-    """The kernels see numbers alone: the tangent would be lost in silence."""
-    x, weight = random(3, 64, grad=False), random(64, seed=1, grad=False)
-    heads, tables = random(1, 2, 3, 8, grad=False), random(1, 3, 8, grad=False)
-    calls = [(lambda t: rms_norm(t, weight, EPS), x), (lambda t: rotary(t, t, tables, tables), heads)]
-    for function, primal in calls:
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(primal, torch.ones_like(primal))
-            with pytest.raises(UnsupportedError, match="forward-mode"):
-                function(dual)
 
 
 def test_norm_errs_no_more_than_pytorchs_own() -> None:
@@ -132,10 +118,7 @@ def test_rotary(dtype: torch.dtype, Hq: int, Hk: int, d: int, r: int) -> None:
     outs = rotary(q, k, cos, sin)
     true = doubled(q, k)
     expected = [rotary_oracle(t, cos.double(), sin.double()) for t in true]
-    upstream = [random(*e.shape, dtype=dtype, seed=7, grad=False) for e in expected]
-    got = torch.autograd.grad(outs, (q, k), upstream)
-    want = torch.autograd.grad(expected, true, [u.double() for u in upstream])
-    assert_near((*outs, *got), (*expected, *want), TOLERANCE[dtype])
+    against_float64(outs, expected, (q, k), true, TOLERANCE[dtype])
     assert outs[0].stride() == q.stride()
 
 

@@ -35,11 +35,20 @@ def test_a_step_takes_what_is_planned(share: float, host_gib: float) -> None:
     assert checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
-@pytest.mark.parametrize("change", [{"keep_gradients": True}, {"optimizer": "sgd"}, {"optimizer": "adamw-foreach"}])
-def test_other_ways_to_train_too(change: dict[str, Any]) -> None:
+# The temporaries of autocast were never calibrated on a GPU; what layers save is tested on the CPU, to the byte.
+@pytest.mark.parametrize(
+    ("change", "near"),
+    [
+        ({"keep_gradients": True}, 0.03),
+        ({"optimizer": "sgd"}, 0.03),
+        ({"optimizer": "adamw-foreach"}, 0.03),
+        ({"autocast": True}, 0.1),
+    ],
+)
+def test_other_ways_to_train_too(change: dict[str, Any], near: float) -> None:
     settings = read_settings(SETTINGS)
     plan = plan_memory(settings, 8192, 1, **change)
-    assert check_plan(settings, plan, warm=1, steps=1).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
+    assert check_plan(settings, plan, warm=1, steps=1).peak_bytes == pytest.approx(plan.peak_bytes, rel=near)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -54,13 +63,6 @@ def test_a_step_with_offloaded_states_takes_what_is_planned(late: bool) -> None:
         checked = check_plan(settings, plan, warm=2, steps=2)
         assert checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
         assert not alone() or checked.seconds == pytest.approx(plan.seconds, rel=0.2)
-
-
-def test_autocast_is_planned_within_a_tenth() -> None:
-    """Its temporaries were never calibrated on a GPU; what layers keep is tested on the CPU, to the byte."""
-    settings = read_settings(SETTINGS)
-    plan = plan_memory(settings, 8192, 1, autocast=True)
-    assert check_plan(settings, plan, warm=1, steps=1).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.1)
 
 
 def test_the_gpu_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,10 +217,10 @@ def test_formulas_of_operations_say_what_is_inside(level: int, adapters: bool, m
     for trained in ((False,) * len(tensors), *torch.rand(40, len(tensors)).gt(0.6).tolist()):
         for tensor, flag in zip(tensors, trained, strict=True):
             tensor.requires_grad_(flag)
-        told = counted()
+        formula = counted()
         with monkeypatch.context() as inside:
             inside.setattr(graph, "watched", lambda _: False)
-            assert told == counted() > 0, trained
+            assert formula == counted() > 0, trained
 
 
 @pytest.mark.parametrize("level", [0, 1])

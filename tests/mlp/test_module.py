@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from lowtide import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.mlp.projections import why_not_plain
+from lowtide.mlp.swiglu import why_not_plain
 
 
 def written_out(mlp: nn.SwiGLU, x: Tensor) -> Tensor:

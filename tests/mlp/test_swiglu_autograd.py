@@ -224,9 +224,9 @@ def test_a_second_derivative_is_an_error_that_names_the_way_out(mode: dict[str, 
         (dx,) = torch.autograd.grad(call(leaves, **mode), leaves[0], upstream, create_graph=True)
         torch.autograd.grad(dx.square().sum(), leaves[by])
 
-    with pytest.raises(UnsupportedError, match=r"second derivative.*functional\.silu") as told:
+    with pytest.raises(UnsupportedError, match=r"second derivative.*functional\.silu") as error:
         twice()
-    assert isinstance(told.value, RuntimeError)
+    assert isinstance(error.value, RuntimeError)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode

@@ -47,9 +47,9 @@ X, GATE, UP, DOWN = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 4), tor
 )  # fmt: skip
 def test_one_clear_error(change: dict[str, Any], kind: type[Exception], words: str) -> None:
     arguments: dict[str, Any] = {"input": X, "gate_weight": GATE, "up_weight": UP, "down_weight": DOWN, **change}
-    with pytest.raises(LowtideError, match=words) as told:
+    with pytest.raises(LowtideError, match=words) as error:
         swiglu_mlp(**arguments)
-    assert isinstance(told.value, kind)
+    assert isinstance(error.value, kind)
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -166,7 +166,7 @@ def test_arguments_that_lazy_logits_do_not_know(read, patched, batch):
 
 def test_a_teacher_inside_a_student_is_its_own_affair(build, batch):
     teacher, student = build("llama"), build("llama")
-    told = lowtide.patch(teacher)
+    of_teacher = lowtide.patch(teacher)
 
     class Student(type(student)):
         def forward(self, *args, **kwargs):
@@ -179,7 +179,7 @@ def test_a_teacher_inside_a_student_is_its_own_affair(build, batch):
     student(**batch).loss.backward()
     assert student.seen is torch.Tensor
     expect_calls(report, 1)
-    assert (told.calls_fused, told.calls_materialised) == (0, 0)
+    assert (of_teacher.calls_fused, of_teacher.calls_materialised) == (0, 0)
 
 
 def test_bad_arguments(build):

@@ -83,8 +83,8 @@ def test_exchanged_code_runs(what, pair, batch, monkeypatch):
         patches.setattr(owner, attribute, times(getattr(owner, attribute)))
         assert_alike(model, stock, batch)
         assert not torch.equal(step(model, batch), before)
-        told = " ".join([*report.exchanged, *report.why_materialised])
-        assert attribute in told or what in ("SDPA", "experts"), told  # stock code looks these two up itself
+        reported = " ".join([*report.exchanged, *report.why_materialised])
+        assert attribute in reported or what in ("SDPA", "experts"), reported  # stock code looks these two up itself
         assert str(report).count(f"{attribute}\n") <= 1
     assert torch.equal(step(model, batch), before)  # put back, it is fused again
 
@@ -175,9 +175,9 @@ def test_an_mlps_own_settings(change, build, monkeypatch):
     for one in (mlp, copied):
         torch.testing.assert_close(one(x), stock(x))
     assert len(calls) == 2
-    told = report.exchanged
-    assert len(told) <= 1
-    assert type(stock.act_fn.forward).__name__ != "method" or "an attribute of" in told[0]
+    reported = report.exchanged
+    assert len(reported) <= 1
+    assert type(stock.act_fn.forward).__name__ != "method" or "an attribute of" in reported[0]
 
 
 def test_what_trains_in_another_way_than_it_evaluates_stays(build):

@@ -1,5 +1,6 @@
 """A sample of model types, each built tiny from its default config as `lowtide bench models` does; all with --slow."""
 
+import pkgutil
 import warnings
 
 import pytest
@@ -23,12 +24,12 @@ SAMPLE = [
 
 @pytest.mark.parametrize(("kind", "model_type"), SAMPLE, ids=lambda x: x)
 def test_a_type_never_builds_logits(kind, model_type):
-    told = check(kind, model_type)
-    assert (told["status"], told["why"]) == (FUSED, "")
-    assert len(told["cases"]) >= 4
-    assert set(told["cases"].values()) == {"equal"}
-    assert told["tolerances"]["loss"] < 1e-3
-    assert told["tolerances"]["gradients_median"] < 1e-3
+    row = check(kind, model_type)
+    assert (row["status"], row["why"]) == (FUSED, "")
+    assert len(row["cases"]) >= 4
+    assert set(row["cases"].values()) == {"equal"}
+    assert row["tolerances"]["loss"] < 1e-3
+    assert row["tolerances"]["gradients_median"] < 1e-3
 
 
 @pytest.mark.slow
@@ -49,9 +50,9 @@ def test_the_kinds_have_their_types():
 
 
 def test_a_type_that_cannot_be_built_says_why():
-    told = check("image-text", "pix2struct")
-    assert told["status"] == NOT_BUILT
-    assert "flattened_patches" in told["why"]
+    row = check("image-text", "pix2struct")
+    assert row["status"] == NOT_BUILT
+    assert "flattened_patches" in row["why"]
 
 
 def wrong_loss(loss):
@@ -59,57 +60,46 @@ def wrong_loss(loss):
 
 
 def wrong_gradient(loss):
-    def half(hidden, *args, **kwargs):
-        return loss(hidden * 0.999 + hidden.detach() * 0.001, *args, **kwargs)
-
-    return half
+    return lambda hidden, *args, **kwargs: loss(hidden * 0.999 + hidden.detach() * 0.001, *args, **kwargs)
 
 
 def no_gradient(loss):
     return lambda hidden, weight, *args, **kwargs: loss(hidden, weight.detach(), *args, **kwargs)
 
 
-@pytest.mark.parametrize("wrong", [wrong_loss, wrong_gradient, no_gradient], ids=lambda f: f.__name__)
-def test_a_patch_that_is_wrong_is_found(wrong, monkeypatch):
-    from lowtide.models import lazy_results
-
-    monkeypatch.setattr(lazy_results, "linear_cross_entropy", wrong(lazy_results.linear_cross_entropy))
-    told = check("causal", "opt")
-    assert told["status"] == DIFFERENT
-    assert told["why"].startswith("labels: different: ")
-
-
-def test_logits_that_nobody_reports_are_found(monkeypatch):
-    from lowtide.models import lazy_results
-
-    def with_logits(hidden, head, target, *, reduction, ignore_index, **_):
+def with_logits(_):
+    def loss(hidden, head, target, *, reduction, ignore_index, **_):
         return F.cross_entropy(F.linear(hidden, head), target, reduction=reduction, ignore_index=ignore_index)
 
-    monkeypatch.setattr(lazy_results, "linear_cross_entropy", with_logits)
-    told = check("causal", "gpt2")
-    assert (told["status"], told["why"]) == (FELL_BACK, "logits were built that the report knows nothing of")
+    return loss
 
 
-def test_an_error_of_a_patched_model_is_a_difference(monkeypatch):
-    from lowtide.models import lazy_results
-
-    def broken(*_, **__):
+def broken(_):
+    def loss(*_, **__):
         raise RuntimeError("none of it")
 
-    monkeypatch.setattr(lazy_results, "linear_cross_entropy", broken)
-    told = check("causal", "gpt2")
-    assert told["status"] == DIFFERENT
-    assert "none of it" in told["why"]
+    return loss
 
 
-def test_logits_read_after_the_loss_are_compared(monkeypatch):
-    from lowtide.models.head_call import HeadCall
+def wrong_logits(logits):
+    return lambda *args, **kwargs: logits(*args, **kwargs) + 0.01
 
-    stock = HeadCall.logits
-    monkeypatch.setattr(HeadCall, "logits", lambda self, *args, **kwargs: stock(self, *args, **kwargs) + 0.01)
-    told = check("causal", "gpt2")
-    assert told["status"] == DIFFERENT
-    assert "logits read after the loss differ" in told["why"]
+
+LOSS, LOGITS = "lowtide.models.lazy_results.linear_cross_entropy", "lowtide.models.head_call.HeadCall.logits"
+MISTAKES = [
+    *((LOSS, wrong, "opt", DIFFERENT, "labels: different: ") for wrong in (wrong_loss, wrong_gradient, no_gradient)),
+    (LOSS, with_logits, "gpt2", FELL_BACK, "logits were built, and the report does not count them"),
+    (LOSS, broken, "gpt2", DIFFERENT, "none of it"),
+    (LOGITS, wrong_logits, "gpt2", DIFFERENT, "logits read after the loss differ"),
+]
+
+
+@pytest.mark.parametrize(("what", "mistake", "model_type", "status", "why"), MISTAKES)
+def test_a_mistake_in_the_patch_is_found(what, mistake, model_type, status, why, monkeypatch):
+    monkeypatch.setattr(what, mistake(pkgutil.resolve_name(what)))
+    row = check("causal", model_type)
+    assert row["status"] == status
+    assert why in row["why"]
 
 
 def test_what_is_random_is_drawn_alike():

@@ -76,6 +76,16 @@ def another_head(model):
     model.lm_head = head
 
 
+class Adapter(nn.Module):
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.weight = base_layer, base_layer.weight
+        self.a, self.b = nn.Linear(16, 4, bias=False), nn.Linear(4, 97, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.b(self.a(x))
+
+
 def backward_hook(model):
     model.lm_head.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
 
@@ -83,6 +93,7 @@ def backward_hook(model):
 # each with the report's reason, where the change comes after patch
 CHANGES = {
     "head": (another_head, "is a Head"),
+    "adapter": (lambda model: setattr(model, "lm_head", Adapter(model.lm_head)), "is a Adapter"),
     "instance": (replaced_forward, "forward was replaced"),
     "pre-hook": (lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: (args[0] / 2,)), "a hook from"),
     "hook": (forward_hook(), "a hook from"),

@@ -157,10 +157,10 @@ def test_generation_is_bitwise_the_same(settings, patched, batch):
     scores = []
     for m in (model, stock):
         torch.manual_seed(0)
-        told = m.eval().generate(
+        generated = m.eval().generate(
             batch["input_ids"], max_new_tokens=6, output_logits=True, return_dict_in_generate=True, **settings
         )
-        scores.append((told.sequences, *told.logits))
+        scores.append((generated.sequences, *generated.logits))
     for ours, expected in zip(*scores, strict=True):
         assert torch.equal(ours, expected)
 
@@ -224,7 +224,7 @@ def test_what_is_no_tensor_is_the_error_of_stock(patched):
         for grad in (True, False):
             texts = []
             for m in (model, stock):
-                with torch.set_grad_enabled(grad), pytest.raises((TypeError, AttributeError)) as told:
+                with torch.set_grad_enabled(grad), pytest.raises((TypeError, AttributeError)) as error:
                     getattr(m.model.layers[0], name)([1.0])
-                texts.append(str(told.value))
+                texts.append(str(error.value))
             assert texts[0] == texts[1]

@@ -14,6 +14,7 @@ from models.conftest import (
     assert_same_gradients,
     assert_same_training,
     expect_calls,
+    state_of,
 )
 
 pytestmark = [
@@ -71,9 +72,12 @@ def test_in_bfloat16_no_further_from_the_truth_than_stock(name, loss, patched, b
     assert_no_further_from_the_truth(model, stock, lambda m: m(**batch).loss, draws=6)
 
 
-def test_patching_again_makes_the_model_as_asked_this_time(patched):
-    model, _, report = patched("llama")
-    everything = fused_modules(model)
+def test_patching_again_makes_the_model_as_asked_this_time(patched, batch):
+    model, stock, report = patched("llama")
+    everything, state = fused_modules(model), state_of(model)
+    assert lowtide.patch(model, options=lowtide.HeadOptions()) is report
+    assert state_of(model) == state
+    assert type(stock(**batch).logits) is torch.Tensor, "this instance alone is patched"
     model.model.layers[0].mlp.checkpoint_level = 1
     assert lowtide.patch(model) is report
     assert fused_modules(model) == everything
@@ -120,6 +124,17 @@ class LearnedSilu(nn.Module):
         return F.silu(x) * self.scale
 
 
+class BufferedSilu(nn.SiLU):
+    """What a buffer holds may be loaded after patch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 class Adapter(nn.Module):
     def __init__(self, base):
         super().__init__()
@@ -138,7 +153,7 @@ def with_own_forward(mlp):
 
 ACTIVATIONS = {
     "dropout": lambda: nn.Sequential(nn.SiLU(), nn.Dropout(0.5)), "exact GELU": nn.GELU,
-    "learned activation": LearnedSilu, "high clamp": Clamped,
+    "learned activation": LearnedSilu, "activation with a buffer": BufferedSilu, "high clamp": Clamped,
 }  # fmt: skip
 MLP_CHANGES = {
     **{name: lambda mlp, make=make: setattr(mlp, "act_fn", make()) for name, make in ACTIVATIONS.items()},

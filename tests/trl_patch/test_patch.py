@@ -15,8 +15,7 @@ import torch
 import lowtide
 from lowtide import HeadOptions
 from lowtide.errors import ArgumentTypeError, UnsupportedError
-from lowtide.trl import stand_in
-from lowtide.trl.stand_in import StandIn
+from lowtide.trl.patch import StandIn
 
 PLACES = (
     "trl.kernels.ChunkedLogProbFunction",
@@ -239,8 +238,7 @@ def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)  # type: ignore[arg-type]
     monkeypatch.setattr(
-        stand_in.importlib,
-        "import_module",
+        "lowtide.trl.patch.importlib.import_module",
         lambda name: (_ for _ in ()).throw(ModuleNotFoundError(f"No module named {name!r}", name=name)),
     )
     with pytest.raises(UnsupportedError, match=r"trl: expected TRL 1.16, got none installed. pip install"):

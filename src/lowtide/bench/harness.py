@@ -33,7 +33,7 @@ _LOOK_SECONDS = 0.5  # between looks for new rows of a child process
 OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
 
 Row = dict[str, Any]
-"""A row of a table and of the result file. It lacks what was not measured; its ``failed`` says why there is less."""
+"""A row of a table and of the result file. A figure that was not measured is missing, and ``failed`` has the reason."""
 Say = Callable[[str], object]
 C = TypeVar("C", bound=Settings)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class CannotError(Exception):
-    """This peer does not do what the case asks for."""
+    """This peer does not support the case."""
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,7 @@ class LossBench(Bench):
             if self.true is not None and "ms" in row and problem.dtype == torch.bfloat16:
                 with reason_in(row):  # it needs memory of its own
                     row |= self.floor_of(plan)
+                release(problem.device)
         return row
 
     def floor_of(self, plan: HeadPlan) -> dict[str, float]:

@@ -180,7 +180,7 @@ def parameter_sizes(shape: ModelShape) -> Sequence[int]:
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, without --host
 UNKNOWN_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
-KILLED = -9  # by the system, as a rule for want of memory
+KILLED = -9  # by the system: as a rule memory ran out
 TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
     (
@@ -234,7 +234,7 @@ class Tries:
 
     fit: Fit
     settings: dict[str, Any]
-    tell: Callable[[Row], object]
+    add: Callable[[Row], object]
     build_s: float = UNKNOWN_BUILD
     slower: float = 1.0
 
@@ -253,7 +253,7 @@ class Tries:
         row["seconds_predicted"] = demand.seconds
         if demand.host > self.fit.host_bytes:
             row |= {"out_of": ON_HOST, "failed": f"{gib(demand.host):.1f} GiB of host memory needed: not tried"}
-            self.tell(row)
+            self.add(row)
             return row
         for_layers = gib(max(self.fit.host_bytes - self.fit.states, 0))
         begun = time.monotonic()
@@ -270,7 +270,7 @@ class Tries:
         if "seconds" in row:
             self.build_s = max(time.monotonic() - begun - sum(rounds) * row["seconds"], 0.0)
             self.slower = row["seconds"] / demand.seconds
-        self.tell(row)
+        self.add(row)
         return row
 
 

@@ -119,7 +119,7 @@ def measure(
 
 
 def out_of(error: Exception) -> str | None:
-    """Return which memory an error says has run out, None where it says another thing."""
+    """Return which memory ran out by an error, None for other errors."""
     if is_out_of_memory(error):
         return ON_GPU if is_the_gpus(error) else ON_HOST
     refused = isinstance(error, UnsupportedError) and str(error).startswith(("host_gib", "offload"))

@@ -186,7 +186,7 @@ def _status(results: dict[str, str], report: lowtide.PatchReport, *, built: bool
     reasons = [why for why in report.why_materialised if why != READ_AFTER]
     if not loss.patched:
         reasons = [loss.outcome.removeprefix("left as it is: ")]
-    return FELL_BACK, "; ".join(reasons) or "logits were built that the report knows nothing of"
+    return FELL_BACK, "; ".join(reasons) or "logits were built, and the report does not count them"
 
 
 READ_AFTER = "read by TensorBase.positive"

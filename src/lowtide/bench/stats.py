@@ -166,7 +166,7 @@ def _in_full(function: Callable[..., Values], task: StatsTask) -> Function:
 
 def _compiled(task: StatsTask) -> Function:
     if task.work.backward_alone:
-        raise CannotError("gives its buffers away in backward, which runs once")
+        raise CannotError("frees its buffers in backward, which runs once")
     return _in_full(compiled(_naive), task)
 
 

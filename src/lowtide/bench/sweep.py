@@ -1,7 +1,7 @@
 """The head's benchmark along three lines: N tokens, hidden size D and vocabulary V, each with the others held.
 
-The plots are those that the thread on PyTorch's own function asks for (pytorch/pytorch issue 124480): the rate, the
-peak of memory and the errors over each of the three.
+The plots are those requested for PyTorch's own function (pytorch/pytorch issue 124480): the rate, the peak of memory
+and the errors over each of the three.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def bare_gemms(problem: Problem, rows: int) -> Callable[[], None]:
     """Return a function that runs the GEMMs a setting cannot do without, in chunks of so many rows.
 
     With gradients: logits ``z = x W^T`` (twice, where the upstream gradient is known in backward only), ``dX = z W``
-    and, unless the head is frozen, ``dW += z^T x``. z stands for its own gradient: it has the same shape. The weight's
-    gradient is summed in its own dtype, which is the least work.
+    and, unless the head is frozen, ``dW += z^T x``. z takes the place of its gradient, which has the same shape. dW is
+    summed in its own dtype, which is the least work.
     """
     setting = problem.setting
     x, w = problem.x.detach().to(problem.dtype), problem.w.detach().to(problem.dtype)
@@ -89,7 +89,7 @@ class Task:
     """What every peer of one table computes.
 
     Attributes:
-        head: hidden states, weight and targets; its setting says which gradients are computed, if any.
+        head: hidden states, weight and targets; its setting has which gradients are computed, if any.
         names: of the values.
         upstream: the objective's gradient with respect to each value, of its shape; empty without gradients.
         values_of: returns the values, differentiably, from all logits [rows, V] of some rows.
@@ -266,7 +266,7 @@ class Bench:
         )
 
     def measure(self, peer: Peer) -> Row:
-        """Return a peer's row; one that fails says why."""
+        """Return a peer's row, with the reason where it fails."""
         row: Row = {"name": peer.name}
         with reason_in(row):
             self._fill(row, self.task.run_of(peer.build(self.task)))

@@ -1,7 +1,7 @@
 """A tiny random model of any transformers type: its default config, shrunk by what its settings are called.
 
 The rules are about words that configs share (layers, heads, experts, ranks), not about types. There are 2 heads, a
-width is what they have together, and settings that must agree with these do. What a config asks for beyond that is in
+width is what they have together, and settings that must agree with these do. What a config needs beyond that is in
 `HINTS`.
 """
 
@@ -16,7 +16,7 @@ import torch
 # A prime, so that an allocation of so many columns is seen for what it is.
 VOCAB = 1009
 HEADS = 2
-# Of each head; some types split a head into parts of sizes that no setting tells, which only large ones hold.
+# Of each head; some types split a head into parts of fixed sizes, for which only the larger ones have room.
 HEAD_DIMS = (16, 64, 128)
 MAX_LAYERS = 4
 
@@ -31,7 +31,7 @@ def _heads_together(times: int) -> _Rule:
     return lambda value, head_dim: min(value, 0) or HEADS * head_dim * times  # 0 and below: without it
 
 
-# The first pattern that a setting's whole name matches says what becomes of it; any other stays.
+# A setting is changed by the first pattern that matches its whole name; any other setting stays.
 _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"(type|task_type)_vocab_size|chunk_size.*|.*positions?(_embeddings)?", lambda v, _: v),
     (r".*(patch_size|image_size|channels)", lambda v, _: v),
@@ -156,7 +156,7 @@ class _Shrinking:
 
 
 def _kept_layers(values: Mapping[str, Any]) -> list[int]:
-    """Return the layers that stay: at least two, the first of each kind that lists with an entry a layer tell apart."""
+    """Return the layers that stay: at least two, the first of each kind by the lists with an entry per layer."""
     count = next((v for name, v in values.items() if _MAIN_LAYERS.fullmatch(name)), None)
     if type(count) is not int or count <= 2:
         return []

@@ -47,7 +47,7 @@ def language_part(config: Any) -> Any:
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ArgumentValueError(message("model", expected, got, "Other models are not measured."))
     encodes = type(text) in MODEL_FOR_MASKED_LM_MAPPING or text.model_type == "bert-generation"
-    if encodes and not getattr(text, "is_decoder", False):  # causal only where its config says so
+    if encodes and not getattr(text, "is_decoder", False):  # causal only with is_decoder
         hint = f"With is_decoder set to true in its config {text.model_type} is measured as one."
         raise ArgumentValueError(message("model", expected, f"{got}, whose tokens see those after them", hint))
     return text
@@ -178,7 +178,7 @@ class Checkpointed:
         self._policy = policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; what the checkpoint saves lies in host memory where the policy says so."""
+        """Run it; what the checkpoint saves lies in host memory if the policy offloads."""
         # save_on_cpu moves what checkpoint itself saves: inside of it other hooks take the rest
         with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._policy.offload else nullcontext():
             return checkpoint(self.function, *args, **_checkpoint_arguments(self._policy), **kwargs)

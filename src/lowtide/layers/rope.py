@@ -165,16 +165,14 @@ def _halves(table: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rotate_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: bool) -> None:
     cos_1, cos_2, sin_1, sin_2 = tables
+    if inverse:
+        sin_1, sin_2 = -sin_2, -sin_1
     half, rest = cos_1.shape[-1], x.shape[-1] - 2 * cos_1.shape[-1]
     sizes = [half, half, rest]
     first, second, passed = x.split_with_sizes(sizes, -1)
     into_first, into_second, into_passed = out.split_with_sizes(sizes, -1)
-    if inverse:
-        into_first.copy_(first * cos_1 + second * sin_2)
-        into_second.copy_(second * cos_2 - first * sin_1)
-    else:
-        into_first.copy_(first * cos_1 - second * sin_1)
-        into_second.copy_(second * cos_2 + first * sin_2)
+    into_first.copy_(first * cos_1 - second * sin_1)
+    into_second.copy_(second * cos_2 + first * sin_2)
     if rest:
         into_passed.copy_(passed)
 

@@ -12,8 +12,7 @@ from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.models.patch import patch, unpatch
 from lowtide.models.report import PatchReport
-from lowtide.trl.patch import patch_trl, unpatch_trl
-from lowtide.trl.stand_in import TrlReport
+from lowtide.trl.patch import TrlReport, patch_trl, unpatch_trl
 
 _MADE_LATER = (
     "lowtide: the trainer has made another model for this run (model_init), which is patched now, after accelerate "

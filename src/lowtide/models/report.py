@@ -14,8 +14,8 @@ class PartReport:
 
     Args:
         part: ``"loss"``, ``"mlp"``, ``"norm"`` or ``"rope"``.
-        module: The name of the module inside the model, with ``*`` for the numbers where several modules that differ in
-            them alone were dealt with alike; ``"-"`` where there is none to name.
+        module: The name of the module inside the model, with ``*`` for the numbers where one line stands for several
+            modules; ``"-"`` where there is none to name.
         outcome: What was done to it, or why it was left as it is.
         patched: Whether anything was changed.
         count: How many modules the line stands for.
@@ -43,7 +43,7 @@ class PatchReport:
         calls_materialised: Calls of the output layer whose logits were built after all.
         why_materialised: How often each reason for building them came up.
         exchanged: Functions, forwards and settings that changed after `patch`, each once: modules that use them run
-            the model's own code.
+            the stock code.
 
     Example:
         >>> report = lowtide.patch(model)
@@ -100,8 +100,7 @@ class PatchReport:
         text.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
         text.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
         text += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
-        exchanged = "exchanged since, so that modules with it run the model's own code"
-        text += [f"{exchanged}: {what}" for what in self.exchanged]
+        text += [f"replaced since, and modules that use it run the stock code: {what}" for what in self.exchanged]
         return "\n".join(text)
 
 

@@ -13,23 +13,19 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from head.kernels.rows import DEVICE, DTYPE, INF, NAN, POISON, UNIT, apart, ordered, unordered
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, from_ordered, shifted_exp_logits, to_ordered
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.kernel_launch import multiprocessors
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-UNIT = 16 // DTYPE.itemsize  # rows start at multiples of 16 bytes
 SMALL = {"rows": 16, "columns": 32, "depth": 16, "group": 2, "stages": 1, "warps": 4}
 CONFIGS = [GemmConfig()] if DEVICE == "cuda" else [GemmConfig(**SMALL, pieces=1), GemmConfig(**SMALL, pieces=2)]
 CONFIG = CONFIGS[-1]
 PROGRAMS = multiprocessors(torch.device(DEVICE))
 NEAR = 2e-5 if DEVICE == "cuda" else 3e-6  # of float32 sums
 NEAR_E = 2**-8 if DEVICE == "cuda" else NEAR
-POISON = -7.0
 OPTIONS = ["bias_V", "scale", "softcap"]
-INF, NAN = torch.inf, torch.nan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 
@@ -49,13 +45,6 @@ class Batch(NamedTuple):
 class Result(NamedTuple):
     e: Tensor | None
     sums: Tensor | None  # [C, P]
-
-
-def apart(values: Tensor) -> Tensor:
-    """Return them in rows that have NaN between them."""
-    room = torch.full((len(values), -(-values.shape[1] // UNIT) * UNIT + UNIT), NAN, dtype=DTYPE, device=DEVICE)
-    room[:, : values.shape[1]] = values
-    return room[:, : values.shape[1]]
 
 
 def batch(C: int, V: int, D: int, *, size: float | None = None) -> Batch:
@@ -292,9 +281,7 @@ def test_classes_ruled_out_by_the_bias() -> None:
     assert_rows_close(got.e, e, NEAR_E)
     assert_sums_close(got.sums, total)
     again = run_shifted(b, list(range(19)), bias_V=bias)
-    i = again.highest
-    reference = torch.where(i < 0, i ^ 0x7FFFFFFF, i).view(torch.float32)
-    e, total = truth(b, reference=reference, bias_V=bias)
+    e, total = truth(b, reference=unordered(again.highest), bias_V=bias)
     assert_rows_close(again.e, e, NEAR_E)
     assert_sums_close(again.sums, total)
 
@@ -305,12 +292,6 @@ def _ordered_kernel(f_ptr, i_ptr, back_ptr, N: tl.constexpr):  # type: ignore[no
     i = to_ordered(tl.load(f_ptr + at))
     tl.store(i_ptr + at, i)
     tl.store(back_ptr + at, from_ordered(i))
-
-
-def ordered(f: Tensor) -> Tensor:
-    """Do `to_ordered` in PyTorch."""
-    i = f.float().view(torch.int32)
-    return torch.where(i < 0, i ^ 0x7FFFFFFF, i)
 
 
 def test_the_order_of_integers_is_the_order_of_floats() -> None:
@@ -374,8 +355,7 @@ def test_listed_rows_are_relative_to_their_highest_logit(
     highest = logits(b, **kwargs).amax(1).float()
     if "softcap" not in names:  # exact, otherwise
         assert torch.equal(got.highest[rows], ordered(highest)[rows])
-    i = got.highest
-    reference = torch.where(i < 0, i ^ 0x7FFFFFFF, i).view(torch.float32)
+    reference = unordered(got.highest)
     torch.testing.assert_close(reference[rows], highest[rows], rtol=1e-6, atol=1e-6)
     e, total = truth(b, reference=reference, **kwargs)
     flat = 1e-6 if "softcap" in names else 0  # what 1 - (z / cap)**2 leaves at the cap

@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from head.kernels.rows import DEVICE, DTYPE, INF, NAN, POISON, UNIT, apart, ordered, rounded
 from lowtide.head.kernels.exp_rows import (
     Reports,
     add_column_sums,
@@ -19,13 +20,8 @@ from lowtide.head.kernels.exp_rows import (
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from support import assert_near, relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-UNIT = 16 // DTYPE.itemsize  # rows start at multiples of 16 bytes
 NEAR = 2e-5 if DEVICE == "cuda" else 3e-6  # of float32 numbers, made with a GPU's quick exp
 NEAR_GRAD = 6e-3 if DEVICE == "cuda" else 1e-5  # E, s x and, of two numbers that nearly cancel, both
-POISON = -7.0
-INF, NAN = torch.inf, torch.nan
 
 WITH_CAP = ("linear_bias", "logit_scale", "softcap", "weight", "z_loss")
 WITH_SMOOTHING = ("linear_bias", "logit_scale", "weight", "label_smoothing", "z_loss")
@@ -83,24 +79,11 @@ def listed(rows: Reports) -> list[int]:
     return sorted(rows.listed[: int(rows.listed_count)].tolist())
 
 
-def ordered(f: Tensor) -> Tensor:
-    """Map float32 to int32 in the same order."""
-    i = f.float().view(torch.int32)
-    return torch.where(i < 0, i ^ 0x7FFFFFFF, i)
-
-
 class Batch(NamedTuple):
     x: Tensor
     w: Tensor
     y: Tensor
     g: Tensor
-
-
-def apart(values: Tensor) -> Tensor:
-    """Return them in rows that have NaN between them."""
-    room = torch.full((len(values), values.shape[1] + UNIT), NAN, dtype=DTYPE, device=DEVICE)
-    room[:, : values.shape[1]] = values
-    return room[:, : values.shape[1]]
 
 
 def batch(C: int, V: int, D: int) -> Batch:
@@ -283,20 +266,13 @@ def prepare(b: Batch, lse: Tensor, miss: Tensor, kwargs: dict[str, Any], *, scal
     return Prepared(*numbers, room[1:-1])
 
 
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x as a kernel narrows it: to the nearest, but Triton's interpreter cuts bfloat16 off."""
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        return (x.view(torch.int32) & -0x10000).view(torch.float32)
-    return x.to(dtype).float()
-
-
 def test_prepared_rows_in_bfloat16_know_what_the_target_loses() -> None:
     b = batch(9, 37, 5 * UNIT)
     b = b._replace(x=b.x.bfloat16())
     miss = torch.linspace(0.01, 5, 9, device=DEVICE)
     got = prepare(b, miss - 1, miss, {"z_loss": 0.1})
     c = got.coefficient
-    assert torch.equal(got.rest, c - narrowed(c, torch.bfloat16))
+    assert torch.equal(got.rest, c - rounded(c, torch.bfloat16).float())
     assert got.rest.abs().max() > 1e-4
     assert torch.equal(got.scaled.double(), got.s.double()[:, None] * b.x.double())
 

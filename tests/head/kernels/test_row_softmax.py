@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from head.kernels.rows import DEVICE, INF, NAN, NARROW, padded, rounded
 from lowtide.head.kernels.gemm import LogitTransform
 from lowtide.head.kernels.row_softmax import softmax_rows
 from support import assert_near, oracle, relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES = {"wide": torch.float32, **NARROW}
 LOOSE = {"wide": 2e-6, "bfloat16": 2**-8 if DEVICE == "cuda" else 2**-7, "float16": 2**-11}  # see `rounded`
 OPTIONS = ["bias_V", "logit_scale", "softcap", "class_weight_V", "label_smoothing", "z_loss"]
@@ -57,33 +56,18 @@ def batch(C: int, V: int) -> tuple[Tensor, Tensor]:
     return 2 * torch.randn(C, V, generator=g).to(DEVICE), y.to(DEVICE)
 
 
-def padded(z_CV: Tensor, stride: int | None = None) -> Tensor:
-    """Return the logits in rows ``stride`` long, NaN after them."""
-    C, V = z_CV.shape
-    whole = torch.full((C, stride or -(-V // 8) * 8), torch.nan, device=DEVICE)
-    whole[:, :V] = z_CV
-    return whole
-
-
 def run(
     z_CV: Tensor, y_C: Tensor, *, gradient: Any = "wide", unit_C: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the gradient, an fp16 one lifted, of logits that are left alone."""
     C, V = z_CV.shape
-    whole = padded(z_CV)
+    whole = padded(z_CV)[1:-1]
     unit = torch.ones(C, device=DEVICE) if unit_C is None else unit_C
     loss, lift = softmax_rows(whole[:, :V], y_C, unit, gradient=DTYPES[gradient], **launched(kwargs))
     if gradient in NARROW:
         narrow = whole.view(NARROW[gradient])[:, :V].float()
         return loss, narrow if lift is None else narrow * lift[:, None]
     return loss, whole[:, :V]
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x as a kernel narrows it: to the nearest, but Triton's interpreter cuts bfloat16 off."""
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        x = (x.view(torch.int32) & -0x10000).view(torch.float32)
-    return x.to(dtype)
 
 
 def truth(z_CV: Tensor, y_C: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -145,7 +129,7 @@ def test_narrow_values_are_the_wide_ones_rounded(names: tuple[str, ...]) -> None
     kwargs = options(V, names) | {"longest_block": 32}
     loss, wide = run(z, y, **kwargs)
     for dtype in NARROW.values():
-        whole = padded(z)
+        whole = padded(z)[1:-1]
         again, lift = softmax_rows(whole[:, :V], y, torch.ones_like(loss), gradient=dtype, **launched(kwargs))
         expected = wide if lift is None else wide / lift[:, None]
         assert torch.equal(whole.view(dtype)[:, :V], rounded(expected, dtype))
@@ -169,8 +153,7 @@ def test_no_thread_writes_over_what_another_still_reads(C: int, V: int) -> None:
 @pytest.mark.parametrize(("V", "stride"), [(37, 40), (37, 64), (32, 32), (3, 8)])
 def test_a_row_writes_to_its_own_memory(V: int, stride: int, gradient: Any) -> None:
     z, y = batch(4, V)
-    room = torch.full((6, stride), torch.nan, device=DEVICE)
-    room[1:5, :V] = z
+    room = padded(z, stride)
     ones = torch.ones(4, device=DEVICE)
     _, lift = softmax_rows(room[1:5, :V], y, ones, gradient=DTYPES[gradient], longest_block=16)
     out = room if gradient == "wide" else room.view(NARROW[gradient])
@@ -187,7 +170,7 @@ def test_a_row_writes_to_its_own_memory(V: int, stride: int, gradient: Any) -> N
 
 def test_the_loss_alone_leaves_the_row_alone() -> None:
     z, y = batch(3, 37)
-    whole = padded(z)
+    whole = padded(z)[1:-1]
     before = whole.clone()
     loss, _ = softmax_rows(whole[:, :37], y, torch.ones(3, device=DEVICE), **launched(options(37)))
     assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
@@ -232,7 +215,6 @@ def test_a_target_that_is_no_class_is_nan(gradient: str) -> None:
     assert torch.equal(g[[0, 2, 3]], clean[1][[0, 2, 3]])
 
 
-INF, NAN = torch.inf, torch.nan
 ODD_ROWS = {  # what is put where; the target is class 20, in the second of three blocks
     "nan": {3: NAN}, "nan late": {36: NAN}, "nan at target": {20: NAN},
     "inf": {3: INF}, "inf late": {36: INF}, "inf at target": {20: INF}, "two infs": {3: INF, 20: INF},
@@ -320,7 +302,7 @@ def test_a_cap_far_above_the_logits_takes_nothing_from_them() -> None:
 
 def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return what an fp16 gradient leaves in memory, and its lift."""
-    (C, V), whole = z.shape, padded(z)
+    (C, V), whole = z.shape, padded(z)[1:-1]
     _, lift = softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient=torch.float16, **launched(kwargs))
     return whole.view(torch.float16)[:, :V], lift
 

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from head.kernels.rows import DEVICE, INF, NAN
 from lowtide.head.kernels import elementary, stats_logits, stats_rows
 from lowtide.head.kernels.elementwise import (
     COLUMNS,
@@ -28,10 +29,8 @@ from lowtide.head.kernels.elementwise import (
 from lowtide.head.kernels.exp_terms import finish_input_grad
 from support import relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLASSES = 50
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
-INF, NAN = torch.inf, torch.nan
 TINY = [0.0, 1.2e-38, 1e-30, 1e-20, 3e-8, 5.9e-8, 6e-8, 1.2e-7, 1e-7, 1e-6, 1e-5, 1e-3, 0.1, 0.19, 0.21, 0.7, 1.0, 1.7]
 HUGE = [3.0, 8.0, 9.5, 16.0, 80.0, 87.0, 103.0, 105.0, 1e3, 1e10, 2.0**64, 3.4e38, INF, NAN]
 
