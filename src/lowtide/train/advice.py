@@ -85,7 +85,7 @@ def _what_fits(run: RunState) -> list[str]:
         lines.append(f"A resumed run can be given {may}; another length is another run.")
     else:
         lines.append(_nothing(settings, job, search, limit))
-    line = plan_line(config, settings, job, limit)
+    line = _plan_line(config, settings, job, limit)
     return [*lines, f"The figures: {line}"] if line else lines
 
 
@@ -135,7 +135,7 @@ def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
     )
 
 
-def plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -> str:
+def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -> str:
     """Return the ``lowtide plan`` command that shows the whole plan; "" where it has no option for the adapters."""
     words = ["lowtide plan", f"--model {shlex.quote(config.model)}", f"--seq-len {job.seq_len}"]
     words += [f"--batch-size {job.batch_size}", f"--budget {gib(limit):.2f}GiB"]

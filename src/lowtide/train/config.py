@@ -169,6 +169,11 @@ class TrainConfig:
         return folder is not None and any((folder / weights).is_file() for weights in _WEIGHTS)
 
     @property
+    def named_columns(self) -> dict[str, str]:
+        """The data's columns by the name of what they hold."""
+        return dict(pair.split("=", 1) for pair in self.columns)
+
+    @property
     def resumes_from(self) -> str | None:
         """The checkpoint that the run is resumed from, "true" for its newest; None for a new run."""
         given = str(self.options.get("resume_from_checkpoint") or "false")

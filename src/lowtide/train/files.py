@@ -143,7 +143,7 @@ def find_data(paths: Sequence[str]) -> Sources:
             dataset is not in the cache.
     """
     if not paths:
-        return Sources(tuple(standard_library()))
+        return Sources(tuple(_standard_library()))
     found, skipped = dict[Path, Source](), 0
     for name in paths:
         path = Path(os.path.expanduser(name))  # noqa: PTH111 (it leaves an unknown home)
@@ -157,7 +157,7 @@ def find_data(paths: Sequence[str]) -> Sources:
     return Sources(tuple(found.values()), skipped)
 
 
-def hub_cache() -> Path:
+def _hub_cache() -> Path:
     """Return the folder of huggingface_hub's downloads, by the same environment variables."""
     env = os.environ
     home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
@@ -172,7 +172,7 @@ def hub_snapshot(name: str, kind: Literal["models", "datasets"]) -> Path | None:
     """
     if not _HUB_NAME.fullmatch(name) or ":" in name:
         return None
-    folder = hub_cache() / "--".join([kind, *name.split("/")])
+    folder = _hub_cache() / "--".join([kind, *name.split("/")])
     snapshots = sorted(folder.glob("snapshots/*/"), key=lambda path: path.stat().st_mtime_ns)
     try:
         main = (folder / "refs" / "main").read_text().strip()
@@ -193,7 +193,7 @@ def _from_hub(name: str, path: Path) -> Source:
         raise ArgumentValueError(message("data", "a file or folder", f"{name} (No such file or directory)", near))
     folder = hub_snapshot(match[1], "datasets")
     if folder is None:
-        expected = f"a file, a folder or a Hub dataset in {hub_cache()}"
+        expected = f"a file, a folder or a Hub dataset in {_hub_cache()}"
         hint = f"Check the path, or download the dataset: hf download {match[1]} --repo-type dataset"
         raise ArgumentValueError(message("data", expected, f"{name}, which is none of them", hint))
     return Source(folder, "hub", match[2])
@@ -250,7 +250,7 @@ def _kind_in_folder(path: Path) -> Kind:
     return kind
 
 
-def standard_library() -> list[Source]:
+def _standard_library() -> list[Source]:
     """Return the source and documentation files of the running Python's standard library.
 
     Raises:

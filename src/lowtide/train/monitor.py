@@ -31,7 +31,7 @@ from lowtide.measure.units import mib
 from lowtide.train.checkpoints import save_error
 from lowtide.train.result import WARM_STEPS
 
-LINE_EVERY_SECONDS = 10.0
+_LINE_EVERY_SECONDS = 10.0
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         step, last = state.global_step, state.global_step == state.max_steps
         if self._console is None or not step:
             return
-        if "loss" in line and (time.monotonic() - self._printed > LINE_EVERY_SECONDS or last or not self._printed):
+        if "loss" in line and (time.monotonic() - self._printed > _LINE_EVERY_SECONDS or last or not self._printed):
             self._printed = time.monotonic()
             memory = self.metrics.peak_bytes if self.metrics.on_gpu else resident_bytes()
             left = time.strftime("%H:%M:%S", time.gmtime((state.max_steps - step) * self.metrics.median_step_seconds))

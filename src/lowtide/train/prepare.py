@@ -160,11 +160,10 @@ def _rows(run: RunState, sources: Sources, tokenizer: Any) -> Mapping[str, Any]:
     from lowtide.train.rows import describe, load_rows
 
     config, args = run.config, run.settings.args
-    columns = dict(pair.split("=", 1) for pair in config.columns)
     with args.main_process_first(local=False):
         rows, notes = load_rows(
             sources,
-            columns=columns,
+            columns=config.named_columns,
             text_field=args.dataset_text_field,
             check=lambda row: check_template(tokenizer, row),
             check_key=str(tokenizer.chat_template),
@@ -202,7 +201,7 @@ def _patch(run: RunState) -> None:
 
 def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:
     """Return the text that random weights are trained on."""
-    columns = dict(pair.split("=", 1) for pair in config.columns)
+    columns = config.named_columns
     if others := sorted(columns.keys() - {"text"}):
         hint = "Name a pretrained model with --model to train on others."
         raise ArgumentValueError(message("columns", "text=COLUMN, from random weights", others[0], hint))

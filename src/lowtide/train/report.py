@@ -52,7 +52,7 @@ def show_result(console: Console, result: TrainResult, config: TrainConfig) -> N
     """Print a run's numbers."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(min_width=_NAMES)
-    for name, value in result_rows(result):
+    for name, value in _result_rows(result):
         table.add_row(name, value)
     console.print()
     console.print(table, highlight=False, markup=False)
@@ -67,13 +67,13 @@ def show_result(console: Console, result: TrainResult, config: TrainConfig) -> N
             console.print(f"merged           {merged}", highlight=False, markup=False, soft_wrap=True)
 
 
-def result_rows(result: TrainResult) -> list[tuple[str, str]]:
+def _result_rows(result: TrainResult) -> list[tuple[str, str]]:
     """Return a run's numbers as a person reads them."""
     last = min(_LAST, len(result.losses))
     speed = f"{result.tokens_per_second:,.0f} tokens/s, {result.step_seconds * 1e3:,.0f} ms a step (median)"
     mean = f"mean of the last {last} steps" if last > 1 else "one step"
     rows = [
-        ("training loss", f"{first_loss(result):.3f} -> {last_loss(result):.3f} ({mean})"),
+        ("training loss", f"{_first_loss(result):.3f} -> {_last_loss(result):.3f} ({mean})"),
         ("held-out loss", f"{_number(result.held_out_before)} -> {_number(result.held_out_after)}"),
         ("speed", speed if result.steps_seconds else "no further step"),
         ("peak memory", f"{mib(result.peak_resident_bytes):,.0f} MiB resident"),
@@ -86,12 +86,12 @@ def result_rows(result: TrainResult) -> list[tuple[str, str]]:
     return rows
 
 
-def first_loss(result: TrainResult) -> float:
+def _first_loss(result: TrainResult) -> float:
     """Return the loss of a run's first step."""
     return result.losses[min(result.losses)]
 
 
-def last_loss(result: TrainResult) -> float:
+def _last_loss(result: TrainResult) -> float:
     """Return the mean loss of a run's last steps."""
     return statistics.fmean(result.losses[step] for step in sorted(result.losses)[-_LAST:])
 
@@ -110,8 +110,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     def divided(a: float | None, b: float | None) -> float | None:
         return b / a if a and b is not None else None
 
-    row("loss, first step", first_loss(stock), first_loss(patched), ".4f")
-    row(f"loss, last {_LAST} steps", last_loss(stock), last_loss(patched), ".4f")
+    row("loss, first step", _first_loss(stock), _first_loss(patched), ".4f")
+    row(f"loss, last {_LAST} steps", _last_loss(stock), _last_loss(patched), ".4f")
     row("held-out loss", stock.held_out_after, patched.held_out_after, ".4f")
     kind = "GPU" if stock.peak_cuda_bytes else "resident"
     above = stock.above_warm_mib, patched.above_warm_mib

@@ -107,7 +107,7 @@ FLOAT32 = Tolerance(2e-5, 2e-3)
 # maximum over a few steps of one run is known to another factor of two. Only the first steps show it: bfloat16 runs
 # of the small model that differed by 5e-4 in 20 steps met a step in the twenties that made it 4e-2, some by luck not.
 # What follows is allowed the growth that float32 is, up to a loss that anybody would call another one.
-APART = 4
+_APART = 4
 MOST_LATE = 0.1
 
 
@@ -197,6 +197,6 @@ def measured_tolerance(stock: TrainResult, reference: TrainResult, steps: int = 
     The distance is taken over the first ``steps``; a run that is not a number in them allows nothing.
     """
     apart = max((d for step, d in differences(stock, reference).items() if step <= steps), default=0.0)
-    early = max(APART * apart if apart < float("inf") else 0.0, FLOAT32.early)
+    early = max(_APART * apart if apart < float("inf") else 0.0, FLOAT32.early)
     late = min(early * FLOAT32.late / FLOAT32.early, MOST_LATE)
     return Tolerance(early, max(early, late), steps)

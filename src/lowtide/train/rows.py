@@ -30,7 +30,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.train.files import Place, Source, Sources, load_json, read_lines, read_text, unreadable, why
 
 Row = dict[str, Any]
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "model", "function_call"), "assistant"),
@@ -51,7 +51,7 @@ class Notes:
 
     Attributes:
         skipped: rows without anything to train on.
-        roles: for each role that is not one of `ROLES`, the number of conversations with it.
+        roles: for each role that is not one of `_ROLES`, the number of conversations with it.
     """
 
     skipped: int = 0
@@ -240,7 +240,7 @@ def _message(one: Any, name: str) -> Row:
 def _conversation(lists: dict[str, list[Row]], row: Row, notes: Notes) -> Row | None:
     """Return a conversation with its tools and the template's variables; None where the assistant has no turn."""
     roles = [{one["role"] for one in messages} for messages in lists.values()]
-    notes.roles.update(set().union(*roles) - ROLES)
+    notes.roles.update(set().union(*roles) - _ROLES)
     tools, options = (
         _parsed(row.get("tools"), "tools"),
         _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs"),
