@@ -1,4 +1,4 @@
-"""Ranks with tokens of their own: DDP, FSDP2, sequences in parts, and ranks that have no token."""
+"""Ranks with tokens of their own: DDP, FSDP2, sharded sequences, and ranks that have no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels with the vocabulary in parts: without a GPU in Triton's interpreter; tokens that do not count hold NaN."""
+"""Kernels on a sharded vocabulary: without a GPU in Triton's interpreter; tokens that do not count hold NaN."""
 
 from __future__ import annotations
 

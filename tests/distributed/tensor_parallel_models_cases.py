@@ -1,6 +1,6 @@
-"""Patched models whose head is in parts over ranks, beside the stock model in the same parallelisation.
+"""Patched models whose head is sharded over ranks, beside the stock model in the same parallelisation.
 
-The truth is one process in float64; what the stock model in parts errs against it is what ours may.
+The truth is one process in float64; a patched model may err as much as the stock one in the same parallelisation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A vocabulary in parts, one a rank, beside the whole in float64, computed on each rank; all options: option_cases."""
+"""A sharded vocabulary beside the whole in float64, which each rank computes; all options: option_cases."""
 
 from __future__ import annotations
 
