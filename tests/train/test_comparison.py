@@ -26,7 +26,7 @@ from lowtide.train.result import (
     early_steps,
     measured_tolerance,
 )
-from lowtide.train.turns import Turns, give_turn
+from lowtide.train.turns import Turns, end_turns, give_turn
 from train.conftest import Run, options
 
 RESULT = TrainResult(
@@ -222,7 +222,7 @@ def test_turns_alternate_strictly_and_an_end_lets_the_other_go_on(tmp_path: Path
             turns.on_step_begin(SimpleNamespace(device=SimpleNamespace(type="cpu")), None, None)
             with running:
                 steps.append(own)
-        give_turn(file, "")
+        end_turns(file)
 
     threads = [threading.Thread(target=train, args=pair) for pair in (("a", "b", 7), ("b", "a", 14))]
     for thread in threads:
@@ -232,6 +232,11 @@ def test_turns_alternate_strictly_and_an_end_lets_the_other_go_on(tmp_path: Path
         thread.join(timeout=60)
     assert "".join(steps[:13]) == "aaabbbaaabbba"
     assert steps.count("b") == 14
+    give_turn(file, "b")  # as by a process that read whose turn it is before the other one ended
+    late = threading.Thread(target=train, args=("a", "b", 1), daemon=True)
+    late.start()
+    late.join(timeout=60)
+    assert not late.is_alive()
 
 
 @pytest.mark.parametrize("fails", ["stock", "lowtide"])

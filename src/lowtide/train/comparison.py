@@ -29,7 +29,7 @@ from lowtide.train.result import (
     measured_tolerance,
 )
 from lowtide.train.settings import Settings, trainer_settings
-from lowtide.train.turns import FREE, give_turn
+from lowtide.train.turns import end_turns, give_turn
 
 _BLOCKS = 50  # of a run: enough for a median, and long enough that a turn costs nothing
 _SHORTEST = 5  # steps of one
@@ -91,7 +91,7 @@ def _interleaved(config: TrainConfig, turn: Path, block: int, console: Console) 
             own = replace(config, patch=name == _PATCHED)
             return _in_child(own, (str(turn), name, other, block), console, name)
         finally:
-            give_turn(turn, FREE)
+            end_turns(turn)
 
     with ThreadPoolExecutor() as pool:
         stock, patched = pool.submit(one, _STOCK, _PATCHED), pool.submit(one, _PATCHED, _STOCK)

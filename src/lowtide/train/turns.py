@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-FREE = ""  # instead of a name: one of them has ended
 _POLL_SECONDS = 0.002
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
     """Lets one of two processes train for a ``block`` of steps while the other waits.
 
-    The file has the name of the process whose turn it is, ``own`` or ``other``; it is empty once one of them has ended.
+    The file has the name of the process whose turn it is, ``own`` or ``other``; after `end_turns` both may train.
     """
 
     def __init__(self, file: Path, own: str, other: str, block: int) -> None:
@@ -29,11 +28,11 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         """Hand over the turn after a block, and wait for the next."""
         del state, control
         if self._done % self._block == 0:
-            if self._done and self._file.read_text() == self._own:
+            if self._done and not _ended(self._file).exists():
                 if args.device.type == "cuda":
                     torch.cuda.empty_cache()  # the other one needs the memory
                 give_turn(self._file, self._other)
-            while self._file.read_text() not in (self._own, FREE):
+            while self._file.read_text() != self._own and not _ended(self._file).exists():
                 time.sleep(_POLL_SECONDS)
         self._done += 1
 
@@ -43,3 +42,12 @@ def give_turn(file: Path, name: str) -> None:
     aside = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     aside.write_text(name)
     aside.replace(file)
+
+
+def end_turns(file: Path) -> None:
+    """Let the other process train on: one has ended. It is a file of its own, which no turn overwrites."""
+    _ended(file).touch()
+
+
+def _ended(file: Path) -> Path:
+    return file.with_name(f"{file.name}.ended")
