@@ -101,8 +101,8 @@ def test_early_stopping_saves_the_best_model(kind: str, engine: str, made: Runs,
     given = [*sharing(engine), "--per_device_train_batch_size", SEQUENCES // ranks]
     given += ["--lr", 1, "--lr_scheduler_type", "constant"]
     stopping = ["--eval_strategy", "steps", "--eval_steps", 2, "--early-stopping-patience", 1]
-    for name, more in {"short": ["--max-steps", 2], "stopped": [*stopping, "--max-steps", 8]}.items():
-        words = [*made.arguments(kind), *given, *more, "--output", tmp_path / name]
+    for name, steps in {"short": 2, "stopped": 8}.items():
+        words = [*made.arguments(kind), *given, *stopping, "--max-steps", steps, "--output", tmp_path / name]
         ended = made.ranks.succeed(ranks, *words, **made.spies(engine))
     assert "step 2: the run went on to step 4" in ended.out[0], ended.out[0]
     best, expected = (weights(tmp_path / name) for name in ("stopped", "short"))

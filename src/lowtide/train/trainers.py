@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -40,6 +41,14 @@ class Measured:
         """Count a batch's tokens and do the step."""
         self._metrics_of_run.tokens += inputs["input_ids"].numel() * self.args.world_size
         return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; its folder then exists for every rank, also where sharded checkpoints put nothing there yet.
+
+        `Trainer` next looks on each rank whether the best checkpoint exists, while another rank may be making it.
+        """
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
 
 
 class PreTrainer(Measured, Trainer):  # type: ignore[misc]
