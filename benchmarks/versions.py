@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    sys.path.insert(0, arguments.new)  # for `report`: lowtide need not be installed
     rounds: list[Any] = []
     for i in range(arguments.rounds + 1):
         pair = {name: one(src) for name, src in (("base", arguments.base), ("new", arguments.new))}
