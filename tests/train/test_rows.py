@@ -223,8 +223,8 @@ def test_rows_without_anything_to_train_on_are_skipped_and_counted(tmp_path: Pat
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "unknown columns": ({"q": 1, "a": 2}, "the columns q, a, none of which are named: --columns prompt=question"),
-    "no columns": ({}, "the columns none,"),
+    "unknown columns": ({"q": 1, "a": 2}, "the columns q, a (for other names: --columns prompt=question"),
+    "no columns": ({}, "the columns none (for other names"),
     "no object": ([1], "another JSON value"),
     "a number": ({"text": 7}, "text that is no text but 7"),
     "messages": ({"messages": "low"}, "messages that is no JSON: 'low'"),
@@ -311,7 +311,7 @@ def test_rows_of_two_kinds_are_an_error_that_names_both(
 def test_what_the_arguments_and_files_can_have_wrong(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"q": "x"})
     assert "no column 'r', but q." in error_of(path, columns={"text": "r"})
-    assert "the columns prompt, none of which" in error_of(path, columns={"prompt": "q"})
+    assert "the columns prompt (for other names: " in error_of(path, columns={"prompt": "q"})
     torn = {
         "a.json": ('{"data": []}', "it is not one list of objects"),
         "b.json": ("[", "Expecting value"),

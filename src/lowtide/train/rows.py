@@ -199,9 +199,7 @@ def _convert(row: Row, text_field: str, notes: Notes) -> Row | None:
             prompt, completion = "".join(f"{part}\n\n" for part in parts if part), _text(row, "output")
         case _:
             columns = ", ".join(map(str, row)) or "none"
-            raise Malformed(
-                f"the columns {columns}, none of which are named: --columns prompt=question completion=answer"
-            )
+            raise Malformed(f"the columns {columns} (for other names: --columns prompt=question completion=answer)")
     return {"prompt": prompt, "completion": completion} if completion else None
 
 
