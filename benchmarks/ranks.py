@@ -223,9 +223,9 @@ def measure(
 
 def highest(value: float, device: torch.device) -> float:
     """Return the highest of the ranks' values."""
-    first = torch.tensor(value, device=device)
-    dist.all_reduce(first, dist.ReduceOp.MAX)
-    return round(first.item(), 3)
+    most = torch.tensor(value, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return round(most.item(), 3)
 
 
 def measure_sharded(

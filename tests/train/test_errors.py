@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,21 @@ def test_a_hub_that_takes_no_model_is_named(
     assert_one_line(
         lowtide, [*tiny, "--push_to_hub"], ["--push_to_hub", "no access", "hf auth login"], tmp_path / "out"
     )
+
+
+def test_a_model_that_cannot_be_pushed_at_the_end_is_saved(
+    tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise type("Refused", (OSError,), {"__module__": "huggingface_hub.errors"})("no access")
+
+    made = SimpleNamespace(repo_id="me/model")
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: made)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", refuse)
+    output = tmp_path / "out"
+    err = lowtide.refused(*tiny, "--push_to_hub", "--hub_strategy", "end", "--output", output)
+    assert "--push_to_hub: expected a Hub that takes the model, got no access" in err
+    assert (output / "model" / "model.safetensors").is_file()
 
 
 def test_a_run_is_not_overwritten(tiny: list[str], finished: Path, lowtide: Run) -> None:

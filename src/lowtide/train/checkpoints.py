@@ -34,6 +34,7 @@ _RUN_FILE_ASIDE = f"{RUN_FILE}.new"
 _LEFTOVERS = {RUN_FILE, _RUN_FILE_ASIDE, STAGING, LOG_FILE, TOKENS, f"{TOKENS}.json", f"{TOKENS}.part"}
 _LEFTOVERS |= {"runs", "README.md"}  # of trackers, and TRL's card
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_TRIAL = f"{STAGING}-trial-"  # begins the name of an empty folder that shows whether one can be made
 _ALMOST_FULL = 2**24  # bytes
 # how PyTorch's archives report that the disk is full or the folder gone
 _NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
@@ -109,6 +110,7 @@ def new_output(output: str | None, stamp: str) -> Path:
     expected = "a folder that is new or empty"
     try:
         found = {p.name for p in path.iterdir()} if path.is_dir() else set()
+        found = {name for name in found if not name.startswith(_TRIAL)}  # of another rank
         unfinished = [name for name in found - _LEFTOVERS if not _CHECKPOINT.fullmatch(name)]
         if found & {RUN_FILE, _RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.part"} and not unfinished and not checkpoints(path):
             return path  # a run that ended before its first checkpoint
@@ -118,7 +120,7 @@ def new_output(output: str | None, stamp: str) -> Path:
         if path.exists() and (not path.is_dir() or found):
             raise ArgumentValueError(message("output", expected, f"{path}, which is neither", "Name another."))
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        Path(tempfile.mkdtemp(dir=existing)).rmdir()  # /proc grants access, and takes no folder
+        Path(tempfile.mkdtemp(prefix=_TRIAL, dir=existing)).rmdir()  # /proc grants access, and takes no folder
     except OSError as error:
         raise ArgumentValueError(message("output", expected, f"{path} ({error.strerror})", "Name another.")) from error
     return path

@@ -45,7 +45,6 @@ class SaveAndStop(TrainerCallback):  # type: ignore[misc]
 
     A second Ctrl-C ends the process at once. Further SIGTERMs change nothing: clusters signal the ranks and the
     launcher, which signals the ranks again.
-
     """
 
     def __init__(self, *, saves: bool) -> None:

@@ -70,13 +70,14 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
     config, settings, args = run.config, run.settings, run.settings.args
     run.seq_len = config.seq_len or SEQ_LEN
     shape = model_config(config.model, vocab_size=config.vocab_size)  # a wrong name ends the run before the tokenizer
-    file, begun = run.output / TOKENS, run.checkpoint is not None or run.side is not None
+    file = run.output / TOKENS
 
     def tokenized() -> Any:
         text = _text(config, settings, sources)
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text)
         check_vocabulary(shape, len(tokenizer))
-        _write_tokens(file, text, tokenizer, config, settings, begun=begun)
+        if run.side is None:  # the sides of a comparison find the file that they share
+            _write_tokens(file, text, tokenizer, config, settings, begun=run.checkpoint is not None)
         return tokenizer
 
     tokenizer = first_does(tokenized)

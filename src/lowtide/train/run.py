@@ -183,20 +183,22 @@ def _train(one: RunState) -> None:
 
 
 def _save_model(one: RunState) -> Path:
-    """Write the model, and the merged one if requested; return where."""
+    """Write the model, and the merged one if requested, push it if requested, and return where it is."""
     trainer, final = one.trainer, one.output / checkpoints.MODEL
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         plugin.set_state_dict_type("FULL_STATE_DICT")
 
     def write(folder: Path) -> None:
-        trainer.save_model(str(folder))
+        trainer.save_model(str(folder), _internal_call=True)  # which pushes nothing: that may fail
         trainer.accelerator.wait_for_everyone()
 
     write_folder(final, write, publish=one.settings.args.should_save)
     if one.config.lora_merge and one.settings.args.should_save:
         write_folder(one.output / checkpoints.MERGED, lambda folder: _merge(one, final, folder))
     trainer.accelerator.wait_for_everyone()
+    if one.settings.args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save", revision=one.settings.args.hub_revision)
     return final
 
 

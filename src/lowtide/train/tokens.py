@@ -123,7 +123,7 @@ def write_tokens(
         tokenizer: of transformers.
         held_out: blocks to hold out, fewer if a tenth of the text has fewer.
         blocks: blocks to train on, fewer if the text has fewer; None: all of the text.
-        begun: the run, or its comparison, has begun: a file with enough blocks is taken even if the text has changed.
+        begun: the run has begun: a file with enough blocks is taken even if the text has changed.
 
     Raises:
         ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one
