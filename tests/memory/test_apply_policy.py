@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -58,6 +59,10 @@ def test_other_operators_that_are_attention() -> None:
     flex = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
     packages = torch.ops.lowtide_test_flash_attn.fwd.default, torch.ops.aten.mm.default
     assert [attention.is_attention(operator) for operator in flex + packages] == [True, False] * 2
+
+
+def test_the_signature_shows_what_may_be_saved() -> None:
+    assert get_args(inspect.signature(ActivationPolicy).parameters["keep"].annotation) == ("all", "attention", "input")
 
 
 @pytest.mark.parametrize("policy", [ALL, *RECOMPUTING.values()], ids=["all", *RECOMPUTING])

@@ -1,7 +1,5 @@
 """What a decoder layer saves for backward: `ActivationPolicy`, and as text on command lines and in `lowtide plan`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
