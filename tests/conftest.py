@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ if not torch.cuda.is_available():
     interpreter.speed_up()
 
 torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
+# inductor's cache does not know for which vector instructions its code is, which ATEN_CPU_CAPABILITY may change
+_capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
+_user = getattr(os, "getuid", int)()
+_inductor = Path(tempfile.gettempdir(), f"lowtide-tests-inductor-{_user}-{_capability}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_inductor))
 
 
 @pytest.fixture
