@@ -48,11 +48,7 @@ PHRASES = (
     Phrase(r"\bmend(s|ed|ing)?\b", "fix"),
     Phrase(r"\bpictures?\b", "plot, chart"),
     Phrase(r"\bvocabulary in parts\b", "sharded vocabulary"),
-    Phrase(
-        r"\bby (its |their )?names?\b",
-        "explicitly",
-        ("cli/train.py", "train/options.py"),
-    ),
+    Phrase(r"\bby (its |their )?names?\b", "explicitly"),
     Phrase(r"\bis [^.?!]{1,60} meant\?", "Did you mean X?"),
     Phrase(r"\bsee there\b", "the file and the section"),
     Phrase(r"\bwithout a word\b", "and the report counts them"),

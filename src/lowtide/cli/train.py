@@ -23,7 +23,7 @@ Python's standard library, in about two minutes on two CPU cores. Start it with 
 several GPUs, FSDP2 or DeepSpeed. Checkpoints and the final model (in DIR/model) are in the stock format.
 
 Besides the options below, every option of TRL's SFTConfig and ModelConfig and of transformers' TrainingArguments is an
-option here, by its name, with dashes or underscores: --per_device_train_batch_size, --gradient_accumulation_steps,
+option here, with dashes or underscores: --per_device_train_batch_size, --gradient_accumulation_steps,
 --num_train_epochs, --packing, --assistant_only_loss, --use_peft, --load_in_4bit, --report_to, ... The defaults are
 TRL's and transformers', except: logging_steps 1, save_steps and eval_steps 100, save_total_limit 2, bf16 on GPUs that
 have it, gradient_checkpointing off, text files packed (wrapped), lora_dropout 0, no telemetry, and from random weights
@@ -69,7 +69,7 @@ def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     add_options(parser, TrainConfig, {"names": ", ".join(SHAPES)})
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options by their names")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options and their values")
     parser.add_argument(
         "--compare",
         action="store_true",

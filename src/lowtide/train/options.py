@@ -193,7 +193,7 @@ def _from_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def _from_file(file: Path) -> dict[str, Any]:
     """Return the options of a YAML file."""
-    expected = "a YAML file of options by their names, such as 'learning_rate: 1e-5'"
+    expected = "a YAML file of options and their values, such as 'learning_rate: 1e-5'"
     try:
         import yaml
 
