@@ -18,10 +18,9 @@ if not torch.cuda.is_available():
     interpreter.speed_up()
 
 torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
-# inductor's cache does not know for which vector instructions its code is, which ATEN_CPU_CAPABILITY may change
-_capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
-_user = getattr(os, "getuid", int)()
-_inductor = Path(tempfile.gettempdir(), f"lowtide-tests-inductor-{_user}-{_capability}")
+# inductor's cache does not know for which vector instructions its code is, which this variable may change
+_level = os.environ.get("ATEN_CPU_CAPABILITY", "own")
+_inductor = Path(tempfile.gettempdir(), f"lowtide-tests-inductor-{getattr(os, 'getuid', int)()}-{_level}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_inductor))
 
 
