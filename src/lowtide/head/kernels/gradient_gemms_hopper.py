@@ -94,9 +94,10 @@ class Room(NamedTuple):
 @gluon.jit
 def _rows(count, first, C):  # type: ignore[no-untyped-def]
     """Return how many rows count."""
-    if count is None:
-        return C
-    return gl.minimum(gl.maximum(gl.load(count) - first, 0), C)
+    rows = gl.to_tensor(C)
+    if count is not None:
+        rows = gl.minimum(gl.maximum(gl.load(count) - first, 0), C)
+    return rows
 
 
 @gluon.jit
