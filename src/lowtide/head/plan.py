@@ -12,7 +12,7 @@ import torch
 
 from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import NOT_OF_SHARDS, NOT_ON_EVERY_RANK, choose, why_not_exp, why_not_row
+from lowtide.head.backends import NOT_OF_SHARDS, NOT_ON_EVERY_RANK, choose, skips_ignored, why_not_exp, why_not_row
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
@@ -196,7 +196,8 @@ def plan_head(
         choice = choose("cross entropy", options, exp=exp, row=why_not_row(device, dtype, V))
     gradient = choose_gradient(options, reduction, weight_frozen)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient, device_bytes)
-    return plan_of(work._replace(function=function, input_is_copied=input_is_copied))
+    skips = choice[0] == "exp" and options.ignored_tokens == "auto" and skips_ignored(device, capability)
+    return plan_of(work._replace(function=function, input_is_copied=input_is_copied, skips=skips))
 
 
 def plan_divergence(
@@ -299,6 +300,13 @@ def plan_both_sides(
     return plan_of(work), plan_of(work, of_teacher=True)
 
 
+def skips_tokens(head: Head, backend: str) -> bool:
+    """Return whether the device puts ignored tokens last, and the kernels end before them."""
+    if backend != "exp" or head.ignored_tokens != "auto" or head.ranks.spread:
+        return False
+    return head.ranks.limits.skips if isinstance(head.ranks, Ranks) else skips_ignored(head.input.device)
+
+
 def check_backend(head: Head, args: Args) -> None:
     """Raise if an explicitly requested implementation cannot run; for meta tensors too, which have no plan."""
     if head.backend != "auto" and head.ranks.alone:
@@ -335,6 +343,7 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     choice = _choose(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
+    more["skips"] = skips_tokens(head, choice[0])
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
 
 

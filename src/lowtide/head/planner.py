@@ -81,6 +81,7 @@ class Work(NamedTuple):
     token_bytes: int = 0  # for each of the N
     sum_row_bytes: int = 0  # for each where nothing but sums is computed
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
+    skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
 
     @property
@@ -253,10 +254,11 @@ def _cut_exponentials(work: Work) -> Cut:
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
     # three; and the GEMM's result in float32, while it is summed over the ranks.
-    x, ahead = 2 * D * work.input_is_copied, 2 * D * work.sharded
+    x, ahead = 2 * D * (work.input_is_copied and not (work.skips and not work.sharded)), 2 * D * work.sharded
+    gathered = 2 * D * work.skips  # in blocks and of sums alone; and in blocks as much again, where parts of E W meet
     thin = D * (2 + 4) + x + 2 * ahead + 4 * D * work.sharded + 64  # s x, E W, hidden states, a row's numbers
     sums = 4 * work.tile_numbers * -(-V // GPU_TILE)
-    sum_row = sums + 64 + x + 3 * ahead + work.sum_row_bytes
+    sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes
     room = max(0, budget - fixed)
     product_rows = 1 << round(math.log2(EXP_WAVE / max(1, D)))  # the power of two nearest to a wave of tiles
     if work.sharded:  # more between two exchanges, where few classes are little work
@@ -273,7 +275,7 @@ def _cut_exponentials(work: Work) -> Cut:
             room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
         for longest in EXP_BLOCK_ROWS:
             of_block = min(longest, max(1, N))
-            fitting = (room - of_block * thin) // (2 * of_block) // 256 * 256
+            fitting = (room - of_block * (thin + 2 * gathered)) // (2 * of_block) // 256 * 256
             if fitting >= min(V, EXP_LEAST_BLOCK):
                 rows, columns = level(N, of_block), min(V, fitting)
                 break
@@ -281,7 +283,7 @@ def _cut_exponentials(work: Work) -> Cut:
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
     in_blocks = recompute or columns < V
     if in_blocks:
-        product_rows, scratch = rows, max(rows * (thin + 2 * padded(columns)), sum_rows * sum_row)
+        product_rows, scratch = rows, max(rows * (thin + 2 * gathered + 2 * padded(columns)), sum_rows * sum_row)
     else:
         product_rows, scratch = min(rows, product_rows), rows * (thin + 2 * padded(V) + sums)
         product_rows = level(rows, product_rows) if work.sharded else product_rows

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.gemm import descriptor
+from lowtide.head.kernels.gemm import ALL, Used, descriptor
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 try:
@@ -70,17 +70,22 @@ class InputRows(NamedTuple):
 
     out: Tensor  # [.., D], unit stride within rows
     out_stride: int
-    to: Tensor | None  # [C] integers: the row of ``out`` of each row; None: the same
-    s: Tensor | None  # [C] float32
-    y: Tensor | None  # [C] int32
-    rest: Tensor | None  # [C] float32
-    w: Tensor | None  # [V, D]
-    w_stride: int
-    first_class: int
+    to: Tensor | None = None  # [C] integers: the row of ``out`` of each row; None: the same
+    s: Tensor | None = None  # [C] float32
+    y: Tensor | None = None  # [C] int32
+    rest: Tensor | None = None  # [C] float32
+    w: Tensor | None = None  # [V, D]
+    w_stride: int = 0
+    first_class: int = 0
     uniform: Tensor | None = None  # [D] float32
     factor: Tensor | None = None  # [C] float32
     scale: Tensor | None = None  # 0-d float32
     share: float = 0.0
+    before: Tensor | None = None  # [C, D] float32, contiguous: what E W is added to; it may be ``out``
+
+    def even(self, uniform_D: Tensor | None, factor_C: Tensor, scale: Tensor | None, share: float) -> "InputRows":
+        """Return the same with what smoothing adds to every row: see `exp_terms.RowTerms.even`."""
+        return self._replace(uniform=uniform_D, factor=factor_C, scale=scale, share=share)
 
 
 class Room(NamedTuple):
@@ -100,7 +105,7 @@ def _rows(count, first, C):  # type: ignore[no-untyped-def]
     return rows
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _stage_and_phase(step, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return where a step's operands lie, and the parity of how often others lay there before."""
     return step % STAGES, (step // STAGES) & 1
@@ -154,7 +159,7 @@ def _parts_of(rows, D, room):  # type: ignore[no-untyped-def]
     return tiles - rest, rest, gl.maximum(gl.minimum(parts, MOST_PARTS), 1)
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _unit_at(unit, rows, V, whole, rest, parts, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return a unit's (row, column, first step, number of steps): rows go first, and a tile's parts are far apart."""
     tile = unit
@@ -199,7 +204,7 @@ def _pieces_of(z):  # type: ignore[no-untyped-def]
     return first, second, third, fourth
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _consume_input(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr, stages, ends, room, rows, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
@@ -256,6 +261,9 @@ def _consume_input(  # type: ignore[no-untyped-def]
                     piece += gl.load(stored + tile + (within + i * PIECE))
                 at = column + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
                 inside = (at < D)[None, :]
+                if ends.before is not None:
+                    before = ends.before + (at_row.to(gl.int64)[:, None] * D + at[None, :])
+                    piece += gl.load(before, mask=counts[:, None] & inside, other=0.0)
                 if ends.s is not None:
                     w_at = ends.w + (at_w[:, None] + at[None, :])
                     own = gl.load(w_at, mask=(lost != 0.0)[:, None] & inside, other=0.0)
@@ -295,7 +303,7 @@ def _input_grad(  # type: ignore[no-untyped-def]
     )
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _weight_tiles(rows, V, D, ADD: gl.constexpr):  # type: ignore[no-untyped-def]
     """Return how many tiles of dW are written: none where nothing is added."""
     tiles = gl.cdiv(V, 2 * ROWS) * gl.cdiv(D, COLUMNS)
@@ -404,37 +412,37 @@ def _weight_grad(  # type: ignore[no-untyped-def]
 
 
 def input_grad(
-    e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, count: Tensor | None = None, first: int = 0,
+    e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, used: Used = ALL,
     *, stages: int = 4, depth: int = 64, deep: bool = False,
 ) -> None:  # fmt: skip
-    """Write ``finish(E W)`` of the rows that count into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
+    """Write ``finish(E W)`` of the rows that are `Used` into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
     (C, V), D = e_CV.shape, w_VD.shape[1]
     _input_grad[(multiprocessors(e_CV.device),)](
-        _descriptor(e_CV, ROWS.value, depth), _descriptor(w_VD, depth, COLUMNS.value), ends, room, count, first, C, V,
-        D, STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
+        _descriptor(e_CV, ROWS.value, depth), _descriptor(w_VD, depth, COLUMNS.value), ends, room, *used, C, V, D,
+        STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
     )  # fmt: skip
 
 
 def weight_grad(
-    e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, count: Tensor | None = None, first: int = 0,
+    e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL,
     *, add: bool, stages: int | None = None, depth: int | None = None, deep: bool = False,
 ) -> None:  # fmt: skip
-    """Write ``E^T S`` over the rows that count into ``out_VD`` (bfloat16 or float32), or add it."""
+    """Write ``E^T S`` over the rows that are `Used` into ``out_VD`` (bfloat16 or float32), or add it."""
     (C, V), D = e_CV.shape, scaled_CD.shape[1]
     narrow = out_VD.dtype == torch.bfloat16
     depth = depth or (64 if narrow else 32)
     stages = stages or (3 if narrow else 4)
     _weight_grad[(multiprocessors(e_CV.device),)](
         _descriptor(e_CV, depth, ROWS.value), _descriptor(scaled_CD, depth, COLUMNS.value),
-        _descriptor(out_VD, ROWS.value, COLUMNS.value), count, first, C, V, D,
+        _descriptor(out_VD, ROWS.value, COLUMNS.value), *used, C, V, D,
         ADD=add, STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
     )  # fmt: skip
 
 
-def room_for(device: torch.device, tiles: int | None = None) -> Room:
-    """Return memory in which the parts of as many tiles meet; as many as there can be by default."""
+def room_for(device: torch.device, elements: int | None = None) -> Room:
+    """Return memory in which parts of tiles meet: of as many as there can be, or as have so many elements."""
     programs = multiprocessors(device)
-    tiles = programs if tiles is None else tiles
+    tiles = programs if elements is None else min(programs, elements // (2 * ROWS.value * COLUMNS.value))
     parts = torch.empty(max(1, tiles) * 2 * ROWS.value * COLUMNS.value, dtype=torch.float32, device=device)
     return Room(parts, torch.zeros(2 * programs, dtype=torch.int32, device=device), tiles)
 
