@@ -65,7 +65,8 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
         plan = of_loss(head, args, n, wanted, known)
         if not (exp or head.ranks.alone):
             return plan
-        return small(plan, "exp" if exp else "row", head.dtype, "blocks" if known else schedule)
+        plan = small(plan, "exp" if exp else "row", head.dtype, "blocks" if known else schedule)
+        return plan if head.ranks.alone or head.ranks.spread or not skips else replace(plan, product_rows=CHUNK)
 
     def pair_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
         student, teacher = of_pair(head, args, n, wanted, stored=stored)
@@ -99,7 +100,10 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
         patched.setattr(module, "gradient_buffers", poisoned)
     patched.setattr(Head, "drops_tokens", False)
     for module in (cross_entropy, token_stats):
-        patched.setattr(module, "skips_tokens", lambda head, backend: skips and backend == "exp" and head.ranks.alone)
+        patched.setattr(
+            module, "skips_tokens", lambda head, backend: skips and backend == "exp" and not head.ranks.spread
+        )
+    patched.setattr(cross_entropy, "ROWS_OF_STEP", CHUNK)
     patched.setattr(gradient_gemms_hopper, "input_grad", skipping_input_grad)
     patched.setattr(gradient_gemms_hopper, "weight_grad", skipping_weight_grad)
     patched.setattr(loops, "room_for", lambda *_: None)

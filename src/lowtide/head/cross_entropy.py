@@ -86,8 +86,9 @@ def linear_cross_entropy(
             implementation that cannot run; also a `RuntimeError`.
 
     Note:
-        On the CPU ignored tokens are dropped before any GEMM. On other devices they are computed and discarded,
-        since dropping them needs their number on the host. Results are bitwise the same from run to run.
+        Ignored tokens are dropped before any GEMM on the CPU, and skipped by the exponential path on Hopper, where
+        the host does not wait. Elsewhere they are computed and discarded: see `HeadOptions.ignored_tokens`. Results are
+        bitwise the same from run to run.
 
     Example:
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)

@@ -151,8 +151,8 @@ def plan_head(
 ) -> HeadPlan:
     """Return what `linear_cross_entropy` will do for N valid tokens, hidden size D and vocabulary V, and its bytes.
 
-    Nothing is computed or allocated. On the CPU ignored tokens are dropped first, so N counts the others; elsewhere
-    N counts all.
+    Nothing is computed or allocated. On the CPU ignored tokens are dropped first, so N counts the others, as with
+    ``HeadOptions(ignored_tokens="drop")``; elsewhere N counts all.
 
     Args:
         N: Tokens that are computed.

@@ -24,7 +24,7 @@ KNOWN = ("lse", "other_lse", "pivot")  # of each token, what backward needs
 def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
     """Return the value, reduced, with ``keep`` what `backward` needs of each token, and the gradients for upstream 1.
 
-    On the CPU masked tokens are dropped; elsewhere they are computed as zeros, for a count would stop the host.
+    Masked tokens are dropped on the CPU, or where the host may wait; elsewhere they are computed as zeros.
     """
     _check_ids(head, args)
     rows, denominator, per_token = _rows(head, args.mask), _denominator(head, args), args.reduction == "none"
