@@ -12,7 +12,9 @@ from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from lowtide import HeadOptions, linear_cross_entropy, linear_logprobs, linear_token_stats
 from lowtide.head.backends import skips_ignored
 from lowtide.head.kernels import gradient_gemms_hopper as gemms
-from lowtide.head.kernels.gemm import Used
+from lowtide.head.kernels.exp_logits import ExpRows
+from lowtide.head.kernels.exp_logits_hopper import exp_logits_hopper
+from lowtide.head.kernels.gemm import ALL, Used
 from support import assert_same_gradients, relative_error
 
 ON_HOPPER = pytest.mark.skipif(
@@ -98,6 +100,21 @@ def test_weight_gradient_over_the_rows_that_count(
         assert relative_error(outs[0], want) < (3e-3 if dtype == NARROW else 1e-4)
     else:
         assert torch.equal(outs[0], before * add)
+
+
+@pytest.mark.parametrize(("number", "first", "rows"), [(100, 0, 128), (100, 128, 0), (300, 100, 256), (999, 0, 513)])
+def test_exponentials_of_tiles_that_count(number: int, first: int, rows: int) -> None:
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 128, device="cuda").to(NARROW) for n in (513, 1024))
+    y, reference = torch.randint(0, 1024, (513,), device="cuda", dtype=torch.int32), torch.rand(513, device="cuda")
+    found = []
+    for used in (ALL, Used(torch.tensor([number], device="cuda", dtype=torch.int32), first)):
+        e, sums = torch.full((513, 1024), NAN, device="cuda", dtype=NARROW), torch.full((513, 4), NAN, device="cuda")
+        exp_logits_hopper(x, w, e, ExpRows.of(reference, y, sums), used=used)
+        found.append((e, sums))
+    for whole, got in zip(*found, strict=True):
+        assert torch.equal(got[:rows], whole[:rows])
+        assert got[rows:].isnan().all()
 
 
 CALLS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {

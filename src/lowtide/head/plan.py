@@ -302,7 +302,8 @@ def plan_both_sides(
 
 def skips_tokens(head: Head, backend: str) -> bool:
     """Return whether the device puts ignored tokens last, and the kernels end before them."""
-    if backend != "exp" or head.ignored_tokens != "auto" or head.ranks.spread:
+    asked, alone = head.ignored_tokens, head.ranks.alone
+    if backend != "exp" or asked == "compute" or (asked == "drop" and alone) or head.ranks.spread:
         return False
     return head.ranks.limits.skips if isinstance(head.ranks, Ranks) else skips_ignored(head.input.device)
 

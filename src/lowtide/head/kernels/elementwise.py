@@ -146,12 +146,12 @@ def take_counted(x: Tensor, index_C: Tensor, used: Used, out_CD: Tensor) -> None
 
     Those of `Used`; zeros in the rest of the last tile that has any, and nothing beyond.
     """
-    axes = _two_axes(x)
-    if axes is None:
-        x = x.reshape(-1, x.shape[-1]).contiguous()
-        axes = (len(x), 0, x.stride(0))
-    C, D = out_CD.shape
-    if C:
+    axes, (C, D) = _two_axes(x), out_CD.shape
+    if axes is None and used.number is not None:
+        x = x[None] if x.dim() == 1 else x
+        counts = torch.arange(C, device=x.device) < used.number - used.first
+        out_CD.copy_(x[torch.unravel_index(index_C, x.shape[:-1])].where(counts[:, None], 0))
+    elif C:
         _take_counted[(C,)](x, axes, index_C, out_CD, used, C, D, BLOCK=block_of(D), num_warps=4)
 
 

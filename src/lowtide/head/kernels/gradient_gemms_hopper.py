@@ -425,13 +425,14 @@ def input_grad(
 
 def weight_grad(
     e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL,
-    *, add: bool, stages: int | None = None, depth: int | None = None, deep: bool = False,
+    *, add: bool, stages: int | None = None, depth: int | None = None, deep: bool | None = None,
 ) -> None:  # fmt: skip
     """Write ``E^T S`` over the rows that are `Used` into ``out_VD`` (bfloat16 or float32), or add it."""
     (C, V), D = e_CV.shape, scaled_CD.shape[1]
     narrow = out_VD.dtype == torch.bfloat16
     depth = depth or (64 if narrow else 32)
     stages = stages or (3 if narrow else 4)
+    deep = narrow if deep is None else deep
     _weight_grad[(multiprocessors(e_CV.device),)](
         _descriptor(e_CV, depth, ROWS.value), _descriptor(scaled_CD, depth, COLUMNS.value),
         _descriptor(out_VD, ROWS.value, COLUMNS.value), *used, C, V, D,
