@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.replay import Replayed
 from lowtide.samples import Samples
 
 TWICE = (
@@ -61,7 +62,8 @@ class Operator:
     It is opaque to torch.compile, its shapes can be inferred, and it has no autograd formula. Its GEMMs are hidden from
     `torch.utils.flop_counter.FlopCounterMode`, on every device: ``flop`` counts them.
 
-    ``schema`` is "(arguments) -> (results)"; ``fake`` the function for fake tensors.
+    ``schema`` is "(arguments) -> (results)"; ``fake`` the function for fake tensors. ``replayed``:
+    it fits `lowtide.replay`.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Operator:
         compute: Callable[..., Any],
         fake: Callable[..., Any],
         flop: Callable[..., int] | None = None,
+        *,
+        replayed: bool = False,
     ) -> None:
-        self._compute = compute
+        self._compute = Replayed(compute) if replayed else compute
         torch.library.custom_op(f"lowtide::{name}", self._run, mutates_args=(), schema=schema).register_fake(fake)
         self.registered = getattr(torch.ops.lowtide, name).default
         if flop is not None:
