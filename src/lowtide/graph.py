@@ -1,8 +1,8 @@
 """Functions as registered operators and as nodes of autograd's graph whose gradients are differentiated once."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.replay import Replayed
+from lowtide.replay.replayed import Replayed, on_device, without_autocast
 from lowtide.samples import Samples
 
 TWICE = (
@@ -128,18 +128,7 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
         _tell_counters()
     # Autocast is disabled only if it is on: that costs as much host time as a launch.
     autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return _without_autocast(device) if autocast else on_device(device)
-
-
-@contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    with torch.autocast(device_type=device.type, enabled=False), on_device(device):
-        yield
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which kernels run on ``device``; also needed if that is current, for autograd's threads."""
-    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+    return without_autocast(device) if autocast else on_device(device)
 
 
 def save_for_recompute(ctx: Any, *tensors: Any) -> None:

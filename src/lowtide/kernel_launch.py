@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
-from lowtide.replay import RECORDING, launches_are_watched
+from lowtide.replay.facts import RECORDING, launches_are_watched
 
 MOST_VARIANTS = 1024
 

@@ -12,7 +12,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
-from lowtide.replay import Checked
+from lowtide.replay.checked import Checked
 
 
 def linear_cross_entropy(
