@@ -62,8 +62,8 @@ class Operator:
     It is opaque to torch.compile, its shapes can be inferred, and it has no autograd formula. Its GEMMs are hidden from
     `torch.utils.flop_counter.FlopCounterMode`, on every device: ``flop`` counts them.
 
-    ``schema`` is "(arguments) -> (results)"; ``fake`` the function for fake tensors. ``replayed``:
-    it fits `lowtide.replay`.
+    ``schema`` is "(arguments) -> (results)"; ``fake`` the function for fake tensors.
+    With ``replayed`` calls on a GPU are repeated from a record: see `lowtide.replay.replayed.Replayed`.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Operator:
         *,
         replayed: bool = False,
     ) -> None:
-        self._compute = Replayed(compute) if replayed else compute
+        self._replayed = Replayed(compute) if replayed else None
+        self._compute = compute
         torch.library.custom_op(f"lowtide::{name}", self._run, mutates_args=(), schema=schema).register_fake(fake)
         self.registered = getattr(torch.ops.lowtide, name).default
         if flop is not None:
@@ -84,13 +85,22 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Run it; as an operator only if that is watched, which costs 0.15 ms."""
-        if watched(args):
-            return self.registered(*args)
-        return self._run(*args) if torch.is_grad_enabled() else self._compute(*args)  # each call here costs host time
+        function = None if torch.compiler.is_compiling() else self._repeated(args)
+        if function is None:
+            if watched(args):
+                return self.registered(*args)
+            function = self._compute
+        if torch.is_grad_enabled():  # each call here costs host time
+            with torch.no_grad():
+                return function(*args)
+        return function(*args)
+
+    def _repeated(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        return None if self._replayed is None else self._replayed.function(args)
 
     def _run(self, *args: Any) -> Any:
         with torch.no_grad():
-            return self._compute(*args)
+            return (self._repeated(args) or self._compute)(*args)
 
 
 def _tell_counters() -> None:

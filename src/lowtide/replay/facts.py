@@ -28,32 +28,30 @@ def facts_of(args: Iterable[Any], *, connected: bool = False) -> tuple[Any, ...]
     if torch._C._len_torch_dispatch_stack() > 0 or RECORDING.tape is not None or launches_are_watched():
         return None
     facts: list[Any] = []
-    device = None
+    add, device = facts.append, None
     for arg in args:
         kind = type(arg)
-        if kind is not Tensor and kind is not Parameter:
-            if isinstance(arg, Tensor):
+        if kind is Tensor or kind is Parameter:
+            place, aligned = arg.device, arg.data_ptr() % 16
+            if place.type in DEVICES:
+                if device is None:
+                    device = place
+                elif device != place:
+                    return None
+            elif arg.dim() or place.type != "cpu":
                 return None
-            facts.append(arg)
-            if connected:
-                facts.append(kind)
-            continue
-        place = arg.device
-        if place.type in DEVICES:
-            if device is None:
-                device = place
-            elif device != place:
-                return None
-            facts += (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
-        elif arg.dim() or place.type != "cpu":
+            else:  # a number on the host
+                aligned = -1
+            add((arg.dtype, arg.shape, arg.stride(), aligned, arg.requires_grad))
+        elif isinstance(arg, Tensor):
             return None
-        else:  # a number on the host
-            facts += (arg.dtype, place)
-        if connected:
-            facts.append(arg.requires_grad)
+        else:
+            add(arg)
+            if connected:
+                add(kind)
     if device is None:
         return None
-    facts.append(device)
+    add(device)
     if connected:
         kind = device.type
         facts += (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

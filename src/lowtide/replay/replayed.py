@@ -13,6 +13,7 @@ What cannot be repeated is not recorded: a number read from a tensor, a size tha
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,21 +40,28 @@ class Replayed:
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         """Return the function's result."""
+        return (self.function(args) or self.compute)(*args)
+
+    def function(self, args: Sequence[Any]) -> Compute | None:
+        """Return what computes a call with these arguments; None where it is never repeated, as in a dispatch mode."""
         facts = facts_of(args)
         if facts is None:
-            return self.compute(*args)
-        program = self._programs.get(facts, False)
-        if callable(program):
-            return program(*args)
-        if program is None:
-            self._programs[facts] = self.compute  # stays where an error ends the recording
-            results, program = record(self.compute, args, facts[-1])
-            self._programs[facts] = program or self.compute
-            return results
+            return None
+        found = self._programs.get(facts, False)
+        if callable(found):
+            return found
+        if found is None:
+            return partial(self._record, facts)
         if len(self._programs) >= MOST_PROGRAMS:
             self._programs.clear()
         self._programs[facts] = None
-        return self.compute(*args)
+        return self.compute
+
+    def _record(self, facts: tuple[Any, ...], *args: Any) -> tuple[Tensor, ...]:
+        self._programs[facts] = self.compute  # stays where an error ends the recording
+        results, program = record(self.compute, args, facts[-1])
+        self._programs[facts] = program or self.compute
+        return results
 
 
 def record(compute: Compute, args: Sequence[Any], device: torch.device) -> tuple[tuple[Tensor, ...], Compute | None]:
