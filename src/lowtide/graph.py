@@ -85,7 +85,8 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Run it; as an operator only if that is watched, which costs 0.15 ms."""
-        function = None if torch.compiler.is_compiling() else self._repeated(args)
+        replayed = self._replayed
+        function = None if replayed is None or torch.compiler.is_compiling() else replayed.function(args)
         if function is None:
             if watched(args):
                 return self.registered(*args)
@@ -95,12 +96,9 @@ class Operator:
                 return function(*args)
         return function(*args)
 
-    def _repeated(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        return None if self._replayed is None else self._replayed.function(args)
-
     def _run(self, *args: Any) -> Any:
         with torch.no_grad():
-            return (self._repeated(args) or self._compute)(*args)
+            return (self._replayed or self._compute)(*args)
 
 
 def _tell_counters() -> None:
