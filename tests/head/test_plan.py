@@ -190,7 +190,7 @@ def test_pieces_between_exchanges_are_longer_where_there_are_few_classes() -> No
     assert plan(8192, 4096, 128256 // 4) == (4096, 2048)
     assert plan(8192, 4096, 128256 // 16) == (4096, 2048), "two chunks of two, however little work it is"
     assert plan(1000, 4096, 128256 // 4) == (1000, 1000)
-    assert plan(10000, 4096, 128256 // 8) == (3456, 1792), "the second piece is no remainder"
+    assert plan(10000, 4096, 128256 // 8) == (5000, 2500), "the second piece is no remainder"
 
 
 def test_rows_that_fit_are_one_chunk() -> None:

@@ -3,7 +3,7 @@
 N tokens, D hidden size, V vocabulary, C rows of a chunk, B classes of a block; GEMMs of m x n results and depth k.
 
 A GEMM's tiles hide what they load, but not what they add to: a sum's traffic counts as the other side of a right
-triangle. Fitted to an H100; what it predicts beside what was measured: `python benchmarks/head_cost.py`.
+triangle. Fitted to an H100; measured schedules: benchmarks/results/2026-11-24-head-plans-h100.txt.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ TILES = ((128, 256), (256, 128), (192, 192))  # cuBLAS takes the one that fills 
 FLOAT32_SUM = 1.2  # cuBLAS adds to float32 more slowly than its bytes explain
 SPLIT_DEPTH, MOST_SPLITS = 2048, 8  # cuBLAS splits so deep a product, or a multiple, where few tiles would be one wave
 CHUNK_LAUNCHES, BLOCK_LAUNCHES = 30e-6, 12e-6  # seconds: the thin kernels and the gaps between all of a chunk's
-CHUNK_HOST, BLOCK_HOST = 400e-6, 75e-6  # what the host needs to launch them; the device waits if it is done before
+CHUNK_HOST, BLOCK_HOST = 250e-6, 60e-6  # what the host needs to launch them; the device waits if it is done before
 THIN_BYTES = 16  # read and written between the GEMMs for each row and hidden size
 
 
@@ -66,17 +66,14 @@ class Schedule(NamedTuple):
     size: tuple[int, int, int]  # N, D, V
     trained: bool  # whether the weight gets a gradient
 
-    @property
-    def bare(self) -> float:
-        """Return the seconds of the GEMMs alone, as long as they can be."""
-        N, D, V = self.size
-        return 2 * N * D * V / self.gpu.rate * (1 + 1 / INPUT + self.trained / WEIGHT)
-
     def in_chunks(self, C: int, sum_bytes: int) -> float:
         """Return the seconds of three GEMMs a chunk; the weight's gradient is summed in numbers of ``sum_bytes``."""
-        N, _, V = self.size
-        one = self._exp(C, V) + self._input(C, V) + self._weight(C, V, sum_bytes) + CHUNK_LAUNCHES
-        return N / C * max(one, CHUNK_HOST) + self._thin
+        (N, _, V), total = self.size, self._thin
+        for chunks, rows in ((N // C, C), (1, N % C)):
+            if chunks and rows:
+                one = self._exp(rows, V) + self._input(rows, V) + self._weight(rows, V, sum_bytes) + CHUNK_LAUNCHES
+                total += chunks * max(one, CHUNK_HOST)
+        return total
 
     def in_blocks(self, C: int, B: int, sum_rows: int, sum_bytes: int) -> float:
         """Return the seconds of row sums, ``sum_rows`` at a time, and then three GEMMs a block of B classes."""

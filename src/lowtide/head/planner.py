@@ -43,17 +43,15 @@ PAIR_CHUNKS = 4  # the weight's gradient is added to so often
 PAIR_ROWS = 1024  # of a chunk, at least
 PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: reading both weights takes longer
 # Exponentials.
-EXP_SHARE = 0.975  # of the bare GEMMs' speed, by `cost`: below it the default takes more memory, if that helps
-EXP_PERCENT = 128 * MIB  # beyond, what it pays for one percent of the time
+EXP_NEAR = 1.015  # times the least time, by `cost`: what the default takes, however much memory it needs
+EXP_PERCENT = 128 * MIB  # within that, what it pays for one percent of the time
 MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
 EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward
 EXP_ROWS = 2048  # a chunk may have so many by default, however few the tokens; else half of them
-EXP_CUTS = 8  # numbers of chunks that are compared
-EXP_PRODUCT = 2**23  # numbers of E W that exist at a time in float32: several waves of tiles
 EXP_BLOCKS_BELOW = 1024  # rows of the longest chunk that fits: blocks may be faster
 EXP_BLOCK_ROWS = (4096, 3072, 2048, 1792, 1536, 1024, 768, 512, 256, 128)  # of a chunk in blocks
 EXP_LEAST_BLOCK = 1024  # columns
-EXP_SHARD_WAVE = 132 * 128 * 256  # elements of E W in a piece between two exchanges, about
+EXP_WAVE = 132 * 128 * 256  # elements of E W that exist at a time in float32, to the nearest power of 2 rows
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 # Token statistics by exponentials.
@@ -258,14 +256,13 @@ def _cut_narrow_pair(work: Work) -> Cut:
 def _cut_exponentials(work: Work) -> Cut:
     """Cut chunks of exponentials, or blocks of the vocabulary: what is fastest in the workspace, or worth its memory.
 
-    By default the least product of time and price, the bytes in units of `EXP_PERCENT`, among what is near the speed of
-    the bare GEMMs.
+    By default the least product of time and price, the bytes in units of `EXP_PERCENT`, among what is nearly fastest.
     """
     schedule = Schedule(work.gpu, work.size, not work.weight_frozen)
     cuts = list(_cuts_of_exponentials(work, schedule))
     if not work.automatic:
         return min(cuts, key=lambda each: each[0])[1]
-    enough = max(schedule.bare / EXP_SHARE, 1.005 * min(seconds for seconds, _ in cuts))
+    enough = EXP_NEAR * min(seconds for seconds, _ in cuts)
     near = [(seconds, cut) for seconds, cut in cuts if seconds <= enough]
 
     def price(each: tuple[float, Cut]) -> float:
@@ -290,10 +287,9 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
     more = {"sum_rows": sum_rows}
 
-    of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, whole_tiles(EXP_PRODUCT // max(1, D)))
+    of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(EXP_WAVE / max(1, D))))
     if sharded:  # a chunk has two pieces, with more between two exchanges where few classes are little work
-        wave, work_rows = round(math.log2(EXP_SHARD_WAVE / max(1, D))), -(-EXP_SHARD_WORK // max(1, D * V))
-        piece = max(1 << wave, min(_next_power(work_rows), N // 4))
+        piece = max(piece, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
     longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
     if work.automatic:
         longest = min(longest, max(N // 2, EXP_ROWS, 2 * sharded * piece))
@@ -315,16 +311,14 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
 
 
 def _lengths(N: int, longest: int, least: int) -> set[int]:
-    """Return lengths of a chunk: the longest, in whole tiles of either kind, and of some numbers of shorter ones."""
-    found = {N} if longest >= N else {level(N, whole_tiles(longest, tile)) for tile in (tile_of(longest), GPU_TILE)}
-    chunks = -(-N // longest)
-    for _ in range(EXP_CUTS):
-        chunks = max(chunks + 1, chunks * 5 // 4)
-        rows = -(-N // chunks // GPU_TILE) * GPU_TILE
-        if not max(least, GPU_TILE) <= rows < longest:
-            break
-        found.add(rows)
-    return found
+    """Return lengths of a chunk: powers of 2, which cuBLAS multiplies fastest, and the longest where that is short."""
+    found = {1 << power for power in range(GPU_TILE.bit_length() - 1, longest.bit_length())}
+    found |= {level(N, rows) for rows in found}
+    if longest >= N:
+        found.add(N)
+    elif longest < max(EXP_ROWS, least):
+        found |= {level(N, whole_tiles(longest, tile)) for tile in (tile_of(longest), GPU_TILE)}
+    return {rows for rows in found if min(least, longest) <= rows <= longest} or {longest}
 
 
 def _blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:

@@ -181,7 +181,7 @@ def run_lines(found: MemoryPlan, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
 
 
 def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = plan(seq_len=32768, budget=12.7, host_gib=2)
+    found = plan(seq_len=32768, budget=13, host_gib=2)
     assert any(policy.offload for policy in found.policies)
     assert run_lines(found, monkeypatch) == {"patch": ({},), "apply_policy": (list(found.policies), {"host_gib": 2})}
     options = lowtide.HeadOptions(workspace_mib=100.5, gradient="recompute")
