@@ -3,7 +3,7 @@
 N tokens, D hidden size, V vocabulary, C rows of a chunk, B classes of a block; GEMMs of m x n results and depth k.
 
 A GEMM's tiles hide what they load, but not what they add to: a sum's traffic counts as the other side of a right
-triangle. Fitted to an H100; measured schedules: benchmarks/results/2026-11-24-head-plans-h100.txt.
+triangle. Fitted to an H100; measured schedules: benchmarks/results/2026-11-24-head-plans-h100.json.
 """
 
 from functools import cache
