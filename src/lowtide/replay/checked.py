@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.replay.facts import facts_of
+from lowtide.replay.facts import device_of, facts_of
 
 MOST_CALLS = 256  # of one function
 
@@ -25,19 +26,28 @@ class Checked:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Return what the function returns."""
-        facts = None if torch.compiler.is_compiling() or _is_transformed() else _hashable(args)
+        facts = None if torch.compiler.is_compiling() or _is_transformed() else facts_of(args)
         if facts is None:
             return self.check(*args)
-        known = self._known.get(facts)
+        facts += tuple([f() for f in _MODES])
+        try:
+            known = self._known.get(facts)
+        except TypeError:  # an argument of a wrong kind, for which the check has words
+            return self.check(*args)
         if known is not None:
             return tuple([template(args) for template in known])
         found = self.check(*args)
         templates = [_Template.of(part, args) for part in found]
-        if None not in templates:
+        if None not in templates and device_of(args) is not None:
             if len(self._known) >= MOST_CALLS:
                 self._known.clear()
             self._known[facts] = templates  # type: ignore[assignment]
         return found
+
+
+# What checks, and autograd, depend on besides the arguments.
+_MODES: list[Callable[[], Any]] = [torch.is_grad_enabled]
+_MODES += [partial(f, kind) for kind in ("cuda", "cpu") for f in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
 
 
 def _is_transformed() -> bool:
@@ -45,15 +55,6 @@ def _is_transformed() -> bool:
     c: Any = torch._C
     level = torch.autograd.forward_ad._current_level
     return level >= 0 or c._functorch.peek_interpreter_stack() is not None or c._get_tracing_state() is not None
-
-
-def _hashable(args: Sequence[Any]) -> tuple[Any, ...] | None:
-    try:
-        facts = facts_of(args, connected=True)
-        hash(facts)
-    except (TypeError, RuntimeError):  # an argument of a wrong kind, for which the check has words
-        return None
-    return facts
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 DEVICES = frozenset({"cuda"})  # where calls are repeated
+_HOST = torch.device("cpu")
 _HOOKS = ("launch_enter_hook", "launch_exit_hook")
 
 
@@ -20,42 +21,36 @@ class _Recording(threading.local):
 RECORDING = _Recording()  # what records this thread's operators and launches
 
 
-def facts_of(args: Iterable[Any], *, connected: bool = False) -> tuple[Any, ...] | None:
+def facts_of(args: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return all that a call depends on besides the numbers in its tensors; None where it is not to be repeated.
 
-    With ``connected`` also what autograd, and checks of types, depend on.
+    Whether it can be repeated at all says `device_of`: once for all calls with the same facts.
     """
     if torch._C._len_torch_dispatch_stack() > 0 or RECORDING.tape is not None or launches_are_watched():
         return None
-    facts: list[Any] = []
-    add, device = facts.append, None
-    for arg in args:
-        kind = type(arg)
-        if kind is Tensor or kind is Parameter:
-            place, aligned = arg.device, arg.data_ptr() % 16
-            if place.type in DEVICES:
-                if device is None:
-                    device = place
-                elif device != place:
-                    return None
-            elif arg.dim() or place.type != "cpu":
-                return None
-            else:  # a number on the host
-                aligned = -1
-            add((arg.dtype, arg.shape, arg.stride(), aligned, arg.requires_grad))
-        elif isinstance(arg, Tensor):
-            return None
-        else:
-            add(arg)
-            if connected:
-                add(kind)
-    if device is None:
+    kinds, facts = tuple(map(type, args)), list(args)
+    try:
+        for i, kind in enumerate(kinds):
+            if kind is Tensor or kind is Parameter:
+                x = args[i]
+                facts[i] = (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device, x.requires_grad)
+    except RuntimeError:  # a tensor without strides or memory
         return None
-    add(device)
-    if connected:
-        kind = device.type
-        facts += (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-    return tuple(facts)
+    return kinds, *facts
+
+
+def device_of(args: Iterable[Any]) -> torch.device | None:
+    """Return the device of a call that can be repeated: of all tensors, but for numbers on the host; None of others."""
+    found = None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if type(arg) not in (Tensor, Parameter) or arg.device not in (found or arg.device, _HOST):
+                return None
+            if arg.device.type in DEVICES:
+                found = arg.device
+            elif arg.dim() or arg.device.type != "cpu":
+                return None
+    return found
 
 
 def launches_are_watched() -> bool:

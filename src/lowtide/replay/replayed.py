@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.replay.facts import RECORDING, facts_of
+from lowtide.replay.facts import RECORDING, device_of, facts_of
 from lowtide.replay.program import program_of
 from lowtide.replay.tape import Tape
 
@@ -50,16 +50,19 @@ class Replayed:
         found = self._programs.get(facts, False)
         if callable(found):
             return found
+        device = device_of(args)
+        if device is None:
+            return None
         if found is None:
-            return partial(self._record, facts)
+            return partial(self._record, facts, device)
         if len(self._programs) >= MOST_PROGRAMS:
             self._programs.clear()
         self._programs[facts] = None
         return self.compute
 
-    def _record(self, facts: tuple[Any, ...], *args: Any) -> tuple[Tensor, ...]:
+    def _record(self, facts: tuple[Any, ...], device: torch.device, *args: Any) -> tuple[Tensor, ...]:
         self._programs[facts] = self.compute  # stays where an error ends the recording
-        results, program = record(self.compute, args, facts[-1])
+        results, program = record(self.compute, args, device)
         self._programs[facts] = program or self.compute
         return results
 
