@@ -26,7 +26,7 @@ from lowtide import (
     plan_divergence,
     plan_head,
 )
-from lowtide.head.token_stats import TopK
+from lowtide.head.token_stats import WANTS, TopK
 from support import divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
 
 Arguments = dict[str, Any]
@@ -278,7 +278,7 @@ FUNCTIONS = {
         run=linear_token_stats,
         truth=statistics_oracle,
         own=of_statistics,
-        options=TARGETS | {"targets": [1, None, 3, 40], "want": [TokenStats._fields]},
+        options=TARGETS | {"targets": [1, None, 3, 40], "want": [WANTS]},
         busy={"softcap": 3.0, "logit_scale": "trained"},
         tolerance=near(1e-12, 1e-5),
     ),
@@ -369,7 +369,7 @@ MODES = {
     "each": Mode("linear_cross_entropy", {"reduction": "none"}, stored_where_frozen=True),
     "logprobs": Mode("linear_logprobs", stored_where_frozen=True),
     "logprobs-of-several": Mode("linear_logprobs", {"targets": 3}),
-    "statistics": Mode("linear_token_stats", {"want": TokenStats._fields, "targets": 3}),
+    "statistics": Mode("linear_token_stats", {"want": WANTS, "targets": 3}),
     "forward_kl": Mode("linear_divergence", {"teacher_lacks": 3}),
     "reverse_kl-mean": Mode("linear_divergence", {"kind": ("reverse_kl", 0.5), "reduction": "mean"}, stored=True),
     "jsd": Mode("linear_divergence", {"kind": ("jsd", 0.3)}),
