@@ -14,7 +14,7 @@ from head.kernel_plans import use_set_kernels
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
 from lowtide.measure.allocations import track_allocations
-from support import head, in_float64, logits_of, relative_error
+from support import head, in_float64, mask_of_ids, relative_error, sets_oracle
 
 WANT = ("logprob", "entropy", "lse", "argmax", "sum_sq_prob", "is_top1")
 FORMS = ("padded", "csr", "shared")
@@ -30,38 +30,13 @@ def sets_of(form: str, seed: int = 3) -> tuple[Any, Tensor]:
     ids[4] = -1
     if form == "shared":
         ids = ids[:3].reshape(-1)
-    mask = torch.zeros(N, V + 1, dtype=torch.bool)
-    mask.scatter_(1, torch.where(ids < 0, V, ids).expand(N, -1), True)
+    mask = mask_of_ids(ids.expand(N, -1), V)
     if form != "csr":
-        return ids, mask[:, :V]
+        return ids, mask
     lengths = (ids >= 0).sum(1)
     lengths[7] += 2  # padding is allowed here too
     rows = [torch.cat((row[row >= 0], row.new_full((2 * (i == 7),), -1))) for i, row in enumerate(ids)]
-    return (torch.cat(rows), torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))), mask[:, :V]
-
-
-def oracle(
-    input: Tensor, linear_weight: Tensor, target: Tensor, mask: Tensor, ignore_index: int = -100, **kwargs: Any
-) -> dict[str, Tensor]:
-    """Every statistic from whole logits, -inf outside of the sets."""
-    z = logits_of(input, linear_weight, **kwargs).masked_fill(~mask, -torch.inf)
-    empty = ~mask.any(1)
-    lse = z.logsumexp(1).masked_fill(empty, -torch.inf)
-    logp = z - lse.masked_fill(empty, 0)[:, None]
-    p = logp.exp()
-    y = target.clamp(0, V - 1).view(len(z), -1)
-    inside, kept = mask.gather(1, y), target.view(len(z), -1) != ignore_index
-    logprob = logp.masked_fill(~mask, 0).gather(1, y).masked_fill(~inside, -torch.inf).masked_fill(~kept, 0)
-    argmax = z.argmax(1).masked_fill(empty, -1)
-    return {
-        "logprob": logprob.view(target.shape),
-        "entropy": -(p * logp.masked_fill(~mask, 0)).sum(1),
-        "lse": lse,
-        "argmax": argmax,
-        "sum_sq_prob": p.square().sum(1),
-        "is_top1": ((y == argmax[:, None]) & kept).view(target.shape),
-        "outside": (kept & ~inside).sum(),
-    }
+    return (torch.cat(rows), torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))), mask
 
 
 def targets(mask: Tensor, T: int | None, seed: int = 5) -> Tensor:
@@ -100,7 +75,7 @@ def check(
     leaves = {"input": x, "linear_weight": w} | {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
     leaves = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
     true = in_float64({"input": x, "linear_weight": w, **kwargs})
-    want = oracle(target=y, mask=mask, **true)
+    want = sets_oracle(target=y, mask=mask, **true)
     got = found(linear_token_stats(x, w, y, want=WANT, support=support, sparse=sparse, options=options, **kwargs))
     assert set(got) == set(want)
     for name, value in want.items():
@@ -290,7 +265,7 @@ def test_a_sure_model_keeps_its_digits() -> None:
     x = (25 * w.detach()[:4]).requires_grad_()
     ids, y = torch.arange(V).expand(4, V), torch.arange(4)
     true = in_float64({"input": x, "linear_weight": w})
-    want = oracle(target=y, mask=torch.ones(4, V, dtype=torch.bool), **true)
+    want = sets_oracle(target=y, mask=torch.ones(4, V, dtype=torch.bool), **true)
     got = found(linear_token_stats(x, w, y, want=("logprob", "entropy"), support=ids))
     assert want["entropy"].max() < 1e-2
     for name in ("logprob", "entropy"):
@@ -309,7 +284,7 @@ def test_autocast(form: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logprob = linear_logprobs(x, w, y, linear_bias=b, support=support)
     rounded = {"input": x.detach().bfloat16(), "linear_weight": w.detach().bfloat16(), "linear_bias": b.detach()}
-    want = oracle(target=y, mask=mask, **in_float64(rounded))["logprob"]
+    want = sets_oracle(target=y, mask=mask, **in_float64(rounded))["logprob"]
     finite = want != -torch.inf
     assert logprob.dtype == torch.float32
     assert relative_error(logprob[finite], want[finite]) < 5e-3
@@ -340,21 +315,21 @@ def test_uses_of_autograd(form: str) -> None:
             grads[0].sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled(form: str) -> None:
     x, w, b, _ = head(N, D, V)
     support, mask = sets_of(form)
     y = targets(mask, 2)
 
-    def value(x: Tensor, w: Tensor, b: Tensor, support: Any) -> tuple[Tensor, Tensor]:
-        stats = linear_token_stats(x, w, y, linear_bias=b, want=WANT, support=support)
-        return total(found(stats)), stats.outside
+    def values(x: Tensor, w: Tensor, b: Tensor, support: Any) -> TokenStats:
+        return linear_token_stats(x, w, y, linear_bias=b, want=WANT, support=support)
 
-    compiled = torch.compile(value, fullgraph=True, backend="aot_eager")
-    (got, counted), (want, outside) = compiled(x, w, b, support), value(x, w, b, support)
+    compiled = torch.compile(values, fullgraph=True, backend="aot_eager")
+    got, want = (found(f(x, w, b, support)) for f in (compiled, values))
     torch.testing.assert_close(got, want)
-    assert counted == outside
-    for g, e in zip(*(torch.autograd.grad(v, [x, w, b]) for v in (got, want)), strict=True):
+    for g, e in zip(*(torch.autograd.grad(total(v), [x, w, b]) for v in (got, want)), strict=True):
         torch.testing.assert_close(g, e)
 
 
@@ -447,6 +422,6 @@ def test_elsewhere_a_wrong_id_makes_its_token_nan(form: str, keep_rows: Any) -> 
     assert torch.equal(stats.lse.isnan(), wrong)
     wrong[3] = True
     assert torch.equal(stats.logprob.isnan(), wrong & (y != -100))
-    dx, _ = torch.autograd.grad(stats.logprob.nan_to_num(neginf=0).sum() + stats.lse[1], [x, w])
+    dx, _ = torch.autograd.grad(stats.logprob.masked_fill(stats.logprob == -torch.inf, 0).sum() + stats.lse[1], [x, w])
     assert dx[[0, 3]].isnan().all()
     assert dx[1].isfinite().all() or form == "shared"

@@ -172,7 +172,8 @@ def _one_set(head: Head, y: Tensor, names: frozenset[str], ignore_index: int, su
     small = head._replace(weight_VD=weight, bias_V=bias, ranks=Alone(len(ids)))
     found = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(small, args, recompute=True), strict=True))
     outside = kept & is_class & ~inside
-    found |= {"logprob": found["logprob"].masked_fill(outside, -torch.inf), "argmax": ids[found["argmax"]]}
+    of_outside = torch.where(found["lse"].detach().isnan(), torch.nan, -torch.inf)[:, None]
+    found |= {"logprob": torch.where(outside, of_outside, found["logprob"]), "argmax": ids[found["argmax"]]}
     if empty is not None:
         of_none = {"lse": -torch.inf, "entropy": 0.0, "sum_sq_prob": 0.0, "argmax": -1}
         found |= {name: found[name].masked_fill(empty, value) for name, value in of_none.items() if name in names}

@@ -64,13 +64,14 @@ def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[s
         values = _values(args, pairs, z, numbers, at)
         usable = kept[tokens] & is_class[tokens]
         values["is_top1"] &= usable & inside
-        of_class = values["logprob"].where(inside, -torch.inf).where(is_class[tokens], torch.nan)
+        of_outside = torch.where(values["lse"].isnan(), torch.nan, -torch.inf)[:, None]
+        of_class = values["logprob"].where(inside, of_outside).where(is_class[tokens], torch.nan)
         values["logprob"] = of_class.where(kept[tokens], 0)
         values["outside"] = (usable & ~inside).sum()
         if keep:
             # where in all of the pairs; -1: in none
             first = 0 if args.offsets is not None else tokens.start * pairs.K
-            values |= {"z": z, "ids": pairs.ids.int(), "at": (at + first).where(inside & usable, -1)}
+            values |= {"pair_z": z, "pair_id": pairs.ids.int(), "target_at": (at + first).where(inside & usable, -1)}
         found.append(values)
     joined = {name: torch.cat([x[name] for x in found]) for name in found[0] if name != "outside"}
     assert len(joined["lse"]) == N
@@ -82,21 +83,21 @@ def backward(
 ) -> Gradients:
     """Return the needed gradients from the upstream ones [N] (of logprob [N, T]), and what forward returned."""
     kept, is_class = args.target != args.ignore_index, (args.target >= 0) & (args.target < head.ranks.vocab)
-    into, slot_V = _buffers(head, args, wanted, known["ids"])
+    into, slot_V = _buffers(head, args, wanted, known["pair_id"])
     weight = into.weight_VD
     for tokens, _ in _chunks(head, args):
         of_pairs = slice(tokens.start * args.K, tokens.stop * args.K) if args.offsets is None else slice(None)
-        ids = known["ids"][of_pairs].long()
+        ids = known["pair_id"][of_pairs].long()
         pairs = Pairs(
             tokens=tokens.stop - tokens.start, ids=ids, keys=ids, starts=args.offsets, K=args.K, vocab=head.ranks.vocab
         )
-        at = known["at"][tokens]
+        at = known["target_at"][tokens]
         usable = kept[tokens] & is_class[tokens] & (at >= 0)
         g, h, r = (_given(upstream[name], name, args, tokens) for name in DIFFERENTIABLE)
         if g is not None:
             wrong = kept[tokens] & ~is_class[tokens]
             g = g.where(usable, 0).masked_fill(wrong, torch.nan)
-        z = known["z"][of_pairs]
+        z = known["pair_z"][of_pairs]
         c, active = _logits_gradient(pairs, z, at - (of_pairs.start or 0), Upstream(g, h, r))
         c = _inputs_gradient(head, pairs, z, c, active)
         held = torch.where(pairs.spread(active), ids, NOTHING)
@@ -191,7 +192,7 @@ def _values(args: SupportArgs, pairs: Pairs, z: Tensor, numbers: Numbers, at: Te
         squares = pairs.sum(numbers.e.square())
         values["sum_sq_prob"] = ((1 + squares) / (1 + numbers.rest).square()).masked_fill(empty, 0)
     of_pair = numbers.above[at] if len(z) else at.to(z.dtype)
-    values["is_top1"] = args_top = values["argmax"][:, None] == (pairs.ids[at] if len(z) else -2)
+    values["is_top1"] = args_top = values["argmax"][:, None] == (pairs.ids[at] if len(z) else at - 2)
     values["logprob"] = torch.where(args_top, 0, of_pair) - spread[:, None]
     return values
 
@@ -300,9 +301,9 @@ def _shapes(head: Head, args: SupportArgs, keep: bool) -> dict[str, Shape]:
         "sum_sq_prob": ((N if "sum_sq_prob" in args.wanted else 0,), head.wide),
         "is_top1": ((N, T), torch.bool),
         "outside": ((), torch.int64),
-        "z": (P, head.wide),
-        "ids": (P, torch.int32),
-        "at": ((N if keep else 0, T), torch.int64),
+        "pair_z": (P, head.wide),
+        "pair_id": (P, torch.int32),
+        "target_at": ((N if keep else 0, T), torch.int64),
     }
 
 
@@ -321,5 +322,5 @@ def _flop(head: Head, args: SupportArgs, wanted: Wanted) -> int:
 SUPPORT = Function(
     "support_stats", "linear_token_stats", SupportArgs, forward, backward, shapes=_shapes,
     returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "is_top1", "outside"), upstream=DIFFERENTIABLE,
-    known=("z", "ids", "at"), gradients=_gradient_shapes, returns=4, flop=_flop,
+    known=("pair_z", "pair_id", "target_at"), gradients=_gradient_shapes, returns=4, flop=_flop,
 )  # fmt: skip
