@@ -238,7 +238,8 @@ def apply_oracle(
 
 def statistics_oracle(*, want: tuple[str, ...], topk: int | None, **kwargs: Any) -> TokenStats:
     if "support" in kwargs:
-        mask = mask_of_ids(kwargs.pop("support"), kwargs["linear_weight"].shape[0])
+        ids = kwargs.pop("support").expand(*kwargs["input"].shape[:-1], -1)
+        mask = mask_of_ids(ids, kwargs["linear_weight"].shape[0])
         found = sets_oracle(mask=mask, **kwargs)
         return TokenStats(**{name: found[name] for name in (*want, "outside")})
     found = stats_oracle(**kwargs, topk=topk or 1)

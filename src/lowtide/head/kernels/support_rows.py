@@ -34,8 +34,12 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 def _pairs_of(i, starts_ptr, K):  # type: ignore[no-untyped-def]
     """Where a token's pairs begin and end."""
     if starts_ptr is None:
-        return i * K, i * K + K
-    return tl.load(starts_ptr + i), tl.load(starts_ptr + i + 1)
+        first = i * K
+        last = first + K
+    else:
+        first = tl.load(starts_ptr + i)
+        last = tl.load(starts_ptr + i + 1)
+    return first, last
 
 
 @Launcher

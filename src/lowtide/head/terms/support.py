@@ -211,11 +211,13 @@ def _logits_gradient(pairs: Pairs, z: Tensor, at: Tensor, upstream: Upstream) ->
     if isinstance(g, Tensor):
         g_pair = torch.zeros_like(z)
         if len(z):
-            where = at.clamp(min=0)
-            if g.shape[1] == 1:  # each pair is a target once: the order of a sum of one is its own
-                g_pair.index_add_(0, where[:, 0], g[:, 0].where(at[:, 0] >= 0, 0))
+            # equal places are summed one by one: what is of no pair adds its 0 to one of its own
+            spare = torch.arange(at.numel(), device=at.device).view(at.shape) % len(z)
+            where, what = at.where(at >= 0, spare).reshape(-1), g.where(at >= 0, 0).reshape(-1)
+            if g.shape[1] == 1:  # a sum of one number and zeros, in any order
+                g_pair.index_add_(0, where, what)
             else:
-                add_rows_(g_pair, where.reshape(-1), g.where(at >= 0, 0).reshape(-1))
+                add_rows_(g_pair, where, what)
         of_token, active = g.sum(1), active | (g != 0).any(1)
         other = torch.where(numbers.is_top, pairs.spread(numbers.rest) / over, 1 - p)
         # where a token has one target, the second difference is exactly 0 there
