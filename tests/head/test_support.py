@@ -336,7 +336,11 @@ def test_compiled(form: str) -> None:
 def test_a_sparse_gradient_trains_as_a_dense_one() -> None:
     x, w, _, _ = head(N, D, V)
     support, mask = sets_of("padded")
+    support[support == 0] = -1  # class 0 is in no set
+    mask[:, 0] = False
     y = targets(mask, None)
+    nothing = linear_logprobs(x, w, y, support=torch.full_like(support, -1), sparse=True)
+    assert torch.autograd.grad(nothing.where(nothing == 0, 0).sum(), w)[0]._nnz() == 0
     rows = []
     for sparse in (False, True):
         weight = torch.nn.Parameter(w.detach().clone())

@@ -147,7 +147,7 @@ class Products:
             v = v.clamp(min=0)
             if bias_V is not None:
                 add_rows_(bias_V, v, g[:, 0])
-            if total.shape[1]:
+            if total.numel():
                 row = v if slot_V is None else slot_V[v]
                 add_rows_(total, row, (g * self.x_nD[token[part]].to(self.wide)).where(g != 0, 0))
         if total is not out_RD:

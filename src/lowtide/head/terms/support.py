@@ -274,7 +274,7 @@ def _listed_classes(head: Head, ids: Tensor) -> tuple[Tensor, Tensor]:
     listed = torch.zeros(V + 1, dtype=torch.bool, device=ids.device)
     listed[rows.where(rows >= 0, V)] = True
     listed = listed[:V]
-    slot, most = listed.cumsum(0) - 1, min(V, len(ids))
+    slot, most = (listed.cumsum(0) - 1).clamp_(min=0), min(V, len(ids))
     classes = torch.arange(V, device=ids.device)
     if drops_rows(ids.device):
         return classes[listed][None], slot
