@@ -250,12 +250,16 @@ def test_strides_of_the_weight_and_of_hidden_states(monkeypatch: pytest.MonkeyPa
     ids, mask = sets_of("padded")
     y, both = targets(mask, 2), torch.stack((ids, ids))
     expected = linear_logprobs(x, w, torch.stack((y, y)), support=both)
+    y = torch.stack((y, y)).mT.contiguous().mT
     with_strides = x.detach().transpose(0, 1).contiguous().transpose(0, 1), w.detach().T.contiguous().T
     for kernels in (False, True):
         if kernels:
             use_set_kernels(monkeypatch)
-        got = linear_logprobs(*with_strides, torch.stack((y, y)), support=both)
+        got = linear_logprobs(*with_strides, y, support=both.mT.contiguous().mT)
         torch.testing.assert_close(got, expected)
+        offsets = torch.stack((K * torch.arange(2 * N + 1), torch.zeros(2 * N + 1).long()), 1)[:, 0]
+        csr = torch.stack((both.view(-1), both.view(-1)), 1)[:, 1], offsets
+        torch.testing.assert_close(linear_logprobs(*with_strides, y, support=csr), expected)
 
 
 def test_a_sure_model_keeps_its_digits() -> None:

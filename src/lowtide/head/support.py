@@ -114,7 +114,7 @@ def _stats(
         head = head._replace(input=whole, ranks=ranks)
     y = head.input.new_zeros((N, 0), dtype=torch.long)
     if target is not None:
-        y = target.long().reshape(N, target.shape[-1] if target.dim() > len(leading) else 1)
+        y = target.long().reshape(N, target.shape[-1] if target.dim() > len(leading) else 1).contiguous()
     by = _one_set if support.shared else _set_per_token
     found = by(head, y, names, ignore_index, support)
     shapes = {} if target is None else dict.fromkeys(("logprob", "is_top1"), target.shape)
@@ -142,6 +142,7 @@ def _set_per_token(
     ids, offsets = support.ids.reshape(-1), support.offsets
     if offsets is not None and not drops_rows(ids.device):  # what is wrong there must not be read
         offsets = offsets.clamp(0, len(ids)).cummax(0).values
+    offsets = None if offsets is None else offsets.contiguous()
     args = SupportArgs(
         target=y, ids=ids, offsets=offsets, K=support.K, want=",".join(sorted(names)), ignore_index=ignore_index,
         sparse=support.sparse,
