@@ -4,6 +4,7 @@ n tokens, P pairs, those of a token one after another, D hidden size, V vocabula
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ NOTHING, NO_CLASS = -1, -2  # in the place of a class: a pad or a repetition; an
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Each token's set. An id that a token lists twice is one pair, and `NOTHING` in the other's place."""
+    """Each token's set, its ids in ascending order. One that a token lists twice is a pair, then `NOTHING`.
+
+    Numbers of pairs are [n, K], or [P] where tokens have different numbers of pairs: "[pairs]".
+    """
 
     tokens: int  # n
-    ids: Tensor  # int64 [P], of the whole vocabulary, or `NOTHING`, or `NO_CLASS`
+    ids: Tensor  # int64 [pairs], of the whole vocabulary, or `NOTHING`, or `NO_CLASS`
     keys: Tensor  # int64 [P]: token and id as one number, in ascending order
     starts: Tensor | None  # int64 [n + 1]: where each token's pairs begin; None: each has K
     K: int
@@ -31,57 +35,72 @@ class Pairs:
 
         Of tokens where ``counts_n`` is False nothing is left.
         """
-        ids = torch.where((ids < NOTHING) | (ids >= V), NO_CLASS, ids)
-        empty = cls(tokens=tokens, ids=ids, keys=ids, starts=starts, K=K, vocab=V)
+        ids = ids.masked_fill((ids < NOTHING) | (ids >= V), NO_CLASS)
+        pairs = cls(tokens=tokens, ids=ids, keys=ids, starts=starts, K=K, vocab=V)
         if starts is None:
-            ids = ids.view(tokens, K).sort(1).values.view(-1)
-            keys = empty.key(ids)
+            ids = ids.view(tokens, K).sort(1).values
+            keys = pairs.key(pairs.token, ids).view(-1)
+            again = ids[:, 1:] == ids[:, :-1]
+            ids[:, 1:].masked_fill_(again, NOTHING)
         else:
-            keys = empty.key(ids).sort().values
-            ids = keys - empty.key(torch.full_like(ids, 0))
-        again = torch.zeros_like(ids, dtype=torch.bool)
-        again[1:] = keys[1:] == keys[:-1]
-        ids = torch.where(again & (ids >= 0), NOTHING, ids)
+            keys = pairs.key(pairs.token, ids).sort().values
+            ids = keys - pairs.key(pairs.token, 0)
+            again = keys[1:] == keys[:-1]
+            ids[1:].masked_fill_(again, NOTHING)
         if counts_n is not None:
-            ids = torch.where(empty.spread(counts_n), ids, NOTHING)
-        return replace(empty, ids=ids, keys=keys)
+            ids.masked_fill_(~pairs.spread(counts_n), NOTHING)
+        return replace(pairs, ids=ids, keys=keys)
 
-    @property
+    @cached_property
     def token(self) -> Tensor:
-        """Return the token of each pair [P]."""
-        at = torch.arange(len(self.ids), device=self.ids.device)
+        """Return the token of each pair, to broadcast with [pairs]."""
         if self.starts is None:
-            return at // max(self.K, 1)
-        return (torch.searchsorted(self.starts, at, right=True) - 1).clamp_(0, max(0, self.tokens - 1))
+            return torch.arange(self.tokens, device=self.ids.device)[:, None]
+        return self.token_at(torch.arange(len(self.ids), device=self.ids.device))
 
-    def key(self, ids: Tensor) -> Tensor:
-        """Return the keys of ids [P]."""
-        return self.token * (self.vocab + 2) + (ids + 2)
+    def token_at(self, places: Tensor) -> Tensor:
+        """Return the tokens of the pairs at these places among all P."""
+        if self.starts is None:
+            return places // max(self.K, 1)
+        return (torch.searchsorted(self.starts, places, right=True) - 1).clamp_(0, max(0, self.tokens - 1))
+
+    def key(self, token: Tensor, ids: Tensor | int) -> Tensor:
+        """Return the keys of ids of tokens."""
+        return token * (self.vocab + 2) + (ids + 2)
+
+    def shaped(self, x_P: Tensor) -> Tensor:
+        """Return numbers [P] as [pairs]."""
+        return x_P.view(self.tokens, self.K) if self.starts is None else x_P
 
     def spread(self, x_n: Tensor) -> Tensor:
-        """Return of each token's number each pair's."""
-        if self.starts is None:
-            return x_n[:, None].expand(-1, self.K).reshape(-1)
-        return x_n[self.token]
+        """Return each token's number, to broadcast with [pairs]."""
+        return x_n[:, None] if self.starts is None else x_n[self.token]
 
-    def sum(self, x_P: Tensor) -> Tensor:
-        """Return the sum of each token's."""
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of each token's numbers."""
         if self.starts is None:
-            return x_P.view(self.tokens, self.K).sum(1)
-        return torch.segment_reduce(x_P, "sum", offsets=self.starts, unsafe=True, initial=0.0)
+            return x.sum(1)
+        return torch.segment_reduce(x, "sum", offsets=self.starts, unsafe=True, initial=0.0)
 
-    def highest(self, x_P: Tensor) -> Tensor:
-        """Return the highest of each token's, -inf of none."""
+    def highest(self, x: Tensor) -> Tensor:
+        """Return the highest of each token's numbers, -inf of none."""
         if self.starts is not None:
-            return torch.segment_reduce(x_P, "max", offsets=self.starts, unsafe=True, initial=-torch.inf)
-        return x_P.view(self.tokens, self.K).amax(1) if self.K else x_P.new_full((self.tokens,), -torch.inf)
+            return torch.segment_reduce(x, "max", offsets=self.starts, unsafe=True, initial=-torch.inf)
+        return x.amax(1) if self.K else x.new_full((self.tokens,), -torch.inf)
+
+    def lowest_id(self, chosen: Tensor) -> Tensor:
+        """Return the lowest id of each token's chosen pairs, V of none."""
+        if self.starts is None:
+            ids = self.ids.masked_fill(~chosen, self.vocab)
+            return ids.amin(1) if self.K else ids.new_full((self.tokens,), self.vocab)
+        ids = (-self.ids.double()).masked_fill(~chosen, -self.vocab)  # which hold each id exactly
+        return (-self.highest(ids)).clamp(max=self.vocab).long()
 
     def find(self, y_nT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pair of each token's classes [n, T], any pair where there is none, and whether there is one."""
-        if not len(self.ids):
+        """Return the place of each token's classes [n, T], any place where there is none, and whether there is one."""
+        if not len(self.keys):
             return torch.zeros_like(y_nT), torch.zeros_like(y_nT, dtype=torch.bool)
-        token = torch.arange(self.tokens, device=y_nT.device)[:, None]
-        key = token * (self.vocab + 2) + (y_nT + 2)
+        key = self.key(torch.arange(self.tokens, device=y_nT.device)[:, None], y_nT)
         at = torch.searchsorted(self.keys, key).clamp_(max=len(self.keys) - 1)
         return at, self.keys[at] == key
 
@@ -104,7 +123,7 @@ class Products:
             from lowtide.head.kernels.support_rows import score
 
             return score(self.x_nD, self.weight_VD, self.ids, self.pairs.starts, self.pairs.K)
-        z, token = self.x_nD.new_zeros(len(self.ids), dtype=self.wide), self.pairs.token
+        z, token = self.x_nD.new_zeros(len(self.ids), dtype=self.wide), self._tokens()
         for part in self._blocks():
             rows, here = self._rows(self.ids[part])
             z[part] = (rows * self.x_nD[token[part]].to(self.wide)).sum(1).where(here, 0)
@@ -117,7 +136,7 @@ class Products:
 
             input_grad(c_P, self.weight_VD, self.ids, self.pairs.starts, self.pairs.K, out_nD, self.x_nD.dtype)
             return
-        total, token = torch.zeros_like(out_nD, dtype=self.wide), self.pairs.token
+        total, token = torch.zeros_like(out_nD, dtype=self.wide), self._tokens()
         for part in self._blocks():
             rows, here = self._rows(self.ids[part])
             c = c_P[part, None]
@@ -132,7 +151,7 @@ class Products:
         ``slot_V`` says which row of ``out_RD`` is a class's; None: its own.
         """
         ids, order = self.ids.sort(stable=True)
-        c, token = c_P[order], self.pairs.token[order]
+        c, token = c_P[order], self.pairs.token_at(order)
         if self.kernels:
             from lowtide.head.kernels.support_rows import Sorted, weight_grad
 
@@ -152,6 +171,9 @@ class Products:
                 add_rows_(total, row, (g * self.x_nD[token[part]].to(self.wide)).where(g != 0, 0))
         if total is not out_RD:
             out_RD.copy_(total)
+
+    def _tokens(self) -> Tensor:
+        return self.pairs.token_at(torch.arange(len(self.ids), device=self.ids.device))
 
     def _blocks(self) -> Any:
         """Return the pairs of which plain PyTorch gathers rows at a time; of none where there are no rows."""

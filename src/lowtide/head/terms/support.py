@@ -8,6 +8,7 @@ log-probabilities, entropy and logsumexp, the gradient of z_v is
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,15 +31,15 @@ OF_TARGETS = frozenset({"logprob", "is_top1", "outside"})
 
 
 class Numbers(NamedTuple):
-    """A token's numbers [n], measured from the highest logit of its set, and each pair's [P]."""
+    """A token's numbers [n], measured from the highest logit of its set, and each pair's."""
 
     top: Tensor  # the highest logit, -inf of an empty set
     top_id: Tensor  # its class, the lowest of several; V where there is none
     rest: Tensor  # sum of exp(z - top) over the other classes
     spread: Tensor  # log(1 + rest)
-    above: Tensor  # [P] z - top
-    e: Tensor  # [P] exp(z - top), 0 at the highest class and where a pair is none
-    is_top: Tensor  # [P] bool
+    above: Tensor  # [pairs] z - top
+    e: Tensor  # [pairs] exp(z - top), 0 at the highest class and where a pair is none
+    is_top: Tensor  # [pairs] bool
 
     def entropy(self, pairs: Pairs) -> Tensor:
         """Return the entropy [n]."""
@@ -48,7 +49,7 @@ class Numbers(NamedTuple):
 
 def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:  # noqa: ARG001
     """Return the statistics of all N tokens; with ``keep`` the pairs' classes and logits, and the targets' pairs."""
-    V, (N, _) = head.ranks.vocab, args.target.shape
+    V = head.ranks.vocab
     kept, is_class = args.target != args.ignore_index, (args.target >= 0) & (args.target < V)
     if drops_rows(head.input.device):
         check_classes(args.target.reshape(-1), (kept & ~is_class).reshape(-1), V, args.ignore_index)
@@ -64,17 +65,19 @@ def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[s
         values = _values(args, pairs, z, numbers, at)
         usable = kept[tokens] & is_class[tokens]
         values["is_top1"] &= usable & inside
-        of_outside = torch.where(values["lse"].isnan(), torch.nan, -torch.inf)[:, None]
-        of_class = values["logprob"].where(inside, of_outside).where(is_class[tokens], torch.nan)
-        values["logprob"] = of_class.where(kept[tokens], 0)
+        undefined = ~is_class[tokens] | values["lse"].isnan()[:, None]
+        of_class = values["logprob"].masked_fill(~inside, -torch.inf).masked_fill(undefined, torch.nan)
+        values["logprob"] = of_class.masked_fill(~kept[tokens], 0)
         values["outside"] = (usable & ~inside).sum()
         if keep:
             # where in all of the pairs; -1: in none
             first = 0 if args.offsets is not None else tokens.start * pairs.K
-            values |= {"pair_z": z, "pair_id": pairs.ids.int(), "target_at": (at + first).where(inside & usable, -1)}
+            places = (at + first).masked_fill(~(inside & usable), -1)
+            values |= {"pair_z": z.view(-1), "pair_id": pairs.ids.view(-1).int(), "target_at": places}
         found.append(values)
+    if len(found) == 1:
+        return found[0]
     joined = {name: torch.cat([x[name] for x in found]) for name in found[0] if name != "outside"}
-    assert len(joined["lse"]) == N
     return joined | {"outside": torch.stack([x["outside"] for x in found]).sum()}
 
 
@@ -82,26 +85,22 @@ def backward(
     head: Head, args: SupportArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
 ) -> Gradients:
     """Return the needed gradients from the upstream ones [N] (of logprob [N, T]), and what forward returned."""
-    kept, is_class = args.target != args.ignore_index, (args.target >= 0) & (args.target < head.ranks.vocab)
+    V = head.ranks.vocab
+    wrong = (args.target != args.ignore_index) & ((args.target < 0) | (args.target >= V))
     into, slot_V = _buffers(head, args, wanted, known["pair_id"])
     weight = into.weight_VD
     for tokens, _ in _chunks(head, args):
-        of_pairs = slice(tokens.start * args.K, tokens.stop * args.K) if args.offsets is None else slice(None)
-        ids = known["pair_id"][of_pairs].long()
+        of_pairs = slice(tokens.start * args.K, tokens.stop * args.K) if args.offsets is None else slice(0, None)
+        ids, z = known["pair_id"][of_pairs].long(), known["pair_z"][of_pairs]
         pairs = Pairs(
             tokens=tokens.stop - tokens.start, ids=ids, keys=ids, starts=args.offsets, K=args.K, vocab=head.ranks.vocab
         )
-        at = known["target_at"][tokens]
-        usable = kept[tokens] & is_class[tokens] & (at >= 0)
-        g, h, r = (_given(upstream[name], name, args, tokens) for name in DIFFERENTIABLE)
-        if g is not None:
-            wrong = kept[tokens] & ~is_class[tokens]
-            g = g.where(usable, 0).masked_fill(wrong, torch.nan)
-        z = known["pair_z"][of_pairs]
-        c, active = _logits_gradient(pairs, z, at - (of_pairs.start or 0), Upstream(g, h, r))
-        c = _inputs_gradient(head, pairs, z, c, active)
-        held = torch.where(pairs.spread(active), ids, NOTHING)
-        products = _products(head, pairs, held, tokens)
+        pairs, z = replace(pairs, ids=pairs.shaped(ids)), pairs.shaped(z)
+        given = {name: g[tokens] for name, g in upstream.items() if g is not None and name in args.wanted}
+        places = known["target_at"][tokens] - of_pairs.start
+        c, active = _logits_gradient(pairs, z, places, Upstream(**given), wrong[tokens].any(1))
+        c = _inputs_gradient(head, pairs, z, c, active).view(-1)
+        products = _products(head, pairs, pairs.ids.masked_fill(~pairs.spread(active), NOTHING), tokens)
         if wanted.input:
             _put_input_grad(head, products, c, tokens, into)
         if weight is not None or into.bias_V is not None:
@@ -143,22 +142,24 @@ def _pairs(head: Head, args: SupportArgs, tokens: slice, ids: Tensor, counts: Te
 
 
 def _products(head: Head, pairs: Pairs, ids: Tensor, tokens: slice) -> Products:
-    """Return the products with the rows that this rank holds of ``ids`` [P]."""
+    """Return the products with the rows that this rank holds of ``ids`` [pairs]."""
     if not head.ranks.alone:
         row, here = head.ranks.here(ids)
         ids = row.where(here, NOTHING)  # type: ignore[arg-type]
     x = take_rows(head.input, None, tokens, head.dtype)
     return Products(
-        pairs=pairs, ids=ids.int(), x_nD=x if x.stride(-1) == 1 else x.contiguous(), weight_VD=head.weight_VD,
+        pairs=pairs, ids=ids.view(-1).int(), x_nD=x if x.stride(-1) == 1 else x.contiguous(), weight_VD=head.weight_VD,
         wide=head.wide, gathered=support_chunk(head, 1, 1)[1], kernels=support_backend(head)[0] == "row",
     )  # fmt: skip
 
 
 def _logits(head: Head, pairs: Pairs, products: Products) -> Tensor:
-    """Return the logits of all pairs [P], of every rank's classes; -inf where a pair is none."""
+    """Return the logits of all pairs, of every rank's classes; -inf where a pair is none."""
     z, ids = products.scores(), pairs.ids
+    z = pairs.shaped(z)
     if head.bias_V is not None and len(head.bias_V):
-        z = z + head.bias_V[products.ids.clamp(min=0).long()].where(products.ids >= 0, 0)
+        rows = pairs.shaped(products.ids)
+        z = z + head.bias_V[rows.clamp(min=0)].masked_fill(rows < 0, 0)
     z = head.ranks.sum_of(z)
     if head.scale is not None:
         z = z * head.scale
@@ -168,16 +169,14 @@ def _logits(head: Head, pairs: Pairs, products: Products) -> Tensor:
 
 
 def _numbers(pairs: Pairs, z: Tensor) -> Numbers:
-    V, top, is_pair = pairs.vocab, pairs.highest(z), pairs.ids >= 0
-    highest = is_pair & (z == pairs.spread(top))
-    # the lowest class of several: wide floats, which hold each class exactly
-    top_id = -pairs.highest(torch.where(highest, -pairs.ids.double(), -float(V)))
-    top_id = top_id.clamp(max=V).long()
+    top = pairs.highest(z)
+    highest = (pairs.ids >= 0) & (z == pairs.spread(top))
+    top_id = pairs.lowest_id(highest)
     is_top = highest & (pairs.ids == pairs.spread(top_id))
-    above = z - pairs.spread(top.masked_fill(top == -torch.inf, 0))
-    e = above.exp().masked_fill(is_top, 0)
-    not_finite = torch.where((top == -torch.inf) & (top_id == V), 0, top - top)  # NaN, but for an empty set
-    rest = pairs.sum(e) + not_finite
+    nothing = top == -torch.inf
+    above = z - pairs.spread(top.masked_fill(nothing, 0))
+    e = above.exp().masked_fill_(is_top, 0)
+    rest = pairs.sum(e) + (top - top).masked_fill_(nothing & (top_id == pairs.vocab), 0)  # NaN where top is not finite
     return Numbers(top, top_id, rest, torch.log1p(rest), above, e, is_top)
 
 
@@ -185,51 +184,58 @@ def _values(args: SupportArgs, pairs: Pairs, z: Tensor, numbers: Numbers, at: Te
     """Return what is computed of each token, and of its targets at the pairs ``at``."""
     top, spread, V = numbers.top, numbers.spread, pairs.vocab
     infinite, empty = top.abs() == torch.inf, (top == -torch.inf) & (numbers.top_id == V)
-    values = {"lse": top.where(infinite, top + spread), "argmax": numbers.top_id.where(numbers.top_id < V, -1)}
+    values = {"lse": top.where(infinite, top + spread), "argmax": numbers.top_id.masked_fill(numbers.top_id == V, -1)}
     if "entropy" in args.wanted:
         values["entropy"] = numbers.entropy(pairs)
     if "sum_sq_prob" in args.wanted:
         squares = pairs.sum(numbers.e.square())
         values["sum_sq_prob"] = ((1 + squares) / (1 + numbers.rest).square()).masked_fill(empty, 0)
-    of_pair = numbers.above[at] if len(z) else at.to(z.dtype)
-    values["is_top1"] = args_top = values["argmax"][:, None] == (pairs.ids[at] if len(z) else at - 2)
-    values["logprob"] = torch.where(args_top, 0, of_pair) - spread[:, None]
+    above, ids = (x.view(-1)[at] if z.numel() else at - 2 for x in (numbers.above, pairs.ids))
+    values["is_top1"] = values["argmax"][:, None] == ids
+    values["logprob"] = above.masked_fill(values["is_top1"], 0) - spread[:, None]
     return values
 
 
-def _given(g: Tensor | None, name: str, args: SupportArgs, tokens: slice) -> Tensor | None:
-    return g[tokens] if g is not None and name in args.wanted else None
+def _logits_gradient(
+    pairs: Pairs, z: Tensor, places_nT: Tensor, upstream: Upstream, wrong_n: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the pairs' logits [pairs], and which tokens any gradient flows back to [n].
 
-
-def _logits_gradient(pairs: Pairs, z: Tensor, at: Tensor, upstream: Upstream) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the pairs' logits [P], and which tokens any gradient flows back to [n]."""
+    ``places_nT`` are the targets' pairs, negative where a target has none; ``wrong_n`` tokens have a wrong target.
+    """
     numbers, g, h, r = _numbers(pairs, z), upstream.logprob, upstream.entropy, upstream.lse
-    total = 1 + numbers.rest
-    over = pairs.spread(total)
-    p = torch.where(numbers.is_top, 1, numbers.e) / over
+    total = pairs.spread(1 + numbers.rest)
+    p = numbers.e.masked_fill(numbers.is_top, 1) / total
     c, active = torch.zeros_like(z), torch.zeros(pairs.tokens, dtype=torch.bool, device=z.device)
     if isinstance(g, Tensor):
-        g_pair = torch.zeros_like(z)
-        if len(z):
-            # equal places are summed one by one: what is of no pair adds its 0 to one of its own
-            spare = torch.arange(at.numel(), device=at.device).view(at.shape) % len(z)
-            where, what = at.where(at >= 0, spare).reshape(-1), g.where(at >= 0, 0).reshape(-1)
-            if g.shape[1] == 1:  # a sum of one number and zeros, in any order
-                g_pair.index_add_(0, where, what)
-            else:
-                add_rows_(g_pair, where, what)
-        of_token, active = g.sum(1), active | (g != 0).any(1)
-        other = torch.where(numbers.is_top, pairs.spread(numbers.rest) / over, 1 - p)
+        g = g.masked_fill(places_nT < 0, 0)
+        of_pair = _at_places(torch.zeros_like(z).view(-1), places_nT, g).view(z.shape)
+        active, of_token = wrong_n | (g != 0).any(1), g.sum(1).masked_fill_(wrong_n, torch.nan)
+        other = torch.where(numbers.is_top, pairs.spread(numbers.rest) / total, 1 - p)
         # where a token has one target, the second difference is exactly 0 there
-        c += g_pair * other - (pairs.spread(of_token) - g_pair) * p
+        c = of_pair * other - (pairs.spread(of_token) - of_pair) * p
     if h is not None:
-        log_p = torch.where(numbers.is_top, 0, numbers.above).clamp(min=FLOOR) - pairs.spread(numbers.spread)
-        c -= torch.where(p > 0, pairs.spread(h) * p * (log_p + pairs.spread(numbers.entropy(pairs))), p)
-        active |= h != 0
+        log_p = numbers.above.masked_fill(numbers.is_top, 0).clamp_(min=FLOOR) - pairs.spread(numbers.spread)
+        c = c - torch.where(p > 0, pairs.spread(h) * p * (log_p + pairs.spread(numbers.entropy(pairs))), p)
+        active = active | (h != 0)
     if r is not None:
-        c += pairs.spread(r) * p
-        active |= r != 0
+        c = c + pairs.spread(r) * p
+        active = active | (r != 0)
     return c, active
+
+
+def _at_places(total_P: Tensor, places_nT: Tensor, g_nT: Tensor) -> Tensor:
+    """Add ``g_nT`` to ``total_P`` where the places are: in one order, and 0 where they are negative."""
+    if not len(total_P):
+        return total_P
+    # equal places are summed one by one: what has none adds its 0 to one of its own
+    spare = torch.arange(places_nT.numel(), device=total_P.device).view(places_nT.shape) % len(total_P)
+    places, g = places_nT.where(places_nT >= 0, spare).reshape(-1), g_nT.reshape(-1)
+    if g_nT.shape[1] == 1:  # a sum of one number and zeros, in any order
+        total_P.index_add_(0, places, g)
+    else:
+        add_rows_(total_P, places, g)
+    return total_P
 
 
 def _inputs_gradient(head: Head, pairs: Pairs, z: Tensor, c: Tensor, active: Tensor) -> Tensor:
@@ -238,7 +244,7 @@ def _inputs_gradient(head: Head, pairs: Pairs, z: Tensor, c: Tensor, active: Ten
         c = c * (1 - (z / head.softcap).square())
     if head.scale is not None:
         c = c * head.scale
-    return torch.where((pairs.ids != NOTHING) & pairs.spread(active), c, 0)
+    return c.masked_fill((pairs.ids == NOTHING) | ~pairs.spread(active), 0)
 
 
 def _buffers(head: Head, args: SupportArgs, wanted: Wanted, ids: Tensor) -> tuple[Gradients, Tensor | None]:
