@@ -16,6 +16,7 @@ from lowtide.arguments import (
     check_number,
     check_real,
     check_tensor,
+    detached,
     is_dtensor,
     operand_dtype,
     positive_scalar,
@@ -213,7 +214,7 @@ def check_reduction(reduction: str, num_items: float | Tensor | None) -> Tensor 
     if reduction != "mean":
         expected = f"None with reduction={reduction!r}"
         raise ArgumentValueError(message("num_items", expected, f"{num_items!r}", "Only a mean is divided."))
-    return positive_scalar("num_items", num_items, torch.float64).detach()
+    return detached(positive_scalar("num_items", num_items, torch.float64))
 
 
 def check_softcap(name: str, softcap: object) -> float | None:
@@ -302,5 +303,5 @@ def _options(workspace_mib: float | None, accumulate: Any, backend: Any) -> Head
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
     if scalar.device.type == "cpu":
-        return torch.full((), scalar.item(), dtype=dtype, device=device)
+        return torch.empty((), dtype=dtype, device=device).fill_(scalar)
     return scalar.to(device, dtype)

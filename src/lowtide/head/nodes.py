@@ -59,7 +59,7 @@ class Function:
 
     def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
-        operator = Operator(name, schema, compute, partial(compute, real=False), self._flop)
+        operator = Operator(name, schema, compute, partial(compute, real=False), self._flop, replayed=True)
         return lambda ranks, fields: operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
 
     def __call__(self, head: Head, args: Any, *, recompute: bool) -> tuple[Tensor, ...]:
