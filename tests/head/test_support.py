@@ -14,6 +14,7 @@ from head.kernel_plans import use_set_kernels
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
 from lowtide.measure.allocations import track_allocations
+from lowtide.replay import facts, replayed
 from support import head, in_float64, mask_of_ids, relative_error, sets_oracle
 
 WANT = ("logprob", "entropy", "lse", "argmax", "sum_sq_prob", "is_top1")
@@ -433,3 +434,28 @@ def test_elsewhere_a_wrong_id_makes_its_token_nan(form: str, keep_rows: Any) -> 
     dx, _ = torch.autograd.grad(stats.logprob.masked_fill(stats.logprob == -torch.inf, 0).sum() + stats.lse[1], [x, w])
     assert dx[[0, 3]].isnan().all()
     assert dx[1].isfinite().all() or form == "shared"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_calls_are_repeated_from_a_record(form: str, sparse: bool, keep_rows: Any, monkeypatch: Any) -> None:
+    """As on a GPU; with other numbers in the second of four calls that are alike."""
+    keep_rows(True)
+    use_set_kernels(monkeypatch)
+    monkeypatch.setattr(facts, "DEVICES", frozenset({"cpu"}))
+    programs = []
+    program_of = replayed.program_of
+    monkeypatch.setattr(replayed, "program_of", lambda *args: programs.append(program_of(*args)) or programs[-1])
+    results = []
+    for seed in (7, 7, 8, 7):
+        x, w, b, _ = head(N, D, V, seed=seed)
+        support, mask = sets_of("shared" if form == "shared" else "padded", seed)
+        y = targets(mask, 2, seed)
+        if form == "csr":
+            support = support.view(-1), K * torch.arange(N + 1)
+        stats = linear_token_stats(x, w, y, want=WANT, linear_bias=b, support=support, sparse=sparse)
+        grads = torch.autograd.grad(total(found(stats)), [x, w, b])
+        results.append([*found(stats).values(), *(g.to_dense() for g in grads)])
+    assert len(programs) == 2 or (form == "shared" and sparse)  # those of the other case
+    assert all(torch.equal(one, two) for one, two in zip(results[0], results[3], strict=True))
+    assert not torch.equal(results[0][0], results[2][0])

@@ -167,14 +167,14 @@ def _one_set(head: Head, y: Tensor, names: frozenset[str], ignore_index: int, su
             bias = (weight.new_zeros(len(ids)) if bias is None else bias).to(head.wide).masked_fill(dead, RULED_OUT)
             dead = None
     at = torch.searchsorted(ids, y).clamp(max=len(ids) - 1)
-    inside = (ids[at] == y) & is_class
+    inside = (ids.take(at) == y) & is_class
     y_slot = at.where(inside, _IGNORED).where(is_class | ~kept, len(ids)).where(kept, _IGNORED)
     args = TokenStatsArgs(target=y_slot, want=",".join(sorted(names)), topk=0, ignore_index=_IGNORED, dead=dead)
     small = head._replace(weight_VD=weight, bias_V=bias, ranks=Alone(len(ids)))
     found = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(small, args, recompute=True), strict=True))
     outside = kept & is_class & ~inside
     of_outside = torch.where(found["lse"].detach().isnan(), torch.nan, -torch.inf)[:, None]
-    found |= {"logprob": torch.where(outside, of_outside, found["logprob"]), "argmax": ids[found["argmax"]]}
+    found |= {"logprob": torch.where(outside, of_outside, found["logprob"]), "argmax": ids.take(found["argmax"])}
     if empty is not None:
         of_none = {"lse": -torch.inf, "entropy": 0.0, "sum_sq_prob": 0.0, "argmax": -1}
         found |= {name: found[name].masked_fill(empty, value) for name, value in of_none.items() if name in names}

@@ -74,7 +74,7 @@ class Pairs:
 
     def spread(self, x_n: Tensor) -> Tensor:
         """Return each token's number, to broadcast with [pairs]."""
-        return x_n[:, None] if self.starts is None else x_n[self.token]
+        return x_n[:, None] if self.starts is None else x_n.take(self.token)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of each token's numbers."""
@@ -102,7 +102,7 @@ class Pairs:
             return torch.zeros_like(y_nT), torch.zeros_like(y_nT, dtype=torch.bool)
         key = self.key(torch.arange(self.tokens, device=y_nT.device)[:, None], y_nT)
         at = torch.searchsorted(self.keys, key).clamp_(max=len(self.keys) - 1)
-        return at, self.keys[at] == key
+        return at, self.keys.take(at) == key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Products:
         z, token = self.x_nD.new_zeros(len(self.ids), dtype=self.wide), self._tokens()
         for part in self._blocks():
             rows, here = self._rows(self.ids[part])
-            z[part] = (rows * self.x_nD[token[part]].to(self.wide)).sum(1).where(here, 0)
+            z[part] = (rows * self.x_nD.index_select(0, token[part]).to(self.wide)).sum(1).where(here, 0)
         return z
 
     def input_grad(self, c_P: Tensor, out_nD: Tensor) -> None:
@@ -151,7 +151,7 @@ class Products:
         ``slot_V`` says which row of ``out_RD`` is a class's; None: its own.
         """
         ids, order = self.ids.sort(stable=True)
-        c, token = c_P[order], self.pairs.token_at(order)
+        c, token = c_P.take(order), self.pairs.token_at(order)
         if self.kernels:
             from lowtide.head.kernels.support_rows import Sorted, weight_grad
 
@@ -167,8 +167,8 @@ class Products:
             if bias_V is not None:
                 add_rows_(bias_V, v, g[:, 0])
             if total.numel():
-                row = v if slot_V is None else slot_V[v]
-                add_rows_(total, row, (g * self.x_nD[token[part]].to(self.wide)).where(g != 0, 0))
+                row = v if slot_V is None else slot_V.take(v)
+                add_rows_(total, row, (g * self.x_nD.index_select(0, token[part]).to(self.wide)).where(g != 0, 0))
         if total is not out_RD:
             out_RD.copy_(total)
 
@@ -181,7 +181,7 @@ class Products:
         return slices(len(self.ids) if len(self.weight_VD) else 0, max(1, self.gathered // (D * self.wide.itemsize)))
 
     def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self.weight_VD[ids.clamp(min=0)].to(self.x_nD.dtype).to(self.wide)
+        rows = self.weight_VD.index_select(0, ids.clamp(min=0)).to(self.x_nD.dtype).to(self.wide)
         return rows, ids >= 0
 
 

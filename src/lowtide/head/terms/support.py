@@ -159,7 +159,7 @@ def _logits(head: Head, pairs: Pairs, products: Products) -> Tensor:
     z = pairs.shaped(z)
     if head.bias_V is not None and len(head.bias_V):
         rows = pairs.shaped(products.ids)
-        z = z + head.bias_V[rows.clamp(min=0)].masked_fill(rows < 0, 0)
+        z = z + head.bias_V.take(rows.clamp(min=0).long()).masked_fill(rows < 0, 0)
     z = head.ranks.sum_of(z)
     if head.scale is not None:
         z = z * head.scale
@@ -190,7 +190,7 @@ def _values(args: SupportArgs, pairs: Pairs, z: Tensor, numbers: Numbers, at: Te
     if "sum_sq_prob" in args.wanted:
         squares = pairs.sum(numbers.e.square())
         values["sum_sq_prob"] = ((1 + squares) / (1 + numbers.rest).square()).masked_fill(empty, 0)
-    above, ids = (x.view(-1)[at] if z.numel() else at - 2 for x in (numbers.above, pairs.ids))
+    above, ids = (x.take(at) if z.numel() else at - 2 for x in (numbers.above, pairs.ids))
     values["is_top1"] = values["argmax"][:, None] == ids
     values["logprob"] = above.masked_fill(values["is_top1"], 0) - spread[:, None]
     return values
@@ -278,8 +278,7 @@ def _listed_classes(head: Head, ids: Tensor) -> tuple[Tensor, Tensor]:
         row, here = head.ranks.here(rows)
         rows = row.where(here, NOTHING)  # type: ignore[arg-type]
     listed = torch.zeros(V + 1, dtype=torch.bool, device=ids.device)
-    listed[rows.where(rows >= 0, V)] = True
-    listed = listed[:V]
+    listed = listed.index_fill_(0, rows.where(rows >= 0, V), True)[:V]
     slot, most = (listed.cumsum(0) - 1).clamp_(min=0), min(V, len(ids))
     classes = torch.arange(V, device=ids.device)
     if drops_rows(ids.device):
