@@ -252,7 +252,8 @@ class _DifferentiatedOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, error: str, count: int, *tensors: Tensor | None) -> Any:
         ctx.error = error
-        return tuple(g if g is None else g.view_as(g) for g in tensors[:count])
+        # a sparse tensor has no views
+        return tuple(g if g is None else g.detach() if g.is_sparse else g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # noqa: ARG004

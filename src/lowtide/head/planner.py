@@ -54,6 +54,9 @@ EXP_LEAST_BLOCK = 1024  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that exist at a time in float32, to the nearest power of 2 rows
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
+# Sets of classes.
+SUPPORT_WORKSPACE = 512 * MIB  # what sorting the ids, and their logits, may take
+GATHERED_BYTES = 4 * MIB  # of rows that plain PyTorch gathers at a time
 # Token statistics by exponentials.
 STATS_BYTES_PER_TOKEN = 80  # what is computed and kept of each token, and in backward the upstream gradients
 STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first

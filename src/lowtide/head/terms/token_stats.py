@@ -4,6 +4,7 @@ N tokens, n rows computed, K targets a token, V vocabulary.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from lowtide.head.plan import plan_token_stats
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes
-from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+from lowtide.head.terms.statistics import SomeClasses, Statistics, Upstream, silenced
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
@@ -46,7 +47,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
 
         found = TileStatistics(head, rows.of(y_NK), plan).forward(_names(args), args.topk)
     else:
-        terms = Statistics(head, plan, rows.of(y_NK), _names(args) | {"top"}, topk=args.topk)
+        terms = _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"}, topk=args.topk)
         found = run(head, rows, plan, terms)
     found = {name: rows.among_all(x) for name, x in found.items()}
     found |= {name: found.pop(computed) for name, computed in COMPUTED.items() if computed in found}
@@ -86,12 +87,16 @@ def backward(
     else:
         if not drops:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
-        g_n, terms = g.of(rows.of), Statistics(head, plan, rows.of(y_NK), _names(args) | {"top"})
+        g_n, terms = g.of(rows.of), _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"})
         known = rows.of_each(numbers)
         run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
     if is_last_backward():
         head.ranks.keep(kept=False)
     return into
+
+
+def _terms(args: TokenStatsArgs, *given: Any, **more: Any) -> Statistics:
+    return Statistics(*given, **more) if args.dead is None else SomeClasses(args.dead, *given, **more)
 
 
 def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
