@@ -191,3 +191,33 @@ def mlp_oracle(leaves: Sequence[Tensor | None], activation: str = "silu") -> Ten
     else:
         act = 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     return F.linear(act * up, wd, bd)
+
+
+def sets_oracle(
+    input: Tensor, linear_weight: Tensor, target: Tensor, mask: Tensor, ignore_index: int = -100, **kwargs: Any
+) -> dict[str, Tensor]:
+    """Every statistic over sets of classes, ``mask`` [..., V], from whole logits that are -inf elsewhere."""
+    z = logits_of(input, linear_weight, **kwargs).masked_fill(~mask, -torch.inf)
+    empty = ~mask.any(-1)
+    lse = z.logsumexp(-1).masked_fill(empty, -torch.inf)
+    logp = (z - lse.masked_fill(empty, 0)[..., None]).masked_fill(~mask, 0)
+    p = logp.exp() * mask
+    several = target if target.dim() > lse.dim() else target[..., None]
+    y, kept = several.clamp(0, z.shape[-1] - 1), several != ignore_index
+    inside = mask.gather(-1, y)
+    argmax = z.argmax(-1).masked_fill(empty, -1)
+    return {
+        "logprob": logp.gather(-1, y).masked_fill(~inside, -torch.inf).masked_fill(~kept, 0).view(target.shape),
+        "entropy": -(p * logp).sum(-1),
+        "lse": lse,
+        "argmax": argmax,
+        "sum_sq_prob": p.detach().square().sum(-1),
+        "is_top1": ((y == argmax[..., None]) & kept).view(target.shape),
+        "outside": (kept & ~inside).sum(),
+    }
+
+
+def mask_of_ids(ids: Tensor, V: int) -> Tensor:
+    """Return which of V classes are among ids [..., K], of which -1 is none."""
+    mask = torch.zeros(*ids.shape[:-1], V + 1, dtype=torch.bool, device=ids.device)
+    return mask.scatter_(-1, torch.where(ids < 0, V, ids), True)[..., :V]

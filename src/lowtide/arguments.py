@@ -45,6 +45,11 @@ def check_real(name: str, value: object) -> Tensor:
     return tensor
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph: itself where it has none."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def check_device(name: str, value: Tensor, input: Tensor) -> None:
     """Check that a tensor is on the device of the hidden states."""
     if value.device != input.device:

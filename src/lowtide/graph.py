@@ -1,8 +1,8 @@
 """Functions as registered operators and as nodes of autograd's graph whose gradients are differentiated once."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.replay.replayed import Replayed, on_device, without_autocast
 from lowtide.samples import Samples
 
 TWICE = (
@@ -62,6 +63,7 @@ class Operator:
     `torch.utils.flop_counter.FlopCounterMode`, on every device: ``flop`` counts them.
 
     ``schema`` is "(arguments) -> (results)"; ``fake`` the function for fake tensors.
+    With ``replayed`` calls on a GPU are repeated from a record: see `lowtide.replay.replayed.Replayed`.
     """
 
     def __init__(
@@ -71,7 +73,10 @@ class Operator:
         compute: Callable[..., Any],
         fake: Callable[..., Any],
         flop: Callable[..., int] | None = None,
+        *,
+        replayed: bool = False,
     ) -> None:
+        self._replayed = Replayed(compute) if replayed else None
         self._compute = compute
         torch.library.custom_op(f"lowtide::{name}", self._run, mutates_args=(), schema=schema).register_fake(fake)
         self.registered = getattr(torch.ops.lowtide, name).default
@@ -80,13 +85,20 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Run it; as an operator only if that is watched, which costs 0.15 ms."""
-        if watched(args):
-            return self.registered(*args)
-        return self._run(*args) if torch.is_grad_enabled() else self._compute(*args)  # each call here costs host time
+        replayed = self._replayed
+        function = None if replayed is None or torch.compiler.is_compiling() else replayed.function(args)
+        if function is None:
+            if watched(args):
+                return self.registered(*args)
+            function = self._compute
+        if torch.is_grad_enabled():  # each call here costs host time
+            with torch.no_grad():
+                return function(*args)
+        return function(*args)
 
     def _run(self, *args: Any) -> Any:
         with torch.no_grad():
-            return self._compute(*args)
+            return (self._replayed or self._compute)(*args)
 
 
 def _tell_counters() -> None:
@@ -124,18 +136,7 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
         _tell_counters()
     # Autocast is disabled only if it is on: that costs as much host time as a launch.
     autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return _without_autocast(device) if autocast else on_device(device)
-
-
-@contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    with torch.autocast(device_type=device.type, enabled=False), on_device(device):
-        yield
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which kernels run on ``device``; also needed if that is current, for autograd's threads."""
-    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+    return without_autocast(device) if autocast else on_device(device)
 
 
 def save_for_recompute(ctx: Any, *tensors: Any) -> None:
@@ -251,7 +252,8 @@ class _DifferentiatedOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, error: str, count: int, *tensors: Tensor | None) -> Any:
         ctx.error = error
-        return tuple(g if g is None else g.view_as(g) for g in tensors[:count])
+        # a sparse tensor has no views
+        return tuple(g if g is None else g.detach() if g.is_sparse else g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # noqa: ARG004

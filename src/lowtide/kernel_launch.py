@@ -1,12 +1,16 @@
 """Fast launches of compiled Triton kernels: a third of Triton's own host time."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode_temporarily
+
+from lowtide.replay.facts import RECORDING, launches_are_watched
 
 MOST_VARIANTS = 1024
 
@@ -67,21 +71,35 @@ class Launcher:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        tape = RECORDING.tape
         if not torch.cuda.is_available():
-            self.kernel[grid](*args, **constants)
+            if tape is not None:
+                tape.called(self.kernel[grid], args, constants)
+            with nullcontext() if tape is None else _pop_mode_temporarily():
+                self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
         facts: list[Any] = [device, *constants.values()]
         values = _described(args, self._free, facts)
         known = tuple(facts)
         compiled = self._compiled.get(known)
+        fixed = [constants[name] for name in self._names[len(args) :]]
         if compiled is None:
             if len(self._compiled) >= MOST_VARIANTS:
                 self._compiled.clear()
-            self._compiled[known] = self.kernel[grid](*args, **constants)
-            return
-        values += [constants[name] for name in self._names[len(args) :]]
-        compiled[(*grid, 1, 1)](*values, stream=torch._C._cuda_getCurrentRawStream(device))
+            self._compiled[known] = compiled = self.kernel[grid](*args, **constants)
+        elif launches_are_watched():
+            compiled[(*grid, 1, 1)](*values, *fixed, stream=torch._C._cuda_getCurrentRawStream(device))
+        else:
+            compiled.run(*_leading(compiled, grid, torch._C._cuda_getCurrentRawStream(device)), *values, *fixed)
+        if tape is not None:
+            tape.launched(compiled.run, (*_leading(compiled, grid, None), *args, *fixed))
+
+
+def _leading(compiled: Any, grid: tuple[int, ...], stream: int | None) -> tuple[Any, ...]:
+    """Return what a compiled kernel's launcher takes before the kernel's own arguments: no one watches its launches."""
+    x, y, z = (*grid, 1, 1)[:3]
+    return x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None
 
 
 def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> list[Any]:

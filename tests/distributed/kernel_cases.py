@@ -17,7 +17,7 @@ from distributed.launch import DEVICE, main
 from distributed.option_cases import FEWER
 from distributed.sharded import WAYS, compare, head, kernels, plain, problem, same_on_all_ranks, shard_of, spread, whole
 from head.contract.cases import FUNCTIONS, NARROW, Arguments, pairs, trained
-from lowtide import TokenStats, linear_cross_entropy, linear_token_stats
+from lowtide import linear_cross_entropy, linear_token_stats
 from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
@@ -27,6 +27,7 @@ from lowtide.head.matmul import matmul_into
 from lowtide.head.ranks import tokens
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import Limits
+from lowtide.head.token_stats import WANTS
 from support import in_float64, oracle, relative_error
 
 SINGLE = torch.float32
@@ -86,7 +87,7 @@ def lost_in_float32(kwargs: Arguments, most: dict[str, float]) -> dict[str, floa
 
 def statistics_of_few_classes() -> None:
     """A rank has no class, or none that is possible; some tokens are sure."""
-    want = tuple(name for name in TokenStats._fields if name != "mean_logit")
+    want = tuple(name for name in WANTS if name != "mean_logit")
     choice = {"leading": (2, 5), "targets": 2, "linear_bias": True, "want": want, "ignored": "some"}
     for i, (classes, way) in enumerate(((2, "replicated"), (2, "sequence"), *((61, way) for way in WAYS))):
         kwargs = problem("linear_token_stats", choice, 2 * i, V=classes, D=24, dtype=SINGLE)

@@ -24,6 +24,7 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("mesh", 4, "transformers"),
     ("data", 3, "transformers"),
     ("bench", 2, "torch"),
+    ("sets", 3, "triton"),
     ("term", 3, "torch"),
 ]
 ONLY = {  # the same cases on other numbers of ranks, where these run other options

@@ -32,6 +32,7 @@ from support import on_gpu
 
 N, D, V = 77, 64, 523  # no multiple of a tile
 WANT = ("logprob", "entropy", "lse", "mean_logit", "argmax", "sum_sq_prob", "is_top1", "topk")
+OF_SETS = tuple(name for name in WANT if name not in ("mean_logit", "topk"))
 
 
 def kernels() -> dict[str, Launcher]:
@@ -127,6 +128,17 @@ def sharded() -> None:
         dist.destroy_process_group()
 
 
+def sets() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, w, b, y = problem(dtype)
+        ids = torch.randint(-1, V, (N, 9), device="cuda")
+        ids[:, 1] = 4
+        csr = ids.view(-1), torch.arange(N + 1, device="cuda") * 9
+        for support, sparse in ((ids, False), (csr, True)):
+            stats = linear_token_stats(x, w, y, want=OF_SETS, linear_bias=b, support=support, sparse=sparse)
+            backward(stats.entropy)
+
+
 def layers() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(3, 37, 96, device="cuda").to(dtype).requires_grad_()
@@ -151,7 +163,7 @@ def main() -> None:
 
     Launcher._launch = recorded  # type: ignore[method-assign]
     torch.manual_seed(0)
-    for case in (cross_entropy, statistics, divergences, function, layers, weights, sharded):
+    for case in (cross_entropy, statistics, divergences, function, sets, layers, weights, sharded):
         case()
         torch.cuda.synchronize()
         sys.stdout.write(f"ran {case.__name__}\n")

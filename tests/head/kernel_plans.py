@@ -99,6 +99,8 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
     for module in (cross_entropy, token_stats, divergence):
         patched.setattr(module, "gradient_buffers", poisoned)
     patched.setattr(Head, "drops_tokens", False)
+    for module in (cross_entropy, token_stats, divergence):
+        patched.setattr(module, "looks_at_numbers", lambda device: False)
     for module in (cross_entropy, token_stats):
         patched.setattr(
             module, "skips_tokens", lambda head, backend: skips and backend == "exp" and not head.ranks.spread
@@ -159,3 +161,28 @@ def weight_grad(
     if first:
         total_VD.zero_()
     total_VD += g_CV.float().T @ x.float()
+
+
+def use_set_kernels(patched: pytest.MonkeyPatch) -> list[str]:
+    """Have sets of classes scored by kernels, in tiles of a few pairs and columns; return the list of those called.
+
+    Float32 as above; another dtype's operands are rounded to float32 instead.
+    """
+    from lowtide.head.kernels import support_rows
+    from lowtide.head.terms import support
+
+    tiles, used = support_rows.Tiles(pairs=4, columns=16, slice=16, warps=1), list[str]()
+
+    def counted(name: str, **small: Any) -> None:
+        function = getattr(support_rows, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            used.append(name)
+            return function(*args, **kwargs, tiles=tiles, **small)
+
+        patched.setattr(support_rows, name, call)
+
+    for name, small in (("score", {}), ("input_grad", {}), ("weight_grad", {"run": 4})):
+        counted(name, **small)
+    patched.setattr(support, "support_backend", lambda head: ("row" if head.dtype == torch.float32 else "torch", ""))
+    return used

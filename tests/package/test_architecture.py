@@ -19,8 +19,9 @@ import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
-    "errors", "lazy", "arguments", "swap", "code", "samples", "measure", "graph", "kernel_launch", "head", "mlp",
-    "layers", "nn", "losses", "memory", "distributed", "trl", "models", "train", "bench", "profile", "cli", "__main__",
+    "errors", "lazy", "arguments", "swap", "code", "samples", "measure", "replay", "graph", "kernel_launch", "head",
+    "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "train", "bench", "profile", "cli",
+    "__main__",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold 
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
 NOT_ON_EVERY_RANK = "its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on every rank"
+NOT_OF_SOME = "with a soft cap or a scale on the device no bias rules out the places of a set that hold no class"
 NOT_OF_SHARDS = "its kernels need all classes on one rank; cross entropy's of 'exp' do not"
 
 _FN = "Its kernels compute cross entropy; fn is plain PyTorch."
@@ -20,6 +21,10 @@ _WORK: dict[str, tuple[str, dict[str, str]]] = {
     "statistics": (
         "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums",
         {"row": "Its kernel computes one log-probability a token, and nothing else."},
+    ),
+    "sets": (
+        "kernels over the sets' rows of the weight",
+        {"exp": "A set's logits are dot products with the rows that it lists, not a GEMM of all."},
     ),
     "divergence": (
         "kernels over rows of both sides' logits",

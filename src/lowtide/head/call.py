@@ -16,6 +16,7 @@ from lowtide.arguments import (
     check_number,
     check_real,
     check_tensor,
+    detached,
     is_dtensor,
     operand_dtype,
     positive_scalar,
@@ -221,7 +222,7 @@ def check_reduction(reduction: str, num_items: float | Tensor | None) -> Tensor 
     if reduction != "mean":
         expected = f"None with reduction={reduction!r}"
         raise ArgumentValueError(message("num_items", expected, f"{num_items!r}", "Only a mean is divided."))
-    return positive_scalar("num_items", num_items, torch.float64).detach()
+    return detached(positive_scalar("num_items", num_items, torch.float64))
 
 
 def check_softcap(name: str, softcap: object) -> float | None:
@@ -258,6 +259,24 @@ class TokenStatsArgs(NamedTuple):
     want: str  # the fields' names, separated by commas
     topk: int
     ignore_index: int
+    dead: Tensor | None = None  # [V] bool: classes of which there are none
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Return the requested fields' names."""
+        return frozenset(self.want.split(","))
+
+
+class SupportArgs(NamedTuple):
+    """The arguments of `lowtide.linear_token_stats` with a set of classes for each token, besides the head."""
+
+    target: Tensor  # [N, T] int64; T is 0 where there are none
+    ids: Tensor  # [P] int64: of all tokens, one after another; -1: padding
+    offsets: Tensor | None  # [N + 1] int64, where each token's begin; None: each has K
+    K: int
+    want: str  # the fields' names, separated by commas
+    ignore_index: int
+    sparse: bool  # the weight's gradient
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -294,5 +313,5 @@ def _options(workspace_mib: float | None, accumulate: Any, backend: Any, ignored
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
     if scalar.device.type == "cpu":
-        return torch.full((), scalar.item(), dtype=dtype, device=device)
+        return torch.empty((), dtype=dtype, device=device).fill_(scalar)
     return scalar.to(device, dtype)

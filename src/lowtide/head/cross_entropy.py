@@ -5,13 +5,14 @@ import math
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real
+from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real, detached
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.call import CrossEntropyArgs, check_per_token, check_reduction, check_target, checked_call
+from lowtide.head.call import CrossEntropyArgs, Head, check_per_token, check_reduction, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
+from lowtide.replay.checked import Checked
 
 
 def linear_cross_entropy(
@@ -98,6 +99,25 @@ def linear_cross_entropy(
         >>> head.weight.grad.shape
         torch.Size([1000, 16])
     """
+    check = _CHECKED if vocab_shard is None else _checked
+    head, args, recompute = check(
+        input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
+        logit_scale, token_weight, num_items, shift, options, vocab_shard,
+    )  # fmt: skip
+    (loss,) = CROSS_ENTROPY(head, args, recompute=recompute)
+    if reduction == "none":
+        loss = loss.view(target.shape)
+        loss = loss[..., :-1] if shift else loss
+    return head.ranks.result(loss)  # type: ignore[no-any-return]
+
+
+def _checked(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    reduction: str, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+    logit_scale: float | Tensor, token_weight: Tensor | None, num_items: float | Tensor | None, shift: bool,
+    options: HeadOptions | None, vocab_shard: VocabShard | None,
+) -> tuple[Head, CrossEntropyArgs, bool]:  # fmt: skip
+    """Return the records of a call, and whether backward recomputes the logits."""
     head, ranks, options = checked_call(
         "linear_cross_entropy", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     )
@@ -116,22 +136,20 @@ def linear_cross_entropy(
     ignore_index = check_index("ignore_index", ignore_index)
     target = ranks.whole(target).long()
     if token_weight is not None:
-        token_weight = ranks.whole(token_weight.detach())
+        token_weight = ranks.whole(detached(token_weight))
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
     args = CrossEntropyArgs(
-        target=target, weight=None if weight is None else ranks.class_weight(ranks.whole(weight.detach())),
+        target=target, weight=None if weight is None else ranks.class_weight(ranks.whole(detached(weight))),
         token_weight=token_weight, num_items=denominator, reduction=reduction, ignore_index=ignore_index,
         label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
         z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
     )  # fmt: skip
-    recompute = choose_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
-    (loss,) = CROSS_ENTROPY(head, args, recompute=recompute)
-    if reduction == "none":
-        loss = loss.view(target.shape)
-        loss = loss[..., :-1] if shift else loss
-    return ranks.result(loss)
+    return head, args, choose_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
+
+
+_CHECKED = Checked(_checked)
 
 
 def _shifted(x: Tensor, last: int) -> Tensor:

@@ -68,4 +68,7 @@ def check_options(options: HeadOptions | None) -> HeadOptions:
     """Return the options, the defaults for None."""
     if options is not None and not isinstance(options, HeadOptions):
         raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
-    return options or HeadOptions()
+    return options or _DEFAULT
+
+
+_DEFAULT = HeadOptions()

@@ -12,15 +12,26 @@ import torch
 
 from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import NOT_OF_SHARDS, NOT_ON_EVERY_RANK, choose, skips_ignored, why_not_exp, why_not_row
-from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
+from lowtide.head.backends import (
+    NOT_OF_SHARDS,
+    NOT_OF_SOME,
+    NOT_ON_EVERY_RANK,
+    choose,
+    skips_ignored,
+    why_not_exp,
+    why_not_row,
+)
+from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, SupportArgs, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.planner import (
+    CPU_WORKSPACE,
+    GATHERED_BYTES,
     MIB,
     STATS_BYTES_PER_TARGET,
     STATS_BYTES_PER_TOKEN,
+    SUPPORT_WORKSPACE,
     When,
     Work,
     accumulate_in,
@@ -30,7 +41,7 @@ from lowtide.head.planner import (
 from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 
-Args = CrossEntropyArgs | TokenStatsArgs | DivergenceArgs
+Args = CrossEntropyArgs | TokenStatsArgs | DivergenceArgs | SupportArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,10 +338,13 @@ def _choose(head: Head, args: Args) -> tuple[str, str]:
         fits = copied or torch.compiler.is_compiling() or rows_are_aligned(w)  # a compiler traces no address
         return why_not_exp(device, head.dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
 
+    if isinstance(args, SupportArgs):
+        return support_backend(head)
     if isinstance(args, DivergenceArgs):
         return choose("divergence", head.options, row=row(topk=args.topk_ids is not None))
     if isinstance(args, TokenStatsArgs):
-        return choose("statistics", head.options, where, exp=exp(stats=(args.target.shape[1], args.topk)))
+        size = args.target.shape[1], args.topk
+        return choose("statistics", head.options, where, exp=exp(stats=size) if args.dead is None else NOT_OF_SOME)
     why_not = exp(capped_and_smoothed=head.softcap is not None and args.label_smoothing != 0)
     return choose("cross entropy", head.options, where, exp=why_not, row=row() if ranks.alone else NOT_OF_SHARDS)
 
@@ -346,6 +360,25 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
     more["skips"] = skips_tokens(head, choice[0])
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
+
+
+def support_backend(head: Head) -> tuple[str, str]:
+    """Return the implementation that runs for sets of classes, and why."""
+    return choose("sets", head.options, row=why_not_row(head.input.device, head.dtype, max(1, head.ranks.most_rows)))
+
+
+def support_chunk(head: Head, N: int, K: int) -> tuple[int, int]:
+    """Return how many of N tokens with K listed ids each are computed at a time, and the bytes of rows gathered then.
+
+    The same on every rank. Plain PyTorch gathers rows of the weight, the kernels' sums are of slices of a row.
+    """
+    workspace, D = head.options.workspace_mib, head.input.shape[-1]
+    on_gpu = head.input.device.type != "cpu"
+    limit = int(workspace * MIB) if workspace is not None else SUPPORT_WORKSPACE if on_gpu else CPU_WORKSPACE
+    gathered = min(GATHERED_BYTES, limit // 8)
+    of_pair = 120 + 4 * (D // 512 + 1) + 4 * D // 256 + 4 * head.ranks.size
+    of_token = K * of_pair + 64 + D * (head.input.element_size() + 2 * head.wide.itemsize)
+    return max(1, min(N, (limit - 4 * gathered) // of_token)), gathered
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:

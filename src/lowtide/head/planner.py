@@ -4,11 +4,13 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk. Figures: benchmarks/re
 """
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from lowtide.head.cost import HOPPER, Gpu, Schedule, gpu_of
 from lowtide.head.options import HeadOptions
 
 MIB = 2**20
@@ -41,18 +43,20 @@ PAIR_CHUNKS = 4  # the weight's gradient is added to so often
 PAIR_ROWS = 1024  # of a chunk, at least
 PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: reading both weights takes longer
 # Exponentials.
-EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
-EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels between the GEMMs begin to show
-EXP_CHUNKS = 8  # where memory allows: dW may be rounded that often
-EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
-EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
-EXP_CHUNK_WORK = 10**11  # the same with some room, for a slow host: a millisecond of the device's
-EXP_SHARD_WORK = 2 * 10**11  # the same of a piece of a chunk whose host has exchanges between ranks to launch as well
-EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, if E is computed in blocks anyway
-EXP_BLOCK_ROWS = (2048, 1536, 1024, 768, 512, 384, 256, 128)  # of a chunk in blocks: the first that leaves room for
-EXP_LEAST_BLOCK = 2048  # columns
-EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
+EXP_NEAR = 1.015  # times the least time, by `cost`: what the default takes, however much memory it needs
+EXP_PERCENT = 128 * MIB  # within that, what it pays for one percent of the time
+MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
+EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward
+EXP_ROWS = 2048  # a chunk may have so many by default, however few the tokens; else half of them
+EXP_BLOCKS_BELOW = 1024  # rows of the longest chunk that fits: blocks may be faster
+EXP_BLOCK_ROWS = (4096, 3072, 2048, 1792, 1536, 1024, 768, 512, 256, 128)  # of a chunk in blocks
+EXP_LEAST_BLOCK = 1024  # columns
+EXP_WAVE = 132 * 128 * 256  # elements of E W that exist at a time in float32, to the nearest power of 2 rows
+EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
+# Sets of classes.
+SUPPORT_WORKSPACE = 512 * MIB  # what sorting the ids, and their logits, may take
+GATHERED_BYTES = 4 * MIB  # of rows that plain PyTorch gathers at a time
 # Token statistics by exponentials.
 STATS_BYTES_PER_TOKEN = 80  # what is computed and kept of each token, and in backward the upstream gradients
 STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
@@ -106,11 +110,16 @@ class Work(NamedTuple):
             return int(self.options.workspace_mib * MIB)
         if self.device.type == "cpu":
             return CPU_WORKSPACE
+        if self.choice[0] == "exp":
+            most = EXP_BLOCK_WORKSPACE if self.gradient == "recompute" else MOST_FOR_EXP * self.gpu.memory
+            return int(min(most, MOST_FOR_EXP * self.gpu.memory))
         most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if self.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-        device_bytes = self.device_bytes
-        if device_bytes is None and self.device.type == "cuda" and torch.cuda.is_available():
-            device_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        return most if device_bytes is None else min(most, int(device_bytes * share))
+        return min(most, int(self.gpu.memory * share))
+
+    @property
+    def gpu(self) -> Gpu:
+        """Return what the GPU can do; of one that is not here, and of several ranks', the memory alone is known."""
+        return gpu_of(self.device) if self.device_bytes is None else HOPPER._replace(memory=self.device_bytes)
 
 
 Cut = tuple[int, int, dict[str, Any]]  # rows of a chunk, bytes of scratch, more of the plan
@@ -249,46 +258,98 @@ def _cut_narrow_pair(work: Work) -> Cut:
 
 
 def _cut_exponentials(work: Work) -> Cut:
-    """Cut chunks of exponentials, or blocks of the vocabulary where these are too short."""
-    (N, D, V), budget, recompute = work.size, work.budget(), work.gradient == "recompute"
+    """Cut chunks of exponentials, or blocks of the vocabulary: what is fastest in the workspace, or worth its memory.
+
+    By default the least product of time and price, the bytes in units of `EXP_PERCENT`, among what is nearly fastest.
+    """
+    schedule = Schedule(work.gpu, work.size, not work.weight_frozen)
+    cuts = list(_cuts_of_exponentials(work, schedule))
+    if not work.automatic:
+        return min(cuts, key=lambda each: each[0])[1]
+    enough = EXP_NEAR * min(seconds for seconds, _ in cuts)
+    near = [(seconds, cut) for seconds, cut in cuts if seconds <= enough]
+
+    def price(each: tuple[float, Cut]) -> float:
+        seconds, (rows, scratch, _) = each
+        return seconds * (1 + (scratch + _accumulator(work, rows)) / (100 * EXP_PERCENT))
+
+    return min(near, key=price)[1]
+
+
+def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[float, Cut]]:
+    """Yield cuts that fit the workspace, or the one that comes nearest, and the seconds of each."""
+    (N, D, V), recompute, sharded = work.size, work.gradient == "recompute", work.sharded
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
     # three; and the GEMM's result in float32, while it is summed over the ranks.
-    x, ahead = 2 * D * (work.input_is_copied and not (work.skips and not work.sharded)), 2 * D * work.sharded
+    x, ahead = 2 * D * (work.input_is_copied and not (work.skips and not sharded)), 2 * D * sharded
     gathered = 2 * D * work.skips  # in blocks and of sums alone; and in blocks as much again, where parts of E W meet
-    thin = D * (2 + 4) + x + 2 * ahead + 4 * D * work.sharded + 64  # s x, E W, hidden states, a row's numbers
-    sums = 4 * work.tile_numbers * -(-V // GPU_TILE)
+    thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
+    sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
     sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes
-    room = max(0, budget - fixed)
-    product_rows = 1 << round(math.log2(EXP_WAVE / max(1, D)))  # the power of two nearest to a wave of tiles
-    if work.sharded:  # more between two exchanges, where few classes are little work
-        product_rows = max(product_rows, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
-    rows = room // (thin + sums + 2 * padded(V))
-    if work.automatic:  # few enough to be small beside N, enough to be fast
-        fast = max(N // EXP_CHUNKS, -(-EXP_WORK // max(1, D)), -(-EXP_CHUNK_WORK // max(1, D * V)))
-        rows = min(rows, max(1, min(_next_power(fast), max(N // 4, EXP_ROWS)), 2 * work.sharded * product_rows))
-    rows = level(N, max(1, min(whole_tiles(rows, tile_of(rows)), N)))
-    chunks, columns = -(-N // rows), V
-    light = chunks > FEW_CHUNKS and rows * D * V < EXP_LIGHT_CHUNK
-    if recompute or light or rows < min(N, EXP_BLOCKS_BELOW[accumulate_in(work, chunks)]):
-        if work.automatic:
-            room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
-        for longest in EXP_BLOCK_ROWS:
-            of_block = min(longest, max(1, N))
-            fitting = (room - of_block * (thin + 2 * gathered)) // (2 * of_block) // 256 * 256
-            if fitting >= min(V, EXP_LEAST_BLOCK):
-                rows, columns = level(N, of_block), min(V, fitting)
-                break
+    room = max(0, work.budget() - fixed)
     sum_rows = room // sum_row
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
-    in_blocks = recompute or columns < V
-    if in_blocks:
-        product_rows, scratch = rows, max(rows * (thin + 2 * gathered + 2 * padded(columns)), sum_rows * sum_row)
-    else:
-        product_rows, scratch = min(rows, product_rows), rows * (thin + 2 * padded(V) + sums)
-        product_rows = level(rows, product_rows) if work.sharded else product_rows
-    more = {"block_columns": columns, "sum_rows": sum_rows, "product_rows": product_rows}
-    return rows, fixed + scratch, {**more, "schedule": "blocks" if in_blocks else "chunks"}
+    more = {"sum_rows": sum_rows}
+
+    of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(EXP_WAVE / max(1, D))))
+    if sharded:  # a chunk has two pieces, with more between two exchanges where few classes are little work
+        piece = max(piece, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
+    longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
+    if work.automatic:
+        longest = min(longest, max(N // 2, EXP_ROWS, 2 * sharded * piece))
+    longest = max(1, min(longest, max(1, N)))
+    for rows in [] if recompute else _lengths(max(1, N), longest, least=2 * sharded * piece):
+        product_rows = level(rows, min(rows, piece))
+        scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
+        seconds = schedule.in_chunks(rows, _sum_bytes(work, rows))
+        yield seconds, (rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows})
+    if not recompute and longest >= min(N, EXP_BLOCKS_BELOW):
+        return
+    blocks = list(_blocks(N, V, room, thin + product + 2 * gathered, work.gpu))
+    if recompute and not blocks:
+        blocks = [(whole_tiles(longest, tile_of(longest)), V)]
+    for rows, columns in blocks:
+        scratch = fixed + max(rows * (thin + product + 2 * gathered + 2 * padded(columns)), sum_rows * sum_row)
+        seconds = schedule.in_blocks(rows, columns, sum_rows, _sum_bytes(work, rows))
+        yield seconds, (rows, scratch, {**more, "schedule": "blocks", "block_columns": columns, "product_rows": rows})
+
+
+def _lengths(N: int, longest: int, least: int) -> set[int]:
+    """Return lengths of a chunk: powers of 2, which cuBLAS multiplies fastest, and the longest where that is short."""
+    found = {1 << power for power in range(GPU_TILE.bit_length() - 1, longest.bit_length())}
+    found |= {level(N, rows) for rows in found}
+    if longest >= N:
+        found.add(N)
+    elif longest < max(EXP_ROWS, least):
+        found |= {level(N, whole_tiles(longest, tile)) for tile in (tile_of(longest), GPU_TILE)}
+    return {rows for rows in found if min(least, longest) <= rows <= longest} or {longest}
+
+
+def _blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
+    """Yield rows and columns of blocks that fit: as few of one width as can be, and those of whole waves of tiles."""
+    for longest in EXP_BLOCK_ROWS:
+        rows = level(N, min(longest, N))
+        widest = (room - rows * of_row) // (2 * max(1, rows)) // 256
+        if 256 * widest < min(V, EXP_LEAST_BLOCK):
+            continue
+        tiles, all_tiles = -(-rows // GPU_TILE), -(-V // 256)
+        widest = min(widest, all_tiles)
+        waves = widest * tiles // gpu.processors * gpu.processors // tiles
+        for width in {-(-all_tiles // -(-all_tiles // widest)), waves or widest}:
+            yield rows, min(V, 256 * width)
+
+
+def _sum_bytes(work: Work, rows: int) -> int:
+    """Return the bytes of a number of the weight's gradient while it is summed."""
+    in_float32 = accumulate_in(work, -(-work.size[0] // rows)) == "float32"
+    return work.wide.itemsize if in_float32 else work.weight_dtype.itemsize
+
+
+def _accumulator(work: Work, rows: int) -> int:
+    """Return the bytes of a sum that is wider than the gradient."""
+    _, D, V = work.size
+    return V * D * 4 * (_sum_bytes(work, rows) > work.weight_dtype.itemsize and not work.weight_frozen)
 
 
 def _next_power(rows: int) -> int:

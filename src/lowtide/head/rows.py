@@ -40,7 +40,9 @@ class Rows:
         """Return values [N, ...] of the tokens as [n, ...], ``fill`` in a row of no token."""
         if self.index is None:
             return x_N
-        return (torch.cat((x_N, x_N.new_full((1, *x_N.shape[1:]), fill))) if self.filled else x_N)[self.index]
+        return (torch.cat((x_N, x_N.new_full((1, *x_N.shape[1:]), fill))) if self.filled else x_N).index_select(
+            0, self.index
+        )
 
     def among_all(self, x_n: Tensor) -> Tensor:
         """Undo `of`: return [N, ...], 0 at tokens that are not computed."""
@@ -87,6 +89,11 @@ def rows_are_aligned(x: Tensor) -> bool:
 def input_is_copied(x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether hidden states [..., D] lie in memory in another way than the GEMMs' operands of ``dtype`` do."""
     return x.dtype != dtype or not (x.dim() == 2 or rows_are_viewable(x)) or not rows_are_aligned(x)
+
+
+def looks_at_numbers(device: torch.device) -> bool:
+    """Return whether what is given is checked number by number: where that does not stop the host."""
+    return device.type == "cpu"
 
 
 def put_last(rows: Rows, kept_N: Tensor) -> Rows:

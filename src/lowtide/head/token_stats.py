@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_index
+from lowtide.arguments import check_flag, check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.support import SupportLike, check_support, support_stats
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS
 
@@ -38,6 +39,8 @@ class TokenStats(NamedTuple):
         sum_sq_prob: ``sum_v p_v**2`` [...]: how likely two samples are the same class.
         topk: (values, ids) of the k highest logits [..., k]: see `TopK`.
         is_top1: Whether the target is ``argmax``, bool, of the target's shape; False where ignored.
+        outside: With ``support`` and targets, how many of these are not in their token's set, 0-d int64; not a name for
+            ``want``.
     """
 
     logprob: Tensor | None = None
@@ -48,6 +51,10 @@ class TokenStats(NamedTuple):
     sum_sq_prob: Tensor | None = None
     topk: TopK | None = None
     is_top1: Tensor | None = None
+    outside: Tensor | None = None
+
+
+WANTS = tuple(name for name in TokenStats._fields if name != "outside")  # what can be requested
 
 
 def linear_logprobs(
@@ -61,6 +68,8 @@ def linear_logprobs(
     ignore_index: int = -100,
     options: HeadOptions | None = None,
     vocab_shard: VocabShard | None = None,
+    support: SupportLike | None = None,
+    sparse: bool = False,
 ) -> Tensor:
     """Return the log-probability of each token's target, differentiable, without the logits in memory.
 
@@ -82,6 +91,14 @@ def linear_logprobs(
             `linear_cross_entropy` run here; with [..., K] ``"torch"``, and ``"exp"`` for K up to 64.
         vocab_shard: For a vocabulary sharded over ranks, as in `linear_cross_entropy`, and so are DTensors. The
             result is that of all tokens, the same on every rank.
+        support: The set of classes that each token's distribution is over, as sampling with top k or top p leaves it,
+            in place of the vocabulary: ids [..., K] padded with -1; or a tuple (ids [P], offsets [N + 1]) where the
+            ids of token i of the flattened N are ``ids[offsets[i]:offsets[i + 1]]`` (offsets int64); or ids [K], one
+            set for all tokens. An integer dtype; an id that stands twice counts once. Only these rows of the weight are
+            read, and get a gradient: 2PD FLOP a pass. A target outside its set has log-probability -inf and no
+            gradient.
+        sparse: With ``support``, whether the weight's gradient is a sparse COO tensor, as of `torch.nn.Embedding`: its
+            rows are those of ids in any set. On a GPU it has as many rows as there can be, unused ones 0.
 
     Returns:
         Tensor: Of the target's shape, float32, for float64 inputs float64; exactly 0 at ignored targets.
@@ -89,8 +106,9 @@ def linear_logprobs(
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; also a `ValueError`.
         ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
-        TargetIndexError: On the CPU, a target that is neither a class nor ``ignore_index``; also an `IndexError`. On
-            other devices such a target's log-probability and gradients are NaN.
+        TargetIndexError: On the CPU, a target that is neither a class nor ``ignore_index``, or an id of ``support``
+            that is neither a class nor -1; also an `IndexError`. On other devices the log-probability and gradients of
+            such a target, or of a token with such an id, are NaN.
         UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an explicitly requested
             implementation that cannot run; also a `RuntimeError`.
 
@@ -104,7 +122,8 @@ def linear_logprobs(
         "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     )
     check_target(input, target, linear_weight, several=True)
-    logprob = _token_stats(call, input.shape[:-1], target, frozenset({"logprob"}), 0, ignore_index).logprob
+    sets = _Sets(input, support, sparse)
+    logprob = _token_stats(call, sets, target, frozenset({"logprob"}), 0, ignore_index).logprob
     assert logprob is not None
     return logprob
 
@@ -122,6 +141,8 @@ def linear_token_stats(
     topk: int | None = None,
     options: HeadOptions | None = None,
     vocab_shard: VocabShard | None = None,
+    support: SupportLike | None = None,
+    sparse: bool = False,
 ) -> TokenStats:
     """Return statistics of each token's logits, all from one pass over them, without the logits in memory.
 
@@ -151,6 +172,9 @@ def linear_token_stats(
             per token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
             ``topk`` up to 64.
         vocab_shard: As in `linear_logprobs`.
+        support: As in `linear_logprobs`: all statistics are then over each token's set. Of an empty set ``lse`` is
+            -inf, ``argmax`` -1, and ``entropy`` and ``sum_sq_prob`` are 0. ``mean_logit`` and ``topk`` are refused.
+        sparse: As in `linear_logprobs`.
 
     Returns:
         TokenStats: The requested fields, None for the others.
@@ -191,14 +215,29 @@ def linear_token_stats(
             needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
             hint = "Pass the targets, or a want without these."
             raise ArgumentValueError(message("target", f"class indices, as want has {needed}", "None", hint))
-        return _token_stats(call, input.shape[:-1], target, names, highest, ignore_index)
+        return _token_stats(call, _Sets(input, support, sparse), target, names, highest, ignore_index)
+
+
+class _Sets(NamedTuple):
+    input: Tensor  # the caller's, [..., D]
+    support: SupportLike | None
+    sparse: bool
 
 
 def _token_stats(
-    call: Call, leading: torch.Size, target: Tensor | None, names: frozenset[str], topk: int, ignore_index: int
+    call: Call, sets: _Sets, target: Tensor | None, names: frozenset[str], topk: int, ignore_index: int
 ) -> TokenStats:
-    """Return fields ``names`` for tokens [*leading]."""
-    head, ranks, options = call
+    """Return fields ``names`` for the tokens."""
+    (head, ranks, options), leading = call, sets.input.shape[:-1]
+    check_flag("sparse", sets.sparse)
+    if sets.support is not None:
+        support = check_support(sets.support, sets.input, names, sparse=sets.sparse)
+        ignore_index = check_index("ignore_index", ignore_index)
+        of_sets = support_stats(call, sets.input, target, names, ignore_index, support)
+        return TokenStats(**of_sets)  # type: ignore[arg-type]
+    if sets.sparse:
+        hint = "Without sets every row of the weight has a gradient."
+        raise ArgumentValueError(message("sparse", "False without support", "True", hint))
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
     by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading)
     if options.gradient == "forward" and not (by_loss and head.frozen):
@@ -226,11 +265,11 @@ def _token_stats(
 
 
 def _check_want(want: Iterable[str]) -> frozenset[str]:
-    known = ", ".join(map(repr, TokenStats._fields))
+    known = ", ".join(map(repr, WANTS))
     if isinstance(want, str | Tensor) or not isinstance(want, Iterable):
         raise ArgumentTypeError(message("want", f"a sequence of names among {known}", f"{want!r}"))
     names = frozenset(want)
-    if not names or not names.issubset(TokenStats._fields):
-        wrong = sorted(map(repr, names - set(TokenStats._fields)))
+    if not names or not names.issubset(WANTS):
+        wrong = sorted(map(repr, names - set(WANTS)))
         raise ArgumentValueError(message("want", f"names among {known}", ", ".join(wrong) or "none"))
     return names

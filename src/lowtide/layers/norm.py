@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lowtide.arguments import check_device, check_number, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
+from lowtide.graph import Operator, node, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
+from lowtide.replay.replayed import on_device
 
 Rounding = Literal["before_weight", "after_weight"]
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lowtide.arguments import refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
-from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
+from lowtide.graph import Operator, node, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
 from lowtide.layers.norm import GATHER
+from lowtide.replay.replayed import on_device
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
 _TWICE = (

@@ -26,13 +26,24 @@ from lowtide import (
     plan_divergence,
     plan_head,
 )
-from lowtide.head.token_stats import TopK
-from support import divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
+from lowtide.head.token_stats import WANTS, TopK
+from support import (
+    divergence_oracle,
+    head,
+    in_float64,
+    logits_of,
+    mask_of_ids,
+    oracle,
+    relative_error,
+    sets_oracle,
+    stats_oracle,
+)
 
 Arguments = dict[str, Any]
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3), ("jsd", 0.5), ("jsd", 0.0), ("jsd", 1.0), ("tv", 0.5)]
 TAILS = ("bucket", "renormalise", "drop")
+OF_SETS = tuple(name for name in WANTS if name not in ("mean_logit", "topk"))
 LEAVES = ("input", "linear_weight", "linear_bias")  # what every function differentiates
 WIDE = (torch.float64, torch.float32)
 NARROW = (torch.bfloat16, torch.float16)
@@ -101,6 +112,10 @@ def of_statistics(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.G
     known = ignoring(y, choice, g) | {"logit_scale": scale_of(choice, x.dtype)}
     if "want" not in choice:
         return known
+    if choice.get("support"):  # every target is in its set: a -inf has no sine
+        more = torch.randint(0, w.shape[0], (*x.shape[:-1], choice["support"]), generator=g)
+        of_targets = known["target"].view(*x.shape[:-1], K or 1)
+        known["support"] = torch.cat((of_targets.where(of_targets != known["ignore_index"], -1), more), -1)
     want = [n for n in choice["want"] if K is not None or n not in ("logprob", "is_top1")] or ["lse"]
     return (
         known | {"want": want, "topk": min(4, w.shape[0]) if "topk" in want else None} | ({} if K else {"target": None})
@@ -222,6 +237,11 @@ def apply_oracle(
 
 
 def statistics_oracle(*, want: tuple[str, ...], topk: int | None, **kwargs: Any) -> TokenStats:
+    if "support" in kwargs:
+        ids = kwargs.pop("support").expand(*kwargs["input"].shape[:-1], -1)
+        mask = mask_of_ids(ids, kwargs["linear_weight"].shape[0])
+        found = sets_oracle(mask=mask, **kwargs)
+        return TokenStats(**{name: found[name] for name in (*want, "outside")})
     found = stats_oracle(**kwargs, topk=topk or 1)
     found["topk"] = TopK(found.pop("topk_values"), found.pop("topk_ids"))
     return TokenStats(**{name: found[name] for name in want})
@@ -278,7 +298,7 @@ FUNCTIONS = {
         run=linear_token_stats,
         truth=statistics_oracle,
         own=of_statistics,
-        options=TARGETS | {"targets": [1, None, 3, 40], "want": [TokenStats._fields]},
+        options=TARGETS | {"targets": [1, None, 3, 40], "want": [WANTS]},
         busy={"softcap": 3.0, "logit_scale": "trained"},
         tolerance=near(1e-12, 1e-5),
     ),
@@ -369,7 +389,8 @@ MODES = {
     "each": Mode("linear_cross_entropy", {"reduction": "none"}, stored_where_frozen=True),
     "logprobs": Mode("linear_logprobs", stored_where_frozen=True),
     "logprobs-of-several": Mode("linear_logprobs", {"targets": 3}),
-    "statistics": Mode("linear_token_stats", {"want": TokenStats._fields, "targets": 3}),
+    "statistics": Mode("linear_token_stats", {"want": WANTS, "targets": 3}),
+    "sets": Mode("linear_token_stats", {"want": OF_SETS, "targets": 3, "support": 4}),
     "forward_kl": Mode("linear_divergence", {"teacher_lacks": 3}),
     "reverse_kl-mean": Mode("linear_divergence", {"kind": ("reverse_kl", 0.5), "reduction": "mean"}, stored=True),
     "jsd": Mode("linear_divergence", {"kind": ("jsd", 0.3)}),

@@ -17,12 +17,12 @@ from head.contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, Arguments, ar
 from head.kernel_plans import use_kernels
 from lowtide import (
     HeadOptions,
-    TokenStats,
     linear_cross_entropy,
     linear_divergence,
     linear_logprobs,
     linear_token_stats,
 )
+from lowtide.head.token_stats import WANTS
 from support import assert_near, divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
 
 if torch.cuda.is_available():
@@ -30,7 +30,7 @@ if torch.cuda.is_available():
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 SINGLE = torch.float32
-STATS = tuple(name for name in TokenStats._fields if name != "topk")
+STATS = tuple(name for name in WANTS if name != "topk")
 FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
     "leading": [(2, 5)],
     "workspace_mib": [None],
@@ -38,7 +38,7 @@ FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
     "topk": [4],
     "teacher_D": [9],
     "targets": [1, None, 8],
-    "want": [STATS, TokenStats._fields, *((name,) for name in DIFFERENTIABLE)],
+    "want": [STATS, WANTS, *((name,) for name in DIFFERENTIABLE)],
 }
 DTYPES = {name: [SINGLE] if name == "linear_token_stats" else [SINGLE, *NARROW] for name in FUNCTIONS}
 RUNS = [  # functions in the dtypes that their kernels take, and the schedules of the exponential path

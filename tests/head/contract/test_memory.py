@@ -106,7 +106,13 @@ def test_the_workspace_is_kept(name: str, dtype: torch.dtype, case: str, workspa
     beyond = seen.peak_bytes - returned - plan.accumulator_bytes - plan.cast_bytes
     assert plan.scratch_bytes <= workspace_mib * MIB
     assert beyond <= workspace_mib * MIB
-    if workspace_mib < 4 and dtype == torch.float32 and case == "plain" and mode.name != "linear_apply":
+    if (
+        workspace_mib < 4
+        and dtype == torch.float32
+        and case == "plain"
+        and name != "sets"
+        and mode.name != "linear_apply"
+    ):
         assert beyond >= 0.3 * workspace_mib * MIB, "what is allowed is put to use"
 
 
@@ -122,7 +128,8 @@ def test_what_is_saved_between_forward_and_backward(mode: Mode, frozen: bool) ->
         found = mode.run(kwargs)
     returned = sum(value.nbytes for value in found.values())
     held = sum(kwargs[n].nbytes for n in trained(kwargs)) if stored else 0
-    assert held <= seen.events[-1].total_bytes <= held + 64 * N + returned
+    of_sets = 8 * kwargs["support"].numel() if "support" in kwargs else 0  # a logit and an id each
+    assert held <= seen.events[-1].total_bytes <= held + 64 * N + of_sets + returned
     if stored and not mode.per_token and mode.name != "linear_apply":
         value = total(found, torch.abs)
         with track_allocations() as seen:

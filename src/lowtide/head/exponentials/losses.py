@@ -210,7 +210,8 @@ class CrossEntropy(Exponentials):
         views = self._views.get(C) if self.ranks.alone else None
         if views is None:
             numbers = self._new(4, C)
-            integers = torch.zeros(2 * C + 1, dtype=torch.int32, device=self.head.input.device)
+            make = torch.empty if self.ranks.alone else torch.zeros  # alone, a kernel writes the count first
+            integers = make(2 * C + 1, dtype=torch.int32, device=self.head.input.device)
             views = (
                 numbers[: 2 if self.terms.smoothing else 1],
                 *numbers[2:].unbind(),

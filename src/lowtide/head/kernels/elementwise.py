@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lowtide.head.kernels.exp_terms import block_of
 from lowtide.head.kernels.gemm import Used, counted_rows, rows_in_tiles
-from lowtide.kernel_launch import Launcher
+from lowtide.kernel_launch import Launcher, multiprocessors
 
 SELECT_BLOCK, SCALE_BLOCK = 1024, 4096
+SCALE_PROGRAMS = 16  # a multiprocessor
 ROWS, COLUMNS = 16, 256  # of a tile of logits' gradients
 ROWS_PER_PROGRAM = 128
 
@@ -170,20 +171,22 @@ def _two_axes(x: Tensor) -> tuple[int, int, int] | None:
 
 
 @Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale(x_ptr, factor_ptr, columns, blocks, ZEROS_STAY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["programs"])  # type: ignore[untyped-decorator]
+def _scale(  # type: ignore[no-untyped-def]
+    x_ptr, factor_ptr, columns, blocks, total, programs, ZEROS_STAY: tl.constexpr, BLOCK: tl.constexpr
+):
     """Each row times its factor: the product in the factor's dtype, the result rounded to x's."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    factor = tl.load(factor_ptr + row)
-    if factor != 1.0:
-        column = program % blocks * BLOCK + tl.arange(0, BLOCK)
-        at, inside = row * columns + column, column < columns
-        x = tl.load(x_ptr + at, mask=inside).to(factor.dtype)
-        product = x * factor
-        if ZEROS_STAY:
-            product = tl.where(x == 0.0, x, product)
-        tl.store(x_ptr + at, product.to(x_ptr.dtype.element_ty), mask=inside)
+    for block in range(tl.program_id(0), total, programs):
+        row = (block // blocks).to(tl.int64)
+        factor = tl.load(factor_ptr + row)
+        if factor != 1.0:
+            column = (block % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            at, inside = row * columns + column, column < columns
+            x = tl.load(x_ptr + at, mask=inside).to(factor.dtype)
+            product = x * factor
+            if ZEROS_STAY:
+                product = tl.where(x == 0.0, x, product)
+            tl.store(x_ptr + at, product.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 def scale_(x: Tensor, factor: Tensor, *, zeros_stay: bool = False) -> None:
@@ -196,7 +199,10 @@ def scale_(x: Tensor, factor: Tensor, *, zeros_stay: bool = False) -> None:
         rows = factor.numel()
         columns = x.numel() // rows
         blocks = triton.cdiv(columns, SCALE_BLOCK)
-        _scale[(rows * blocks,)](x, factor, columns, blocks, ZEROS_STAY=zeros_stay, BLOCK=SCALE_BLOCK)
+        total = rows * blocks
+        # where the factor is 1, launching a program a block would take longest
+        programs = min(total, SCALE_PROGRAMS * multiprocessors(x.device))
+        _scale[(programs,)](x, factor, columns, blocks, total, programs, ZEROS_STAY=zeros_stay, BLOCK=SCALE_BLOCK)
 
 
 @Launcher

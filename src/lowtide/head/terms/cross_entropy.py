@@ -19,7 +19,7 @@ from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy, skips_tokens
-from lowtide.head.rows import Rows, positions, put_last
+from lowtide.head.rows import Rows, looks_at_numbers, positions, put_last
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -162,7 +162,7 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
     y_N, index = args.target.reshape(-1).long().contiguous(), None
-    if head.input.device.type == "cpu":
+    if looks_at_numbers(head.input.device):
         wrong = (y_N != args.ignore_index) & ((y_N < 0) | (y_N >= V))
         check_classes(y_N, wrong, V, args.ignore_index)
     drops = head.drops_tokens and ranks.alone

@@ -13,7 +13,7 @@ from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function, head_flop
 from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.parallel import Alone
-from lowtide.head.rows import Rows, positions
+from lowtide.head.rows import Rows, looks_at_numbers, positions
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import KnownClasses
@@ -104,7 +104,7 @@ def _denominator(head: Head, args: DivergenceArgs) -> Tensor | None:
 
 def _check_ids(head: Head, args: DivergenceArgs) -> None:
     """Raise on the CPU where an id is negative; elsewhere its row becomes NaN, for a check would stop the host."""
-    if args.topk_ids is not None and args.topk_logprobs is not None and head.input.device.type == "cpu":
+    if args.topk_ids is not None and args.topk_logprobs is not None and looks_at_numbers(head.input.device):
         ids = args.topk_ids.reshape(-1)
         wrong = ((ids < 0) & (args.topk_logprobs.reshape(-1) > -torch.inf)).nonzero()
         if wrong.numel():

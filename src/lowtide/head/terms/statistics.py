@@ -319,6 +319,24 @@ def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = 
     return sums
 
 
+class SomeClasses(Statistics):
+    """The same where there are none of some classes: their logits are -inf, and get no gradient."""
+
+    def __init__(self, dead_V: Tensor, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.dead_V = dead_V
+
+    def numbers(self, z: Tensor, part: slice) -> Numbers:
+        """See `Statistics.numbers`."""
+        return super().numbers(z.masked_fill_(self.dead_V, -torch.inf), part)
+
+    def gradient_(self, z: Tensor, *args: Any, **more: Any) -> Tensor | None:
+        """See `Statistics.gradient_`."""
+        outside = super().gradient_(z.masked_fill_(self.dead_V, -torch.inf), *args, **more)
+        z.masked_fill_(self.dead_V, 0)
+        return outside
+
+
 def lse_of(sums: Numbers) -> Tensor:
     """Return each row's logsumexp [C]; where the highest logit is infinite, that."""
     return sums["top"].where(sums["top"].isinf(), sums["top"] + torch.log1p(sums["rest"]))

@@ -4,6 +4,7 @@ N tokens, n rows computed, K targets a token, V vocabulary.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,10 @@ from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
 from lowtide.head.plan import plan_token_stats, skips_tokens
-from lowtide.head.rows import Rows, positions, put_last
+from lowtide.head.rows import Rows, looks_at_numbers, positions, put_last
 from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes
-from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+from lowtide.head.terms.statistics import SomeClasses, Statistics, Upstream, silenced
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
@@ -31,7 +32,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     """
     kept_NK, is_class_NK = _kept(head, args)
     of_targets, index = head.ranks.alone and args.wanted.issubset(OF_TARGETS), None
-    if head.input.device.type == "cpu":
+    if looks_at_numbers(head.input.device):
         wrong = (kept_NK & ~is_class_NK).reshape(-1)
         check_classes(args.target.reshape(-1), wrong, head.ranks.vocab, args.ignore_index)
     if head.drops_tokens and of_targets:
@@ -48,7 +49,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
             rows = put_last(rows, kept_NK.any(1))
         found = TileStatistics(head, rows.of(y_NK), plan, rows).forward(_names(args), args.topk)
     else:
-        terms = Statistics(head, plan, rows.of(y_NK), _names(args) | {"top"}, topk=args.topk)
+        terms = _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"}, topk=args.topk)
         found = run(head, rows, plan, terms)
     found = {name: rows.among_all(x) for name, x in found.items()}
     found |= {name: found.pop(computed) for name, computed in COMPUTED.items() if computed in found}
@@ -90,12 +91,16 @@ def backward(
     else:
         if not drops:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
-        g_n, terms = g.of(rows.of), Statistics(head, plan, rows.of(y_NK), _names(args) | {"top"})
+        g_n, terms = g.of(rows.of), _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"})
         known = rows.of_each(numbers)
         run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
     if is_last_backward():
         head.ranks.keep(kept=False)
     return into
+
+
+def _terms(args: TokenStatsArgs, *given: Any, **more: Any) -> Statistics:
+    return Statistics(*given, **more) if args.dead is None else SomeClasses(args.dead, *given, **more)
 
 
 def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:

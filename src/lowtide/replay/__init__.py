@@ -1,0 +1,1 @@
+"""Calls on a GPU repeated from a record: see `replayed`."""

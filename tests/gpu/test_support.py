@@ -1,0 +1,150 @@
+"""Sets of classes on a CUDA device: values and gradients, what is read, no host waits, the same bits, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
+from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
+from support import in_float64, mask_of_ids, on_gpu, relative_error, sets_oracle
+
+pytestmark = ON_GPU
+WANT = ("logprob", "entropy", "lse", "argmax", "sum_sq_prob", "is_top1")
+NEAR = {torch.float64: (1e-12, 1e-11), torch.float32: (1e-5, 1e-5), torch.float16: (1e-4, 2e-3)}
+NEAR |= {torch.bfloat16: (1e-4, 1e-2)}
+N, D, V, K = 203, 136, 3001, 70
+FORMS = ("padded", "csr", "shared")
+
+
+def sets_of(form: str) -> tuple[Any, Tensor]:
+    """Return sets, a class of all tokens, repetitions, more pads than a tile and an empty one; and bool [N, V]."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, V // 2, (N, K), generator=g)
+    ids[:, 3], ids[:, 5] = 7, ids[:, 6]
+    ids[torch.rand(N, K, generator=g) < 0.3] = -1
+    ids[4] = -1
+    if form == "shared":
+        ids = torch.cat((ids[:9].reshape(-1), torch.full((600,), -1)))
+    mask = mask_of_ids(ids.expand(N, -1), V).cuda()
+    if form != "csr":
+        return ids.cuda(), mask
+    lengths = (ids >= 0).sum(1)
+    return (ids[ids >= 0].cuda(), torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).cuda()), mask
+
+
+def targets(mask: Tensor, T: int) -> Tensor:
+    y = torch.multinomial(mask.float() + 1e-4, T, replacement=True)
+    y[::7] = -100
+    return y
+
+
+def total(stats: Any) -> Tensor:
+    finite = [getattr(stats, n) for n in ("logprob", "entropy", "lse")] if isinstance(stats, TokenStats) else stats
+    weights = torch.linspace(0.5, 2, N, device="cuda", dtype=finite[0].dtype)
+    sums = [(weights[:, None] * x.masked_fill(x.detach() == -torch.inf, 0).view(N, -1)).sum() for x in finite]
+    return torch.stack(sums).sum()
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("more", [{}, {"softcap": 4.0, "logit_scale": torch.tensor(0.7)}, {"sparse": True}], ids=str)
+def test_values_and_gradients(dtype: torch.dtype, form: str, more: dict[str, Any]) -> None:
+    x, w, b, _ = on_gpu(N, D, V, dtype=dtype)
+    support, mask = sets_of(form)
+    y = targets(mask, 3)
+    stats = linear_token_stats(x, w, y, want=WANT, linear_bias=b, support=support, **more)
+    given = {k: v for k, v in more.items() if k != "sparse"}
+    true = in_float64({"input": x, "linear_weight": w, "linear_bias": b})
+    want = sets_oracle(target=y, mask=mask, **true, **given)
+    near, of_gradients = NEAR[dtype]
+    for name, value in want.items():
+        got = getattr(stats, name)
+        finite = value != -torch.inf
+        assert torch.equal(finite, got != -torch.inf)
+        assert relative_error(got[finite], value[finite]) < near, name
+    grads = torch.autograd.grad(total(stats), [x, w, b])
+    exact = torch.autograd.grad(total([want[n] for n in ("logprob", "entropy", "lse")]), list(true.values()))
+    assert grads[1].is_sparse == ("sparse" in more)
+    for name, g, e in zip(true, grads, exact, strict=True):
+        assert relative_error(g.to_dense(), e) < of_gradients, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_only_listed_rows_are_read_without_a_wait_and_with_the_same_bits(form: str, sparse: bool) -> None:
+    x, w, b, _ = on_gpu(N, D, V, dtype=torch.bfloat16)
+    support, mask = sets_of(form)
+    y = targets(mask, 3)
+    others = ~mask.any(0)
+    others[0] = False  # what pads stand for: read or not, it changes nothing
+    with torch.no_grad():
+        w[others], b[others] = torch.nan, torch.nan
+
+    def step() -> tuple[Tensor, ...]:
+        stats = linear_token_stats(x, w, y, want=WANT, linear_bias=b, support=support, sparse=sparse)
+        value = total(stats)
+        return (value, stats.outside, *torch.autograd.grad(value, [x, w, b]))
+
+    first = step()
+    assert all(t.to_dense().isfinite().all() for t in first)
+    assert (first[3].to_dense()[others] == 0).all()
+    step()
+    with no_waits():
+        again = step()
+    for one, two in zip(first, again, strict=True):
+        assert torch.equal(one.to_dense(), two.to_dense())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_id_makes_its_token_nan(form: str) -> None:
+    x, w, _, _ = on_gpu(N, D, V, dtype=torch.bfloat16)
+    support, mask = sets_of(form)
+    y = targets(mask, 1)[:, 0]
+    y[0] = mask[0].nonzero()[0, 0]
+    (support[0] if form == "csr" else support).view(-1)[0] = V + 10**6
+    stats = linear_token_stats(x, w, y, want=("logprob", "lse"), support=support)
+    wrong = torch.full((N,), form == "shared", device="cuda")
+    wrong[0] = True
+    assert torch.equal(stats.lse.isnan(), wrong)
+    assert torch.equal(stats.logprob.isnan(), wrong & (y != -100))
+
+
+def test_memory_and_chunks() -> None:
+    x, w, _, _ = on_gpu(4096, 1024, 40000, dtype=torch.bfloat16)
+    ids = torch.randint(0, 40000, (4096, 64), device="cuda")
+    y = ids[:, 0].contiguous()
+    values = []
+    for mib in (None, 16):
+        options = HeadOptions(workspace_mib=mib)
+
+        def step(options: HeadOptions = options) -> None:
+            (linear_logprobs(x, w, y, support=ids, options=options) * 0.1).sum().backward()
+
+        step()
+        bound = 300 if mib is None else mib + 40000 * 1024 * 4 // 2**20 + 8 * ids.numel() // 2**20 + 2
+        assert peak_beyond_gradients(step, x, w) < bound * 2**20
+        values.append([x.grad.clone(), w.grad.clone()])
+    for one, two in zip(*values, strict=True):
+        assert relative_error(one, two) < 2e-3
+
+
+def test_compiled_and_in_autocast() -> None:
+    x, w, b, _ = on_gpu(N, D, V)
+    for form in FORMS:
+        support, mask = sets_of(form)
+        y = targets(mask, 2)
+
+        def values(x: Tensor, w: Tensor, y: Tensor = y, support: Any = support) -> Tensor:
+            return linear_logprobs(x, w, y, linear_bias=b, support=support)
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            want, got = values(x, w), torch.compile(values, fullgraph=True)(x, w)
+        torch.testing.assert_close(got, want)
+        grads = [torch.autograd.grad(total([v]), [x, w]) for v in (got, want)]
+        assert grads[0][1].dtype == torch.float32
+        for one, two in zip(*grads, strict=True):
+            torch.testing.assert_close(one, two)
