@@ -182,7 +182,7 @@ def test_peak_resident_memory_of_a_process() -> None:
     assert lowtide < 128 * MIB
 
 
-@pytest.mark.parametrize("ignored_tokens", ["auto", "drop", "compute"])
+@pytest.mark.parametrize("ignored_tokens", ["auto", "skip", "drop", "compute"])
 @pytest.mark.parametrize("gradient", ["forward", "recompute"])
 def test_ignored_tokens_are_dropped_or_computed(
     ignored_tokens: Any, gradient: Any, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,7 @@ class Head(NamedTuple):
     @property
     def drops_tokens(self) -> bool:
         """Return whether tokens that count for nothing are dropped first: on the CPU, or where the host may wait."""
-        if self.ignored_tokens == "auto":
+        if self.ignored_tokens in ("auto", "skip"):
             return self.input.device.type == "cpu"
         return self.ignored_tokens == "drop"
 

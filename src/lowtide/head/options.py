@@ -10,7 +10,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 Accumulate = Literal["auto", "float32", "input"]
 Backend = Literal["auto", "exp", "row", "torch"]
 Gradient = Literal["auto", "forward", "recompute"]
-IgnoredTokens = Literal["auto", "drop", "compute"]
+IgnoredTokens = Literal["auto", "skip", "drop", "compute"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,11 @@ class HeadOptions:
             the logits in backward (four), and ``"auto"`` takes the first if the upstream gradient is a scalar or
             the head is frozen; a per-token `linear_divergence` recomputes in any case.
         ignored_tokens: What tokens without loss cost, those with ``ignore_index`` or outside of ``mask``. ``"auto"``:
-            nothing on the CPU, nor on Hopper on the exponential path, where the device finds them and the host does
-            not wait; elsewhere they are computed and discarded. ``"drop"``: the host waits for the device once a pass
-            and drops them before the first GEMM, on every backend; with a sharded vocabulary as ``"auto"``.
-            ``"compute"``: computed and discarded everywhere. `linear_apply` drops them in any case.
+            nothing on the CPU; elsewhere they are computed and discarded. ``"skip"``: nothing on Hopper on the
+            exponential path either, where the device finds them and the host does not wait; elsewhere as ``"auto"``.
+            ``"drop"``: the host waits for the device once a pass and drops them before the first GEMM, on every
+            backend; with a sharded vocabulary as ``"auto"``. ``"compute"``: computed and discarded everywhere.
+            `linear_apply` drops them in any case.
 
     Raises:
         ArgumentValueError: A value that is none of these.

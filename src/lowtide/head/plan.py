@@ -207,7 +207,7 @@ def plan_head(
         choice = choose("cross entropy", options, exp=exp, row=why_not_row(device, dtype, V))
     gradient = choose_gradient(options, reduction, weight_frozen)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient, device_bytes)
-    skips = choice[0] == "exp" and options.ignored_tokens == "auto" and skips_ignored(device, capability)
+    skips = choice[0] == "exp" and options.ignored_tokens == "skip" and skips_ignored(device, capability)
     return plan_of(work._replace(function=function, input_is_copied=input_is_copied, skips=skips))
 
 
@@ -313,8 +313,7 @@ def plan_both_sides(
 
 def skips_tokens(head: Head, backend: str) -> bool:
     """Return whether the device puts ignored tokens last, and the kernels end before them."""
-    asked, alone = head.ignored_tokens, head.ranks.alone
-    if backend != "exp" or asked == "compute" or (asked == "drop" and alone) or head.ranks.spread:
+    if backend != "exp" or head.ignored_tokens != "skip" or head.ranks.spread:
         return False
     return head.ranks.limits.skips if isinstance(head.ranks, Ranks) else skips_ignored(head.input.device)
 
