@@ -22,6 +22,7 @@ from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
 from lowtide.head.exponentials import loops, losses
+from lowtide.head.kernels import gradient_gemms_hopper
 from lowtide.head.matmul import matmul_into
 from lowtide.head.ranks import tokens
 from lowtide.head.ranks.parallel import Ranks
@@ -165,6 +166,8 @@ def sums_beside_products() -> None:
             for module in (loops, losses):
                 patched.setattr(module, "matmul_into", noted("product", matmul_into))
             patched.setattr(Chunks, "weight_grad", noted("weight's", Chunks.weight_grad))
+            of_weight = noted("weight's", gradient_gemms_hopper.weight_grad)
+            patched.setattr(gradient_gemms_hopper, "weight_grad", of_weight)
             if kind == "logits":
                 options = lowtide.HeadOptions(workspace_mib=0.01)
                 plain(lowtide.linear_token_stats(px, pw, want=("entropy",), options=options).entropy.sum()).backward()
@@ -205,7 +208,7 @@ def plans_of_what_is_fetched_ahead() -> None:
 
     hidden, classes, mib = 4096, 32064, 160
     of_head: Any = SimpleNamespace(
-        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16,
+        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16, ignored_tokens="auto",
         weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"), softcap=None,
         options=lowtide.HeadOptions(gradient="recompute", workspace_mib=mib),
     )  # fmt: skip

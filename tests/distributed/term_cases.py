@@ -39,6 +39,7 @@ def the_term_of_the_page() -> None:
         workspace_mib=0.05,
         accumulate="auto",
         backend="torch",
+        ignored_tokens="auto",
         ranks=Ranks(shard, (N,), x.device, None, None, trained=True),
     )
     rows, plan = Rows(tokens=N), plan_head(N, D, shard.most_rows, x.dtype, x.device, head.options)

@@ -285,7 +285,7 @@ def unlike_gpus() -> None:
                 weight = torch.empty(classes, hidden, dtype=dtype, device="meta")
                 of_head: Any = SimpleNamespace(
                     input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, ranks=ranks, softcap=None,
-                    options=lowtide.HeadOptions(),
+                    options=lowtide.HeadOptions(), ignored_tokens="skip",
                 )  # fmt: skip
                 of_loss = CrossEntropyArgs(torch.empty(0), None, None, None, "mean", -100, 0.0, 0.0)
                 plan = plan_cross_entropy(of_head, of_loss, 20000, Wanted(True, True, True))
@@ -303,16 +303,18 @@ def kinds_of_devices() -> None:
     group = dist.new_group()
     numbers_of_all = vocab_shard.exchange.numbers_of_all
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vocab_shard, "_limits_here", lambda device: (80 << 30, 1) if device.type == "cuda" else (0, 0))
+        patched.setattr(
+            vocab_shard, "_limits_here", lambda device: (80 << 30, 1, 1) if device.type == "cuda" else (0, 0, 0)
+        )
         patched.setattr(
             vocab_shard.exchange, "numbers_of_all", lambda numbers, its, _: numbers_of_all(numbers, its, DEVICE)
         )
         lowtide.VocabShard.of(torch.empty(4, 6), group)
         on_gpus = vocab_shard.limits_of(group, torch.device("cuda"))
-        assert on_gpus == (80 << 30, True)
+        assert on_gpus == (80 << 30, True, True)
         lowtide.VocabShard.of(torch.empty(4, 6), group)
         assert vocab_shard.limits_of(group, torch.device("cuda")) == on_gpus
-        assert vocab_shard.limits_of(group, torch.device("cpu")) == (None, False)
+        assert vocab_shard.limits_of(group, torch.device("cpu")) == (None, False, False)
     dist.destroy_process_group(group)
 
     x, w, _, y = head(LEADING, D, V, dtype=torch.float64, bias=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lowtide.head import planner
+from lowtide.head.call import Head
 from support import forget_plans
 
 
@@ -22,11 +23,12 @@ def cpu_multiplies_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 def keep_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Have tokens that count for nothing dropped, as on the CPU, or computed as zeros, as on other devices."""
     modules = [module for name, module in sys.modules.items() if name.startswith("lowtide.head")]
-    modules = [module for module in modules if hasattr(module, "drops_rows")]
+    modules = [module for module in modules if hasattr(module, "looks_at_numbers")]
 
     def keep(kept: bool) -> None:
+        monkeypatch.setattr(Head, "drops_tokens", not kept)
         for module in modules:
-            monkeypatch.setattr(module, "drops_rows", lambda device: not kept)
+            monkeypatch.setattr(module, "looks_at_numbers", lambda device: not kept)
 
     return keep
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lowtide.head.apply as face
+from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, gradient_buffers
 from lowtide.head.function import chunk
 from lowtide.head.gradients import Gradients
@@ -19,22 +20,25 @@ from lowtide.head.terms import cross_entropy, divergence, token_stats
 CHUNK = 7  # rows
 
 
-def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks") -> list[str]:
+def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips: bool = True) -> list[str]:
     """Have every call run by kernels, as on a GPU; return the list that gets each plan's backend.
+
+    With ``skips`` as on Hopper: the exponential path's kernels end before ignored tokens, which are last.
 
     Float32 has the exponential path (in bfloat16 the interpreter's products are wrong), in that ``schedule``, and
     what it cannot do the row kernels. Buffers for gradients are full of NaN.
     """
-    from lowtide.head.kernels import configs, stats_rows
+    from lowtide.head.exponentials import loops
+    from lowtide.head.kernels import configs, gradient_gemms_hopper, stats_rows
 
     put_entries = stats_rows.put_entries
 
-    def each_class_once(g_CV: Tensor, entries: Any, first_class: int) -> None:
+    def each_class_once(g_CV: Tensor, entries: Any, first_class: int, used: Any) -> None:
         """On a GPU two entries for one class of a row would race; the interpreter, without threads, hides that."""
-        for row in entries.id[: len(g_CV)].tolist():
+        for row in entries.id[: counted(used, len(g_CV))].tolist():
             classes = [v for v in row if v >= 0]
             assert len(set(classes)) == len(classes)
-        put_entries(g_CV, entries, first_class)
+        put_entries(g_CV, entries, first_class, used)
 
     config = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
     used: list[str] = []
@@ -61,7 +65,8 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks") -> list[s
         plan = of_loss(head, args, n, wanted, known)
         if not (exp or head.ranks.alone):
             return plan
-        return small(plan, "exp" if exp else "row", head.dtype, "blocks" if known else schedule)
+        plan = small(plan, "exp" if exp else "row", head.dtype, "blocks" if known else schedule)
+        return plan if head.ranks.alone or head.ranks.spread or not skips else replace(plan, product_rows=CHUNK)
 
     def pair_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
         student, teacher = of_pair(head, args, n, wanted, stored=stored)
@@ -80,7 +85,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks") -> list[s
 
     def poisoned(*args: Any, **kwargs: Any) -> Gradients:
         into = gradient_buffers(*args, **kwargs)
-        for buffer in (into.input_ND, into.weight_VD):
+        for buffer in (into.input_ND if args[1].index is None else None, into.weight_VD):
             if buffer is not None and args[2].chunks:
                 buffer.fill_(torch.nan)
         return into
@@ -92,13 +97,55 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks") -> list[s
     patched.setattr(face, "plan_head", apply_plan)
     patched.setattr(chunk, "why_not_row", lambda *_: None)
     for module in (cross_entropy, token_stats, divergence):
-        patched.setattr(module, "drops_rows", lambda device: False)
         patched.setattr(module, "gradient_buffers", poisoned)
+    patched.setattr(Head, "drops_tokens", False)
+    for module in (cross_entropy, token_stats, divergence):
+        patched.setattr(module, "looks_at_numbers", lambda device: False)
+    for module in (cross_entropy, token_stats):
+        patched.setattr(
+            module, "skips_tokens", lambda head, backend: skips and backend == "exp" and not head.ranks.spread
+        )
+    patched.setattr(cross_entropy, "ROWS_OF_STEP", CHUNK)
+    patched.setattr(gradient_gemms_hopper, "input_grad", skipping_input_grad)
+    patched.setattr(gradient_gemms_hopper, "weight_grad", skipping_weight_grad)
+    patched.setattr(loops, "room_for", lambda *_: None)
     patched.setattr(configs, "of_device", lambda device: config)
     patched.setattr(stats_rows, "put_entries", each_class_once)
     patched.setattr(Chunks, "input_grad", input_grad)
     patched.setattr(Chunks, "weight_grad", weight_grad)
     return used
+
+
+def counted(used: Any, C: int) -> int:
+    """Return how many of C rows are used."""
+    return C if used.number is None else max(0, min(C, used.number.item() - used.first))
+
+
+def skipping_input_grad(e_CV: Tensor, w_VD: Tensor, ends: Any, room: Any, used: Any) -> None:
+    """Do what `gradient_gemms_hopper.input_grad` does; it is for Hopper's instructions."""
+    rows, D = counted(used, len(e_CV)), w_VD.shape[1]
+    product = e_CV[:rows] @ w_VD
+    if ends.before is not None:
+        product += ends.before[:rows]
+    if ends.s is not None:
+        lost, own = ends.rest[:rows, None], ends.w[ends.y[:rows].clamp(0, len(w_VD) - 1).long()]
+        s = ends.s[:rows, None]
+        product = ((product + torch.where(lost == 0, 0, lost * own)) * s).where(s != 0, 0)
+    if ends.uniform is not None:
+        even = ends.factor[:rows, None] * ends.share * (1 if ends.scale is None else ends.scale)
+        product = product - even * ends.uniform
+    out = ends.out.as_strided((len(ends.out), D), (ends.out_stride, 1))
+    out[slice(0, rows) if ends.to is None else ends.to[:rows]] = product.to(out.dtype)
+
+
+def skipping_weight_grad(e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, used: Any, *, add: bool) -> None:
+    """Do what its `weight_grad` does, whose last step of 64 rows reads some that are not used: E is 0, S finite."""
+    rows = counted(used, len(e_CV))
+    read = slice(rows, -(-rows // 64) * 64)
+    assert not e_CV[read].any()
+    assert scaled_CD[read].isfinite().all()
+    product = e_CV[:rows].T @ scaled_CD[:rows]
+    out_VD.copy_(out_VD + product if add else product)
 
 
 def input_grad(chunks: Chunks, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from distributed.train_ranks import run_command
 from head.contract.test_autograd import gemm_flop
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
+from lowtide.head.terms import cross_entropy as terms
 from lowtide.measure.allocations import track_allocations
-from support import head, in_float64, oracle, relative_error
+from support import assert_near, head, in_float64, oracle, relative_error
 
 MIB = 2**20
 
@@ -178,3 +180,30 @@ def test_peak_resident_memory_of_a_process() -> None:
     lowtide, naive = map(int, child.stdout.split())
     assert naive > 512 * MIB
     assert lowtide < 128 * MIB
+
+
+@pytest.mark.parametrize("ignored_tokens", ["auto", "skip", "drop", "compute"])
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+def test_ignored_tokens_are_dropped_or_computed(
+    ignored_tokens: Any, gradient: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, b, y = head((3, 7), 12, 40)
+    y[torch.rand(3, 7) < 0.5] = -100
+    y[0, :2] = torch.tensor([-100, 1])
+    rows: list[int] = []
+    plan = terms.plan_cross_entropy
+
+    def counting(head: Any, args: Any, n: int, *more: Any) -> Any:
+        rows.append(n)
+        return plan(head, args, n, *more)
+
+    monkeypatch.setattr(terms, "plan_cross_entropy", counting)
+    options = HeadOptions(ignored_tokens=ignored_tokens, gradient=gradient)
+    truth = in_float64({"input": x, "linear_weight": w, "target": y, "linear_bias": b})
+    want = torch.autograd.grad(oracle(**truth), [truth[n] for n in ("input", "linear_weight", "linear_bias")])
+    with torch.no_grad():
+        x[y == -100] = torch.nan
+    loss = linear_cross_entropy(x, w, y, linear_bias=b, options=options)
+    assert b is not None
+    assert_near(torch.autograd.grad(loss, (x, w, b)), want, 1e-5)
+    assert {*rows} == {y.numel() if ignored_tokens == "compute" else int((y != -100).sum())}

@@ -291,8 +291,9 @@ def test_an_argument_of_a_wrong_kind_is_named_each_time() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_and_gradients_of_the_head(reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: without dropping ignored tokens, which would count them."""
-    monkeypatch.setattr("lowtide.head.terms.cross_entropy.drops_rows", lambda device: False)
+    """As on a GPU: without dropping ignored tokens, which would count them, or looking at targets."""
+    monkeypatch.setattr("lowtide.head.call.Head.drops_tokens", False)
+    monkeypatch.setattr("lowtide.head.terms.cross_entropy.looks_at_numbers", lambda device: False)
     written = Counted(replaying.program_of)
     monkeypatch.setattr(replaying, "program_of", written)
     options: list[dict[str, Any]] = [{}, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 0.5}]

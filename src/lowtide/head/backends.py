@@ -83,6 +83,17 @@ def why_not_exp(
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def skips_ignored(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
+    """Return whether the exponential path's kernels end before ignored tokens: all that it runs, on Hopper."""
+    if (capability or _capability(device)) != HOPPER:
+        return False
+    if capability is not None or device.type != "cuda" or not torch.cuda.is_available():
+        return device.type == "cuda"  # a plan for such a GPU
+    from lowtide.head.kernels.exp_logits_hopper import why_not_on
+
+    return why_not_on(device) is None
+
+
 def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool = False) -> str | None:
     """Return why the row kernel cannot run, or None if it can; ``topk``: whether a teacher is known by its top k."""
     reason = why_no_triton(device)

@@ -58,6 +58,7 @@ class Head(NamedTuple):
     workspace_mib: float | None
     accumulate: str
     backend: str
+    ignored_tokens: str
     ranks: Ranks | Alone  # which share the classes
 
     @property
@@ -86,7 +87,14 @@ class Head(NamedTuple):
     @property
     def options(self) -> HeadOptions:
         """Return how it trades memory for time; when gradients are computed is settled before."""
-        return _options(self.workspace_mib, self.accumulate, self.backend)
+        return _options(self.workspace_mib, self.accumulate, self.backend, self.ignored_tokens)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Return whether tokens that count for nothing are dropped first: on the CPU, or where the host may wait."""
+        if self.ignored_tokens in ("auto", "skip"):
+            return self.input.device.type == "cpu"
+        return self.ignored_tokens == "drop"
 
     def prepared(self) -> "Head":
         """Return it as the loops over chunks read it: what kernels read without strides has none."""
@@ -119,7 +127,7 @@ def checked_call(
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
-    asked = options.workspace_mib, options.accumulate, options.backend
+    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens
     softcap = check_softcap("softcap", softcap)
     return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
 
@@ -296,8 +304,10 @@ class DivergenceArgs(NamedTuple):
 
 
 @cache
-def _options(workspace_mib: float | None, accumulate: Any, backend: Any) -> HeadOptions:
-    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend)
+def _options(workspace_mib: float | None, accumulate: Any, backend: Any, ignored_tokens: Any) -> HeadOptions:
+    return HeadOptions(
+        workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, ignored_tokens=ignored_tokens
+    )
 
 
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:

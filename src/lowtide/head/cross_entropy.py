@@ -87,8 +87,8 @@ def linear_cross_entropy(
             implementation that cannot run; also a `RuntimeError`.
 
     Note:
-        On the CPU ignored tokens are dropped before any GEMM. On other devices they are computed and discarded,
-        since dropping them needs their number on the host. Results are bitwise the same from run to run.
+        Ignored tokens are dropped before any GEMM on the CPU. On other devices they are computed and discarded, unless
+        `HeadOptions.ignored_tokens` says otherwise. Results are bitwise the same from run to run.
 
     Example:
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)

@@ -10,6 +10,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 Accumulate = Literal["auto", "float32", "input"]
 Backend = Literal["auto", "exp", "row", "torch"]
 Gradient = Literal["auto", "forward", "recompute"]
+IgnoredTokens = Literal["auto", "skip", "drop", "compute"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,12 @@ class HeadOptions:
         gradient: ``"forward"`` computes the gradients along with the loss (three GEMMs), ``"recompute"`` recomputes
             the logits in backward (four), and ``"auto"`` takes the first if the upstream gradient is a scalar or
             the head is frozen; a per-token `linear_divergence` recomputes in any case.
+        ignored_tokens: What tokens without loss cost, those with ``ignore_index`` or outside of ``mask``. ``"auto"``:
+            nothing on the CPU; elsewhere they are computed and discarded. ``"skip"``: nothing on Hopper on the
+            exponential path either, where the device finds them and the host does not wait; elsewhere as ``"auto"``.
+            ``"drop"``: the host waits for the device once a pass and drops them before the first GEMM, on every
+            backend; with a sharded vocabulary as ``"auto"``. ``"compute"``: computed and discarded everywhere.
+            `linear_apply` drops them in any case.
 
     Raises:
         ArgumentValueError: A value that is none of these.
@@ -42,6 +49,7 @@ class HeadOptions:
     accumulate: Accumulate = "auto"
     backend: Backend = "auto"
     gradient: Gradient = "auto"
+    ignored_tokens: IgnoredTokens = "auto"
 
     def __post_init__(self) -> None:
         mib: object = self.workspace_mib
@@ -50,7 +58,8 @@ class HeadOptions:
                 raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
             if not 0 < float(mib) < math.inf:
                 raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
-        for name, kind in (("accumulate", Accumulate), ("backend", Backend), ("gradient", Gradient)):
+        names = {"accumulate": Accumulate, "backend": Backend, "gradient": Gradient, "ignored_tokens": IgnoredTokens}
+        for name, kind in names.items():
             allowed, got = get_args(kind), getattr(self, name)
             if got not in allowed:
                 raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))

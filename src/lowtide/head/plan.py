@@ -12,7 +12,15 @@ import torch
 
 from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import NOT_OF_SHARDS, NOT_OF_SOME, NOT_ON_EVERY_RANK, choose, why_not_exp, why_not_row
+from lowtide.head.backends import (
+    NOT_OF_SHARDS,
+    NOT_OF_SOME,
+    NOT_ON_EVERY_RANK,
+    choose,
+    skips_ignored,
+    why_not_exp,
+    why_not_row,
+)
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, SupportArgs, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
@@ -154,8 +162,8 @@ def plan_head(
 ) -> HeadPlan:
     """Return what `linear_cross_entropy` will do for N valid tokens, hidden size D and vocabulary V, and its bytes.
 
-    Nothing is computed or allocated. On the CPU ignored tokens are dropped first, so N counts the others; elsewhere
-    N counts all.
+    Nothing is computed or allocated. On the CPU ignored tokens are dropped first, so N counts the others, as with
+    ``HeadOptions(ignored_tokens="drop")``; elsewhere N counts all.
 
     Args:
         N: Tokens that are computed.
@@ -199,7 +207,8 @@ def plan_head(
         choice = choose("cross entropy", options, exp=exp, row=why_not_row(device, dtype, V))
     gradient = choose_gradient(options, reduction, weight_frozen)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient, device_bytes)
-    return plan_of(work._replace(function=function, input_is_copied=input_is_copied))
+    skips = choice[0] == "exp" and options.ignored_tokens == "skip" and skips_ignored(device, capability)
+    return plan_of(work._replace(function=function, input_is_copied=input_is_copied, skips=skips))
 
 
 def plan_divergence(
@@ -302,6 +311,13 @@ def plan_both_sides(
     return plan_of(work), plan_of(work, of_teacher=True)
 
 
+def skips_tokens(head: Head, backend: str) -> bool:
+    """Return whether the device puts ignored tokens last, and the kernels end before them."""
+    if backend != "exp" or head.ignored_tokens != "skip" or head.ranks.spread:
+        return False
+    return head.ranks.limits.skips if isinstance(head.ranks, Ranks) else skips_ignored(head.input.device)
+
+
 def check_backend(head: Head, args: Args) -> None:
     """Raise if an explicitly requested implementation cannot run; for meta tensors too, which have no plan."""
     if head.backend != "auto" and head.ranks.alone:
@@ -341,6 +357,7 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     choice = _choose(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
+    more["skips"] = skips_tokens(head, choice[0])
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
 
 

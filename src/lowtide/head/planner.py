@@ -85,6 +85,7 @@ class Work(NamedTuple):
     token_bytes: int = 0  # for each of the N
     sum_row_bytes: int = 0  # for each where nothing but sums is computed
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
+    skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
 
     @property
@@ -281,10 +282,11 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
     # three; and the GEMM's result in float32, while it is summed over the ranks.
-    x, ahead = 2 * D * work.input_is_copied, 2 * D * sharded
+    x, ahead = 2 * D * (work.input_is_copied and not (work.skips and not sharded)), 2 * D * sharded
+    gathered = 2 * D * work.skips  # in blocks and of sums alone; and in blocks as much again, where parts of E W meet
     thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
     sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
-    sum_row = sums + 64 + x + 3 * ahead + work.sum_row_bytes
+    sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes
     room = max(0, work.budget() - fixed)
     sum_rows = room // sum_row
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
@@ -304,11 +306,11 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
         yield seconds, (rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows})
     if not recompute and longest >= min(N, EXP_BLOCKS_BELOW):
         return
-    blocks = list(_blocks(N, V, room, thin + product, work.gpu))
+    blocks = list(_blocks(N, V, room, thin + product + 2 * gathered, work.gpu))
     if recompute and not blocks:
         blocks = [(whole_tiles(longest, tile_of(longest)), V)]
     for rows, columns in blocks:
-        scratch = fixed + max(rows * (thin + product + 2 * padded(columns)), sum_rows * sum_row)
+        scratch = fixed + max(rows * (thin + product + 2 * gathered + 2 * padded(columns)), sum_rows * sum_row)
         seconds = schedule.in_blocks(rows, columns, sum_rows, _sum_bytes(work, rows))
         yield seconds, (rows, scratch, {**more, "schedule": "blocks", "block_columns": columns, "product_rows": rows})
 

@@ -11,15 +11,17 @@ from torch import Tensor
 class Rows:
     """Which of N tokens a pass computes, in the order of its chunks: n rows.
 
-    On the CPU tokens that count for nothing are dropped; elsewhere a count would stop the host, and across ranks all
-    must make as many exchanges: these rows are computed as zeros. Where tokens are spread over ranks, a chunk has rows
-    of each rank's, and shorter parts are filled up.
+    On the CPU tokens that count for nothing are dropped; elsewhere that would stop the host. There the exponential
+    path's kernels take them last, and end before them: only the device has the number of the others. Other paths
+    compute them as zeros, as across ranks, where all must make as many exchanges. Where tokens are spread over ranks, a
+    chunk has rows of each rank's, and shorter parts are filled up.
     """
 
     tokens: int  # N
     index: Tensor | None = None  # [n] places among the N tokens; None: all, in order
     filled: bool = False  # whether ``index`` may be N: a row of no token
     kept: Tensor | None = None  # [n] bool: rows that count; None: all
+    count: Tensor | None = None  # [1] int32: how many of ``index`` count, the first ones; None: all, or those ``kept``
 
     @property
     def n(self) -> int:
@@ -38,7 +40,9 @@ class Rows:
         """Return values [N, ...] of the tokens as [n, ...], ``fill`` in a row of no token."""
         if self.index is None:
             return x_N
-        return (torch.cat((x_N, x_N.new_full((1, *x_N.shape[1:]), fill))) if self.filled else x_N)[self.index]
+        return (torch.cat((x_N, x_N.new_full((1, *x_N.shape[1:]), fill))) if self.filled else x_N).index_select(
+            0, self.index
+        )
 
     def among_all(self, x_n: Tensor) -> Tensor:
         """Undo `of`: return [N, ...], 0 at tokens that are not computed."""
@@ -87,9 +91,17 @@ def input_is_copied(x: Tensor, dtype: torch.dtype) -> bool:
     return x.dtype != dtype or not (x.dim() == 2 or rows_are_viewable(x)) or not rows_are_aligned(x)
 
 
-def drops_rows(device: torch.device) -> bool:
-    """Return whether rows that count for nothing are dropped: where counting them does not stop the host."""
+def looks_at_numbers(device: torch.device) -> bool:
+    """Return whether what is given is checked number by number: where that does not stop the host."""
     return device.type == "cpu"
+
+
+def put_last(rows: Rows, kept_N: Tensor) -> Rows:
+    """Return the rows of all tokens, those that are not ``kept_N`` last; the host learns nothing."""
+    from lowtide.head.kernels.elementwise import valid_first
+
+    index, count = valid_first(kept_N)
+    return replace(rows, index=index, count=count)
 
 
 def positions(chosen_N: Tensor) -> Tensor | None:

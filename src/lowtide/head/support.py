@@ -15,7 +15,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.graph import Operator, node
 from lowtide.head.call import Call, Head, SupportArgs, TokenStatsArgs, axes_and
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
-from lowtide.head.rows import drops_rows
+from lowtide.head.rows import looks_at_numbers
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.support import SUPPORT, check_ids
 from lowtide.head.terms.token_stats import TOKEN_STATS
@@ -140,7 +140,7 @@ def _set_per_token(
     head: Head, y: Tensor, names: frozenset[str], ignore_index: int, support: Support
 ) -> dict[str, Tensor]:
     ids, offsets = support.ids.reshape(-1), support.offsets
-    if offsets is not None and not drops_rows(ids.device):  # what is wrong there must not be read
+    if offsets is not None and not looks_at_numbers(ids.device):  # what is wrong there must not be read
         offsets = offsets.clamp(0, len(ids)).cummax(0).values
     offsets = None if offsets is None else offsets.contiguous()
     args = SupportArgs(
@@ -152,7 +152,7 @@ def _set_per_token(
 
 def _one_set(head: Head, y: Tensor, names: frozenset[str], ignore_index: int, support: Support) -> dict[str, Tensor]:
     """One set is a smaller vocabulary: the rows of the weight are gathered, and scored by the usual functions."""
-    V, on_cpu = head.ranks.vocab, drops_rows(head.input.device)
+    V, on_cpu = head.ranks.vocab, looks_at_numbers(head.input.device)
     kept, is_class = y != ignore_index, (y >= 0) & (y < V)
     if on_cpu and not torch.compiler.is_compiling():
         check_classes(y.reshape(-1), (kept & ~is_class).reshape(-1), V, ignore_index)
@@ -219,7 +219,7 @@ def _set_of(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
     -1 pads; what is no class is below that, and an error on the CPU.
     """
-    if drops_rows(ids.device):
+    if looks_at_numbers(ids.device):
         check_ids(ids, vocab)
     ids = torch.where((ids < -1) | (ids >= vocab), -2, ids)
     ids = (ids if len(ids) else ids.new_full((1,), -1)).sort().values

@@ -187,7 +187,8 @@ def linear_token_stats(
 
     Note:
         A token to which no gradient flows back contributes nothing to any gradient, even if its hidden state is NaN
-        or inf. On the CPU such tokens are dropped before any product of backward.
+        or inf. On the CPU such tokens are dropped before any product of backward; for other devices see
+        `HeadOptions.ignored_tokens`.
 
     Example:
         >>> hidden, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)

@@ -16,7 +16,7 @@ import triton.language as tl
 from head.kernels.rows import DEVICE, DTYPE, INF, NAN, POISON, UNIT, apart, ordered, unordered
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, from_ordered, shifted_exp_logits, to_ordered
-from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
+from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles, tiles_across
 from lowtide.kernel_launch import multiprocessors
 
 SMALL = {"rows": 16, "columns": 32, "depth": 16, "group": 2, "stages": 1, "warps": 4}
@@ -113,7 +113,8 @@ def stored_width(V: int) -> int:
 
 def run(
     b: Batch, config: GemmConfig = CONFIG, *, e: bool = True, sums: bool = True,
-    programs: int = PROGRAMS, coefficient_C: Tensor | None = None, first_class: int = 0, **kwargs: Any,
+    programs: int = PROGRAMS, coefficient_C: Tensor | None = None, first_class: int = 0, used: Used = ALL,
+    **kwargs: Any,
 ) -> Result:  # fmt: skip
     """Return what the kernel wrote, after a look at what stands around it."""
     C, V = len(b.x), len(b.w)
@@ -123,7 +124,7 @@ def run(
     s = narrow[1 : C + 1, :P]
     rows = ExpRows.of(b.reference, b.y, s if sums else None, coefficient_C, first_class)
     e_CV = room[1 : C + 1, :V] if e else None
-    gemm_tiles(exp_tile, b.x, b.w, e_CV, rows, LogitTransform(**kwargs), config, programs)
+    gemm_tiles(exp_tile, b.x, b.w, e_CV, rows, LogitTransform(**kwargs), config, programs, used)
     assert around_is_poison(room, stored_width(V))
     assert around_is_poison(narrow, P)
     return Result(room[1 : C + 1, :V] if e else None, s if sums else None)
@@ -246,6 +247,16 @@ def test_ignored_rows(fraction: int, names: tuple[str, ...], coefficient: bool, 
         if g.shape[1] == V or fraction == 0:
             assert (g[zero_for_sure] == 0).all()
     assert (got.sums[zero_for_sure] == 0).all()
+
+
+@pytest.mark.parametrize(("number", "first", "rows"), [(100, 0, 128), (100, 128, 0), (0, 0, 0), (300, 100, 256)])
+def test_rows_that_are_not_used_are_left_as_they_are(number: int, first: int, rows: int) -> None:
+    b = batch(300, 40, 16)
+    whole = run(b)
+    got = run(b, used=Used(torch.tensor([number], dtype=torch.int32, device=DEVICE), first))
+    for one, other in zip(got, whole, strict=True):
+        assert torch.equal(one[:rows], other[:rows])
+        assert (one[rows:] == POISON).all()
 
 
 def test_rows_beside_an_overflowing_one_do_not_notice() -> None:

@@ -6,6 +6,7 @@ On a GPU, or in Triton's interpreter.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,8 +26,11 @@ from lowtide.head.kernels.elementwise import (
     put_logit_grad,
     scale_,
     select,
+    take_counted,
+    valid_first,
 )
 from lowtide.head.kernels.exp_terms import finish_input_grad
+from lowtide.head.kernels.gemm import Used
 from support import relative_error
 
 CLASSES = 50
@@ -77,7 +81,7 @@ def test_tokens_that_count(N: int, token_weights: bool, class_weights: bool, ign
     target[2::11] = -1
     weight = torch.rand(N, device=DEVICE) if token_weights else None
     q = torch.rand(CLASSES, device=DEVICE) if class_weights else None
-    y, unit, counted = select(target, CLASSES, ignore_index, weight, q)
+    y, unit, counted, _ = select(target, CLASSES, ignore_index, weight, q)
 
     kept = target != ignore_index
     is_class = (target >= 0) & (target < CLASSES)
@@ -90,14 +94,60 @@ def test_tokens_that_count(N: int, token_weights: bool, class_weights: bool, ign
     torch.testing.assert_close(counted.double().sum(), one_each.where(kept, 0).double().sum(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("N", [0, 1, 37, SELECT_BLOCK, 2 * SELECT_BLOCK + 1])
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 1])
+def test_valid_tokens_first(N: int, share: float) -> None:
+    kept = torch.rand(N, device=DEVICE) < share
+    target = torch.randint(0, CLASSES, (N,), device=DEVICE).where(kept, -100)
+    chosen = select(target, CLASSES, -100, torch.rand(N, device=DEVICE), None)
+    y, unit, index, count = chosen.valid_first()
+    order = kept.logical_not().to(torch.uint8).argsort(stable=True)
+    assert torch.equal(index, order)
+    assert count.tolist() == [int(kept.sum())]
+    assert torch.equal(y, chosen.y_N[order])
+    assert torch.equal(unit, chosen.unit_N[order])
+    same_index, same_count = valid_first(kept)
+    assert torch.equal(same_index, index)
+    assert torch.equal(same_count, count)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda x: x,
+    "shifted": lambda x: x.view(3, 10, -1)[:, :-1],
+    "other way round": lambda x: x.view(3, 10, -1).transpose(0, 1),
+    "columns": lambda x: x.t().contiguous().t(),
+    "three axes": lambda x: x.view(3, 5, 2, -1)[:2, :4, :1],
+    "one": lambda x: x[3],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("count", [0, 1, 13, 99])
+@pytest.mark.parametrize("first", [0, 4])
+def test_hidden_states_of_valid_tokens(layout: Callable[[torch.Tensor], torch.Tensor], count: int, first: int) -> None:
+    x = layout(torch.randn(30, 24, device=DEVICE))
+    N = x[..., 0].numel()
+    index, valid = torch.randperm(N, device=DEVICE), min(count, N)
+    flat = x.reshape(N, 24).clone()
+    flat[index[valid:]] = NAN
+    used = Used(torch.tensor([valid], dtype=torch.int32, device=DEVICE), first)
+    part = index[first : first + 12]
+    out = torch.full((len(part), 24), NAN, device=DEVICE)
+    take_counted(x, part, used, out)
+    rows = max(0, min(len(part), valid - first))
+    assert torch.equal(out[:rows], flat[part[:rows]])
+    assert not out[rows:].nan_to_num().any()  # zeros in the rest of the tile
+    assert rows or layout is not LAYOUTS["shifted"] or out.isnan().all()  # nothing is written
+
+
 @pytest.mark.parametrize("N", [0, 1, SELECT_BLOCK + 13])
 @pytest.mark.parametrize(("first", "width"), [(0, CLASSES), (0, 20), (20, 30), (50, 0)])
 def test_tokens_that_count_for_a_shard(N: int, first: int, width: int) -> None:
     target = torch.randint(0, CLASSES, (N,), device=DEVICE)
     target[::5] = -100
     target[1::7] = CLASSES  # no class: the first one stands in its place, on the rank that has it
-    whole, unit, counted = select(target, CLASSES, -100, None, None)
-    y, unit_here, counted_here = select(target, CLASSES, -100, None, None, (first, width, 999))
+    whole, unit, counted, _ = select(target, CLASSES, -100, None, None)
+    y, unit_here, counted_here, _ = select(target, CLASSES, -100, None, None, (first, width, 999))
     here = (whole >= first) & (whole < first + width)
     assert torch.equal(y, (whole - first).where(here, 999).where(whole >= 0, -1).int())
     torch.testing.assert_close(unit_here, unit, rtol=0, atol=0, equal_nan=True)

@@ -9,6 +9,7 @@ N tokens, n rows, C rows of a piece, D hidden size, V classes of this rank, B cl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,13 +17,17 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import configs
+from lowtide.head.kernels import configs, gradient_gemms_hopper
+from lowtide.head.kernels.elementwise import take_counted
 from lowtide.head.kernels.exp_rows import add_column_sums
+from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.gradient_gemms_hopper import InputRows, Room, room_for
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
+from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.ranks.parallel import Alone
-from lowtide.head.rows import rows_are_aligned
+from lowtide.head.rows import Rows, rows_are_aligned
 
 
 @dataclass(kw_only=True)
@@ -42,8 +47,9 @@ class Piece:
 class Exponentials:
     """A head in one direction of a call: what its pieces share."""
 
-    def __init__(self, head: Head, plan: HeadPlan) -> None:
-        self.head, self.plan, self.ranks = head, plan, head.ranks
+    def __init__(self, head: Head, plan: HeadPlan, rows: Rows) -> None:
+        self.head, self.plan, self.ranks, self.count = head, plan, head.ranks, rows.count
+        self.index = None if head.ranks.spread else rows.index  # else the ranks have it
         self.weight_VD = aligned_rows(head.weight_VD, head.dtype)
         self.width = len(self.weight_VD)
         self.config = configs.of_device(head.input.device)
@@ -51,7 +57,41 @@ class Exponentials:
 
     def begin(self, piece: Piece) -> Piece:
         """Begin to gather a piece's hidden states; in a copy, so that their memory can be freed."""
-        return replace(piece, x_CD=self.ranks.begin_rows(self.head.input, None, piece.part, self.head.dtype))
+        head, part = self.head, piece.part
+        if self.index is None or self.count is None:
+            return replace(piece, x_CD=self.ranks.begin_rows(head.input, self.index, part, head.dtype))
+        x_CD = self.new_rows(piece)
+        take_counted(head.input, self.index[part], self.used(part), x_CD)
+        return replace(piece, x_CD=Exchange(x_CD))
+
+    def new_rows(self, piece: Piece) -> Tensor:
+        """Return memory for a piece's hidden states."""
+        return self.weight_VD.new_empty(piece.part.stop - piece.part.start, self.weight_VD.shape[1])
+
+    def used(self, part: slice) -> Used:
+        """Return how many of these rows the kernels compute."""
+        return ALL if self.count is None else Used(self.count, part.start)
+
+    @cached_property
+    def room(self) -> Room:
+        """Return where tiles of E W meet: no more than their product in float32 takes, or in blocks half of that."""
+        rows = self.plan.product_rows // (1 if self.plan.schedule == "chunks" else 2) if self.ranks.alone else 0
+        return room_for(self.head.input.device, rows * self.weight_VD.shape[1])
+
+    def input_product(self, part: slice, e_CB: Tensor, w_BD: Tensor, out_CD: Tensor, *, add: bool) -> None:
+        """Write ``E W`` (float32, contiguous) or add it; rows that are not used are left as they are."""
+        if self.count is None:
+            matmul_into(e_CB, w_BD, out_CD, add=add)
+        else:
+            ends = InputRows(out_CD, out_CD.stride(0), before=out_CD if add else None)
+            gradient_gemms_hopper.input_grad(e_CB, w_BD, ends, self.room, self.used(part))
+
+    def weight_product(self, part: slice, e_CB: Tensor, scaled_CD: Tensor, out_BD: Tensor, *, add: bool) -> None:
+        """Write ``E^T S`` or add it, over the rows that are used."""
+        if self.count is None:
+            matmul_into(e_CB.t(), scaled_CD, out_BD, add=add)
+        else:
+            gradient_gemms_hopper.weight_grad(e_CB, scaled_CD, out_BD, self.used(part), add=add)
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """Take up a chunk: return the s [C] of its rows, and write s x into ``scaled_CD`` where given."""
@@ -61,8 +101,11 @@ class Exponentials:
         """Write the gradient of the logits over each row's s, of the classes from ``first_class`` on."""
         raise NotImplementedError
 
-    def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:
-        """Write the input's gradient, given the product [C, D] (float32) of all entries and the weight."""
+    def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
+        """Write the input's gradient, given the product [C, D] (float32) of all entries and the weight.
+
+        Each row to its place ``to_C`` in ``out``; None: in order.
+        """
         raise NotImplementedError
 
     def pieces(self, chunk_rows: int, piece_rows: int) -> list[Piece]:
@@ -113,13 +156,14 @@ class Exponentials:
                 w_BD, e_CB = self.weight_VD[block], e_buffer[:C, : block.stop - block.start]
                 self.fill(piece, w_BD, e_CB, block.start)
                 if product is not None:
-                    matmul_into(e_CB, w_BD, product[:C], add=block.start > 0)
+                    self.input_product(piece.part, e_CB, w_BD, product[:C], add=block.start > 0)
                     if block.stop == V:
                         under_way = self._put_input(piece, product[:C], into, under_way)
                 if scaled_CD is not None and into.weight_VD is not None:
-                    matmul_into(e_CB.t(), scaled_CD, into.weight_VD[block], add=piece.part.start > 0)
+                    add = piece.part.start > 0
+                    self.weight_product(piece.part, e_CB, scaled_CD, into.weight_VD[block], add=add)
                 if into.bias_V is not None:
-                    add_column_sums(e_CB, s_C, into.bias_V[block])
+                    add_column_sums(e_CB, s_C, into.bias_V[block], self.used(piece.part))
         if under_way is not None:
             under_way(into)
 
@@ -131,11 +175,15 @@ class Exponentials:
             before(into)
         if isinstance(self.ranks, Alone):
             assert into.input_ND is not None
-            self.finish_input(piece, product_CD, into.input_ND[piece.part])
+            self.finish_input(piece, product_CD, *self.places(into.input_ND, piece.part))
             return None
         if self.width:
-            self.finish_input(piece, product_CD, product_CD)
-        return self.ranks.begin_sum(product_CD, piece.part)
+            self.finish_input(piece, product_CD, product_CD, None)
+        return self.ranks.begin_sum(product_CD, piece.part, self.index)
+
+    def places(self, input_ND: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return where these rows of the input's gradient go: into what, and their places in it; None: in order."""
+        return (input_ND[part], None) if self.index is None else (input_ND, self.index[part])
 
 
 def _ahead(pieces: Iterable[Piece], depth: int, *, closed: bool) -> Iterator[Piece]:

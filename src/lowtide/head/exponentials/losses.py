@@ -19,11 +19,12 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows
+from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
+from lowtide.head.kernels.gradient_gemms_hopper import InputRows
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
@@ -40,7 +41,7 @@ class CrossEntropy(Exponentials):
     """
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
-        super().__init__(head, plan)
+        super().__init__(head, plan, loss.rows)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
         assert not isinstance(softcap, Tensor)
         self.transform = LogitTransform(head.bias_V, head.scale, softcap)
@@ -61,6 +62,7 @@ class CrossEntropy(Exponentials):
         )  # fmt: skip
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
+        self._x: Tensor | None = None  # its hidden states, where they are gathered; s x takes their place
         self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
         self._begun = False  # whether the weight's gradient holds something
 
@@ -79,6 +81,8 @@ class CrossEntropy(Exponentials):
             self._factors, self._rows = factors, max((piece.at.stop for piece in pieces), default=0)
             self._e = self.weight_VD.new_empty(self._rows, padded(self.width))
             self._s_C, self._parts = self._new(self._rows), list[slice]()
+            if alone and self.count is not None:
+                self._x = self.weight_VD.new_empty(self._rows, self.weight_VD.shape[1])
         order = None if in_chunks else self.ranks.reordered(plan, plan.sum_rows)
         y_n, own_n = (x if x is None or order is None else x[order] for x in (self.y_n, self.own_n))
         assert y_n is not None
@@ -126,7 +130,7 @@ class CrossEntropy(Exponentials):
     def _add_even(self, piece: Piece) -> None:
         """Add a piece's hidden states."""
         if self._even_D is not None and self._into.weight_VD is not None:
-            exp_rows.add_column_sums(piece.x_CD, self._even_n[piece.part], self._even_D)
+            exp_rows.add_column_sums(piece.x_CD, self._even_n[piece.part], self._even_D, self.used(piece.part))
 
     def _put_even(self, *, add: bool) -> bool:
         """Put it into the gradients; return whether the weight's holds something now, as with ``add`` it does already.
@@ -148,13 +152,18 @@ class CrossEntropy(Exponentials):
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
 
+    def new_rows(self, piece: Piece) -> Tensor:
+        """See `Exponentials.new_rows`."""
+        return super().new_rows(piece) if self._x is None else self._x[piece.at]
+
     def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
         """Write E of a piece and some classes, or its sums."""
+        used = self.used(piece.part)
         if self.hopper:
-            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows)
+            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used)
             return
         transform = self.transform.of_classes(slice(rows.first_class, rows.first_class + len(w_VD)))
-        gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, self.config)
+        gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, self.config, used=used)
 
     def _shifted(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...]) -> None:
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
@@ -170,7 +179,8 @@ class CrossEntropy(Exponentials):
 
     def _begin_all_targets(self, y_n: Tensor) -> Callable[[], Tensor] | None:
         """Begin to exchange all targets' logits at once where all hidden states are here; None: piece by piece."""
-        if self.ranks.alone or self.ranks.spread or not len(y_n) or input_is_copied(self.head.input, self.head.dtype):
+        gathered = self.ranks.spread or self.index is not None or input_is_copied(self.head.input, self.head.dtype)
+        if self.ranks.alone or gathered or not len(y_n):
             return None
         x_ND = self.ranks.begin_rows(self.head.input, None, slice(0, len(y_n)), self.head.dtype).get()
         numbers = self._new(2 if self.terms.smoothing else 1, len(y_n))
@@ -189,7 +199,9 @@ class CrossEntropy(Exponentials):
             part = piece.part
             piece.exchange = lambda: at_once()[:, part]
         else:
-            exp_rows.target_logits(piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count)
+            exp_rows.target_logits(
+                piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count, self.used(piece.part)
+            )
             piece.exchange = self.ranks.begin_sum_of(target)
         return piece
 
@@ -225,7 +237,7 @@ class CrossEntropy(Exponentials):
             return piece
         mine = self._new(2, len(loss))
         if self.width:
-            exp_rows.sum_rows(sums, piece.y_C, rows, mine, e_CV=e_CV)
+            exp_rows.sum_rows(sums, piece.y_C, rows, mine, e_CV=e_CV, used=self.used(piece.part))
             self._shifted(piece, None, (True, False))
             exp_rows.sum_rows(sums, piece.y_C, rows, mine, shifted=True)
         else:
@@ -243,8 +255,9 @@ class CrossEntropy(Exponentials):
             rows.listed_count.zero_()
         for shifted in (False, True):
             exp_rows.finish_rows(
-                sums, piece.x_CD, piece.y_C, factor_C, rows, terms, e_CV=e_CV, scaled_CD=scaled_CD, shifted=shifted
-            )
+                sums, piece.x_CD, piece.y_C, factor_C, rows, terms, e_CV=e_CV, scaled_CD=scaled_CD, shifted=shifted,
+                used=self.used(piece.part),
+            )  # fmt: skip
             if not shifted and (alone or e_CV is not None):
                 self._shifted(piece, e_CV, (True, False) if alone else (False,))
 
@@ -258,18 +271,20 @@ class CrossEntropy(Exponentials):
             self._factor_n, into = self._factors()
             self._has_factors, D, rows = True, self.weight_VD.shape[1], self._rows
             self._begin_even(into)
-            self._scaled = None if into.weight_VD is None else self.weight_VD.new_empty(rows, D)
+            self._scaled = None
+            if into.weight_VD is not None:
+                self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x
             # E W: of a whole chunk where it is summed over the ranks before it is rounded
             rows = min(rows, self.plan.product_rows) if self.ranks.alone else rows
-            self._product = None if into.input_ND is None else self._new(rows, D)
+            self._product = None if into.input_ND is None or self._x is not None else self._new(rows, D)
         return self._into
 
     def _add_gradients(self, piece: Piece) -> None:
         """Finish a piece and its product with the weight; with a chunk's last its product with the hidden states."""
         into, e_CV = self._take_factors(), self._e_of(piece.at)
         factor_C = self._factor_n[piece.part]
+        self._add_even(piece)  # before its hidden states are scaled in place
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
-        self._add_even(piece)
         if into.input_ND is not None:
             self._input_grad(piece, e_CV, factor_C, into.input_ND)
         self._parts.append(piece.part)
@@ -278,33 +293,46 @@ class CrossEntropy(Exponentials):
 
     def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
         """Write a piece's input gradient, in blocks of the plan's rows; or this rank's part of it."""
-        alone, product = self.ranks.alone, self._product
+        alone, product, rows, terms = self.ranks.alone, self._product, piece.rows, self.terms
+        if self._x is not None and e_CV is not None:
+            w_VD, (out, to_C) = self.weight_VD, self.places(input_ND, piece.part)
+            ends = InputRows(out, out.stride(0), to_C, rows.s, piece.y_C, rows.rest, w_VD, w_VD.stride(0))
+            if terms.uniform_D is not None:
+                ends = ends.even(*terms.even(factor_C))
+            gradient_gemms_hopper.input_grad(e_CV, w_VD, ends, self.room, self.used(piece.part))
+            return
         assert product is not None
         if e_CV is None:
             product[piece.at].zero_()
             return
-        of_rows = e_CV, piece.y_C, piece.rows.s, piece.rows.rest, factor_C
-        out_CD = input_ND[piece.part] if alone else product[piece.at]
-        for rows in slices(len(e_CV), self.plan.product_rows if alone else len(e_CV)):
-            e, y, s, rest, g = of_rows if rows.stop - rows.start == len(e_CV) else (x[rows] for x in of_rows)
-            product_CD = product[: len(e)] if alone else out_CD
-            matmul_into(e, self.weight_VD, product_CD, add=False)
-            finish_input_grad(product_CD, out_CD[rows], self.weight_VD, s, y, rest, even=self.terms.even(g))
+        out, to_C = self.places(input_ND, piece.part) if alone else (product[piece.at], None)
+        of_rows = e_CV, piece.y_C, rows.s, rows.rest, factor_C
+        for part in slices(len(e_CV), self.plan.product_rows if alone else len(e_CV)):
+            e, y, s, rest, g = of_rows if part.stop - part.start == len(e_CV) else (x[part] for x in of_rows)
+            product_CD = product[: len(e)] if alone else out
+            of_all = slice(piece.part.start + part.start, piece.part.start + part.stop)
+            self.input_product(of_all, e, self.weight_VD, product_CD, add=False)
+            places = (out[part], None) if to_C is None else (out, to_C[part])
+            finish_input_grad(
+                product_CD, places[0], self.weight_VD, s, y, rest, even=terms.even(g), to_C=places[1],
+                used=self.used(of_all),
+            )  # fmt: skip
 
     def _close(self, into: Gradients, C: int, *, last: bool) -> None:
         """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
         ranks, product, e_CV, waits = self.ranks, self._product, self._e_of(slice(0, C)), []
+        first = self._parts[0].start
+        chunk = slice(first, first + C)
         if product is not None and not isinstance(ranks, Alone):
-            first = self._parts[0].start
             # on one group of rows in one exchange
-            parts = [slice(first, first + C)] if ranks.groups == 1 else self._parts
-            waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p) for p in parts]
+            parts = [chunk] if ranks.groups == 1 else self._parts
+            waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p, self.index) for p in parts]
         if last:  # before the product, so that of a single chunk it is written and not added
             self._begun = self._put_even(add=self._begun)
         if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
-            matmul_into(e_CV.t(), self._scaled[:C], into.weight_VD, add=self._begun)
+            self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=self._begun)
         if e_CV is not None and into.bias_V is not None:
-            exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V)
+            exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V, self.used(chunk))
         for wait in waits:
             wait(into)
         self._parts, self._begun = [], True
@@ -316,7 +344,7 @@ class CrossEntropy(Exponentials):
         piece.rows = self._numbers[: 4 * C].view(4, C)
         exp_rows.prepare_rows(
             self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self._factor_n[part],
-            self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD,
+            self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
         )  # fmt: skip
         self._add_even(piece)
         s_C: Tensor = piece.rows[2]
@@ -328,11 +356,12 @@ class CrossEntropy(Exponentials):
         rows = ExpRows.of(reference_C, piece.y_C, None, coefficient_C, first_class)
         self.exponentials(piece, w_BD, e_CB, rows)
 
-    def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:
+    def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
         """See `Exponentials.finish_input`."""
-        (s_C, rest_C), factor_C = piece.rows[2:], self._factor_n[piece.part]
-        even = self.terms.even(factor_C)
-        finish_input_grad(product_CD, out_CD, self.weight_VD, s_C, piece.y_C, rest_C, even=even)
+        (s_C, rest_C), even = piece.rows[2:], self.terms.even(self._factor_n[piece.part])
+        finish_input_grad(
+            product_CD, out, self.weight_VD, s_C, piece.y_C, rest_C, even=even, to_C=to_C, used=self.used(piece.part)
+        )
 
 
 def _parts_of(x: Tensor, dtype: torch.dtype) -> list[Tensor]:

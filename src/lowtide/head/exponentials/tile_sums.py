@@ -19,6 +19,7 @@ from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.stats_logits import Entries, Sums
 from lowtide.head.kernels.stats_rows import RowStats
 from lowtide.head.plan import HeadPlan
+from lowtide.head.rows import Rows
 
 SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean": "total"}  # what each needs of `stats_logits.tile_stats`
 
@@ -29,8 +30,8 @@ class TileStatistics(Exponentials):
     ``y_nK`` are int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
     """
 
-    def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan) -> None:
-        super().__init__(head, plan)
+    def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan, tokens: Rows) -> None:
+        super().__init__(head, plan, tokens)
         assert not isinstance(head.softcap, Tensor)
         self.y_nK, self.tiles = y_nK, tiles_across(self.width, self.config)
         self.transform = LogitTransform(head.bias_V, head.scale, head.softcap)
@@ -38,15 +39,17 @@ class TileStatistics(Exponentials):
     def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
         """Return each row's "lse", "top", "top_logprob", "logprob" [n, K], and what is requested, float32.
 
-        Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk].
+        Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk]. Of tokens that are not used all
+        are 0.
         """
         (n, K), rows, new = self.y_nK.shape, self.plan.sum_rows, self.head.input.new_empty
         wide, self.topk = [name for name in SUMS if name in want], topk
         order = self.ranks.reordered(self.plan, rows)
         y_nK = self.y_nK.clamp(min=0)
         y_nK = (y_nK if order is None else y_nK[order]).contiguous()
-        found = {name: new(n, dtype=torch.float32) for name in ("lse", "top_logprob", *wide)}
-        found |= {"top": new(n, dtype=torch.int64), "logprob": new(n, K, dtype=torch.float32)}
+        of_each = new if self.count is None else self.head.input.new_zeros
+        found = {name: of_each(n, dtype=torch.float32) for name in ("lse", "top_logprob", *wide)}
+        found |= {"top": of_each(n, dtype=torch.int64), "logprob": of_each(n, K, dtype=torch.float32)}
         out = RowStats(**found)
         if topk:
             found["topk_values"] = new(n, topk, dtype=torch.float32)
@@ -69,12 +72,14 @@ class TileStatistics(Exponentials):
 
     def _begin_sums(self, out: RowStats, y_nK: Tensor, highest: list[Tensor], piece: Piece) -> Piece:
         """Compute a piece's statistics of the classes here, and begin to exchange them where there are others."""
-        part, w_VD, transform = piece.part, self.weight_VD, self.transform
+        part, w_VD, transform, used = piece.part, self.weight_VD, self.transform, self.used(piece.part)
         x_CD, y_CK = aligned_rows(piece.x_CD.get(), self.head.dtype), y_nK[part]
         if self.width:
-            gemm_tiles(stats_logits.tile_stats, x_CD, w_VD, None, self.sums, transform, self.config)
+            gemm_tiles(stats_logits.tile_stats, x_CD, w_VD, None, self.sums, transform, self.config, used=used)
         if self.ranks.alone:
-            stats_rows.merge_stats(self.sums, out.rows(part), self.width, y_CK, x_CD, w_VD, transform=transform)
+            stats_rows.merge_stats(
+                self.sums, out.rows(part), self.width, y_CK, x_CD, w_VD, transform=transform, used=used
+            )
             if highest:
                 values, ids = (x[part] for x in highest)
                 stats_topk.highest_logits(x_CD, w_VD, self.sums, self.config, values, ids, transform=transform)
@@ -112,16 +117,18 @@ class TileStatistics(Exponentials):
         stats_rows.prepare_stats(
             self.known.rows(part), self.upstream.rows(part), None if self._targets is None else self._targets[part],
             piece.x_CD, self.entries, self.ranks.vocab, transform=self.transform, scaled_CD=scaled_CD,
+            used=self.used(part),
         )  # fmt: skip
         return self.entries.s
 
     def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
         """See `Exponentials.fill`."""
         transform = self.transform.of_classes(slice(first_class, first_class + len(w_BD)))
-        gemm_tiles(stats_logits.gradient_tile, piece.x_CD, w_BD, e_CB, self.entries, transform, self.config)
-        stats_rows.put_entries(e_CB, self.entries, self.ranks.first + first_class)
+        used = self.used(piece.part)
+        gemm_tiles(stats_logits.gradient_tile, piece.x_CD, w_BD, e_CB, self.entries, transform, self.config, used=used)
+        stats_rows.put_entries(e_CB, self.entries, self.ranks.first + first_class, used)
 
-    def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:  # noqa: ARG002
+    def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
         """See `Exponentials.finish_input`."""
-        s, ids, rest = self.entries.s, self.entries.id[:, 1:], self.entries.rest
-        finish_input_grad(product_CD, out_CD, self.weight_VD, s, ids, rest, self.ranks.first)
+        s, ids, rest, used = self.entries.s, self.entries.id[:, 1:], self.entries.rest, self.used(piece.part)
+        finish_input_grad(product_CD, out, self.weight_VD, s, ids, rest, self.ranks.first, to_C=to_C, used=used)

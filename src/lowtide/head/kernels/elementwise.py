@@ -1,13 +1,18 @@
-"""Single passes over tokens or gradients: select the valid tokens, scale a gradient, copy autograd's to an operand.
+"""Single passes over tokens or gradients: select the valid tokens, put them first, take their hidden states; scale a
+gradient, copy autograd's to an operand.
 
 N tokens, c rows of a piece of a chunk, V vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.exp_terms import block_of
+from lowtide.head.kernels.gemm import Used, counted_rows, rows_in_tiles
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 SELECT_BLOCK, SCALE_BLOCK = 1024, 4096
@@ -20,7 +25,7 @@ ROWS_PER_PROGRAM = 128
 @triton.jit(do_not_specialize=["N", "ignore_index"])  # type: ignore[untyped-decorator]
 def _select(target_ptr, weights, out, N, V, ignore_index, shard, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token_weight_ptr, class_weight_ptr = weights
-    y_ptr, unit_ptr, counted_ptr = out
+    y_ptr, unit_ptr, counted_ptr, number_ptr = out
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     target = tl.load(target_ptr + i, mask=inside, other=0)
@@ -41,13 +46,41 @@ def _select(target_ptr, weights, out, N, V, ignore_index, shard, BLOCK: tl.const
     tl.store(y_ptr + i, tl.where(kept, y, -1).to(tl.int32), mask=inside)
     tl.store(unit_ptr + i, tl.where(kept, unit, 0.0), mask=inside)
     tl.store(counted_ptr + tl.program_id(0), tl.sum(tl.where(kept, counted, 0.0), 0))
+    tl.store(number_ptr + tl.program_id(0), tl.sum(kept.to(tl.int32), 0))
+
+
+@Launcher
+@triton.jit(do_not_specialize=["N", "blocks"])  # type: ignore[untyped-decorator]
+def _put_valid_first(y_ptr, unit_ptr, number_ptr, out, N, blocks, BLOCK: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a block's tokens to their places: the valid ones in order, then the others."""
+    index_ptr, y_out, unit_out, count_ptr = out
+    block = tl.program_id(0)
+    numbers = tl.zeros((STEP,), tl.int32)
+    earlier = tl.zeros((STEP,), tl.int32)
+    for b in range(0, blocks, STEP):
+        at = b + tl.arange(0, STEP)
+        number = tl.load(number_ptr + at, mask=at < blocks, other=0)
+        numbers += number
+        earlier += tl.where(at < block, number, 0)
+    total = tl.sum(numbers, 0)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    y = tl.load(y_ptr + i, mask=inside, other=-1)
+    valid = (y >= 0).to(tl.int32)
+    until = tl.sum(earlier, 0) + tl.cumsum(valid, 0)
+    place = tl.where(y >= 0, until - 1, total + i - until)
+    tl.store(index_ptr + place, i.to(tl.int64), mask=inside)
+    tl.store(y_out + place, y, mask=inside)
+    tl.store(unit_out + place, tl.load(unit_ptr + i, mask=inside, other=0.0), mask=inside)
+    if block == 0:
+        tl.store(count_ptr, total)
 
 
 def select(
     target_N: Tensor, V: int, ignore_index: int, token_weight_N: Tensor | None, class_weight_V: Tensor | None,
     shard: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return classes, what each token counts, and the parts of the mean's denominator, from contiguous int64 targets.
+) -> "Selection":  # fmt: skip
+    """Return what is known of tokens with these contiguous int64 targets.
 
     Classes are int32 [N], -1 for ignored tokens, 0 for those whose target is no class; what a token counts is float32
     [N], 0 if ignored, NaN if its target is no class. ``shard`` is, where the vocabulary is sharded, this rank's first
@@ -57,10 +90,84 @@ def select(
     blocks = triton.cdiv(N, SELECT_BLOCK)
     y_N = torch.empty(N, dtype=torch.int32, device=target_N.device)
     floats = torch.empty(N + blocks, dtype=torch.float32, device=target_N.device)
+    numbers = torch.empty(blocks, dtype=torch.int32, device=target_N.device)
     if N:
-        weights, out = (token_weight_N, class_weight_V), (y_N, floats, floats[N:])
+        weights, out = (token_weight_N, class_weight_V), (y_N, floats, floats[N:], numbers)
         _select[(blocks,)](target_N, weights, out, N, V, ignore_index, shard, BLOCK=SELECT_BLOCK)
-    return y_N, floats[:N], floats[N:]
+    return Selection(y_N, floats[:N], floats[N:], numbers)
+
+
+class Selection(NamedTuple):
+    """What `select` finds."""
+
+    y_N: Tensor
+    unit_N: Tensor
+    counted: Tensor  # parts of the mean's denominator
+    numbers: Tensor  # int32: how many tokens of each block are valid
+
+    def valid_first(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (classes, what each token counts) of valid tokens in order, then of the others; and how they lie.
+
+        That is each row's place among the tokens (int64 [N]), and how many tokens are valid (int32 [1]).
+        """
+        y_N, unit_N, _, numbers = self
+        N, new = y_N.numel(), torch.empty_like
+        index = new(y_N, dtype=torch.int64)
+        count = (y_N.new_empty if N else y_N.new_zeros)(1)
+        found = new(y_N), new(unit_N), index, count
+        if N:
+            out, blocks = (index, found[0], found[1], count), numbers.numel()
+            _put_valid_first[(blocks,)](y_N, unit_N, numbers, out, N, blocks, BLOCK=SELECT_BLOCK, STEP=SELECT_BLOCK)
+        return found
+
+
+def valid_first(kept_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places of tokens, those that are ``kept_N`` (bool) first, and how many they are (int32 [1])."""
+    return select(torch.where(kept_N, 0, -1), 1, -1, None, None).valid_first()[2:]
+
+
+@Launcher
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
+def _take_counted(x_ptr, axes, index_ptr, out_ptr, used, C, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See `take_counted`: a program per row."""
+    inner, outer_stride, stride = axes
+    i = tl.program_id(0).to(tl.int64)
+    if i < rows_in_tiles(used, C):
+        token = tl.load(index_ptr + i)
+        row_ptr = x_ptr + token // inner * outer_stride + token % inner * stride
+        extent = tl.where(i < counted_rows(used, C), D, 0)
+        for d in range(0, D, BLOCK):
+            at = d + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + at, mask=at < extent, other=0.0)
+            tl.store(out_ptr + i * D + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
+
+
+def take_counted(x: Tensor, index_C: Tensor, used: Used, out_CD: Tensor) -> None:
+    """Write the hidden states of the tokens ``index_C`` of [..., D] into ``out_CD`` (contiguous), in its dtype.
+
+    Those of `Used`; zeros in the rest of the last tile that has any, and nothing beyond.
+    """
+    axes, (C, D) = _two_axes(x), out_CD.shape
+    if axes is None and used.number is not None:
+        x = x[None] if x.dim() == 1 else x
+        counts = torch.arange(C, device=x.device) < used.number - used.first
+        out_CD.copy_(x[torch.unravel_index(index_C, x.shape[:-1])].where(counts[:, None], 0))
+    elif C:
+        _take_counted[(C,)](x, axes, index_C, out_CD, used, C, D, BLOCK=block_of(D), num_warps=4)
+
+
+def _two_axes(x: Tensor) -> tuple[int, int, int] | None:
+    """Return (size of the inner axis of tokens, stride of the outer, stride of the inner), None if they are more."""
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size != 1:
+            axes.append((size, stride))
+    if len(axes) > 2 or x.stride(-1) != 1:
+        return None
+    (_, outer), (inner, stride) = ((0, 0), (1, 0), *axes)[-2:]
+    return inner, outer, stride
 
 
 @Launcher

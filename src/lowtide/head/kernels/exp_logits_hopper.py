@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.gemm import descriptor
+from lowtide.head.kernels.gemm import ALL, Used, descriptor
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 try:
@@ -177,9 +177,9 @@ def _consume(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@gluon.jit(do_not_specialize=["C", "V", "D"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
 def _exp_logits_hopper(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, rows, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
+    x_d, w_d, e_d, rows, count, first, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
@@ -192,11 +192,15 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()  # the loads report to these barriers; the warps meet once more before their parts begin
     stages = (x_s, w_s, full, empty)
+    used = gl.to_tensor(C)
+    if count is not None:  # in whole tiles, as `gemm.rows_in_tiles`
+        used = gl.minimum(gl.maximum(gl.load(count) - first, 0), C)
+        used = gl.minimum(gl.cdiv(used, 2 * ROWS) * (2 * ROWS), C)
     gl.warp_specialize(
         [
-            (_consume, (0, e_d, e_s, stages, rows, C, V, D, BOUND, STORE)),
-            (_consume, (1, e_d, e_s, stages, rows, C, V, D, BOUND, STORE)),
-            (_produce, (x_d, w_d, stages, C, V, D)),
+            (_consume, (0, e_d, e_s, stages, rows, used, V, D, BOUND, STORE)),
+            (_consume, (1, e_d, e_s, stages, rows, used, V, D, BOUND, STORE)),
+            (_produce, (x_d, w_d, stages, used, V, D)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -218,7 +222,7 @@ def why_not_on(device: torch.device) -> str | None:
 
 
 def exp_logits_hopper(
-    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None
+    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None, used: Used = ALL
 ) -> None:
     """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of bfloat16 rows at multiples of 16 bytes; none empty.
 
@@ -228,7 +232,7 @@ def exp_logits_hopper(
     x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
     _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
         x_d, _descriptor(w_VD, COLUMNS.value, DEPTH.value),
-        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value), rows, C, V, D,
+        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value), rows, *used, C, V, D,
         BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The operations between the GEMMs of the exponential path: a program per row, over [C, D] or [C], never [C, V].
 
-C rows of a chunk, D hidden size, V vocabulary, P tiles across it, W ranks. With r the sum of exp(z_v - R) over the
+C rows of a chunk, of which those that are `Used` are computed, D hidden size, V vocabulary, P tiles across it, W
+ranks. With r the sum of exp(z_v - R) over the
 classes other than the target, R the row's reference (the target's logit t, or where that overflows the highest one),
 e = exp(t - R), a = label smoothing, u = z_loss, q class weights (else 1) and Q their sum, m the logit scale, g the
 token's factor:
@@ -30,7 +31,7 @@ from torch import Tensor
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
 from lowtide.head.kernels.exp_terms import RowTerms, block_of, dot, out_of_range, row_weights, scaled_row
-from lowtide.head.kernels.gemm import finish_logits, matrix
+from lowtide.head.kernels.gemm import ALL, Used, counted_rows, finish_logits, matrix, rows_in_tiles
 from lowtide.kernel_launch import Launcher
 
 LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, would leave float32's range
@@ -71,16 +72,16 @@ def _sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @Launcher
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _target_logits(  # type: ignore[no-untyped-def]
-    x, w, y_ptr, t_ptr, uniform_ptr, count_ptr, terms, width, BLOCK: tl.constexpr
+    x, w, y_ptr, t_ptr, uniform_ptr, count_ptr, used, terms, C, width, BLOCK: tl.constexpr
 ):
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
     if i == 0:
         tl.store(count_ptr, 0)
-    y = tl.load(y_ptr + i).to(tl.int64)
+    y = tl.where(i < counted_rows(used, C), tl.load(y_ptr + i).to(tl.int64), -1)
     x = x_ptr + i * x_stride
     if (y < 0) | (y >= width):
         tl.store(t_ptr + i, 0.0)
@@ -98,7 +99,7 @@ def _target_logits(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_rows(sums, y_ptr, e, sent_ptr, rows, used, C, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     sum_ptr, sum_stride, P = sums
     e_ptr, e_stride, V = e
     i = tl.program_id(0).to(tl.int64)
@@ -120,7 +121,7 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: t
                     tl.store(rows.highest + i, to_ordered(t))
                     slot = tl.atomic_add(rows.listed_count, 1)
                     tl.store(rows.listed + slot, i.to(tl.int32))
-            elif r != 0.0:  # noqa: SIM102 (decided when run, the other when compiled)
+            elif (r != 0.0) & (i < rows_in_tiles(used, C)):  # noqa: SIM102 (decided when run, the other when compiled)
                 if e_ptr is not None:
                     _zero_row(e_ptr + i * e_stride, V, BLOCK)
 
@@ -128,17 +129,21 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: t
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _finish_rows(  # type: ignore[no-untyped-def]
-    sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, terms, C, RANKS: tl.constexpr, SHIFTED: tl.constexpr,
+    sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, used, terms, C, RANKS: tl.constexpr, SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     sum_ptr, sum_stride, parts = sums
     x_ptr, x_stride, D = x
     e_ptr, e_stride, V = e
     i = tl.program_id(0).to(tl.int64)
-    alive = i < C
+    alive = i < rows_in_tiles(used, C)
     if SHIFTED:
         alive = i < tl.load(rows.listed_count)
         i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
+    elif ~alive:
+        tl.store(rows.loss + i, 0.0)
+        tl.store(rows.lse + i, 0.0)
+        tl.store(rows.miss + i, 0.0)
     if alive:
         y = tl.load(y_ptr + i).to(tl.int64)
         kept = y >= 0
@@ -210,7 +215,10 @@ def _finish_rows(  # type: ignore[no-untyped-def]
                         _zero_row(row, V, BLOCK)
                 tl.store(rows.rest + i, tl.where(here, c - stored.to(tl.float32), 0.0))
             if scaled_ptr is not None:
-                scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+                extent = D
+                if not SHIFTED:  # it may be written over x, from which a listed row is still computed
+                    extent = tl.where(kept & wrong, 0, D)
+                scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, extent, BLOCK)
         if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
                 if not RANKS:
@@ -220,13 +228,15 @@ def _finish_rows(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _prepare_rows(  # type: ignore[no-untyped-def]
-    lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, plane, terms, width, BLOCK: tl.constexpr
+    lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, plane, used, terms, C, width, BLOCK: tl.constexpr
 ):
     """Split s in a power of two, exact on x, and the rest, put into E."""
     x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
+    if i >= rows_in_tiles(used, C):
+        return
     y = tl.load(y_ptr + i).to(tl.int64)
     kept = y >= 0
     lse = tl.load(lse_ptr + i)
@@ -255,8 +265,9 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _add_column_sums(e, s_ptr, out_ptr, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_column_sums(e, s_ptr, out_ptr, used, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """out_v += sum_i s_i E_iv, in the order of the rows."""
+    C = counted_rows(used, C)
     e_ptr, e_stride, V = e
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -271,21 +282,23 @@ def _add_column_sums(e, s_ptr, out_ptr, C, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 def target_logits(
-    x_CD: Tensor, w_VD: Tensor, y_C: Tensor, terms: RowTerms, logit_C: Tensor, uniform_C: Tensor, count: Tensor
-) -> None:
+    x_CD: Tensor, w_VD: Tensor, y_C: Tensor, terms: RowTerms, logit_C: Tensor, uniform_C: Tensor, count: Tensor,
+    used: Used = ALL,
+) -> None:  # fmt: skip
     """Write each row's target logit, cap and all, 0 where its class is elsewhere or it is ignored; 0 to ``count``.
 
     With smoothing also ``uniform_C``, the weighted sum m (x . uniform_D + uniform_bias) of this rank's logits.
     """
     _target_logits[(len(x_CD),)](
-        matrix(x_CD), matrix(w_VD), y_C, logit_C, uniform_C, count, terms, len(w_VD), BLOCK=block_of(x_CD.shape[1]),
-        num_warps=4,
+        matrix(x_CD), matrix(w_VD), y_C, logit_C, uniform_C, count, used, terms, len(x_CD), len(w_VD),
+        BLOCK=block_of(x_CD.shape[1]), num_warps=4,
     )  # fmt: skip
 
 
 def sum_rows(
-    sum_CP: Tensor, y_C: Tensor, rows: Reports, sums_2C: Tensor, *, e_CV: Tensor | None = None, shifted: bool = False
-) -> None:
+    sum_CP: Tensor, y_C: Tensor, rows: Reports, sums_2C: Tensor, *, e_CV: Tensor | None = None, shifted: bool = False,
+    used: Used = ALL,
+) -> None:  # fmt: skip
     """Write what this rank sends of its classes: each row's sum, 0 where ignored, and its logsumexp.
 
     Rows whose sums left the safe range here go on the list, which is empty before, and where E is stored ignored rows
@@ -294,32 +307,33 @@ def sum_rows(
     """
     C, P = sum_CP.shape
     _sum_rows[(C,)](
-        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted, BLOCK=block_of(P), num_warps=4
+        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, used, C, SHIFTED=shifted, BLOCK=block_of(P), num_warps=4
     )  # fmt: skip
 
 
 def finish_rows(
     sums: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor | None, rows: Reports, terms: RowTerms, *,
-    e_CV: Tensor | None = None, scaled_CD: Tensor | None = None, shifted: bool = False,
+    e_CV: Tensor | None = None, scaled_CD: Tensor | None = None, shifted: bool = False, used: Used = ALL,
 ) -> None:  # fmt: skip
     """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
 
     That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
     list, which is empty before. ``sums`` are the GEMM's [C, P], or every rank's from `sum_rows` [W, 2, C], contiguous;
     ``rows`` hold the target's logit, and with smoothing the weighted sum of all logits, and take the results.
-    ``e_CV`` is given with a factor, where this rank has classes. With ``shifted`` the listed rows alone are done:
+    ``e_CV`` is given with a factor, where this rank has classes; ``scaled_CD`` may be ``x_CD`` itself. With
+    ``shifted`` the listed rows alone are done:
     relative to their highest logit, or to every rank's logsumexp.
     """
     (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](
         (sums, sums.stride(0), sums.shape[0 if several else 1]), y_C, factor_C, matrix(x_CD), scaled_CD, matrix(e_CV),
-        rows, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
+        rows, used, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
 def prepare_rows(
     lse_C: Tensor, miss_C: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor, terms: RowTerms, width: int,
-    numbers_4C: Tensor, *, scaled_CD: Tensor | None,
+    numbers_4C: Tensor, *, scaled_CD: Tensor | None, used: Used = ALL,
 ) -> None:  # fmt: skip
     """From known lse and lse - t, write what E is recomputed with, so that s and s x are exact.
 
@@ -328,12 +342,12 @@ def prepare_rows(
     """
     C, D = x_CD.shape
     _prepare_rows[(C,)](
-        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, numbers_4C.stride(0), terms, width,
-        BLOCK=block_of(D), num_warps=4,
+        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, numbers_4C.stride(0), used, terms,
+        C, width, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
-def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
+def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor, used: Used = ALL) -> None:
     """Add ``sum_i s_i E_iv`` to ``out_V``, float32."""
     C, V = e_CV.shape
-    _add_column_sums[(triton.cdiv(V, 128),)](matrix(e_CV), s_C, out_V, C, ROWS=32, COLUMNS=128, num_warps=4)
+    _add_column_sums[(triton.cdiv(V, 128),)](matrix(e_CV), s_C, out_V, used, C, ROWS=32, COLUMNS=128, num_warps=4)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.gemm import matrix
+from lowtide.head.kernels.gemm import ALL, Used, counted_rows, matrix
 from lowtide.kernel_launch import Launcher, power_of_2
 
 MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
@@ -92,41 +92,53 @@ def _entry(targets, w, i, k, first_class, V):  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first_class", "C"])  # type: ignore[untyped-decorator]
 def _finish_input_grad(  # type: ignore[no-untyped-def]
-    product_ptr, out_ptr, w, s_ptr, targets, even, first_class, V, D, K, ONE: tl.constexpr, BLOCK: tl.constexpr
-):
+    product_ptr, out_ptr, to_ptr, w, s_ptr, targets, even, used, C, first_class, V, D, K, ONE: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k) - m g (a / V) sum_v q_v w_v."""
     uniform_ptr, g_ptr, scale_ptr, share = even
     i = tl.program_id(0).to(tl.int64)
-    s = tl.load(s_ptr + i)
+    to = i
+    if to_ptr is not None:
+        to = tl.load(to_ptr + i)
+    out_ptr += to * D
+    counts = i < counted_rows(used, C)  # otherwise the product was not computed, and the row is 0
+    s = tl.where(counts, tl.load(s_ptr + i), 0.0)
+    end = tl.where(counts, D, 0)
     if ONE:
         rest, w_row = _entry(targets, w, i, 0, first_class, V)
+        rest = tl.where(counts, rest, 0.0)
     if uniform_ptr is not None:
-        kept = tl.load(targets[0] + i) >= 0
+        kept = counts & (tl.load(targets[0] + i) >= 0)
         share *= tl.load(g_ptr + i)
         if scale_ptr is not None:
             share *= tl.load(scale_ptr)
     for d in range(0, D, BLOCK):
         at = d + tl.arange(0, BLOCK)
         inside = at < D
-        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
+        grad = tl.load(product_ptr + i * D + at, mask=at < end, other=0.0)
         for k in range(K):
             if not ONE:
                 rest, w_row = _entry(targets, w, i, k, first_class, V)
+                rest = tl.where(counts, rest, 0.0)
             extent = tl.where(rest == 0.0, 0, D)  # where nothing was lost infinity times 0 would be NaN
             grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
         grad = tl.where(s == 0.0, 0.0, grad * s)
         if uniform_ptr is not None:
             grad = tl.where(kept, grad - share * tl.load(uniform_ptr + at, mask=inside, other=0.0), 0.0)
-        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def finish_input_grad(
     product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, s_C: Tensor, y_CK: Tensor, rest_CK: Tensor, first_class: int = 0,
     even: tuple[Tensor | None, Tensor | None, Tensor | None, float] = (None, None, None, 0.0),
+    to_C: Tensor | None = None, used: Used = ALL,
 ) -> None:  # fmt: skip
     """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32).
+
+    With ``to_C`` (int64) each row goes to its place in ``out``, which may have more. Rows that are not `Used` are 0.
 
     What the targets' entries lost in rounding, [C] or [C, K] and contiguous, is added where ``w_VD``, of the classes
     from ``first_class`` on, has theirs. Where a row is ignored s is 0. With smoothing there is one target a row, and
@@ -135,7 +147,8 @@ def finish_input_grad(
     (C, D), V = product_CD.shape, len(w_VD)
     K = (rest_CK.shape[1] if rest_CK.dim() > 1 else 1) if V else 0  # there may be room for more rows
     _finish_input_grad[(C,)](
-        product_CD, out_CD, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, first_class, V, D, K,
+        product_CD, out_CD, to_C, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, used, C, first_class,
+        V, D, K,
         ONE=K == 1, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 

@@ -37,6 +37,35 @@ class LogitTransform(NamedTuple):
 
 
 PLAIN = LogitTransform()
+TILE = tl.constexpr(128)  # rows
+
+
+class Used(NamedTuple):
+    """How many rows of a chunk are used, the first ones: of all rows a number that only the device has."""
+
+    number: Tensor | None = None  # int32 [1]; None: all
+    first: int = 0  # the chunk's first row
+
+
+ALL = Used()
+
+
+@triton.jit
+def counted_rows(used, C):  # type: ignore[no-untyped-def]
+    """Return how many of C rows are used."""
+    rows = C
+    if used.number is not None:
+        rows = tl.minimum(tl.maximum(tl.load(used.number) - used.first, 0), C)
+    return rows
+
+
+@triton.jit
+def rows_in_tiles(used, C):  # type: ignore[no-untyped-def]
+    """Return the same in whole tiles: what is computed, with zeros or no token's numbers in the rest of the last."""
+    rows = counted_rows(used, C)
+    if used.number is not None:
+        rows = tl.minimum(tl.cdiv(rows, TILE) * TILE, C)
+    return rows
 
 
 @triton.jit
@@ -54,14 +83,15 @@ def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _each_tile(  # type: ignore[no-untyped-def]
-    x_d, w_d, out_d, rows, transform, C, V, D, epilogue: tl.constexpr, BOUND: tl.constexpr, CONFIG: tl.constexpr,
+    x_d, w_d, out_d, rows, used, transform, C, V, D, epilogue: tl.constexpr, BOUND: tl.constexpr, CONFIG: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Call ``epilogue(z, row, p, C, V, out_d, rows, transform, BOUND, CONFIG)`` on every PROGRAMS-th tile of x W^T.
 
     Groups of CONFIG.group row tiles share W in cache; rows go first, p counts across. Beyond C and V products are 0.
-    What an epilogue reads and writes for each row is ``rows``.
+    What an epilogue reads and writes for each row is ``rows``. Tiles of rows that are not `Used` are left out.
     """
+    C = rows_in_tiles(used, C)
     ROWS: tl.constexpr = CONFIG.rows
     COLUMNS: tl.constexpr = CONFIG.columns
     row_tiles = tl.cdiv(C, ROWS)
@@ -81,7 +111,7 @@ def _each_tile(  # type: ignore[no-untyped-def]
 
 def gemm_tiles(
     epilogue: Any, x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, rows: tuple[Any, ...], transform: LogitTransform,
-    config: GemmConfig, programs: int | None = None,
+    config: GemmConfig, programs: int | None = None, used: Used = ALL,
 ) -> None:  # fmt: skip
     """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V.
 
@@ -92,7 +122,7 @@ def gemm_tiles(
     _each_tile[(programs,)](
         descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth),
         None if out_CV is None else descriptor(out_CV, config.rows, config.columns // config.pieces),
-        rows, transform, len(x_CD), V, D, epilogue=epilogue, BOUND=V % config.columns != 0, CONFIG=config,
+        rows, used, transform, len(x_CD), V, D, epilogue=epilogue, BOUND=V % config.columns != 0, CONFIG=config,
         PROGRAMS=programs, num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip
 

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_terms import block_of, dot, scaled_row
-from lowtide.head.kernels.gemm import PLAIN, LogitTransform, finish_logits, matrix
+from lowtide.head.kernels.gemm import (
+    ALL,
+    PLAIN,
+    LogitTransform,
+    Used,
+    counted_rows,
+    finish_logits,
+    matrix,
+    rows_in_tiles,
+)
 from lowtide.head.kernels.stats_logits import FLOOR, Entries, Sums, put_sums
 from lowtide.kernel_launch import Launcher, power_of_2
 
@@ -35,14 +44,16 @@ class RowStats(NamedTuple):
 
 
 @Launcher
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _merge_stats(  # type: ignore[no-untyped-def]
-    parts, out, told, y_ptr, x, w, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    parts, out, told, y_ptr, x, w, used, transform, first_class, C, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """See `merge_stats`: sums about the highest logit of all parts; ``told`` gets the fields that ``out`` lacks."""
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
+    if i >= counted_rows(used, C):
+        return
     p = tl.arange(0, WIDTH)
     inside = p < parts.P
     at = i * parts.row + p * parts.part
@@ -98,7 +109,7 @@ def _merge_stats(  # type: ignore[no-untyped-def]
 
 def merge_stats(
     parts: Sums, out: RowStats | Sums, V: int, y_CK: Tensor, x_CD: Tensor | None = None, w_VD: Tensor | None = None, *,
-    transform: LogitTransform = PLAIN, first_class: int = 0,
+    transform: LogitTransform = PLAIN, first_class: int = 0, used: Used = ALL,
 ) -> None:  # fmt: skip
     """Turn sums over tiles or ranks into the numbers of each row, or into sums of one part, to send to ranks.
 
@@ -112,7 +123,7 @@ def merge_stats(
     total for the mean. ``out`` takes the numbers, contiguous, at least those before ``logprob`` and with targets that,
     too; or the sums, and the logits of the targets that are here. V counts the classes of all parts; a rank may have
     none. ``y_CK`` are int64, contiguous and valid. Where the parts lack the targets' logits, x, W, the transform and
-    the class of W's first row make them.
+    the class of W's first row make them. Rows that are not `Used` are left as they are.
     """
     (C, K), D = y_CK.shape, 1 if x_CD is None else x_CD.shape[1]
     numbers, told = (out, None) if isinstance(out, RowStats) else (RowStats(), out)
@@ -120,18 +131,22 @@ def merge_stats(
         told.top.fill_(-torch.inf)  # the others are 0
         return
     _merge_stats[(C,)](
-        parts, numbers, told, y_CK if K else None, matrix(x_CD), matrix(w_VD), transform, first_class, V, K,
+        parts, numbers, told, y_CK if K else None, matrix(x_CD), matrix(w_VD), used, transform, first_class, C,
+        V, K,
         BLOCK=block_of(D), WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
     )  # fmt: skip
 
 
 @Launcher
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _prepare_stats(  # type: ignore[no-untyped-def]
-    known, upstream, y_ptr, x, scaled_ptr, entries, transform, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
+    known, upstream, y_ptr, x, scaled_ptr, entries, used, transform, C, V, K, CLASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
+    if i >= rows_in_tiles(used, C):
+        return
     k = tl.arange(0, CLASSES)  # the highest class, and the targets
     is_target = (k > 0) & (k <= K)
     of_target = i * K + k - 1
@@ -191,13 +206,14 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _put_entries(g, ids, entry_ptr, first_class, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["first_class", "C"])  # type: ignore[untyped-decorator]
+def _put_entries(g, ids, entry_ptr, used, first_class, C, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     g_ptr, g_stride, columns = g
     id_ptr, _, count = ids
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
-    column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
+    end = tl.where(i < counted_rows(used, C), count, 0)
+    column = tl.load(id_ptr + i * count + k, mask=k < end, other=-1)
     here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
     entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
     tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
@@ -205,7 +221,7 @@ def _put_entries(g, ids, entry_ptr, first_class, WIDTH: tl.constexpr):  # type: 
 
 def prepare_stats(
     known: RowStats, upstream: RowStats, y_CK: Tensor | None, x_CD: Tensor, entries: Entries, V: int, *,
-    transform: LogitTransform = PLAIN, scaled_CD: Tensor | None = None,
+    transform: LogitTransform = PLAIN, scaled_CD: Tensor | None = None, used: Used = ALL,
 ) -> None:  # fmt: skip
     """From what forward found and the upstream gradients, write what `gradient_tile` and the functions below take.
 
@@ -215,12 +231,13 @@ def prepare_stats(
     """
     (C, D), K = x_CD.shape, entries.rest.shape[1]
     _prepare_stats[(C,)](
-        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, V, K, CLASSES=power_of_2(1 + K),
-        BLOCK=block_of(D), num_warps=4,
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, used, transform, C, V, K,
+        CLASSES=power_of_2(1 + K), BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
-def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
+def put_entries(g_CV: Tensor, entries: Entries, first_class: int, used: Used = ALL) -> None:
     """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
     WIDTH = power_of_2(entries.id.shape[1])
-    _put_entries[(len(g_CV),)](matrix(g_CV), matrix(entries.id), entries.entry, first_class, WIDTH=WIDTH, num_warps=1)
+    C = len(g_CV)
+    _put_entries[(C,)](matrix(g_CV), matrix(entries.id), entries.entry, used, first_class, C, WIDTH=WIDTH, num_warps=1)

@@ -18,12 +18,13 @@ from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function
-from lowtide.head.plan import HeadPlan, plan_cross_entropy
-from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.plan import HeadPlan, plan_cross_entropy, skips_tokens
+from lowtide.head.rows import Rows, looks_at_numbers, positions, put_last
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
+ROWS_OF_STEP = 64  # of the GEMM that sums over the rows of a chunk: none is of two pieces
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
 
 
@@ -156,15 +157,17 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
 def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | None = None) -> tuple[Loss, HeadPlan]:
     """Return the rows that are computed with their targets, and the plan for them.
 
-    On the CPU ignored tokens are dropped, and a target that is no class is an error; elsewhere such a token's loss and
-    gradients are NaN. In backward ``known`` has what forward saved: with ranks the targets' class weights too.
+    On the CPU a target that is no class is an error; elsewhere such a token's loss and gradients are NaN. In backward
+    ``known`` has what forward saved: with ranks the targets' class weights too.
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
     y_N, index = args.target.reshape(-1).long().contiguous(), None
-    if drops_rows(head.input.device):
-        kept_N = y_N != args.ignore_index
-        check_classes(y_N, kept_N & ((y_N < 0) | (y_N >= V)), V, args.ignore_index)
-        index = positions(kept_N) if ranks.alone else None
+    if looks_at_numbers(head.input.device):
+        wrong = (y_N != args.ignore_index) & ((y_N < 0) | (y_N >= V))
+        check_classes(y_N, wrong, V, args.ignore_index)
+    drops = head.drops_tokens and ranks.alone
+    if drops:
+        index = positions(y_N != args.ignore_index)
     rows = Rows(tokens=y_N.numel(), index=index)
     plan = plan_cross_entropy(head, args, rows.n, wanted, known is not None)
     rows = rows.in_order(ranks.order(plan))
@@ -172,20 +175,27 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
     q = None if args.weight is None else args.weight.to(wide).contiguous()
     own_n: Tensor | None = None
     total = None if q is None else q.sum()
+    skips = skips_tokens(head, plan.backend) and (ranks.alone or plan.product_rows % ROWS_OF_STEP == 0)
     if plan.backend == "exp" and (ranks.alone or q is None):
         # by one kernel, since the first GEMM waits for it
         from lowtide.head.kernels.elementwise import select
 
         of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
-        y, unit, counted = select(y_N, V, args.ignore_index, weight_N, q, *of_shard)
-        y, unit = rows.of(y, -1), rows.of(unit)
+        selection = select(y_N, V, args.ignore_index, weight_N, q, *of_shard)
+        counted = selection.counted
+        if skips:
+            y, unit, index, count = selection.valid_first()
+            rows = replace(rows, index=index, count=count)
+        else:
+            y, unit = rows.of(selection.y_N, -1), rows.of(selection.unit_N)
         kept = None if ranks.alone else y >= 0
     else:
         kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
+        rows = put_last(rows, kept_N) if skips else rows
         valid_N = y_N.where(is_class_N, 0)
         unit = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
         unit = rows.of(unit.where(is_class_N, torch.nan).where(kept_N, 0))
-        kept = None if ranks.alone and drops_rows(head.input.device) else rows.of(kept_N)
+        kept = None if drops else rows.of(kept_N)
         counted = kept_N.to(wide)
         if q is not None and total is not None:
             own_N, total = _own_weights(head, q, total, valid_N, known)

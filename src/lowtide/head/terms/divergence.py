@@ -13,7 +13,7 @@ from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function, head_flop
 from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.parallel import Alone
-from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.rows import Rows, looks_at_numbers, positions
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import KnownClasses
@@ -24,7 +24,7 @@ KNOWN = ("lse", "other_lse", "pivot")  # of each token, what backward needs
 def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
     """Return the value, reduced, with ``keep`` what `backward` needs of each token, and the gradients for upstream 1.
 
-    On the CPU masked tokens are dropped; elsewhere they are computed as zeros, for a count would stop the host.
+    Masked tokens are dropped on the CPU, or where the host may wait; elsewhere they are computed as zeros.
     """
     _check_ids(head, args)
     rows, denominator, per_token = _rows(head, args.mask), _denominator(head, args), args.reduction == "none"
@@ -86,7 +86,7 @@ def _run(
 
 def _rows(head: Head, kept_N: Tensor | None) -> Rows:
     """Return which tokens are computed: across ranks all, for each has to make as many exchanges."""
-    if kept_N is not None and head.ranks.alone and drops_rows(head.input.device):
+    if kept_N is not None and head.ranks.alone and head.drops_tokens:
         return Rows(tokens=head.tokens, index=positions(kept_N))
     return Rows(tokens=head.tokens, kept=None if kept_N is None else kept_N.contiguous())
 
@@ -104,7 +104,7 @@ def _denominator(head: Head, args: DivergenceArgs) -> Tensor | None:
 
 def _check_ids(head: Head, args: DivergenceArgs) -> None:
     """Raise on the CPU where an id is negative; elsewhere its row becomes NaN, for a check would stop the host."""
-    if args.topk_ids is not None and args.topk_logprobs is not None and drops_rows(head.input.device):
+    if args.topk_ids is not None and args.topk_logprobs is not None and looks_at_numbers(head.input.device):
         ids = args.topk_ids.reshape(-1)
         wrong = ((ids < 0) & (args.topk_logprobs.reshape(-1) > -torch.inf)).nonzero()
         if wrong.numel():

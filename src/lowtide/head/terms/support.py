@@ -19,7 +19,7 @@ from lowtide.head.call import Head, SupportArgs, Wanted
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
 from lowtide.head.plan import support_backend, support_chunk
-from lowtide.head.rows import drops_rows, take_rows
+from lowtide.head.rows import looks_at_numbers, take_rows
 from lowtide.head.stored import NOTHING as NO_SHAPE
 from lowtide.head.stored import Shape, gradient_shapes
 from lowtide.head.terms.cross_entropy import check_classes
@@ -51,7 +51,7 @@ def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[s
     """Return the statistics of all N tokens; with ``keep`` the pairs' classes and logits, and the targets' pairs."""
     V = head.ranks.vocab
     kept, is_class = args.target != args.ignore_index, (args.target >= 0) & (args.target < V)
-    if drops_rows(head.input.device):
+    if looks_at_numbers(head.input.device):
         check_classes(args.target.reshape(-1), (kept & ~is_class).reshape(-1), V, args.ignore_index)
         check_ids(args.ids, V)
         _check_offsets(args)
@@ -281,7 +281,7 @@ def _listed_classes(head: Head, ids: Tensor) -> tuple[Tensor, Tensor]:
     listed = listed.index_fill_(0, rows.where(rows >= 0, V), True)[:V]
     slot, most = (listed.cumsum(0) - 1).clamp_(min=0), min(V, len(ids))
     classes = torch.arange(V, device=ids.device)
-    if drops_rows(ids.device):
+    if looks_at_numbers(ids.device):
         return classes[listed][None], slot
     found = torch.zeros(most + 1, dtype=torch.int64, device=ids.device)
     return found.scatter_(0, slot.where(listed, most), classes)[None, :most], slot

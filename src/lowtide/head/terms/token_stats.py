@@ -14,8 +14,8 @@ from lowtide.head.call import Head, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
-from lowtide.head.plan import plan_token_stats
-from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.plan import plan_token_stats, skips_tokens
+from lowtide.head.rows import Rows, looks_at_numbers, positions, put_last
 from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import SomeClasses, Statistics, Upstream, silenced
@@ -28,15 +28,15 @@ COMPUTED = {"mean_logit": "mean", "argmax": "top"}  # names among a row's number
 def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
     """Return each requested statistic of all N tokens, and what `backward` needs of them.
 
-    On the CPU tokens whose targets are all ignored are dropped, if nothing but what is of the targets is wanted.
+    Tokens whose targets are all ignored are left out, if nothing but what is of the targets is wanted.
     """
     kept_NK, is_class_NK = _kept(head, args)
-    on_cpu, index = drops_rows(head.input.device), None
-    if on_cpu:
+    of_targets, index = head.ranks.alone and args.wanted.issubset(OF_TARGETS), None
+    if looks_at_numbers(head.input.device):
         wrong = (kept_NK & ~is_class_NK).reshape(-1)
         check_classes(args.target.reshape(-1), wrong, head.ranks.vocab, args.ignore_index)
-        if head.ranks.alone and args.wanted.issubset(OF_TARGETS):
-            index = positions(kept_NK.any(1))
+    if head.drops_tokens and of_targets:
+        index = positions(kept_NK.any(1))
     if keep and not head.input.requires_grad:
         head.ranks.keep()
     rows = Rows(tokens=len(args.target), index=index)
@@ -45,7 +45,9 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     if plan.backend == "exp":
         from lowtide.head.exponentials.tile_sums import TileStatistics
 
-        found = TileStatistics(head, rows.of(y_NK), plan).forward(_names(args), args.topk)
+        if of_targets and skips_tokens(head, plan.backend):
+            rows = put_last(rows, kept_NK.any(1))
+        found = TileStatistics(head, rows.of(y_NK), plan, rows).forward(_names(args), args.topk)
     else:
         terms = _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"}, topk=args.topk)
         found = run(head, rows, plan, terms)
@@ -73,17 +75,19 @@ def backward(
     numbers = {name: known[name] for name in ("lse", "top_logprob", *(["entropy"] if g.entropy is not None else []))}
     numbers |= {"top": top, "logprob": known["logprob"].where(usable, top_logprob[:, None])}
     active_N = g.largest(head.ranks.vocab) != 0
-    drops = drops_rows(head.input.device) and head.ranks.alone
+    drops = head.drops_tokens and head.ranks.alone
     rows = Rows(tokens=len(args.target), index=positions(active_N) if drops else None)
     plan = plan_token_stats(head, args, rows.n, wanted)
     rows = rows.in_order(head.ranks.order(plan))
+    if skips_tokens(head, plan.backend):
+        rows = put_last(rows, active_N)
     into = gradient_buffers(head, rows, plan, wanted)
     if plan.backend == "exp":
         from lowtide.head.exponentials.tile_sums import TileStatistics
 
         given = rows.of_each({name: x for name, x in g._asdict().items() if x is not None})
         y_nK = rows.of(args.target.where(usable, -1), -1)
-        TileStatistics(head, y_nK, plan).gradients(rows.of_each(numbers), given, into)
+        TileStatistics(head, y_nK, plan, rows).gradients(rows.of_each(numbers), given, into)
     else:
         if not drops:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)

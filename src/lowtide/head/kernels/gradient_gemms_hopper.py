@@ -1,0 +1,457 @@
+"""The gradients' GEMMs for Hopper's own instructions, which end early where the device alone knows the rows.
+
+C rows of a chunk of which the first `rows` count, D hidden size, V vocabulary; E [C, V] the exponentials.
+
+    input_grad:   out = finish(E W)           the rows of E W that count, each finished as `exp_terms` says
+    weight_grad:  dW = E^T S, dW += E^T S     over the rows that count
+
+Both are the kernel of `exp_logits_hopper` with other operands and another end: a persistent program a multiprocessor, a
+producer warp, two consumer warpgroups of ROWS rows each, stages with `full` and `empty` barriers. Here W and S are
+stored the other way round, which the tensor cores read as well.
+
+`rows` is C, or clamp(count - first, 0, C) of a number on the device. What is beyond costs nothing: tiles of E W beyond
+it are not computed, and the sum over rows ends at its step. Within that last step E or S holds zeros where rows do not
+count, and the other one finite numbers.
+
+E W has few tiles and a long sum. Tiles that do not fill the multiprocessors are split along the sum: every part but the
+last stores its tile in float32, and the last waits for them, adds them in order and finishes the tile. It waits for
+programs before it only, which the device starts first, and which wait for nobody: it is never left waiting.
+
+E^T S has many tiles and a short sum. The tile of dW that is added to is loaded while the products run, into the buffer
+from which the sum is then stored. Two barriers more for each consumer: `old_full` when the tile is there, and
+`old_empty` when the buffer's last store has read it.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.head.kernels.gemm import ALL, Used, descriptor
+from lowtide.kernel_launch import Launcher, multiprocessors
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # Triton 3.9's names, else 3.6's
+    load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+    store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+    GLUON_ERROR = None
+except (ImportError, AttributeError) as error:
+    gluon, gl, GLUON_ERROR = triton, tl, str(error)
+
+ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
+COLUMNS = gl.constexpr(256)
+PIECE = gl.constexpr(64)  # columns finished at a time
+MOST_PARTS = gl.constexpr(16)
+LEAVE = gl.constexpr(2)  # the step at which a consumer asks whether its last store has left the buffer
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+class InputRows(NamedTuple):
+    """What ends the tiles of E W, of ``out``'s type: dX = s (E W + rest w_y) - m g (a / V) sum_v q_v w_v.
+
+    See `exp_terms.finish_input_grad`. Without ``s`` it is E W alone.
+    """
+
+    out: Tensor  # [.., D], unit stride within rows
+    out_stride: int
+    to: Tensor | None = None  # [C] integers: the row of ``out`` of each row; None: the same
+    s: Tensor | None = None  # [C] float32
+    y: Tensor | None = None  # [C] int32
+    rest: Tensor | None = None  # [C] float32
+    w: Tensor | None = None  # [V, D]
+    w_stride: int = 0
+    first_class: int = 0
+    uniform: Tensor | None = None  # [D] float32
+    factor: Tensor | None = None  # [C] float32
+    scale: Tensor | None = None  # 0-d float32
+    share: float = 0.0
+    before: Tensor | None = None  # [C, D] float32, contiguous: what E W is added to; it may be ``out``
+
+    def even(self, uniform_D: Tensor | None, factor_C: Tensor, scale: Tensor | None, share: float) -> "InputRows":
+        """Return the same with what smoothing adds to every row: see `exp_terms.RowTerms.even`."""
+        return self._replace(uniform=uniform_D, factor=factor_C, scale=scale, share=share)
+
+
+class Room(NamedTuple):
+    """Where parts of tiles meet."""
+
+    parts: Tensor  # float32, of ``tiles`` tiles
+    arrived: Tensor  # int32, two a program, 0 outside of the kernel
+    tiles: int
+
+
+@gluon.jit
+def _rows(count, first, C):  # type: ignore[no-untyped-def]
+    """Return how many rows count."""
+    rows = gl.to_tensor(C)
+    if count is not None:
+        rows = gl.minimum(gl.maximum(gl.load(count) - first, 0), C)
+    return rows
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _stage_and_phase(step, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where a step's operands lie, and the parity of how often others lay there before."""
+    return step % STAGES, (step // STAGES) & 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    z, step, steps, stages, old_empty, HALF: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
+    DEEP: gl.constexpr
+):  # fmt: skip
+    """Add the next ``steps`` steps' products to z; return it and the next step. DEEP: a product runs on meanwhile."""
+    a_s, b_s, full, empty = stages
+    for k in range(steps):
+        stage, phase = _stage_and_phase(step, STAGES)
+        mbarrier.wait(full.index(stage), phase)
+        a = a_s.index(2 * stage + HALF)
+        if TRANSPOSED:
+            z = warpgroup_mma(a.permute((1, 0)), b_s.index(stage), z, use_acc=k > 0, is_async=True)
+        else:
+            z = warpgroup_mma(a, b_s.index(stage), z, use_acc=k > 0, is_async=True)
+        if old_empty is not None:  # noqa: SIM102 - known when compiled
+            if k == gl.minimum(LEAVE, steps - 1):
+                tma.store_wait(0)
+                barrier()
+                mbarrier.arrive(old_empty.index(HALF), count=1)
+        if DEEP:
+            z = warpgroup_mma_wait(1, deps=(z,))
+            if k > 0:
+                barrier()
+                mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+        else:
+            z = warpgroup_mma_wait(0, deps=(z,))
+            barrier()  # a warp's wait is for its own rows, and one thread arrives for all four
+            mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    if DEEP:
+        z = warpgroup_mma_wait(0, deps=(z,))
+        if steps > 0:
+            barrier()
+            mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
+    return z, step
+
+
+@gluon.jit
+def _parts_of(rows, D, room):  # type: ignore[no-untyped-def]
+    """Return (tiles computed whole, tiles split, parts of each) of E W."""
+    tiles = gl.cdiv(rows, 2 * ROWS) * gl.cdiv(D, COLUMNS)
+    programs = gl.num_programs(0)
+    rest = tiles % programs
+    parts = gl.minimum(programs, rest + room.tiles) // gl.maximum(rest, 1)
+    return tiles - rest, rest, gl.maximum(gl.minimum(parts, MOST_PARTS), 1)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _unit_at(unit, rows, V, whole, rest, parts, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a unit's (row, column, first step, number of steps): rows go first, and a tile's parts are far apart."""
+    tile = unit
+    steps = gl.cdiv(V, DEPTH)
+    begin = steps * 0
+    if unit >= whole:
+        tile = whole + (unit - whole) % rest
+        part = (unit - whole) // rest
+        begin = part * steps // parts
+        steps = (part + 1) * steps // parts - begin
+    row_tiles = gl.cdiv(rows, 2 * ROWS)
+    return (tile % row_tiles) * (2 * ROWS), (tile // row_tiles) * COLUMNS, begin, steps
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _produce_input(  # type: ignore[no-untyped-def]
+    e_d, w_d, stages, room, rows, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr
+):
+    """Load E's and W's stages."""
+    a_s, b_s, full, empty = stages
+    whole, rest, parts = _parts_of(rows, D, room)
+    step = gl.to_tensor(0)
+    for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
+        row, column, begin, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
+        for k in range(begin, begin + steps):
+            stage, phase = _stage_and_phase(step, STAGES)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+            load_tile(e_d, [row, k * DEPTH], loaded, a_s.index(2 * stage))
+            load_tile(e_d, [row + ROWS, k * DEPTH], loaded, a_s.index(2 * stage + 1))
+            load_tile(w_d, [k * DEPTH, column], loaded, b_s.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _pieces_of(z):  # type: ignore[no-untyped-def]
+    """Return a tile's columns in four pieces, in order."""
+    even, odd = z.reshape([ROWS, 2, 2, PIECE]).permute(0, 3, 1, 2).split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    return first, second, third, fourth
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _consume_input(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, stages, ends, room, rows, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr, DEEP: gl.constexpr
+):  # fmt: skip
+    """Multiply, and finish, the HALF-th ROWS rows of each tile of E W."""
+    whole_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    whole, rest, parts = _parts_of(rows, D, room)
+    step = gl.to_tensor(0)
+    within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * COLUMNS
+    within += gl.arange(0, PIECE, gl.SliceLayout(0, layout))[None, :]
+    for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
+        row, column, _, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
+        z = gl.zeros([ROWS, COLUMNS], gl.float32, whole_layout)
+        z, step = _multiply(z, step, steps, stages, None, HALF, False, STAGES, DEEP)
+        pieces = _pieces_of(z)
+        number = unit - whole  # among the parts
+        stored = room.parts + HALF * (ROWS * COLUMNS)
+        if number >= 0 and number < rest * (parts - 1):
+            for i in gl.static_range(4):
+                piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
+                gl.store(stored + number.to(gl.int64) * (2 * ROWS * COLUMNS) + (within + i * PIECE), piece)
+            barrier()  # one thread arrives for all
+            gl.atomic_add(room.arrived + (2 * (number % rest) + HALF), 1, sem="release")
+        else:
+            others = gl.to_tensor(0)
+            if number >= 0 and parts > 1:
+                others = parts - 1
+                arrived = room.arrived + (2 * (number % rest) + HALF)
+                while gl.atomic_add(arrived, 0, sem="acquire") < others:
+                    pass
+                barrier()
+                gl.atomic_xchg(arrived, 0, sem="relaxed")
+            at_row = row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            counts = at_row < rows
+            if ends.to is not None:
+                to = gl.load(ends.to + at_row, mask=counts, other=0).to(gl.int64) * ends.out_stride
+            else:
+                to = at_row.to(gl.int64) * ends.out_stride
+            if ends.s is not None:
+                s = gl.load(ends.s + at_row, mask=counts, other=0.0)
+                y = gl.load(ends.y + at_row, mask=counts, other=-1)
+                lost = gl.load(ends.rest + at_row, mask=counts, other=0.0)
+                at_w = (y - ends.first_class).to(gl.int64)
+                lost = gl.where((at_w >= 0) & (at_w < V), lost, 0.0)
+                at_w = gl.where(lost == 0.0, 0, at_w) * ends.w_stride
+                if ends.uniform is not None:
+                    even = gl.load(ends.factor + at_row, mask=counts, other=0.0) * ends.share
+                    if ends.scale is not None:
+                        even *= gl.load(ends.scale)
+            for i in gl.static_range(4):
+                piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
+                for other in range(others):
+                    tile = (other * rest + number % rest).to(gl.int64) * (2 * ROWS * COLUMNS)
+                    piece += gl.load(stored + tile + (within + i * PIECE))
+                at = column + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+                inside = (at < D)[None, :]
+                if ends.before is not None:
+                    before = ends.before + (at_row.to(gl.int64)[:, None] * D + at[None, :])
+                    piece += gl.load(before, mask=counts[:, None] & inside, other=0.0)
+                if ends.s is not None:
+                    w_at = ends.w + (at_w[:, None] + at[None, :])
+                    own = gl.load(w_at, mask=(lost != 0.0)[:, None] & inside, other=0.0)
+                    piece = (piece + lost[:, None] * own.to(gl.float32)) * s[:, None]
+                    piece = gl.where(s[:, None] == 0.0, 0.0, piece)
+                    if ends.uniform is not None:
+                        uniform = gl.load(ends.uniform + at, mask=at < D, other=0.0)
+                        piece = gl.where(y[:, None] >= 0, piece - even[:, None] * uniform[None, :], 0.0)
+                out = ends.out + (to[:, None] + at[None, :])
+                gl.store(out, piece.to(ends.out.dtype.element_ty), mask=counts[:, None] & inside)
+
+
+@Launcher
+@gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
+def _input_grad(  # type: ignore[no-untyped-def]
+    e_d, w_d, ends, room, count, first, C, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr, DEEP: gl.constexpr
+):  # fmt: skip
+    """Set up the stages and the barriers, and send the warps to their parts."""
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
+    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    stages = (a_s, b_s, full, empty)
+    rows = _rows(count, first, C)
+    gl.warp_specialize(
+        [
+            (_consume_input, (0, stages, ends, room, rows, V, D, STAGES, DEPTH, DEEP)),
+            (_consume_input, (1, stages, ends, room, rows, V, D, STAGES, DEPTH, DEEP)),
+            (_produce_input, (e_d, w_d, stages, room, rows, V, D, STAGES, DEPTH)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _weight_tiles(rows, V, D, ADD: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how many tiles of dW are written: none where nothing is added."""
+    tiles = gl.cdiv(V, 2 * ROWS) * gl.cdiv(D, COLUMNS)
+    if ADD:
+        tiles = gl.where(rows > 0, tiles, 0)
+    return tiles
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _produce_weight(  # type: ignore[no-untyped-def]
+    e_d, x_d, out_d, stages, old, rows, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr
+):  # fmt: skip
+    """Load E's and S's stages, and the tiles that are added to."""
+    a_s, b_s, full, empty = stages
+    out_s, old_full, old_empty = old
+    across = gl.cdiv(D, COLUMNS)
+    steps = gl.cdiv(rows, DEPTH)
+    step = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), _weight_tiles(rows, V, D, ADD), gl.num_programs(0)):
+        row = (tile // across) * (2 * ROWS)
+        column = (tile % across) * COLUMNS
+        for k in range(steps):
+            stage, phase = _stage_and_phase(step, STAGES)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+            load_tile(e_d, [k * DEPTH, row], loaded, a_s.index(2 * stage))
+            load_tile(e_d, [k * DEPTH, row + ROWS], loaded, a_s.index(2 * stage + 1))
+            load_tile(x_d, [k * DEPTH, column], loaded, b_s.index(stage))
+            step += 1
+            if ADD:  # noqa: SIM102 - known when compiled
+                # this stage was left last at the step in which the consumers freed the buffer, or later
+                if k == gl.minimum(STAGES + LEAVE, steps - 1):
+                    for half in gl.static_range(2):
+                        mbarrier.wait(old_empty.index(half), done & 1)
+                        mbarrier.expect(old_full.index(half), ROWS * COLUMNS * out_d.dtype.primitive_bitwidth // 8)
+                        load_tile(out_d, [row + half * ROWS, column], old_full.index(half), out_s.index(half))
+        done += 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _consume_weight(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, out_d, stages, old, rows, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
+    DEEP: gl.constexpr
+):  # fmt: skip
+    """Multiply, and finish, the HALF-th ROWS rows of each tile of E^T S."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    out_s, old_full, old_empty = old
+    across = gl.cdiv(D, COLUMNS)
+    steps = gl.cdiv(rows, DEPTH)
+    buffer = out_s.index(HALF)
+    step = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), _weight_tiles(rows, V, D, ADD), gl.num_programs(0)):
+        z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        if ADD:
+            z, step = _multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
+            mbarrier.wait(old_full.index(HALF), done & 1)
+            z += buffer.load(layout).to(gl.float32)
+        else:
+            z, step = _multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
+            tma.store_wait(0)
+        barrier()
+        buffer.store(z.to(out_d.dtype))
+        fence_async_shared()
+        barrier()
+        store_tile(out_d, [(tile // across) * (2 * ROWS) + HALF * ROWS, (tile % across) * COLUMNS], buffer)
+        done += 1
+    tma.store_wait(0)  # shared memory goes when the program ends
+
+
+@Launcher
+@gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
+def _weight_grad(  # type: ignore[no-untyped-def]
+    e_d, x_d, out_d, count, first, C, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
+    DEEP: gl.constexpr
+):  # fmt: skip
+    """Set up the stages and the barriers, and send the warps to their parts."""
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
+    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
+    out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    old_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    old_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    for half in gl.static_range(2):
+        mbarrier.init(old_full.index(half), count=1)
+        mbarrier.init(old_empty.index(half), count=1)
+    fence_async_shared()
+    stages = (a_s, b_s, full, empty)
+    old = (out_s, old_full, old_empty)
+    rows = _rows(count, first, C)
+    gl.warp_specialize(
+        [
+            (_consume_weight, (0, out_d, stages, old, rows, V, D, ADD, STAGES, DEPTH, DEEP)),
+            (_consume_weight, (1, out_d, stages, old, rows, V, D, ADD, STAGES, DEPTH, DEEP)),
+            (_produce_weight, (e_d, x_d, out_d, stages, old, rows, V, D, ADD, STAGES, DEPTH)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def input_grad(
+    e_CV: Tensor, w_VD: Tensor, ends: InputRows, room: Room, used: Used = ALL,
+    *, stages: int = 4, depth: int = 64, deep: bool = False,
+) -> None:  # fmt: skip
+    """Write ``finish(E W)`` of the rows that are `Used` into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
+    (C, V), D = e_CV.shape, w_VD.shape[1]
+    _input_grad[(multiprocessors(e_CV.device),)](
+        _descriptor(e_CV, ROWS.value, depth), _descriptor(w_VD, depth, COLUMNS.value), ends, room, *used, C, V, D,
+        STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
+    )  # fmt: skip
+
+
+def weight_grad(
+    e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL,
+    *, add: bool, stages: int | None = None, depth: int | None = None, deep: bool | None = None,
+) -> None:  # fmt: skip
+    """Write ``E^T S`` over the rows that are `Used` into ``out_VD`` (bfloat16 or float32), or add it."""
+    (C, V), D = e_CV.shape, scaled_CD.shape[1]
+    narrow = out_VD.dtype == torch.bfloat16
+    depth = depth or (64 if narrow else 32)
+    stages = stages or (3 if narrow else 4)
+    deep = narrow if deep is None else deep
+    _weight_grad[(multiprocessors(e_CV.device),)](
+        _descriptor(e_CV, depth, ROWS.value), _descriptor(scaled_CD, depth, COLUMNS.value),
+        _descriptor(out_VD, ROWS.value, COLUMNS.value), *used, C, V, D,
+        ADD=add, STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
+    )  # fmt: skip
+
+
+def room_for(device: torch.device, elements: int | None = None) -> Room:
+    """Return memory in which parts of tiles meet: of as many as there can be, or as have so many elements."""
+    programs = multiprocessors(device)
+    tiles = programs if elements is None else min(programs, elements // (2 * ROWS.value * COLUMNS.value))
+    parts = torch.empty(max(1, tiles) * 2 * ROWS.value * COLUMNS.value, dtype=torch.float32, device=device)
+    return Room(parts, torch.zeros(2 * programs, dtype=torch.int32, device=device), tiles)
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    return descriptor(x, rows, columns, TensorDescriptor, _shared_layout((rows, columns), x.dtype))
+
+
+@cache
+def _shared_layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float32)
