@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide.arguments import check_flag
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
@@ -27,7 +27,7 @@ from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
-from lowtide.models.report import Counter, PatchReport, count_when_run
+from lowtide.models.report import FUSED, Counter, PatchReport, count_when_run
 
 _STATE = "_lowtide_patch"
 _LOSS = "loss"
@@ -35,7 +35,7 @@ _FUSED = "the loss that follows is computed without logits; they are built where
 
 # Why logits are built at every step of a training run, and what to do.
 _COMPILED = (
-    "the whole model was compiled by torch.compile",
+    "torch.compile left the model's own forward to Python, between graphs",
     "Compile its layers instead: for layer in model.model.layers: layer.compile()",
 )
 _REPLICA = ("torch.nn.DataParallel called a replica of the model", "Use DistributedDataParallel")
@@ -58,9 +58,14 @@ class _PatchState(Counter):
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
-    def count_compiled(self) -> None:
-        """Count a training step of the compiled model."""
-        self.count_built(*_COMPILED)
+    def count_traced(self, why: str) -> None:
+        """Count a call in a compiled graph, by the reason for building its logits."""
+        if why == FUSED:
+            self.report.count_fused()
+        elif why == _WITHOUT_LABELS[0]:
+            self.count_built(*_WITHOUT_LABELS)
+        else:
+            self.report.count_materialised(why)
 
     def count_built(self, why: str, hint: str) -> None:
         """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
@@ -304,6 +309,8 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         )
         if _STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            return _traced(self, functools.partial(base.forward, self), args, kwargs, awaited=awaited)
         if eligibility.is_under_compile() or not awaited or getattr(self, "_is_replica", False):
             return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _loss_awaited(self):
@@ -317,20 +324,68 @@ def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwar
     if not model.training or not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return forward(*args, **kwargs)
     state: _PatchState = vars(model)[_STATE]
-    if torch.compiler.is_dynamo_compiling():
-        count_when_run(state.key)
-        return forward(*args, **kwargs)
     if not eligibility.is_under_compile():
         _adopt_head(model, state)
     calls = state.head_calls
     outputs = forward(*args, **kwargs)
     if eligibility.is_under_compile():  # between two graphs, where the head is in one
-        state.count_compiled()
+        state.count_built(*_COMPILED)
     elif getattr(model, "_is_replica", False):  # it returns outputs by C++, which cannot read lazy tensors
         state.count_built(*_REPLICA)
     elif state.head_calls != calls:
         state.count_built(*_WITHOUT_LABELS)
     return outputs
+
+
+class _Tracing:
+    """What torch.compile traces: the call of a patched model, if it does."""
+
+    state: _PatchState | None = None
+    awaited = False
+
+
+_tracing = _Tracing()
+
+
+def _traced(
+    model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, awaited: bool
+) -> Any:
+    """Return the outputs in a trace; ``awaited``: whether the head is to return lazy logits."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_adopt_traced)
+    state: _PatchState = vars(model)[_STATE]
+    if awaited and state.why_not is not None:
+        count_when_run(state.key, state.why_not)
+    _tracing.state, _tracing.awaited = state, awaited
+    outputs = forward(*args, **kwargs)
+    _tracing.state = None
+    return outputs
+
+
+def _adopt_traced(context: Any) -> None:
+    """Adopt the head of the model that is traced, as an eager call does."""
+    model = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker().value
+    _adopt_head(model, vars(model)[_STATE])
+
+
+def _traced_logits(head: nn.Linear, forward: Callable[..., Tensor], hidden: Any, args: Any, kwargs: Any) -> Any:
+    """Return the logits in a trace: lazy ones where a loss is awaited."""
+    state = _tracing.state
+    if state is None or state.head is not head:
+        return forward(hidden, *args, **kwargs)
+    if not _tracing.awaited:
+        logits = forward(hidden, *args, **kwargs)
+        if head.training and torch.is_grad_enabled() and logits.requires_grad:
+            count_when_run(state.key, _WITHOUT_LABELS[0])
+        return logits
+    from torch._dynamo.comptime import comptime
+
+    from lowtide.models.traced_logits import become_lazy
+
+    logits = (hidden, head.weight, head.bias, state.options, state.key, head.weight.shape[0])
+    comptime(become_lazy)
+    return logits
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
@@ -357,6 +412,8 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             return base.__call__(self, *args, **kwargs)
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _traced_logits(self, functools.partial(base.forward, self), input, args, kwargs)
         if type(input) is HeadWork:
             end_forward_alone(self)
             state = _awaited_by(self)

@@ -107,9 +107,11 @@ class PatchReport:
 _numbers = itertools.count()
 _counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
+FUSED = ""  # in the place of a reason for building logits
+
 
 class Counter:
-    """Base of an object whose ``count_compiled()`` traced code calls, by its ``key``; a copy gets a key of its own."""
+    """Base of an object whose ``count_traced(why)`` traced code calls, by its ``key``; a copy gets one of its own."""
 
     def __init__(self) -> None:
         self.key = str(next(_numbers))
@@ -120,22 +122,27 @@ class Counter:
         Counter.__init__(self)
 
 
-def count_when_run(key: str) -> None:
+def counter_of(key: str) -> Any:
+    """Return the `Counter` with this key, None if it is gone."""
+    return _counters.get(key)
+
+
+def count_when_run(key: str, why: str) -> None:
     """While torch.compile traces: have the `Counter` with this key count each run of the graph.
 
-    Without a graph break, and without a guard on the counts.
+    Without a graph break, and without a guard on the counts. ``why`` is a reason for building logits, or `FUSED`.
     """
     from torch._dynamo.comptime import comptime
 
     comptime(_allow)
-    _count(key)
+    _count(key, why)
     comptime(_move_out)
 
 
-def _count(key: str) -> None:
+def _count(key: str, why: str) -> None:
     counter = _counters.get(key)
     if counter is not None:
-        counter.count_compiled()
+        counter.count_traced(why)
 
 
 def _allow(_: Any) -> None:

@@ -1,0 +1,255 @@
+"""Lazy logits while torch.compile traces: a loss in the graph without logits, and `LazyLogits` where they leave it.
+
+Dynamo represents each object of the code that it traces by a variable. `TracedLogits` is the variable of lazy logits:
+no node of the graph stands for them. A recorded operation makes another variable; a cross entropy puts
+`lowtide.linear_cross_entropy` of the hidden states into the graph; anything else puts the logits there, as the stock
+model does. If logits leave the graph unbuilt, the hidden states are its output instead, and the code that dynamo puts
+behind the graph makes eager `LazyLogits` of them: read later, they have stock's values and gradients.
+
+This module imports torch's compiler, and is imported while it traces.
+
+Legend: hidden [..., D], logits [..., V].
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo import variables
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.lists import BaseListVariable
+
+from lowtide.arguments import is_autocast_on
+from lowtide.models.head_kinds import head_call
+from lowtide.models.lazy_logits import LazyLogits
+from lowtide.models.report import count_when_run, counter_of
+from lowtide.models.steps import Step
+from lowtide.models.traced_operations import COMMUTATIVE, OPERATIONS, Variable, constant, example, fake, inline
+
+_READ = "read by {} in a graph of torch.compile"
+
+
+class _Marker:
+    """What dynamo takes for the value of these variables: an object with a ``__torch_function__``."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the variable traces it")
+
+
+@dataclass(eq=False)
+class _Call:
+    """One traced call of the head."""
+
+    weight: Variable
+    bias: Variable
+    options: Variable
+    key: str  # of the patched model's counter
+    kind: str  # of device
+    autocast: torch.dtype | None
+    made: "list[TracedLogits]" = field(default_factory=list)
+    counted: bool = False
+    fused: bool = False
+
+
+class TracedLogits(variables.UserDefinedObjectVariable):
+    """The variable of logits after some steps; ``hidden`` are the rows that they are computed from.
+
+    ``like`` is a fake tensor of their shape, strides and dtype, and ``steps`` are as those of eager logits, for `fold`.
+    ``parent``, ``name`` and ``args`` have the last step as a method of tensors.
+    """
+
+    def __init__(
+        self,
+        call: _Call,
+        hidden: Variable,
+        like: Tensor,
+        steps: tuple[Step, ...] = (),
+        parent: Self | None = None,
+        name: str = "",
+        args: Sequence[Variable] = (),
+    ) -> None:
+        super().__init__(_Marker())
+        self.call, self.hidden, self.like, self.steps = call, hidden, like, steps
+        self.parent, self.name, self.args = parent, name, list(args)
+        self.grad_mode = torch.is_grad_enabled()
+        self.real: Variable | None = None
+        call.made.append(self)
+
+    def then(self, step: Step, like: Tensor, hidden: Variable, name: str, *args: Variable) -> Any:
+        """Return the variable of these after one more step."""
+        return type(self)(self.call, hidden, like, (*self.steps, step), self, name, args)
+
+    def python_type(self) -> type:
+        """Return the class that these have outside of the graph."""
+        return LazyLogits
+
+    def as_proxy(self) -> Any:
+        """Return the real logits, for a node of the graph that takes them."""
+        return self.materialise(InstructionTranslator.current_tx(), "an operation").as_proxy()
+
+    def call_torch_function(self, tx: Any, fn: Any, types: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002
+        """Trace a function of these."""
+
+        def run(args: list[Any], kwargs: dict[str, Any]) -> Any:
+            return fn.call_function(tx, args, kwargs)
+
+        return self._operate(tx, fn.as_python_constant(), run, args, kwargs)
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Trace a method of these."""
+
+        def run(args: list[Any], kwargs: dict[str, Any]) -> Any:
+            return args[0].call_method(tx, name, args[1:], kwargs)
+
+        return self._operate(tx, getattr(Tensor, name, name), run, [self, *args], kwargs)
+
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        """Trace the reading of an attribute."""
+        if self.real is None and self.like.shape[-1] is self.call.made[0].like.shape[-1]:
+            if name == "shape":
+                return inline(tx, _shape_of, self.hidden, self.like.shape[-1])
+            if name in ("ndim", "dtype"):
+                return constant(tx, getattr(self.like, name))
+            if name in ("device", "is_cuda", "is_cpu", "layout"):
+                return self.hidden.var_getattr(tx, name)
+        if callable(getattr(Tensor, name, None)):
+            return variables.GetAttrVariable(self, name)
+        return self.materialise(tx, name).var_getattr(tx, name)
+
+    def materialise(self, tx: Any, why: str) -> Any:
+        """Return the real logits; all that were recorded of this call are built at once, as they may share memory."""
+        if self.real is None:
+            if not self.call.counted:
+                self.call.counted = True
+            inline(tx, count_when_run, self.call.key, _READ.format(why))
+            for each in self.call.made:
+                each._build(tx)
+        return self.real
+
+    def _build(self, tx: Any) -> None:
+        if self.real is not None:
+            return
+        if self.parent is None:
+            call = self.call
+            self.real = inline(
+                tx, _logits, self.hidden, call.weight, call.bias, self.grad_mode, call.kind, call.autocast
+            )
+        else:
+            self.real = inline(tx, _stepped, self.parent.real, self.name, self.grad_mode, *self.args)
+
+    def _operate(self, tx: Any, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args = list(args)
+        operation = OPERATIONS.get(func)
+        given = args[::-1] if func in COMMUTATIVE and args[0] is not self else args
+        others = (*given[1:], *kwargs.values())
+        if operation is not None and self.real is None and given[0] is self:
+            if not any(isinstance(other, TracedLogits) for other in others):
+                result = _bound(operation, tx, given, kwargs)
+                if result is not NotImplemented:
+                    return result
+        why = getattr(func, "__name__", str(func))
+        return run(
+            [_built(tx, arg, why) for arg in args], {name: _built(tx, value, why) for name, value in kwargs.items()}
+        )
+
+    def reconstruct(self, codegen: Any) -> None:
+        """Write the code that has these behind the graph."""
+        if self.real is not None:
+            codegen(self.real)
+            return
+        tx = codegen.tx
+        if self.parent is None:
+            function: Any = _rebuild
+            call = self.call
+            operands = [self.hidden, *(constant(tx, x) for x in (self.grad_mode, call.autocast, call.key, call.fused))]
+        else:
+            function = _rebuild_step
+            operands = [self.parent, constant(tx, self.grad_mode), constant(tx, self.name), *self.args]
+        codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_const_unchecked(function)))
+        for operand in operands:
+            codegen(operand)
+        codegen.extend_output(create_call_function(len(operands), False))
+
+
+def _bound(operation: Callable[..., Any], tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        bound = inspect.signature(operation).bind(tx, *args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    return operation(*bound.args, **bound.kwargs)
+
+
+def _built(tx: Any, value: Any, why: str) -> Any:
+    if isinstance(value, TracedLogits):
+        return value.materialise(tx, why)
+    if isinstance(value, BaseListVariable) and any(isinstance(item, TracedLogits) for item in value.items):
+        return type(value)([_built(tx, item, why) for item in value.items])
+    return value
+
+
+# What is traced.
+
+
+def _shape_of(hidden: Tensor, classes: int) -> Any:
+    return torch.Size((*hidden.shape[:-1], classes))
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, grad_mode: bool, kind: str, autocast: torch.dtype | None
+) -> Tensor:
+    with torch.set_grad_enabled(grad_mode):
+        if autocast is None and not is_autocast_on(kind):
+            return F.linear(hidden, weight, bias)
+        with torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
+            return F.linear(hidden, weight, bias)
+
+
+def _stepped(logits: Tensor, name: str, grad_mode: bool, *args: Any) -> Any:
+    with torch.set_grad_enabled(grad_mode):
+        return getattr(logits, name)(*args)
+
+
+# What runs behind the graph.
+
+
+@torch.compiler.disable
+def _rebuild(hidden: Tensor, grad_mode: bool, autocast: torch.dtype | None, key: str, fused: bool) -> Tensor:
+    state = counter_of(key)
+    kind = hidden.device.type
+    with torch.set_grad_enabled(grad_mode), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
+        call = head_call(state.head, (hidden,), {}, state.report, state.options)
+        if isinstance(call, str):
+            state.report.count_materialised(call)
+            return F.linear(hidden, state.head.weight, state.head.bias)
+        call.fused = call.passed = fused
+        return LazyLogits.of(call)
+
+
+@torch.compiler.disable
+def _rebuild_step(logits: Tensor, grad_mode: bool, name: str, *args: Any) -> Any:
+    with torch.set_grad_enabled(grad_mode):
+        return getattr(logits, name)(*args)
+
+
+def become_lazy(context: Any) -> None:
+    """While torch.compile traces: make the local variable ``logits`` the variable of lazy logits.
+
+    It holds (hidden, weight, bias, options, key, classes).
+    """
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    hidden, weight, bias, options, key, classes = (
+        item.realize() if hasattr(item, "realize") else item for item in tx.symbolic_locals["logits"].realize().items
+    )
+    rows = example(hidden)
+    kind = rows.device.type
+    autocast = torch.get_autocast_dtype(kind) if is_autocast_on(kind) and rows.dtype != torch.float64 else None
+    dtype = autocast or rows.dtype
+    like = fake(tx, lambda: torch.empty(*rows.shape[:-1], classes.as_python_constant(), dtype=dtype, device="meta"))
+    call = _Call(weight, bias, options, key.as_python_constant(), kind, autocast)
+    tx.symbolic_locals["logits"] = TracedLogits(call, hidden, like)
