@@ -38,6 +38,7 @@ _COMPILED = (
     "torch.compile left the model's own forward to Python, between graphs",
     "Compile its layers instead: for layer in model.model.layers: layer.compile()",
 )
+_NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
 _REPLICA = ("torch.nn.DataParallel called a replica of the model", "Use DistributedDataParallel")
 _WITHOUT_LABELS = (
     "the model was called in training without labels, shift_labels and num_items_in_batch",
@@ -292,9 +293,7 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
             state.gathered.let_go()
             state.gathered = None
     if why_not is None and state.head_calls == calls:
-        state.report.count_materialised(
-            "the output embedding was not called; what the loss was computed from is unknown"
-        )
+        state.report.count_materialised(_NOT_CALLED)
 
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
@@ -310,7 +309,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         if _STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            return _traced(self, functools.partial(base.forward, self), args, kwargs, awaited=awaited)
+            return _in_trace(self, functools.partial(base.forward, self), args, kwargs, awaited=awaited)
         if eligibility.is_under_compile() or not awaited or getattr(self, "_is_replica", False):
             return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _loss_awaited(self):
@@ -337,54 +336,52 @@ def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwar
     return outputs
 
 
-class _Tracing:
-    """What torch.compile traces: the call of a patched model, if it does."""
+class _Traced:
+    """The patched model whose call torch.compile traces: attributes, which hold across the breaks of a graph too."""
 
     state: _PatchState | None = None
-    awaited = False
+    awaited = False  # the head is to return lazy logits
+    head_called = False
 
 
-_tracing = _Tracing()
+_traced = _Traced()
 
 
-def _traced(
-    model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, awaited: bool
-) -> Any:
-    """Return the outputs in a trace; ``awaited``: whether the head is to return lazy logits."""
+def _in_trace(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, awaited: bool) -> Any:
+    """Return the outputs of a model whose call torch.compile traces; ``awaited``: whether a loss is."""
     from torch._dynamo.comptime import comptime
 
-    comptime(_adopt_traced)
+    comptime(_adopt_in_trace)
     state: _PatchState = vars(model)[_STATE]
     if awaited and state.why_not is not None:
         count_when_run(state.key, state.why_not)
-    _tracing.state, _tracing.awaited = state, awaited
+    _traced.state, _traced.awaited, _traced.head_called = state, awaited, False
     outputs = forward(*args, **kwargs)
-    _tracing.state = None
+    _traced.state = None
+    if awaited and state.why_not is None and not _traced.head_called:
+        count_when_run(state.key, _NOT_CALLED)
     return outputs
 
 
-def _adopt_traced(context: Any) -> None:
+def _adopt_in_trace(context: Any) -> None:
     """Adopt the head of the model that is traced, as an eager call does."""
     model = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker().value
     _adopt_head(model, vars(model)[_STATE])
 
 
-def _traced_logits(head: nn.Linear, forward: Callable[..., Tensor], hidden: Any, args: Any, kwargs: Any) -> Any:
-    """Return the logits in a trace: lazy ones where a loss is awaited."""
-    state = _tracing.state
+def _head_in_trace(head: nn.Linear, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Any:
+    """Return the logits of a call of the head that torch.compile traces: lazy ones where a loss is awaited."""
+    state = _traced.state
     if state is None or state.head is not head:
-        return forward(hidden, *args, **kwargs)
-    if not _tracing.awaited:
-        logits = forward(hidden, *args, **kwargs)
-        if head.training and torch.is_grad_enabled() and logits.requires_grad:
-            count_when_run(state.key, _WITHOUT_LABELS[0])
-        return logits
-    from torch._dynamo.comptime import comptime
+        return forward(*args, **kwargs)
+    _traced.head_called = True
+    if _traced.awaited:
+        from lowtide.models.traced_logits import traced_logits
 
-    from lowtide.models.traced_logits import become_lazy
-
-    logits = (hidden, head.weight, head.bias, state.options, state.key, head.weight.shape[0])
-    comptime(become_lazy)
+        return traced_logits(head, forward, args, kwargs, state)
+    logits = forward(*args, **kwargs)
+    if head.training and torch.is_grad_enabled() and logits.requires_grad:
+        count_when_run(state.key, _WITHOUT_LABELS[0])
     return logits
 
 
@@ -413,7 +410,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _traced_logits(self, functools.partial(base.forward, self), input, args, kwargs)
+            return _head_in_trace(self, functools.partial(base.forward, self), (input, *args), kwargs)
         if type(input) is HeadWork:
             end_forward_alone(self)
             state = _awaited_by(self)

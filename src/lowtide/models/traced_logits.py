@@ -18,13 +18,18 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.comptime import comptime
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lists import BaseListVariable
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from lowtide.arguments import is_autocast_on
+from lowtide.models.adapters import is_lora
+from lowtide.models.eligibility import own_hooks, why_not_class, why_not_now
 from lowtide.models.head_kinds import head_call
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.report import count_when_run, counter_of
@@ -32,14 +37,45 @@ from lowtide.models.steps import Step
 from lowtide.models.traced_operations import COMMUTATIVE, OPERATIONS, Variable, constant, example, fake, inline
 
 _READ = "read by {} in a graph of torch.compile"
+_ARGUMENTS = "the output embedding was called with more than hidden states"
 
 
 class _Marker:
-    """What dynamo takes for the value of these variables: an object with a ``__torch_function__``."""
+    """What dynamo takes for the value of these variables: an object with a ``__torch_function__``, and operators."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         raise AssertionError("the variable traces it")
+
+
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
+    def apply(self: Any, other: Any) -> Any:
+        return getattr(torch, name)(other, self) if reflected else getattr(torch, name)(self, other)
+
+    return apply
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def apply(self: Any, *args: Any) -> Any:
+        return getattr(self, name)(*args)
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "true_divide", "pow", "matmul", "remainder", "floor_divide"):
+    _short = {"true_divide": "truediv", "remainder": "mod", "floor_divide": "floordiv"}.get(_name, _name)
+    setattr(_Marker, f"__{_short}__", _operator(_name))
+    setattr(_Marker, f"__r{_short}__", _operator(_name, reflected=True))
+    setattr(_Marker, f"__i{_short}__", _method(f"{_name}_"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "getitem", "setitem", "len", "iter"):
+    setattr(
+        _Marker,
+        f"__{_name}__",
+        _method(
+            {"getitem": "__getitem__", "setitem": "__setitem__", "len": "__len__", "iter": "__iter__"}.get(_name, _name)
+        ),
+    )
+_Marker.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @dataclass(eq=False)
@@ -116,6 +152,9 @@ class TracedLogits(variables.UserDefinedObjectVariable):
                 return inline(tx, _shape_of, self.hidden, self.like.shape[-1])
             if name in ("ndim", "dtype"):
                 return constant(tx, getattr(self.like, name))
+            if name == "requires_grad":
+                inputs = map(example, (self.hidden, self.call.weight, self.call.bias))
+                return constant(tx, self.grad_mode and any(x is not None and x.requires_grad for x in inputs))
             if name in ("device", "is_cuda", "is_cpu", "layout"):
                 return self.hidden.var_getattr(tx, name)
         if callable(getattr(Tensor, name, None)):
@@ -193,6 +232,32 @@ def _built(tx: Any, value: Any, why: str) -> Any:
     return value
 
 
+def _with_loss_modules(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return how dynamo calls ``torch.nn.CrossEntropyLoss(...)`` that traced code makes, for lazy logits as well.
+
+    ``stock``, dynamo's own, makes a node of the graph of whatever the loss is called with.
+    """
+
+    def make(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        loss = stock(self, tx, args, kwargs)
+
+        def call(input: Any, target: Any) -> Any:
+            if not isinstance(input, TracedLogits):
+                return loss.call_function(tx, [input, target], {})
+            function = Variable.build(tx, F.cross_entropy)
+            return input.call_torch_function(tx, function, None, [input, target, *args], kwargs)
+
+        return variables.LambdaVariable(call)
+
+    return make
+
+
+_LOSS_MODULE = "_call_cross_entropy_loss"
+_KIND: Any = variables.UserDefinedClassVariable
+if hasattr(_KIND, _LOSS_MODULE):  # else such a loss has real logits
+    setattr(_KIND, _LOSS_MODULE, _with_loss_modules(getattr(_KIND, _LOSS_MODULE)))
+
+
 # What is traced.
 
 
@@ -237,19 +302,50 @@ def _rebuild_step(logits: Tensor, grad_mode: bool, name: str, *args: Any) -> Any
         return getattr(logits, name)(*args)
 
 
-def become_lazy(context: Any) -> None:
-    """While torch.compile traces: make the local variable ``logits`` the variable of lazy logits.
+def traced_logits(head: Any, forward: Callable[..., Tensor], args: Any, kwargs: Any, state: Any) -> Any:
+    """Trace a call of a patched head, whose stock ``forward`` is given: lazy logits, or why they are built."""
+    why_not: str | None = _ARGUMENTS
+    logits: Any = None
+    if len(args) == 1 and not kwargs:
+        hidden = args[0]
+        comptime(_become_lazy)
+    if why_not is None:
+        return logits
+    count_when_run(state.key, why_not)
+    return forward(*args, **kwargs)
 
-    It holds (hidden, weight, bias, options, key, classes).
-    """
+
+def _become_lazy(context: Any) -> None:
+    """While torch.compile traces `traced_logits`: make its variable ``logits`` lazy ones, or set ``why_not``."""
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    hidden, weight, bias, options, key, classes = (
-        item.realize() if hasattr(item, "realize") else item for item in tx.symbolic_locals["logits"].realize().items
-    )
-    rows = example(hidden)
-    kind = rows.device.type
+    head, hidden, state = (tx.symbolic_locals[name].realize() for name in ("head", "hidden", "state"))
+    rows, module = example(hidden), head.value
+    why_not = _why_not(module, rows)
+    tx.symbolic_locals["why_not"] = constant(tx, why_not)
+    if why_not is not None:
+        return
+    kind, classes = rows.device.type, module.weight.shape[0]
     autocast = torch.get_autocast_dtype(kind) if is_autocast_on(kind) and rows.dtype != torch.float64 else None
-    dtype = autocast or rows.dtype
-    like = fake(tx, lambda: torch.empty(*rows.shape[:-1], classes.as_python_constant(), dtype=dtype, device="meta"))
+    like = fake(tx, lambda: torch.empty(*rows.shape[:-1], classes, dtype=autocast or rows.dtype, device="meta"))
+    weight, bias = (head.var_getattr(tx, name) for name in ("weight", "bias"))
+    key, options = (state.var_getattr(tx, name) for name in ("key", "options"))
     call = _Call(weight, bias, options, key.as_python_constant(), kind, autocast)
+    assert like is not None
     tx.symbolic_locals["logits"] = TracedLogits(call, hidden, like)
+
+
+def _why_not(head: Any, rows: Any) -> str | None:
+    """Return why a call of ``head`` for hidden states like ``rows`` is traced with real logits."""
+    if is_lora(head):
+        return "the output embedding has LoRA on it, in a graph of torch.compile"
+    if own_hooks(head):  # work after the call runs outside of them
+        return "the output embedding has a hook, in a graph of torch.compile"
+    why_not = why_not_class(head)
+    if why_not is not None:
+        return why_not
+    if type(rows) is not FakeTensor:
+        return f"the hidden states are a {type(rows).__name__}"
+    for parameter in (head.weight, head.bias):
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            return f"the output embedding's weight is a {type(parameter).__name__}, not a plain Parameter"
+    return why_not_now(head, rows)

@@ -89,7 +89,9 @@ def _step(tx: Any, input: Any, name: str, function: Any, *args: Variable) -> Any
 def _scaled(name: str, function: Any) -> Callable[..., Any]:
     def apply(tx: Any, input: Any, other: Any) -> Any:
         if isinstance(other, variables.SymNodeVariable) and type(other.sym_num) is torch.SymFloat:
-            other = constant(tx, other.evaluate_expr())  # a number of the model's: as one of the graph it has no folding
+            other = constant(
+                tx, other.evaluate_expr()
+            )  # a number of the model's: as one of the graph it has no folding
         return _step(tx, input, name, function, other) if type(number(other)) in (int, float) else NotImplemented
 
     return apply
@@ -155,7 +157,9 @@ def _getitem(tx: Any, input: Any, index: Any) -> Any:
 
 def _index(part: Variable) -> Any:
     if isinstance(part, variables.SliceVariable):
-        ends = [None if end.is_python_constant() and end.as_python_constant() is None else number(end) for end in part.items]
+        ends = [
+            None if end.is_python_constant() and end.as_python_constant() is None else number(end) for end in part.items
+        ]
         given = [end.is_python_constant() and end.as_python_constant() is None for end in part.items]
         if any(end is None and not none for end, none in zip(ends, given, strict=True)):
             return None
@@ -204,8 +208,37 @@ def _permute(tx: Any, input: Any, *dims: Any) -> Any:
     return _swap(tx, input, constant(tx, 1), constant(tx, 2))
 
 
+def _log_softmax(tx: Any, input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
+    at, to = None if dim is None else number(dim), _value(dtype)
+    if at not in (-1, input.like.dim() - 1) or not (to is None or to.is_floating_point):
+        return NotImplemented
+    z = _log_softmax_of(tx, input) if to is None else _log_softmax_of(tx, _cast(tx, input, dtype=to))
+    return z
+
+
+def _log_softmax_of(tx: Any, input: Any) -> Any:
+    """Autocast has it in float32: these are cast before, which is the same."""
+    given = fake(tx, lambda: torch.empty(1, 1, dtype=input.like.dtype, device=input.call.kind).log_softmax(-1))
+    if given is None:
+        return NotImplemented
+    return _step(tx, _cast(tx, input, dtype=given.dtype), "log_softmax", TensorBase.log_softmax, constant(tx, -1))
+
+
 def _is_swapped(input: Any) -> bool:
     return bool(input.steps) and input.steps[-1].function is TensorBase.transpose
+
+
+def _size(tx: Any, input: Any, dim: Any = None) -> Any:
+    shape = input.var_getattr(tx, "shape")
+    return shape if dim is None or _is_none(dim) else shape.call_method(tx, "__getitem__", [dim], {})
+
+
+def _rank(tx: Any, input: Any) -> Any:
+    return constant(tx, input.like.dim())
+
+
+def _nll_loss(tx: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    return cross_entropy(tx, input, target, *args, **kwargs, of_logprobs=True)
 
 
 def cross_entropy(
@@ -218,11 +251,19 @@ def cross_entropy(
     reduce: Any = None,
     reduction: Any = "mean",
     label_smoothing: Any = 0.0,
+    *,
+    of_logprobs: bool = False,
 ) -> Any:
     """`F.cross_entropy` of rows and class indices: `lowtide.linear_cross_entropy` of the hidden states."""
     none = [_value(given) for given in (size_average, reduce)]
-    settings = {name: _value(given) for name, given in
-                (("ignore_index", ignore_index), ("reduction", reduction), ("label_smoothing", label_smoothing))}
+    settings = {
+        name: _value(given)
+        for name, given in (
+            ("ignore_index", ignore_index),
+            ("reduction", reduction),
+            ("label_smoothing", label_smoothing),
+        )
+    }
     labels = example(target)
     swapped = _is_swapped(input)
     if none != [None, None] or labels is None or labels.dtype != torch.int64 or None in settings.values():
@@ -238,7 +279,7 @@ def cross_entropy(
     if not _is_none(weight) and (classes is None or classes.dtype != input.like.dtype):
         return NotImplemented
     folded = fold(input.steps[:-1] if swapped else input.steps)
-    if folded is None or folded.normalised:
+    if folded is None or folded.normalised is not of_logprobs or folded.sign != 1:
         return NotImplemented
     call = input.call
     given = functools.partial(torch.empty, dtype=input.like.dtype, device=labels.device)
@@ -256,7 +297,9 @@ def cross_entropy(
 
 
 def _is_none(given: Any) -> bool:
-    return given is None or (isinstance(given, Variable) and given.is_python_constant() and given.as_python_constant() is None)
+    return given is None or (
+        isinstance(given, Variable) and given.is_python_constant() and given.as_python_constant() is None
+    )
 
 
 def _value(given: Any) -> Any:
@@ -324,5 +367,10 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     **dict.fromkeys(_named("transpose", "swapaxes"), _swap),
     **dict.fromkeys(_named("permute"), _permute),
+    Tensor.size: _size,
+    **dict.fromkeys((Tensor.dim, Tensor.ndimension), _rank),
+    **dict.fromkeys(_named("log_softmax"), _log_softmax),
+    F.log_softmax: _log_softmax,
+    F.nll_loss: _nll_loss,
     F.cross_entropy: cross_entropy,
 }
