@@ -149,7 +149,8 @@ def _allow(_: Any) -> None:
     """Have calls of `_count` moved behind the graph, as those that log may be."""
     from torch._dynamo import config
 
-    config.reorderable_logging_functions.add(_count)
+    functions: set[Any] = config.reorderable_logging_functions
+    functions.add(_count)
 
 
 def _move_out(context: Any) -> None:

@@ -19,24 +19,36 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.comptime import comptime
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lists import BaseListVariable
-
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.arguments import is_autocast_on
+from lowtide.errors import UnsupportedError
 from lowtide.models.adapters import is_lora
 from lowtide.models.eligibility import own_hooks, why_not_class, why_not_now
+from lowtide.models.head_call import CHANGED
 from lowtide.models.head_kinds import head_call
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.report import count_when_run, counter_of
 from lowtide.models.steps import Step
-from lowtide.models.traced_operations import COMMUTATIVE, OPERATIONS, Variable, constant, example, fake, inline
+from lowtide.models.traced_operations import (
+    COMMUTATIVE,
+    OPERATIONS,
+    Variable,
+    constant,
+    example,
+    fake,
+    inline,
+    is_last,
+    variables,
+)
 
 _READ = "read by {} in a graph of torch.compile"
+_MODE = "a TorchFunctionMode is active"
 _ARGUMENTS = "the output embedding was called with more than hidden states"
 
 
@@ -82,18 +94,40 @@ _Marker.__hash__ = object.__hash__  # type: ignore[method-assign]
 class _Call:
     """One traced call of the head."""
 
-    weight: Variable
-    bias: Variable
-    options: Variable
+    hidden: Any  # variables, and other tensors' too
+    weight: Any
+    bias: Any
+    options: Any
+    classes: int  # V
     key: str  # of the patched model's counter
     kind: str  # of device
     autocast: torch.dtype | None
     made: "list[TracedLogits]" = field(default_factory=list)
-    counted: bool = False
     fused: bool = False
+    _versions: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._versions = self._now()
+
+    def _now(self) -> tuple[int | None, ...]:
+        tensors = map(example, (self.hidden, self.weight, self.bias))
+        return tuple(None if x is None or x.is_inference() else x._version for x in tensors)
+
+    def is_changed(self) -> bool:
+        """Whether the traced code has changed in place what the logits are computed from."""
+        return self._now() != self._versions
+
+    def check_unchanged(self) -> None:
+        """Check that what the logits are computed from is as it was in the call.
+
+        Raises:
+            UnsupportedError: The traced code has changed it in place.
+        """
+        if self.is_changed():
+            raise UnsupportedError(CHANGED)
 
 
-class TracedLogits(variables.UserDefinedObjectVariable):
+class TracedLogits(variables.UserDefinedObjectVariable):  # type: ignore[misc]
     """The variable of logits after some steps; ``hidden`` are the rows that they are computed from.
 
     ``like`` is a fake tensor of their shape, strides and dtype, and ``steps`` are as those of eager logits, for `fold`.
@@ -135,7 +169,7 @@ class TracedLogits(variables.UserDefinedObjectVariable):
         def run(args: list[Any], kwargs: dict[str, Any]) -> Any:
             return fn.call_function(tx, args, kwargs)
 
-        return self._operate(tx, fn.as_python_constant(), run, args, kwargs)
+        return self._operate(tx, _function(fn), run, args, kwargs)
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Trace a method of these."""
@@ -147,9 +181,9 @@ class TracedLogits(variables.UserDefinedObjectVariable):
 
     def var_getattr(self, tx: Any, name: str) -> Any:
         """Trace the reading of an attribute."""
-        if self.real is None and self.like.shape[-1] is self.call.made[0].like.shape[-1]:
+        if self.real is None and is_last(self.like, self.call):
             if name == "shape":
-                return inline(tx, _shape_of, self.hidden, self.like.shape[-1])
+                return inline(tx, _shape_of, self.hidden, self.call.classes)
             if name in ("ndim", "dtype"):
                 return constant(tx, getattr(self.like, name))
             if name == "requires_grad":
@@ -164,8 +198,7 @@ class TracedLogits(variables.UserDefinedObjectVariable):
     def materialise(self, tx: Any, why: str) -> Any:
         """Return the real logits; all that were recorded of this call are built at once, as they may share memory."""
         if self.real is None:
-            if not self.call.counted:
-                self.call.counted = True
+            self.call.check_unchanged()
             inline(tx, count_when_run, self.call.key, _READ.format(why))
             for each in self.call.made:
                 each._build(tx)
@@ -187,11 +220,11 @@ class TracedLogits(variables.UserDefinedObjectVariable):
         operation = OPERATIONS.get(func)
         given = args[::-1] if func in COMMUTATIVE and args[0] is not self else args
         others = (*given[1:], *kwargs.values())
-        if operation is not None and self.real is None and given[0] is self:
-            if not any(isinstance(other, TracedLogits) for other in others):
-                result = _bound(operation, tx, given, kwargs)
-                if result is not NotImplemented:
-                    return result
+        alone = given[0] is self and not any(isinstance(other, TracedLogits) for other in others)
+        if operation is not None and self.real is None and alone:
+            result = _bound(operation, tx, given, kwargs)
+            if result is not NotImplemented:
+                return result
         why = getattr(func, "__name__", str(func))
         return run(
             [_built(tx, arg, why) for arg in args], {name: _built(tx, value, why) for name, value in kwargs.items()}
@@ -204,16 +237,25 @@ class TracedLogits(variables.UserDefinedObjectVariable):
             return
         tx = codegen.tx
         if self.parent is None:
-            function: Any = _rebuild
+            function = _REBUILD
             call = self.call
-            operands = [self.hidden, *(constant(tx, x) for x in (self.grad_mode, call.autocast, call.key, call.fused))]
+            settings = self.grad_mode, call.autocast, call.key, call.fused, call.is_changed()
+            operands = [self.hidden, *(constant(tx, x) for x in settings)]
         else:
-            function = _rebuild_step
+            function = _REBUILD_STEP
             operands = [self.parent, constant(tx, self.grad_mode), constant(tx, self.name), *self.args]
         codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_const_unchecked(function)))
         for operand in operands:
             codegen(operand)
         codegen.extend_output(create_call_function(len(operands), False))
+
+
+def _function(variable: Any) -> Any:
+    """Return the function that a variable stands for; methods of tensors have variables of several kinds."""
+    try:
+        return variable.as_python_constant()
+    except (NotImplementedError, Unsupported):
+        return getattr(variable, "value", getattr(variable, "fn", None))
 
 
 def _bound(operation: Callable[..., Any], tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -283,8 +325,10 @@ def _stepped(logits: Tensor, name: str, grad_mode: bool, *args: Any) -> Any:
 # What runs behind the graph.
 
 
-@torch.compiler.disable
-def _rebuild(hidden: Tensor, grad_mode: bool, autocast: torch.dtype | None, key: str, fused: bool) -> Tensor:
+def _rebuild(
+    hidden: Tensor, grad_mode: bool, autocast: torch.dtype | None, key: str, fused: bool, changed: bool
+) -> Tensor:
+    """Return the logits of a call of the head, as an eager call would have."""
     state = counter_of(key)
     kind = hidden.device.type
     with torch.set_grad_enabled(grad_mode), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
@@ -292,22 +336,25 @@ def _rebuild(hidden: Tensor, grad_mode: bool, autocast: torch.dtype | None, key:
         if isinstance(call, str):
             state.report.count_materialised(call)
             return F.linear(hidden, state.head.weight, state.head.bias)
-        call.fused = call.passed = fused
+        call.fused, call.passed, call.stale = fused, fused and grad_mode, changed
         return LazyLogits.of(call)
 
 
-@torch.compiler.disable
 def _rebuild_step(logits: Tensor, grad_mode: bool, name: str, *args: Any) -> Any:
+    """Return the logits after one more step."""
     with torch.set_grad_enabled(grad_mode):
         return getattr(logits, name)(*args)
 
 
-def traced_logits(head: Any, forward: Callable[..., Tensor], args: Any, kwargs: Any, state: Any) -> Any:
+# The compiler is still on behind the graph, and would compile these.
+_REBUILD, _REBUILD_STEP = map(torch.compiler.disable, (_rebuild, _rebuild_step))
+
+
+def traced_logits(head: Any, forward: Callable[..., Tensor], args: Any, kwargs: Any, state: Any) -> Any:  # noqa: ARG001
     """Trace a call of a patched head, whose stock ``forward`` is given: lazy logits, or why they are built."""
     why_not: str | None = _ARGUMENTS
     logits: Any = None
     if len(args) == 1 and not kwargs:
-        hidden = args[0]
         comptime(_become_lazy)
     if why_not is None:
         return logits
@@ -318,9 +365,10 @@ def traced_logits(head: Any, forward: Callable[..., Tensor], args: Any, kwargs: 
 def _become_lazy(context: Any) -> None:
     """While torch.compile traces `traced_logits`: make its variable ``logits`` lazy ones, or set ``why_not``."""
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    head, hidden, state = (tx.symbolic_locals[name].realize() for name in ("head", "hidden", "state"))
+    head, args, state = (tx.symbolic_locals[name].realize() for name in ("head", "args", "state"))
+    hidden = args.items[0].realize()
     rows, module = example(hidden), head.value
-    why_not = _why_not(module, rows)
+    why_not = _MODE if _is_mode_active(tx) else _why_not(module, rows)
     tx.symbolic_locals["why_not"] = constant(tx, why_not)
     if why_not is not None:
         return
@@ -329,9 +377,15 @@ def _become_lazy(context: Any) -> None:
     like = fake(tx, lambda: torch.empty(*rows.shape[:-1], classes, dtype=autocast or rows.dtype, device="meta"))
     weight, bias = (head.var_getattr(tx, name) for name in ("weight", "bias"))
     key, options = (state.var_getattr(tx, name) for name in ("key", "options"))
-    call = _Call(weight, bias, options, key.as_python_constant(), kind, autocast)
+    call = _Call(hidden, weight, bias, options, classes, key.as_python_constant(), kind, autocast)
     assert like is not None
     tx.symbolic_locals["logits"] = TracedLogits(call, hidden, like)
+
+
+def _is_mode_active(tx: Any) -> bool:
+    """Whether a ``TorchFunctionMode`` is traced, other than ``with device:``."""
+    modes = (mode.python_type() for mode in tx.symbolic_torch_function_state.mode_stack)
+    return any(mode.__name__ != "DeviceContext" for mode in modes)
 
 
 def _why_not(head: Any, rows: Any) -> str | None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import TensorBase
-from torch._dynamo import variables
+from torch._dynamo import variables as dynamo_variables
 from torch._dynamo.variables.base import VariableTracker
 
 from lowtide.head.cross_entropy import linear_cross_entropy
@@ -23,16 +23,17 @@ from lowtide.head.options import HeadOptions
 from lowtide.models.report import FUSED, count_when_run
 from lowtide.models.steps import Step, fold
 
-Variable = VariableTracker
+variables: Any = dynamo_variables  # some of its names are not exported to type checkers
+Variable: Any = VariableTracker  # whose methods differ between versions
 
 
-def inline(tx: Any, function: Callable[..., Any], *args: Any) -> Variable:
+def inline(tx: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Trace a Python function of lowtide; arguments that are no variables are constants."""
     given = [arg if isinstance(arg, Variable) else constant(tx, arg) for arg in args]
     return Variable.build(tx, function).call_function(tx, given, {})
 
 
-def constant(tx: Any, value: Any) -> Variable:
+def constant(tx: Any, value: Any) -> Any:
     """Return the variable of a number, name, dtype or None."""
     return Variable.build(tx, value) if isinstance(value, torch.dtype) else variables.ConstantVariable.create(value)
 
@@ -46,9 +47,15 @@ def fake(tx: Any, function: Callable[..., Tensor], *args: Any) -> Tensor | None:
         return None
 
 
-def example(variable: Variable) -> Any:
+def example(variable: Any) -> Any:
     """Return the fake tensor of a tensor's variable, None of any other."""
-    return variable.as_proxy().node.meta.get("example_value") if variable.is_tensor() else None
+    is_tensor = isinstance(variable, variables.TensorVariable)
+    return variable.as_proxy().node.meta.get("example_value") if is_tensor else None
+
+
+def is_last(like: Tensor, call: Any) -> bool:
+    """Whether the last axis of logits that are shown by ``like`` is still that of the classes."""
+    return type(like.shape[-1]) is int and like.shape[-1] == call.classes
 
 
 def number(variable: Any) -> Any:
@@ -79,7 +86,7 @@ def _cast(tx: Any, input: Any, *, dtype: torch.dtype) -> Any:
     return _step(tx, input, "to", TensorBase.to, constant(tx, dtype))
 
 
-def _step(tx: Any, input: Any, name: str, function: Any, *args: Variable) -> Any:
+def _step(tx: Any, input: Any, name: str, function: Any, *args: Any) -> Any:
     """Record an operation on each value."""
     values = tuple(arg.as_python_constant() for arg in args)
     like = fake(tx, function, input.like, *values)
@@ -111,7 +118,7 @@ def _contiguous(tx: Any, input: Any) -> Any:
 def _moved(tx: Any, input: Any, name: str, args: Any, of_hidden: Any, values: Any) -> Any:
     """Record an operation that moves or selects rows: ``of_hidden`` has its arguments for the hidden states."""
     like = fake(tx, getattr(TensorBase, name), input.like, *values)
-    if like is None or like.dim() == 0 or like.shape[-1] is not input.like.shape[-1]:
+    if like is None or like.dim() == 0 or not is_last(like, input.call):
         return NotImplemented
     name_of_hidden = "reshape" if name == "view" else name
     hidden = input.hidden.call_method(tx, name_of_hidden, list(of_hidden), {})
@@ -155,7 +162,7 @@ def _getitem(tx: Any, input: Any, index: Any) -> Any:
     return _moved(tx, input, "__getitem__", of_hidden, of_hidden, [tuple(values)])
 
 
-def _index(part: Variable) -> Any:
+def _index(part: Any) -> Any:
     if isinstance(part, variables.SliceVariable):
         ends = [
             None if end.is_python_constant() and end.as_python_constant() is None else number(end) for end in part.items
@@ -212,8 +219,7 @@ def _log_softmax(tx: Any, input: Any, dim: Any = None, _stacklevel: Any = 3, dty
     at, to = None if dim is None else number(dim), _value(dtype)
     if at not in (-1, input.like.dim() - 1) or not (to is None or to.is_floating_point):
         return NotImplemented
-    z = _log_softmax_of(tx, input) if to is None else _log_softmax_of(tx, _cast(tx, input, dtype=to))
-    return z
+    return _log_softmax_of(tx, input if to is None else _cast(tx, input, dtype=to))
 
 
 def _log_softmax_of(tx: Any, input: Any) -> Any:
@@ -222,10 +228,6 @@ def _log_softmax_of(tx: Any, input: Any) -> Any:
     if given is None:
         return NotImplemented
     return _step(tx, _cast(tx, input, dtype=given.dtype), "log_softmax", TensorBase.log_softmax, constant(tx, -1))
-
-
-def _is_swapped(input: Any) -> bool:
-    return bool(input.steps) and input.steps[-1].function is TensorBase.transpose
 
 
 def _size(tx: Any, input: Any, dim: Any = None) -> Any:
@@ -255,45 +257,44 @@ def cross_entropy(
     of_logprobs: bool = False,
 ) -> Any:
     """`F.cross_entropy` of rows and class indices: `lowtide.linear_cross_entropy` of the hidden states."""
-    none = [_value(given) for given in (size_average, reduce)]
-    settings = {
-        name: _value(given)
-        for name, given in (
-            ("ignore_index", ignore_index),
-            ("reduction", reduction),
-            ("label_smoothing", label_smoothing),
-        )
-    }
-    labels = example(target)
-    swapped = _is_swapped(input)
-    if none != [None, None] or labels is None or labels.dtype != torch.int64 or None in settings.values():
+    settings = [_value(given) for given in (ignore_index, reduction, label_smoothing)]
+    if not _is_none(size_average) or not _is_none(reduce) or None in settings:
         return NotImplemented
-    if input.like.dim() != (3 if swapped else 2):
-        return NotImplemented
-    rows = (*input.like.shape[:1], *input.like.shape[2:])
-    if len(rows) != labels.dim() or any(a != b for a, b in zip(rows, labels.shape, strict=True)):
-        return NotImplemented
-    if labels.device != example(input.hidden).device:
-        return NotImplemented
-    classes = None if _is_none(weight) else example(weight)
-    if not _is_none(weight) and (classes is None or classes.dtype != input.like.dtype):
-        return NotImplemented
+    swapped = bool(input.steps) and input.steps[-1].function is TensorBase.transpose
     folded = fold(input.steps[:-1] if swapped else input.steps)
     if folded is None or folded.normalised is not of_logprobs or folded.sign != 1:
         return NotImplemented
-    call = input.call
-    given = functools.partial(torch.empty, dtype=input.like.dtype, device=labels.device)
-    loss = fake(tx, lambda: F.cross_entropy(given(1, 1), torch.empty(1, dtype=torch.int64, device=labels.device)))
-    if loss is None:
+    dtype = _dtype_of_loss(tx, input, example(target), swapped=swapped)
+    classes = None if _is_none(weight) else weight
+    if dtype is None or (classes is not None and getattr(example(classes), "dtype", None) != input.like.dtype):
         return NotImplemented
-    if not call.counted:
-        call.counted = True
+    call = input.call
+    call.check_unchanged()
+    if not call.fused:
+        call.fused = True
         inline(tx, count_when_run, call.key, FUSED)
-    call.fused = True
+    scale_and_cap = folded.logit_scale, folded.softcap
     return inline(
-        tx, _loss, input.hidden, call.weight, call.bias, target, None if _is_none(weight) else weight, loss.dtype,
-        folded.logit_scale, folded.softcap, call.options, *settings.values(),
-    )  # fmt: skip
+        tx, _loss, input.hidden, call.weight, call.bias, target, classes, dtype, *scale_and_cap, call.options, *settings
+    )
+
+
+def _dtype_of_loss(tx: Any, input: Any, target: Any, *, swapped: bool) -> torch.dtype | None:
+    """Return the dtype of a loss of rows and class indices, which depends on autocast; None for other targets."""
+    z = input.like
+    if target is None or target.dtype != torch.int64 or z.dim() != (3 if swapped else 2):
+        return None
+    rows = (*z.shape[:1], *z.shape[2:])
+    if len(rows) != target.dim() or any(a != b for a, b in zip(rows, target.shape, strict=True)):
+        return None
+    device = example(input.hidden).device
+    if target.device != device:
+        return None
+    row, label = fake(tx, torch.empty, 1, 1), fake(tx, torch.empty, 1)
+    if row is None or label is None:
+        return None
+    loss = fake(tx, lambda: F.cross_entropy(row.to(device, z.dtype), label.to(device, torch.int64)))
+    return None if loss is None else loss.dtype
 
 
 def _is_none(given: Any) -> bool:
