@@ -108,8 +108,8 @@ def patch(
     the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain, with
     peft's LoRA or in its modules_to_save; others (other adapters, quantised weights) stay unmodified, and the report
     says why. A plain one may be sharded over ranks by classes, as PyTorch's ``ColwiseParallel`` or transformers'
-    ``tp_plan`` does; then either all ranks read the logits or none does. Inside a region compiled by ``torch.compile``
-    logits are built; the report counts training that does so, with one warning.
+    ``tp_plan`` does; then either all ranks read the logits or none does. ``torch.compile`` of the
+    model has a graph without logits for the same losses.
 
     The other parts: lowtide runs each candidate module's own code on a few random rows beside its own operation. Where
     they disagree the module stays unmodified, with the reason in the report. In training and in evaluation a patched

@@ -35,7 +35,8 @@ class PatchReport:
     """What was patched, what was left alone and why, and live counts of what became of the logits.
 
     The counts go on as the model runs with labels. Reading ``outputs.logits`` after a fused loss builds them, and adds
-    to the second count as well. Calls without labels, and those of a compiled model, are counted in training only.
+    to the second count as well. Calls without labels are counted in training only. Those of a compiled model count as
+    eager ones do.
 
     Args:
         parts: One `PartReport` a part, by the part's name; what was patched comes before what was not.

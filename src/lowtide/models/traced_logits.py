@@ -392,8 +392,8 @@ def _why_not(head: Any, rows: Any) -> str | None:
     """Return why a call of ``head`` for hidden states like ``rows`` is traced with real logits."""
     if is_lora(head):
         return "the output embedding has LoRA on it, in a graph of torch.compile"
-    if own_hooks(head):  # work after the call runs outside of them
-        return "the output embedding has a hook, in a graph of torch.compile"
+    if own_hooks(head) or "forward" in vars(head):  # the loss is traced outside of the head's call
+        return "the output embedding has a hook or a forward of its own, in a graph of torch.compile"
     why_not = why_not_class(head)
     if why_not is not None:
         return why_not
