@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.arguments import check_flag
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
@@ -27,7 +27,8 @@ from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
-from lowtide.models.report import FUSED, Counter, PatchReport, count_when_run
+from lowtide.models.report import FUSED, NOT_CALLED, WITHOUT_LABELS, Counter, PatchReport
+from lowtide.models.traced_calls import call_of_head, call_of_model
 
 _STATE = "_lowtide_patch"
 _LOSS = "loss"
@@ -38,12 +39,10 @@ _COMPILED = (
     "torch.compile left the model's own forward to Python, between graphs",
     "Compile its layers instead: for layer in model.model.layers: layer.compile()",
 )
-_NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
 _REPLICA = ("torch.nn.DataParallel called a replica of the model", "Use DistributedDataParallel")
-_WITHOUT_LABELS = (
-    "the model was called in training without labels, shift_labels and num_items_in_batch",
+_GIVE_LABELS = (
     "Give it the labels too, or num_items_in_batch if you compute the loss from outputs.logits yourself; for TRL's "
-    "trainers call lowtide.patch_trl()",
+    "trainers call lowtide.patch_trl()"
 )
 
 
@@ -59,12 +58,16 @@ class _PatchState(Counter):
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
+    def adopt(self, model: nn.Module) -> None:
+        """Give the output embedding that ``model`` has now lazy logits."""
+        _adopt_head(model, self)
+
     def count_traced(self, why: str) -> None:
         """Count a call in a compiled graph, by the reason for building its logits."""
         if why == FUSED:
             self.report.count_fused()
-        elif why == _WITHOUT_LABELS[0]:
-            self.count_built(*_WITHOUT_LABELS)
+        elif why == WITHOUT_LABELS:
+            self.count_built(WITHOUT_LABELS, _GIVE_LABELS)
         else:
             self.report.count_materialised(why)
 
@@ -293,7 +296,7 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
             state.gathered.let_go()
             state.gathered = None
     if why_not is None and state.head_calls == calls:
-        state.report.count_materialised(_NOT_CALLED)
+        state.report.count_materialised(NOT_CALLED)
 
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
@@ -309,7 +312,8 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         if _STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            return _in_trace(self, functools.partial(base.forward, self), args, kwargs, awaited=awaited)
+            state: _PatchState = vars(self)[_STATE]
+            return call_of_model(self, state, functools.partial(base.forward, self, *args, **kwargs), awaited=awaited)
         if eligibility.is_under_compile() or not awaited or getattr(self, "_is_replica", False):
             return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _loss_awaited(self):
@@ -332,57 +336,8 @@ def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwar
     elif getattr(model, "_is_replica", False):  # it returns outputs by C++, which cannot read lazy tensors
         state.count_built(*_REPLICA)
     elif state.head_calls != calls:
-        state.count_built(*_WITHOUT_LABELS)
+        state.count_built(WITHOUT_LABELS, _GIVE_LABELS)
     return outputs
-
-
-class _Traced:
-    """The patched model whose call torch.compile traces: attributes, which hold across the breaks of a graph too."""
-
-    state: _PatchState | None = None
-    awaited = False  # the head is to return lazy logits
-    head_called = False
-
-
-_traced = _Traced()
-
-
-def _in_trace(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, *, awaited: bool) -> Any:
-    """Return the outputs of a model whose call torch.compile traces; ``awaited``: whether a loss is."""
-    from torch._dynamo.comptime import comptime
-
-    comptime(_adopt_in_trace)
-    state: _PatchState = vars(model)[_STATE]
-    if awaited and state.why_not is not None:
-        count_when_run(state.key, state.why_not)
-    _traced.state, _traced.awaited, _traced.head_called = state, awaited, False
-    outputs = forward(*args, **kwargs)
-    _traced.state = None
-    if awaited and state.why_not is None and not _traced.head_called:
-        count_when_run(state.key, _NOT_CALLED)
-    return outputs
-
-
-def _adopt_in_trace(context: Any) -> None:
-    """Adopt the head of the model that is traced, as an eager call does."""
-    model = context.get_local("model")._i_will_not_complain_if_bc_breaks_VariableTracker().value
-    _adopt_head(model, vars(model)[_STATE])
-
-
-def _head_in_trace(head: nn.Linear, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Any:
-    """Return the logits of a call of the head that torch.compile traces: lazy ones where a loss is awaited."""
-    state = _traced.state
-    if state is None or state.head is not head:
-        return forward(*args, **kwargs)
-    _traced.head_called = True
-    if _traced.awaited:
-        from lowtide.models.traced_logits import traced_logits
-
-        return traced_logits(head, forward, args, kwargs, state)
-    logits = forward(*args, **kwargs)
-    if head.training and torch.is_grad_enabled() and logits.requires_grad:
-        count_when_run(state.key, _WITHOUT_LABELS[0])
-    return logits
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
@@ -410,7 +365,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _head_in_trace(self, functools.partial(base.forward, self), (input, *args), kwargs)
+            return call_of_head(self, functools.partial(base.forward, self), (input, *args), kwargs)
         if type(input) is HeadWork:
             end_forward_alone(self)
             state = _awaited_by(self)

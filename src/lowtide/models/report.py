@@ -108,7 +108,10 @@ class PatchReport:
 _numbers = itertools.count()
 _counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
-FUSED = ""  # in the place of a reason for building logits
+# Reasons for building logits, and what stands for none.
+FUSED = ""
+NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
+WITHOUT_LABELS = "the model was called in training without labels, shift_labels and num_items_in_batch"
 
 
 class Counter:
