@@ -344,3 +344,30 @@ def test_metrics(settings: dict[str, Any], built: int, patched: Any, tmp_path: P
     evaluation, expected = (train(m, tmp_path, **settings)[1] for m in (model, stock))
     assert evaluation["eval_accuracy"] == expected["eval_accuracy"]
     expect_calls(report, 10, built)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
+@pytest.mark.parametrize("settings", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=str)
+def test_a_compiled_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
+    """With evaluation, which gathers the logits that the graph returned."""
+    callback = lowtide.PatchCallback(show=None)
+    settings |= {"compute_metrics": size_of_logits}
+    stock = trainer(tmp_path, build(), **settings)
+    torch._dynamo.reset()
+    settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    ours = trainer(tmp_path, build(), callback, **settings)
+    ours.train(), stock.train()
+    precision = {"rtol": 2e-2, "atol": 1e-2} if settings.get("bf16") else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(losses(ours), losses(stock), **precision)
+    report = callback.report
+    assert report is not None
+    expect_calls(report, 3)
+    results = [each.evaluate() for each in (ours, stock)]
+    assert results[0]["eval_size"] == results[1]["eval_size"]
+    torch.testing.assert_close(results[0]["eval_loss"], results[1]["eval_loss"], **precision)
+    assert report.calls_fused == 5
+    torch._dynamo.reset()
+
+
+def size_of_logits(prediction: Any) -> dict[str, int]:
+    return {"size": prediction.predictions.size}

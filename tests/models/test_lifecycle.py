@@ -219,4 +219,4 @@ def test_torch_compile_with_breaks_is_right(where, patched, batch):
     module.__class__ = Breaks
     torch._dynamo.reset()
     assert_same_training(model, stock, batch, through=torch.compile(model, backend="eager"))
-    assert report.calls_fused == 0
+    expect_calls(report, int(where != "lm_head"), 0)

@@ -144,7 +144,7 @@ def _kind(hook: object) -> str:
 def is_under_compile() -> bool:
     """Whether this runs in a region that ``torch.compile`` traces, or between the graphs of one.
 
-    There the model runs unmodified: dynamo cannot trace lazy logits, and as an output of the graph they would be built.
+    There no eager lazy logits are made, which dynamo cannot trace; see `traced_logits` for those that it can.
     """
     # Between two graphs of a region the code runs eagerly, and only the callback tells that the next frame is compiled.
     return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)

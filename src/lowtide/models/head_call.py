@@ -24,7 +24,7 @@ from lowtide.models.steps import LogitArguments, ReturnedLogprobs, Step, replay,
 # What stands for the forward of a patched model that is running with labels; each thread sees its own.
 running_forward: ContextVar[object] = ContextVar("lowtide_running_forward", default=None)
 
-_CHANGED = (
+CHANGED = (
     "logits: expected the hidden states and the output embedding as the forward pass left them, got ones changed since "
     "(by an optimizer step, a load, an average put in). The logits were not kept: read outputs.logits before the "
     "change, or call the model again."
@@ -71,6 +71,7 @@ class HeadCall:
         self.fused = False
         self.built = False
         self.passed = False  # something with a graph was computed past the logits
+        self.stale = False  # changed since, by the graph of torch.compile that had this call
         self.hooked = False  # a gradient hook is on logits that are built
         self.weight_dtype = head.weight.dtype
         self.partitioned = any(map(is_partitioned, self.tensors))  # by ZeRO-3
@@ -220,7 +221,7 @@ class HeadCall:
         pairs = zip(tensors, self._required, strict=True)
         changed = [(x, required) for x, required in pairs if x is not None and x.requires_grad != required]
         if changed and self.hidden.grad_fn is not self._node:  # which no flag can bring back
-            raise UnsupportedError(_CHANGED)
+            raise UnsupportedError(CHANGED)
         for x, required in changed:
             x.requires_grad_(required)
         try:
@@ -263,14 +264,14 @@ class HeadCall:
         same_forward = running_forward.get() is self._forward  # nothing but the model's own code has run since
         changed = _state(tensors) != self._state or (same_forward and _versions(tensors) != self._versions)
         # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-        if changed and not hasattr(head, "_hf_hook"):
-            raise UnsupportedError(_CHANGED)
+        if self.stale or (changed and not hasattr(head, "_hf_hook")):
+            raise UnsupportedError(CHANGED)
         if same_forward or self._fingerprint is None:
             return
         differs = self._differs(tensors)
         if wait or differs.device.type != "cuda" or torch.version.hip is not None:  # where assertions are compiled out
             if bool(differs):
-                raise UnsupportedError(_CHANGED)
+                raise UnsupportedError(CHANGED)
         else:  # in training, where a host that waits costs more: the error is CUDA's, and ends its context
             torch._assert_async(~differs, _CHANGED_ON_DEVICE)
 

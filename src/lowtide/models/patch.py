@@ -27,7 +27,8 @@ from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
-from lowtide.models.report import Counter, PatchReport, count_when_run
+from lowtide.models.report import FUSED, NOT_CALLED, WITHOUT_LABELS, Counter, PatchReport
+from lowtide.models.traced_calls import call_of_head, call_of_model
 
 _STATE = "_lowtide_patch"
 _LOSS = "loss"
@@ -35,14 +36,13 @@ _FUSED = "the loss that follows is computed without logits; they are built where
 
 # Why logits are built at every step of a training run, and what to do.
 _COMPILED = (
-    "the whole model was compiled by torch.compile",
+    "torch.compile left the model's own forward to Python, between graphs",
     "Compile its layers instead: for layer in model.model.layers: layer.compile()",
 )
 _REPLICA = ("torch.nn.DataParallel called a replica of the model", "Use DistributedDataParallel")
-_WITHOUT_LABELS = (
-    "the model was called in training without labels, shift_labels and num_items_in_batch",
+_GIVE_LABELS = (
     "Give it the labels too, or num_items_in_batch if you compute the loss from outputs.logits yourself; for TRL's "
-    "trainers call lowtide.patch_trl()",
+    "trainers call lowtide.patch_trl()"
 )
 
 
@@ -58,9 +58,18 @@ class _PatchState(Counter):
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
-    def count_compiled(self) -> None:
-        """Count a training step of the compiled model."""
-        self.count_built(*_COMPILED)
+    def adopt(self, model: nn.Module) -> None:
+        """Give the output embedding that ``model`` has now lazy logits."""
+        _adopt_head(model, self)
+
+    def count_traced(self, why: str) -> None:
+        """Count a call in a compiled graph, by the reason for building its logits."""
+        if why == FUSED:
+            self.report.count_fused()
+        elif why == WITHOUT_LABELS:
+            self.count_built(WITHOUT_LABELS, _GIVE_LABELS)
+        else:
+            self.report.count_materialised(why)
 
     def count_built(self, why: str, hint: str) -> None:
         """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
@@ -102,8 +111,8 @@ def patch(
     the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain, with
     peft's LoRA or in its modules_to_save; others (other adapters, quantised weights) stay unmodified, and the report
     says why. A plain one may be sharded over ranks by classes, as PyTorch's ``ColwiseParallel`` or transformers'
-    ``tp_plan`` does; then either all ranks read the logits or none does. Inside a region compiled by ``torch.compile``
-    logits are built; the report counts training that does so, with one warning.
+    ``tp_plan`` does; then either all ranks read the logits or none does. ``torch.compile`` of the
+    model has a graph without logits for the same losses.
 
     The other parts: lowtide runs each candidate module's own code on a few random rows beside its own operation. Where
     they disagree the module stays unmodified, with the reason in the report. In training and in evaluation a patched
@@ -287,9 +296,7 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
             state.gathered.let_go()
             state.gathered = None
     if why_not is None and state.head_calls == calls:
-        state.report.count_materialised(
-            "the output embedding was not called; what the loss was computed from is unknown"
-        )
+        state.report.count_materialised(NOT_CALLED)
 
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
@@ -304,6 +311,9 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         )
         if _STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            state: _PatchState = vars(self)[_STATE]
+            return call_of_model(self, state, functools.partial(base.forward, self, *args, **kwargs), awaited=awaited)
         if eligibility.is_under_compile() or not awaited or getattr(self, "_is_replica", False):
             return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _loss_awaited(self):
@@ -317,19 +327,16 @@ def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwar
     if not model.training or not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return forward(*args, **kwargs)
     state: _PatchState = vars(model)[_STATE]
-    if torch.compiler.is_dynamo_compiling():
-        count_when_run(state.key)
-        return forward(*args, **kwargs)
     if not eligibility.is_under_compile():
         _adopt_head(model, state)
     calls = state.head_calls
     outputs = forward(*args, **kwargs)
     if eligibility.is_under_compile():  # between two graphs, where the head is in one
-        state.count_compiled()
+        state.count_built(*_COMPILED)
     elif getattr(model, "_is_replica", False):  # it returns outputs by C++, which cannot read lazy tensors
         state.count_built(*_REPLICA)
     elif state.head_calls != calls:
-        state.count_built(*_WITHOUT_LABELS)
+        state.count_built(WITHOUT_LABELS, _GIVE_LABELS)
     return outputs
 
 
@@ -357,6 +364,8 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             return base.__call__(self, *args, **kwargs)
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return call_of_head(self, functools.partial(base.forward, self), (input, *args), kwargs)
         if type(input) is HeadWork:
             end_forward_alone(self)
             state = _awaited_by(self)

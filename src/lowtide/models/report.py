@@ -35,7 +35,8 @@ class PatchReport:
     """What was patched, what was left alone and why, and live counts of what became of the logits.
 
     The counts go on as the model runs with labels. Reading ``outputs.logits`` after a fused loss builds them, and adds
-    to the second count as well. Calls without labels, and those of a compiled model, are counted in training only.
+    to the second count as well. Calls without labels are counted in training only. Those of a compiled model count as
+    eager ones do.
 
     Args:
         parts: One `PartReport` a part, by the part's name; what was patched comes before what was not.
@@ -107,9 +108,14 @@ class PatchReport:
 _numbers = itertools.count()
 _counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
+# Reasons for building logits, and what stands for none.
+FUSED = ""
+NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
+WITHOUT_LABELS = "the model was called in training without labels, shift_labels and num_items_in_batch"
+
 
 class Counter:
-    """Base of an object whose ``count_compiled()`` traced code calls, by its ``key``; a copy gets a key of its own."""
+    """Base of an object whose ``count_traced(why)`` traced code calls, by its ``key``; a copy gets one of its own."""
 
     def __init__(self) -> None:
         self.key = str(next(_numbers))
@@ -120,29 +126,35 @@ class Counter:
         Counter.__init__(self)
 
 
-def count_when_run(key: str) -> None:
+def counter_of(key: str) -> Any:
+    """Return the `Counter` with this key, None if it is gone."""
+    return _counters.get(key)
+
+
+def count_when_run(key: str, why: str) -> None:
     """While torch.compile traces: have the `Counter` with this key count each run of the graph.
 
-    Without a graph break, and without a guard on the counts.
+    Without a graph break, and without a guard on the counts. ``why`` is a reason for building logits, or `FUSED`.
     """
     from torch._dynamo.comptime import comptime
 
     comptime(_allow)
-    _count(key)
+    _count(key, why)
     comptime(_move_out)
 
 
-def _count(key: str) -> None:
+def _count(key: str, why: str) -> None:
     counter = _counters.get(key)
     if counter is not None:
-        counter.count_compiled()
+        counter.count_traced(why)
 
 
 def _allow(_: Any) -> None:
     """Have calls of `_count` moved behind the graph, as those that log may be."""
     from torch._dynamo import config
 
-    config.reorderable_logging_functions.add(_count)
+    functions: set[Any] = config.reorderable_logging_functions
+    functions.add(_count)
 
 
 def _move_out(context: Any) -> None:
