@@ -219,4 +219,5 @@ def test_torch_compile_with_breaks_is_right(where, patched, batch):
     module.__class__ = Breaks
     torch._dynamo.reset()
     assert_same_training(model, stock, batch, through=torch.compile(model, backend="eager"))
-    expect_calls(report, int(where != "lm_head"), 0)
+    assert report.calls_fused == int(where != "lm_head")  # a head of another class may do more
+    assert report.calls_materialised == int(where == "lm_head"), str(report)
