@@ -42,7 +42,7 @@ def views_and_writes(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
     second.copy_(torch.stack([y, y + 1, first]).view(3, -1))
     left, right = out.unbind()[2].split([1, x.shape[0] - 1])
     left.zero_()
-    right.add_(torch.full((), scale)).t_()
+    right.add_(torch.full((), scale))
     unused = x.new_empty(10**6)[3:]
     assert unused.numel()
     return out[2:], (out.sum(0) / out.flatten().amax()).to(torch.float64), x.new_zeros(0)

@@ -46,7 +46,7 @@ class Checked:
 
 
 # What checks, and autograd, depend on besides the arguments.
-_MODES: list[Callable[[], Any]] = [torch.is_grad_enabled]
+_MODES: list[Callable[[], Any]] = [torch.is_grad_enabled, torch.is_inference_mode_enabled]
 _MODES += [partial(f, kind) for kind in ("cuda", "cpu") for f in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
 
 
@@ -67,16 +67,18 @@ class _Template:
 
     @classmethod
     def of(cls, found: Any, args: Sequence[Any]) -> "_Template | None":
-        """Return the template of a record; None if it holds a tensor that follows from others."""
+        """Return the template of a record; None if it holds a tensor that follows from others, or is two arguments."""
         if not hasattr(found, "_make"):
             return cls(found)
         numbers_only = not any(isinstance(arg, Tensor) and arg.dim() == 0 for arg in args)
         places = []
         for at, value in enumerate(found):
             if isinstance(value, Tensor):
-                origin = next((i for i, arg in enumerate(args) if arg is value), None)
-                if origin is not None:
-                    places.append((at, origin))
+                origins = [i for i, arg in enumerate(args) if arg is value]
+                if len(origins) > 1:  # in a like call they may be two tensors
+                    return None
+                if origins:
+                    places.append((at, origins[0]))
                 elif value.dim() or value.device.type != "cpu" or not numbers_only:
                     return None
         return cls(list(found), found._make, tuple(places))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+MOST_STEPS = 4096  # these take a second to record, and 40 MiB
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
 
 
@@ -44,7 +45,7 @@ class Step:
     args: tuple[Any, ...]  # nested, with the record's own in place of tensors
     kwargs: dict[str, Any] = field(default_factory=dict)
     results: Any = None  # new values, nested as they are returned; None: none
-    writes: bool = True  # to memory that others read
+    writes: bool = True  # to memory that others read, or has another effect
     is_view: bool = False
     launch: bool = False  # takes pointers, and the stream as its fourth argument
 
@@ -91,16 +92,22 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
         kwargs = kwargs or {}
+        self.is_whole &= len(self.steps) < MOST_STEPS
+        if not self.is_whole:
+            return func(*args, **kwargs)
         given = replaced((args, kwargs), self._standing)
+        written = _written(func, args, kwargs)
+        lay = list(map(_lies, written))
         out = func(*args, **kwargs)
         made = [leaf for leaf in leaves(out) if not isinstance(leaf, Tensor) or leaf not in self._values]
         if not all(isinstance(leaf, Tensor) for leaf in made if leaf is not None):
             self.is_whole = False  # a number, which may decide what comes next
             return out
         self.is_whole &= torch.Tag.dynamic_output_shape not in func.tags
-        if func._schema.is_mutable:
-            written = self._values.get(kwargs.get("out", args[0] if args else None))
-            self.is_whole &= written is None or written.index not in self.constants
+        self.is_whole &= lay == list(map(_lies, written))  # else views and pointers taken before are of other memory
+        self.is_whole &= not any(self.value(x).index in self.constants for x in written)
+        if func is torch.ops.aten.as_strided.default and len(args) + len(kwargs) > 3:
+            self.is_whole = False  # it counts from the beginning of memory, where another call's tensor may not begin
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in made:
             if tensor is not None:
@@ -111,9 +118,10 @@ class Tape(TorchDispatchMode):
             step = Step(function=torch.empty, args=(tuple(out.shape),), kwargs=how, results=results, writes=False)
         else:
             is_view = bool(made) and all(self.value(x).at.root != self.value(x).index for x in made if x is not None)
+            acts = not func._schema.returns or torch.Tag.nondeterministic_seeded in func.tags
             step = Step(
-                function=func._op, args=given[0], kwargs=given[1], results=results, writes=func._schema.is_mutable,
-                is_view=is_view,
+                function=func._op, args=given[0], kwargs=given[1], results=results,
+                writes=func._schema.is_mutable or acts, is_view=is_view,
             )  # fmt: skip
         self.steps.append(step)
         return out
@@ -130,13 +138,32 @@ class Tape(TorchDispatchMode):
 
     def launched(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         """Record the launch of a compiled kernel: ``function(*args)``, the stream its fourth argument."""
+        if not self.is_whole:
+            return
         given = tuple(replaced(arg, self._pointing) for arg in args)
         self.steps.append(Step(function=function, args=given, launch=True))
 
     def called(self, function: Callable[..., Any], args: Sequence[Any], constants: dict[str, Any]) -> None:
         """Record the call of a kernel in Triton's interpreter."""
+        if not self.is_whole:
+            return
         given = replaced((tuple(args), constants), self._standing)
         self.steps.append(Step(function=function, args=given[0], kwargs=given[1]))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    named = func._schema.arguments
+    given = dict(zip((x.name for x in named), args, strict=False)) | kwargs
+    to = [given.get(x.name) for x in named if x.alias_info is not None and x.alias_info.is_write]
+    return [leaf for leaf in leaves(to) if isinstance(leaf, Tensor)]
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies in memory."""
+    return tensor.shape, tensor.stride(), tensor.data_ptr()
 
 
 def replaced(nested: Any, leaf: Callable[[Any], Any]) -> Any:
