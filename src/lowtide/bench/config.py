@@ -173,7 +173,8 @@ class StatsBenchConfig(TokenBenchConfig):
     known: ClassVar = {
         "peers": (
             "lowtide", "lowtide-trl-memory", "naive", "compile", "trl", "trl-vocabulary", "verl-style", "liger-grpo",
-            "cce-exact",
+            "liger-scaled", "quack", "cce-exact", "torch", "torch-cutedsl", "auto-chunker", "checkpoint-8",
+            "checkpoint-compile-8",
         ),
         "works": (
             "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward",

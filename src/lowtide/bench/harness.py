@@ -65,9 +65,15 @@ class Peer:
     gemms: int = 9
 
     def built(self, case: Any) -> Any:
-        """Return ``build(case)``; a failed import is a `CannotError` that says how to install it."""
-        try:
+        """Return ``build(case)``; a failed import is a `CannotError` that says what to install."""
+        with self.imports():
             return self.build(case)
+
+    @contextlib.contextmanager
+    def imports(self) -> Iterator[None]:
+        """Turn a failed import of the block into that `CannotError`."""
+        try:
+            yield
         except ImportError as error:
             hint = f". pip install '{self.install or self.package}'" if self.package else ""
             raise CannotError(f"{type(error).__name__}: {error}{hint}") from error
@@ -217,7 +223,7 @@ def cannot_run(config: Settings, rows: Iterable[Row]) -> dict[str, str]:
         if name in requested and not row.get("unsupported"):
             requested = requested - {name}
         elif name in requested:
-            reasons[name] = row.get("failed") or row["cannot"]
+            reasons.setdefault(name, row.get("failed") or row["cannot"])
     return {name: reason for name, reason in reasons.items() if name in requested}
 
 
@@ -314,7 +320,7 @@ def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
     try:
         yield
     except CannotError as error:
-        row |= {cannot: str(error), "unsupported": True}
+        row |= {cannot: reason_of(error), "unsupported": True}
     except Exception as error:
         row["failed"] = reason_of(error)
 
@@ -323,6 +329,8 @@ def reason_of(error: Exception) -> str:
     """Return an error as one line that is not too long."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
+    if isinstance(error, CannotError):
+        return str(error)
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"

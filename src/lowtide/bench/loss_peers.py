@@ -260,18 +260,10 @@ PEERS = by_name(
 )
 
 
-def loss_on(name: str) -> Loss:
-    """Return a peer's loss by its name, made for the tensors of its first call: the mean over valid tokens.
-
-    The call raises `CannotError` where the peer does not run on them, and `ImportError` where it is not installed.
-    """
-    made: list[Loss] = []
-
-    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-        if not made:
-            shape = Shape("", x.shape[0], x.shape[1], len(w))
-            problem = Problem(shape=shape, setting=PLAIN, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
-            made.append(LOSSES[name](problem))
-        return made[0](x, w, y, reduction)
-
-    return loss
+def loss_on(name: str, w: Tensor) -> Loss:
+    """Return the loss of a peer by its name, for this weight [V, D]; `CannotError` where the peer does not run."""
+    x, y = w.detach()[:0], torch.empty(0, device=w.device, dtype=torch.int64)
+    shape = Shape("", 0, w.shape[1], w.shape[0])
+    problem = Problem(shape=shape, setting=PLAIN, dtype=w.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    with PEERS[name].imports():
+        return LOSSES[name](problem)

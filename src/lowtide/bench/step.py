@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowtide.bench.harness import (
     OUT_OF_MEMORY,
     Benchmark,
+    CannotError,
     Column,
     Row,
     Run,
@@ -73,7 +74,7 @@ def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
         optimizer = make_optimizer("adamw", list(built.parameters()))
         if states is not None:
             offload_optimizer(optimizer, built, **states)
-    except UnsupportedError as error:
+    except (CannotError, UnsupportedError) as error:
         why, unsupported = reason_of(error), True
     except Exception as error:
         why = reason_of(error)

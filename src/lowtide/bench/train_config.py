@@ -39,7 +39,7 @@ class StepBenchConfig(RunSettings):
         "": "a Llama-3.2-1B at three lengths",
         "--tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn": "layers of two policies",
         "--tokens 32768 --policy 10xattention-mlp0+6xall@states": "idle optimizer states in host memory",
-        "--tokens 8192 --model llama-3-8b --peer torchtune-8 torchtune-8-all checkpoint-8": "the loss as users write it",
+        "--tokens 8192 --model llama-3-8b --peer torchtune-8 torchtune-8-all": "losses that users write",
         "--model lowtide-small --tokens 64 --device cpu --peer stock --policy all input": "a quick run without a GPU",
     }
 

@@ -74,6 +74,7 @@ def build_way(
 
     Raises:
         UnsupportedError: peft or the way's package is not installed, or its loss cannot take the place of the model's.
+        CannotError: the way's loss does not run here.
         ArgumentValueError: there is no such model, or no causal language model in it.
     """
     config = language_part(model_config(model, vocab_size=vocab_size))
@@ -153,7 +154,7 @@ def _set_way(model: Any, way: Way) -> None:
     policy = parse_policies(way.policy)
     assert isinstance(policy, ActivationPolicy)
     if way.impl in HEADS:
-        set_loss(model, loss_on(way.impl))
+        set_loss(model, loss_on(way.impl, model.get_output_embeddings().weight))
     if way.impl == COMPILE:
         model.loss_function = torch.compile(model.loss_function, dynamic=False)  # from the logits on
     if way.compiles_layers:  # one by one, checkpointed from outside
