@@ -146,7 +146,7 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     stem = next(tmp_path.glob("*.json")).stem
     assert {file.name for file in tmp_path.glob("*.png")} == {f"{stem}-64-16-256.png", f"{stem}-64-16-256-tokens.png"}
     out = capsys.readouterr().out
-    assert "requested by name, but cannot run here: liger: runs on GPUs only" in out
+    assert "requested explicitly, but cannot run here: liger: runs on GPUs only" in out
     assert "of the floor" in out
 
 

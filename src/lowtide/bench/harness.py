@@ -267,7 +267,7 @@ class Benchmark(Generic[C]):
                 say(f"written: {run.files.json}\n")
         unable = cannot_run(config, run.rows)
         for name, reason in unable.items():
-            say(f"requested by name, but cannot run here: {name}: {reason}\n")
+            say(f"requested explicitly, but cannot run here: {name}: {reason}\n")
         run.status = int(bool(unable) or any(map(self.failed, run.rows)))
         return run
 
