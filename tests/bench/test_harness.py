@@ -47,7 +47,8 @@ def test_what_a_peer_raises_is_its_row(error: Exception, reason: str) -> None:
     row: Row = {}
     with reason_in(row, cannot="cannot"):
         raise error
-    assert row == {"cannot" if isinstance(error, CannotError) else "failed": reason}
+    unable = isinstance(error, CannotError)
+    assert row == ({"cannot": reason, "unsupported": True} if unable else {"failed": reason})
     assert len(reason) <= 200
     with pytest.raises(KeyboardInterrupt), reason_in(row):
         raise KeyboardInterrupt

@@ -105,19 +105,21 @@ def test_the_floor_follows_the_plan() -> None:
 def test_lines_say_what_was_measured() -> None:
     assert "48,16,200 float32, mean: 3 bare GEMMs take 48 rows" in bench().title()
     row = {"name": "lowtide", "ms": 50.0, "share": 0.74, "peak_mib": 640.0, "dx_error": 2e-3, "dx_floor": 1.6e-3}
+    row |= {"busy_ms": 45.0, "busy_share": 0.822}
     assert TABLE.line(row).split() == [
-        "lowtide", "50.00", "0.740", "640.0", "2.0e-03", "of", "the", "floor:", "dX", "1.250",
+        "lowtide", "50.00", "0.740", "45.00", "0.822", "640.0", "2.0e-03", "of", "the", "floor:", "dX", "1.250",
     ]  # fmt: skip
-    assert TABLE.header == f"{'':24}{'ms':>9}{'share':>8}{'MiB':>9}{'loss err':>10}{'dX err':>10}{'dW err':>10}\n"
+    readings = f"{'idle ms':>9}{'share':>7}{'busy ms':>9}{'share':>7}"
+    assert TABLE.header == f"{'':24}{readings}{'MiB':>9}{'loss err':>10}{'dX err':>10}{'dW err':>10}\n"
     assert TABLE.line(row).index("2.0e-03") + 7 == TABLE.header.index("dX err") + 6
     liger = {"name": "liger", "ms": 100.0, "peak_mib": 650.0}
     assert "50.00 ms of 100.00, 0.500" in ratio(row, liger)
     assert ratio(row, None) == ratio({"name": "", "failed": "no"}, liger) == ""
 
 
-def head(folder: Path, *arguments: object) -> dict[str, Any]:
+def head(folder: Path, *arguments: object, status: int = 0) -> dict[str, Any]:
     quick = ["--warm", "0", "--reps", "1", "--device", "cpu", "--output", str(folder)]
-    assert main(["bench", "head", *map(str, arguments), *quick]) == 0
+    assert main(["bench", "head", *map(str, arguments), *quick]) == status
     return result(folder)
 
 
@@ -125,7 +127,7 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     pytest.importorskip("matplotlib")
     sweep = ["--sweep", "--workspace-mib", 0.05, 0.5, "--settings", "--tokens", 16, 32]
     only = ["--only", "lowtide", "naive", "liger", "--dtype", "bfloat16"]
-    told = head(tmp_path, "--shape", "64,16,256", *only, *sweep)
+    told = head(tmp_path, "--shape", "64,16,256", *only, *sweep, status=1)
     assert "liger-kernel" in told["machine"]
     assert {"commit", "date", "warm", "reps"} <= set(told)
     (shape,) = told["shapes"]
@@ -134,7 +136,9 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for row in (lowtide, naive):
         assert {"ms", "share", "peak_mib", "loss_error", "dx_error", "dw_error"} <= set(row)
     assert {"dx_floor", "dw_floor", "plan"} <= set(lowtide)
-    assert liger == {"name": "liger", "setting": "mean", "tokens": 64, "failed": "runs on GPUs only"}
+    assert liger == {
+        "name": "liger", "setting": "mean", "tokens": 64, "failed": "runs on GPUs only", "unsupported": True,
+    }  # fmt: skip
     assert [row["workspace_mib"] for row in shape["sweep"]] == [0.05, 0.5]
     assert {row["setting"] for row in shape["settings"]} == {setting.name for setting in SETTINGS}
     assert [row["tokens"] for row in shape["tokens"]] == [16, 16, 16, 32, 32, 32]
@@ -142,7 +146,7 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     stem = next(tmp_path.glob("*.json")).stem
     assert {file.name for file in tmp_path.glob("*.png")} == {f"{stem}-64-16-256.png", f"{stem}-64-16-256-tokens.png"}
     out = capsys.readouterr().out
-    assert "runs on GPUs only" in out
+    assert "requested explicitly, but cannot run here: liger: runs on GPUs only" in out
     assert "of the floor" in out
 
 

@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from lowtide.bench.config import SweepBenchConfig
+from lowtide.bench.way import CHUNKED
 from lowtide.cli import main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -26,9 +28,11 @@ def test_every_peer_has_a_row(tmp_path: Path) -> None:
     assert len(told["points"]) == 3
     for point in told["points"]:
         rows = {row["name"]: row for row in point["rows"]}
-        assert set(rows) == {"lowtide", "naive", "compile", "torch", "liger", "cce"}
-        for name in ("lowtide", "naive"):
-            assert rows[name]["tflops"] > 0
+        assert set(rows) == set(SweepBenchConfig.usual_peers)
+        for name in ("lowtide", "naive", *rows.keys() & set(CHUNKED)):
+            assert rows[name]["tflops"] > 0, rows[name]
+            assert rows[name]["busy_tflops"] > 0
+            assert rows[name]["busy_share"] == pytest.approx(rows[name]["busy_limit_ms"] / rows[name]["busy_ms"])
             assert rows[name]["dx_error"] < 1e-2
         assert rows["lowtide"]["peak_mib"] < rows["naive"]["peak_mib"]
     assert list(tmp_path.glob("*-lines.png"))

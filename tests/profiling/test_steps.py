@@ -132,7 +132,9 @@ def test_activations_are_the_planners_to_the_byte(level: int, settings: dict[str
     assert kept["embedding"] >= 122 * 48 * 4
 
 
-@pytest.mark.parametrize(("impl", "policy"), [("lowtide", "attention"), ("lowtide", "all-mlp1"), ("stock", "input")])
+@pytest.mark.parametrize(
+    ("impl", "policy"), [("lowtide", "attention"), ("lowtide", "all-mlp1"), ("stock", "input"), ("forward-8", "all")]
+)
 def test_looking_changes_nothing(impl: str, policy: str, settings: dict[str, Any]) -> None:
     """Hooks in the wrong place make modules run other code: the same step takes other memory then."""
     model = build_way(
@@ -246,6 +248,16 @@ def test_compiled_layers_are_checkpointed_from_outside(settings: dict[str, Any])
         patch.setattr(module, "build_way", built)
         told = run("compile", "input", settings)
     assert parts(told) == AGAIN
+
+
+@pytest.mark.parametrize("impl", ["checkpoint-8", "torchtune-8"])
+def test_the_losses_that_users_write_are_in_the_heads_phases(
+    impl: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    told, stock = run(impl, "input", settings), run("stock", "input", settings)
+    assert parts(told) == parts(stock) == AGAIN
+    assert told["losses"] == pytest.approx(stock["losses"], rel=1e-4)
 
 
 def test_attention_that_is_not_fused_is_said(settings: dict[str, Any], tmp_path: Path) -> None:

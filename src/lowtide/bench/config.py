@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowtide.bench.settings import PeerSettings, RunSettings, Settings, ShapeSettings, numbers, setting
-from lowtide.bench.shapes import APPLY, CHUNK, HEADS, MLPS, PAIRS, TOKENS, Shape
+from lowtide.bench.shapes import APPLY, CHUNK, MLPS, PAIRS, TOKENS, Shape
+from lowtide.bench.shapes import HEADS as SHAPES
+from lowtide.bench.way import HEADS
 
 HEAD_PEERS = (
-    "lowtide", "lowtide-liger-memory", "naive", "compile", "torch", "torch-4096", "liger", "liger-large", "cce",
-    "cce-exact", "quack", "trl",
+    "lowtide", "lowtide-liger-memory", "naive", "compile", "torch-4096", "liger", "liger-large", "cce", "cce-exact",
+    *HEADS,
 )  # fmt: skip
 TOKEN_COUNTS = tuple(2**k for k in range(10, 19))
 AXES = {"tokens": "N", "hidden": "D", "vocab": "V"}  # of the sweep, by option
@@ -28,7 +30,7 @@ class HeadBenchConfig(PeerSettings, ShapeSettings):
     """
 
     benchmark, summary = "head", "linear + cross entropy"
-    choice = HEADS
+    choice = SHAPES
     known: ClassVar = {"peers": HEAD_PEERS}
     examples: ClassVar = {
         "--sweep": "one shape with every peer, and the plot of time against memory",
@@ -81,8 +83,11 @@ class SweepBenchConfig(PeerSettings):
 
     benchmark, summary = "sweep", "the same over tokens, hidden size and vocabulary"
     exit_1 = "lowtide itself failed, other than by running out of memory"
-    usual_peers = ("lowtide", "naive", "compile", "torch", "liger", "cce")
-    known: ClassVar = {"peers": HEAD_PEERS, "shapes": HEADS.named, "usual": usual_peers}
+    usual_peers = (
+        "lowtide", "naive", "compile", "liger", "cce", "torch", "torch-cutedsl", "auto-chunker", "trl", "quack",
+        "liger-sm90", "checkpoint-8", "checkpoint-compile-8", "forward-8", "forward-triton-8", "torchtune-8",
+    )  # fmt: skip
+    known: ClassVar = {"peers": HEAD_PEERS, "shapes": SHAPES.named, "usual": usual_peers}
     examples: ClassVar = {
         "": "around 16384 tokens, hidden size 2048, vocabulary 131072",
         "--tokens 1024 2048 4096 8192 --hidden 512 1024 2048 --vocab 8192 32768 131072": "your own lines",
@@ -90,7 +95,7 @@ class SweepBenchConfig(PeerSettings):
         "--shape 256,64,2048 --skip compile --device cpu": "a quick run without a GPU",
     }
 
-    shape: str = setting(HEADS.usual, "where the three lines cross: {shapes} or N,D,V", metavar="SHAPE")
+    shape: str = setting(SHAPES.usual, "where the three lines cross: {shapes} or N,D,V", metavar="SHAPE")
     tokens: tuple[str, ...] = setting(
         (),
         "numbers of tokens N, with the shape's D and V; none: no such line (default: powers of two times the shape's"
@@ -120,7 +125,7 @@ class SweepBenchConfig(PeerSettings):
     @property
     def center(self) -> Shape:
         """Where the lines cross."""
-        return HEADS.one(self.shape)
+        return SHAPES.one(self.shape)
 
     def sizes(self, axis: str) -> tuple[int, ...]:
         """Return the sizes along an axis, ascending; empty where it is left out."""
@@ -135,7 +140,7 @@ class SweepBenchConfig(PeerSettings):
         """All shapes, each once: where the lines cross, then from the least work to the most."""
         center = {letter: getattr(self.center, letter) for letter in "NDV"}
         lines = ({**center, letter: size} for axis, letter in AXES.items() for size in self.sizes(axis))
-        found = {HEADS.one(",".join(map(str, sizes.values()))): sizes for sizes in lines}
+        found = {SHAPES.one(",".join(map(str, sizes.values()))): sizes for sizes in lines}
         return tuple(sorted(found, key=lambda shape: (found[shape] != center, shape.flops(1))))
 
     @property
@@ -168,7 +173,8 @@ class StatsBenchConfig(TokenBenchConfig):
     known: ClassVar = {
         "peers": (
             "lowtide", "lowtide-trl-memory", "naive", "compile", "trl", "trl-vocabulary", "verl-style", "liger-grpo",
-            "cce-exact",
+            "liger-scaled", "quack", "cce-exact", "torch", "torch-cutedsl", "auto-chunker", "checkpoint-8",
+            "checkpoint-compile-8",
         ),
         "works": (
             "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward",

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class CannotError(Exception):
-    """This peer does not support the case."""
+    """This peer does not support the case, or what it needs is not here."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Peer:
         name: of its row.
         build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
+        install: what to install for it, where that is not the package alone.
         options: lowtide's options for the case's head, where it has a plan to be recorded; None for every other peer.
         gemms: per layer of an MLP, that it cannot do without.
     """
@@ -59,8 +60,23 @@ class Peer:
     name: str
     build: Callable[[Any], Any]
     package: str = ""
+    install: str = ""
     options: Callable[[Any], HeadOptions] | None = None
     gemms: int = 9
+
+    def built(self, case: Any) -> Any:
+        """Return ``build(case)``; a failed import is a `CannotError` that says what to install."""
+        with self.imports():
+            return self.build(case)
+
+    @contextlib.contextmanager
+    def imports(self) -> Iterator[None]:
+        """Turn a failed import of the block into that `CannotError`."""
+        try:
+            yield
+        except ImportError as error:
+            hint = f". pip install '{self.install or self.package}'" if self.package else ""
+            raise CannotError(f"{type(error).__name__}: {error}{hint}") from error
 
 
 def by_name(*peers: Peer) -> dict[str, Peer]:
@@ -74,10 +90,10 @@ def needs_cuda(device: torch.device) -> None:
         raise CannotError("runs on GPUs only")
 
 
-def compiled(function: F) -> F:
+def compiled(function: F, options: dict[str, Any] | None = None) -> F:
     """Return a function under torch.compile, for the shapes of its first call."""
     torch.compiler.reset()  # else the second case is compiled for any shape, which is slower
-    return cast("F", torch.compile(function, dynamic=False))
+    return cast("F", torch.compile(function, dynamic=False, options=options))
 
 
 def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
@@ -198,6 +214,19 @@ def own_failure(row: Row) -> bool:
     return "failed" in row and any(str(row.get(key)).startswith(LOWTIDE) for key in ("name", "way", "peer"))
 
 
+def cannot_run(config: Settings, rows: Iterable[Row]) -> dict[str, str]:
+    """Return who was requested by name and cannot run here at all, each with the reason."""
+    requested = config.requested()
+    reasons: dict[str, str] = {}
+    for row in rows:
+        name = row.get("name") or row.get("way")
+        if name in requested and not row.get("unsupported"):
+            requested = requested - {name}
+        elif name in requested:
+            reasons.setdefault(name, row.get("failed") or row["cannot"])
+    return {name: reason for name, reason in reasons.items() if name in requested}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[C]):
     """A benchmark.
@@ -236,7 +265,10 @@ class Benchmark(Generic[C]):
         finally:  # what is known was written, also before Ctrl-C
             if run.files.json.exists():
                 say(f"written: {run.files.json}\n")
-        run.status = int(any(map(self.failed, run.rows)))
+        unable = cannot_run(config, run.rows)
+        for name, reason in unable.items():
+            say(f"requested explicitly, but cannot run here: {name}: {reason}\n")
+        run.status = int(bool(unable) or any(map(self.failed, run.rows)))
         return run
 
 
@@ -281,11 +313,14 @@ def why_ended(child: ChildResult) -> str:
 
 @contextlib.contextmanager
 def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
-    """Catch a peer's error as its row's ``failed``, and a `CannotError` under the key ``cannot``."""
+    """Catch a peer's error as its row's ``failed``, and a `CannotError` under the key ``cannot``.
+
+    The row of the latter is ``unsupported``.
+    """
     try:
         yield
     except CannotError as error:
-        row[cannot] = str(error)
+        row |= {cannot: reason_of(error), "unsupported": True}
     except Exception as error:
         row["failed"] = reason_of(error)
 
@@ -294,6 +329,8 @@ def reason_of(error: Exception) -> str:
     """Return an error as one line that is not too long."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
+    if isinstance(error, CannotError):
+        return str(error)
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release, require_matplotlib
-from lowtide.bench.loss_peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
+from lowtide.bench.loss_peers import LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, relative_error
-from lowtide.bench.way import LOWTIDE
+from lowtide.bench.way import LIGER, LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
 from lowtide.measure.plots import Point, draw_front, draw_shares

@@ -6,8 +6,10 @@ with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,19 +18,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.bench.chunked_losses import (
+    IGNORED,
+    ToGradient,
+    TokenLosses,
+    checkpointed,
+    gradients_in_forward,
+    projected_first,
+    softmax_in_place,
+    token_losses,
+)
 from lowtide.bench.harness import CannotError, Peer, by_name, compiled, needs_cuda
-from lowtide.bench.problem import Problem
+from lowtide.bench.problem import PLAIN, Problem
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import Function, Task
-from lowtide.bench.way import LOWTIDE
+from lowtide.bench.way import (
+    AUTO_CHUNKER,
+    CHECKPOINT,
+    CHECKPOINT_COMPILED,
+    CHUNKS,
+    FORWARD,
+    FORWARD_TRITON,
+    LIGER,
+    LIGER_SM90,
+    LOWTIDE,
+    NEEDS,
+    QUACK,
+    TORCH,
+    TORCH_CUTE,
+    TORCHTUNE,
+    TRL,
+)
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.planner import MIB
 
 Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # x [N, D], w [V, D], y [N], reduction
-LIGER = "liger"
 TRL_TILE = (4096, 32768)  # tokens and classes of the logits (float32 for divergences) that TRL 1.16 holds at a time
 LOWTIDE_AT_LIGERS = "lowtide-liger-memory"
+_OPERATOR = "linear_cross_entropy_batch_chunked"  # part of the names of those behind F.linear_cross_entropy
 
 
 def liger_rows(shape: Shape) -> int:
@@ -60,16 +88,34 @@ def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return F.cross_entropy((x @ w.T).float(), y, reduction=reduction)
 
 
-def _torch(**options: Any) -> Callable[[Problem], Loss]:
+def _torch(*, cutedsl: bool = False, **options: Any) -> Callable[[Problem], Loss]:
     def make(problem: Problem) -> Loss:
-        del problem
         if not hasattr(F, "linear_cross_entropy"):
-            raise CannotError(f"torch {torch.__version__} has no linear_cross_entropy")
+            raise CannotError(f"torch {torch.__version__} has no linear_cross_entropy. Install torch 2.13 or newer")
+        if cutedsl:
+            needs_cuda(problem.device)
+        _set_cutedsl(on=cutedsl)
         chosen = importlib.import_module("torch.nn").LinearCrossEntropyOptions(**options)
         fused: Any = F.linear_cross_entropy
         return lambda x, w, y, reduction: fused(x, w, y, reduction=reduction, options=chosen)
 
     return make
+
+
+def _set_cutedsl(*, on: bool) -> None:
+    """Choose whether PyTorch's operator uses its CuTe kernel: PyTorch does wherever that is registered.
+
+    It is (torch 2.15) where nvidia-cutlass-dsl, of a version that this torch accepts, and apache-tvm-ffi are installed.
+    """
+    known: list[str] = []
+    with contextlib.suppress(ModuleNotFoundError):
+        native: Any = importlib.import_module("torch.backends.python_native")
+        known = [name for name in native.get_dsl_operations("cutedsl") if _OPERATOR in name]
+    if on and not known:
+        hint = "Install torch 2.15 or newer for CUDA, nvidia-cutlass-dsl of a version it accepts, and apache-tvm-ffi"
+        raise CannotError(f"torch {torch.__version__} has no CuTe kernel for it here. {hint}")
+    if known:
+        (native.enable_operations if on else native.disable_operations)(*known)
 
 
 def on_cuda(module: str, function: str, **options: Any) -> Callable[[Problem], Loss]:
@@ -87,11 +133,51 @@ _liger = partial(on_cuda, "liger_kernel.transformers.functional", "liger_fused_l
 cce = partial(on_cuda, "cut_cross_entropy", "linear_cross_entropy")
 
 
-def _quack(problem: Problem) -> Loss:
-    needs_cuda(problem.device)
+def one_loss(problem: Problem) -> None:
+    """Raise `CannotError` where each token's loss is requested, for a peer that computes their mean alone."""
     if problem.setting.reduction == "none":
         raise CannotError("has no reduction none in chunks")
+
+
+def _quack(problem: Problem) -> Loss:
+    needs_cuda(problem.device)
+    one_loss(problem)
     return on_cuda("quack.linear_cross_entropy", "chunked_linear_cross_entropy")(problem)
+
+
+def _liger_sm90(problem: Problem) -> Loss:
+    needs_cuda(problem.device)
+    one_loss(problem)
+    module: Any = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    apply = module.LigerFusedLinearCrossEntropySM90Function.apply
+    return lambda x, w, y, reduction: apply(x, w, y, IGNORED, reduction)
+
+
+def _auto_chunker(problem: Problem) -> Loss:
+    """Return the naive loss compiled with inductor's auto-chunker, which takes 8 chunks by itself.
+
+    Where it cannot chunk, it compiles without a word: hence the count, which graphs out of a cache are not in.
+    """
+    one_loss(problem)
+    if not hasattr(importlib.import_module("torch._inductor.config"), "auto_chunker"):
+        raise CannotError(f"torch {torch.__version__} has no auto-chunker. Install a newer torch")
+    metrics: Any = importlib.import_module("torch._inductor.metrics")
+    function, before = compiled(_naive, {"auto_chunker.enable": True}), metrics.num_auto_chunking
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        if metrics.num_auto_chunking > before:
+            return function(x, w, y, reduction)
+        with (
+            importlib.import_module("torch.compiler.config").patch(force_disable_caches=True),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # one about the caches
+            value = function(x, w, y, reduction)
+        if metrics.num_auto_chunking == before:
+            raise CannotError("inductor has not chunked it: logits below its threshold, or no gradients")
+        return value
+
+    return loss
 
 
 def _trl(problem: Problem) -> Loss:
@@ -100,10 +186,44 @@ def _trl(problem: Problem) -> Loss:
     function, columns = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-        logprobs: Tensor = function.apply(x, w, None, y, 1.0, columns, None, 1.0, ())[0]
-        return -(logprobs.mean() if reduction == "mean" else logprobs)
+        valid = y != IGNORED
+        logprobs: Tensor = function.apply(x, w, None, y.where(valid, 0), 1.0, columns, None, 1.0, ())[0]
+        losses = -logprobs.where(valid, 0)
+        return losses.sum() / valid.sum() if reduction == "mean" else losses
 
     return loss
+
+
+def _in_chunks(
+    form: Callable[[int, TokenLosses, Tensor, Tensor, Tensor, str], Tensor], chunks: int, *, compile: bool
+) -> Callable[[Problem], Loss]:
+    """Return one of the two forms of `chunked_losses` that autograd differentiates; ``compile``: upcast and loss."""
+
+    def make(problem: Problem) -> Loss:
+        del problem
+        return partial(form, chunks, compiled(token_losses) if compile else token_losses)
+
+    return make
+
+
+def _in_forward(to_gradient: Callable[[Problem], ToGradient]) -> Callable[[Problem], Loss]:
+    def make(problem: Problem) -> Loss:
+        one_loss(problem)
+        if problem.setting.wide:
+            raise CannotError("computes its gradients outside autocast")
+        chosen = to_gradient(problem)
+        return lambda x, w, y, _: gradients_in_forward(CHUNKS, chosen, x, w, y)
+
+    return make
+
+
+def _triton(problem: Problem) -> ToGradient:
+    needs_cuda(problem.device)
+    kernel = importlib.import_module("lowtide.bench.chunk_kernel").gradient_in_place
+    return partial(kernel, ignored=IGNORED)
+
+
+LOSSES: dict[str, Callable[[Problem], Loss]] = {}  # by the name of the peer
 
 
 def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer:
@@ -111,7 +231,9 @@ def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer
         head, loss = task.head, make(task.head)
         return lambda: {"loss": loss(head.x, head.w, head.y, head.setting.reduction)}
 
-    return Peer(name, build, package)
+    LOSSES[name] = make
+    install = NEEDS[name][1] if name in NEEDS else package
+    return Peer(name, build, install.partition("[")[0], install)
 
 
 PEERS = by_name(
@@ -119,12 +241,29 @@ PEERS = by_name(
     lowtide_peer(LOWTIDE_AT_LIGERS, liger_mib),
     _peer("naive", lambda _: _naive),
     _peer("compile", lambda _: compiled(_naive)),
-    _peer("torch", _torch()),  # its own choice of chunks
     _peer("torch-4096", _torch(batch_chunk_size=4096, chunking_method=None)),
-    _peer(LIGER, _liger(), "liger-kernel"),
+    _peer(LIGER, _liger()),
     _peer("liger-large", _liger(chunk_mem_const=8, accum_dtype=torch.float32), "liger-kernel"),
     _peer("cce", cce(), "cut-cross-entropy"),  # small gradients dropped
     _peer("cce-exact", cce(filter_eps=None), "cut-cross-entropy"),
-    _peer("quack", _quack, "quack-kernels"),
-    _peer("trl", _trl, "trl"),
+    _peer(TORCH, _torch()),  # its own choice of chunks
+    _peer(TORCH_CUTE, _torch(cutedsl=True)),
+    _peer(AUTO_CHUNKER, _auto_chunker),
+    _peer(TRL, _trl),
+    _peer(QUACK, _quack),
+    _peer(LIGER_SM90, _liger_sm90),
+    _peer(CHECKPOINT, _in_chunks(checkpointed, CHUNKS, compile=False)),
+    _peer(CHECKPOINT_COMPILED, _in_chunks(checkpointed, CHUNKS, compile=True)),
+    _peer(FORWARD, _in_forward(lambda _: softmax_in_place)),
+    _peer(FORWARD_TRITON, _in_forward(_triton)),
+    *(_peer(name, _in_chunks(projected_first, chunks, compile=True)) for name, chunks in TORCHTUNE.items()),
 )
+
+
+def loss_on(name: str, w: Tensor) -> Loss:
+    """Return the loss of a peer by its name, for this weight [V, D]; `CannotError` where the peer does not run."""
+    x, y = w.detach()[:0], torch.empty(0, device=w.device, dtype=torch.int64)
+    shape = Shape("", 0, w.shape[1], w.shape[0])
+    problem = Problem(shape=shape, setting=PLAIN, dtype=w.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    with PEERS[name].imports():
+        return LOSSES[name](problem)

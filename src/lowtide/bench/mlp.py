@@ -186,7 +186,7 @@ def row_of(peer: Peer, stack: Stack, config: MlpBenchConfig) -> Row:
     device, shape = stack.x.device, stack.shape
     row: Row = {"name": peer.name, "gemms": peer.gemms}
     with reason_in(row, cannot="cannot"):
-        layer = peer.build(stack)
+        layer = peer.built(stack)
         functions: dict[str, Callable[[], object]] = {
             "limit": bare_layers(stack, peer.gemms),
             "forward": lambda: stack.forward(layer),

@@ -58,6 +58,7 @@ class Settings:
         program: the command; ``{benchmark}`` stands for that name.
         stem: of the result file's name, after the date; ``{dtype}`` stands for the dtype.
         folders: options that say where files are written: in no result, and in no command that repeats a run.
+        by_name: the option that names who is measured; empty: none does.
 
     Raises:
         ArgumentValueError: a value that no run could use.
@@ -71,6 +72,7 @@ class Settings:
     program: ClassVar[str] = "lowtide bench {benchmark}"
     stem: ClassVar[str] = "{benchmark}"
     folders: ClassVar[Sequence[str]] = ("output",)
+    by_name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -116,6 +118,12 @@ class Settings:
             else:
                 words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
         return shlex.join(words)
+
+    def requested(self) -> set[str]:
+        """Return who is to be measured by an explicit request; nobody where the option was left at its default."""
+        default = {each.name: each.default for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+        names = getattr(self, self.by_name) if self.by_name else ()
+        return set() if self.by_name and names == default[self.by_name] else set(names)
 
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
@@ -189,6 +197,8 @@ class PeerSettings(RunSettings):
     """
 
     usual_peers: ClassVar[Sequence[str]] = ()
+    by_name = "only"
+    exit_1 = "lowtide itself failed, or a peer of --only cannot run here"
 
     only: tuple[str, ...] = setting((), "measure these alone: {peers}", metavar="PEER", known="peers")
     skip: tuple[str, ...] = setting((), "leave these out", metavar="PEER", known="peers")

@@ -77,6 +77,8 @@ SHAPES = _by_name(
     Shape("llama-8b", 16384, 4096, 128256),
     Shape("small-32k", 32768, 768, 32000),
     Shape("qwen-4k", 8192, 4096, 151936),
+    Shape("qwen-248k", 16384, 2048, 248320),  # Qwen3.5's vocabulary
+    Shape("gemma-262k", 8192, 2560, 262144),  # Gemma 3's
 )
 APPLY_SHAPES = _by_name(
     Shape("4x4096", 4 * 4096, 4096, 128256),  # the published exercise: batch, tokens; hidden 4096, vocabulary 128K

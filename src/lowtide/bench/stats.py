@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.bench.chunked_losses import IGNORED
 from lowtide.bench.config import TokenBenchConfig
-from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled
-from lowtide.bench.loss_peers import TRL_TILE, cce
+from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
+from lowtide.bench.loss_peers import LOSSES, PEERS, TRL_TILE
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import Function, Task, Values, token_benchmark
-from lowtide.bench.way import LOWTIDE
+from lowtide.bench.way import AUTO_CHUNKER, CHECKPOINT, CHECKPOINT_COMPILED, LOWTIDE, NEEDS, QUACK, TORCH, TORCH_CUTE
 from lowtide.head.options import HeadOptions
 from lowtide.head.planner import MIB
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
@@ -236,10 +237,42 @@ def _liger(task: StatsTask) -> Function:
     return lambda: {LOGPROB: module.LigerFusedLinearPPOBase.chunk_forward(x[None], w, y[None])[0]}
 
 
-def _cce_exact(task: StatsTask) -> Function:
+def _liger_scaled(task: StatsTask) -> Function:
+    """Liger's CuTe kernels for Hopper; elsewhere it would take plain PyTorch in chunks without a word."""
+    _one_target(task)
+    head, entropy = task.head, ENTROPY in task.names
+    needs_cuda(head.device)
+    if torch.cuda.get_device_capability(head.device) != (9, 0):
+        raise CannotError("its kernels are for GPUs of compute capability 9.0")
+    module: Any = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
+
+    def run() -> Values:
+        found = apply(head.x, head.w, head.y, 1.0, IGNORED, 1, entropy)
+        return {LOGPROB: -found[0], ENTROPY: found[1]} if entropy else {LOGPROB: -found}
+
+    return run
+
+
+def _quack(task: StatsTask) -> Function:
+    """quack's cross entropy of each token from all logits: its loss in chunks returns the mean alone."""
     _logprobs_alone(task)
-    head, loss = task.head, cce(filter_eps=None)(task.head)
-    return lambda: {LOGPROB: -loss(head.x, head.w, head.y, "none")}
+    head = task.head
+    needs_cuda(head.device)
+    loss = importlib.import_module("quack.linear_cross_entropy").linear_cross_entropy_func
+    return lambda: {LOGPROB: -loss(head.x, head.w, None, head.y, reduction="none")}
+
+
+def _of_loss(name: str) -> Peer:
+    """Return a peer of `lowtide.bench.loss_peers` whose loss of each token is the negative log-probability."""
+
+    def build(task: StatsTask) -> Function:
+        _logprobs_alone(task)
+        head = task.head
+        loss = LOSSES[name](replace(head, setting=replace(head.setting, reduction="none")))
+        return lambda: {LOGPROB: -loss(head.x, head.w, head.y, "none")}
+
+    return Peer(name, build, PEERS[name].package, PEERS[name].install)
 
 
 def _one_target(task: StatsTask) -> None:
@@ -262,6 +295,8 @@ STATS_PEERS = by_name(
     Peer("trl-vocabulary", partial(_trl, whole=True), "trl"),  # all classes in a chunk
     Peer("verl-style", _verl_style),
     Peer("liger-grpo", _liger, "liger-kernel"),  # the log-probabilities in Liger's GRPO loss
-    Peer("cce-exact", _cce_exact, "cut-cross-entropy"),
+    Peer("liger-scaled", _liger_scaled, "liger-kernel", "liger-kernel[cutedsl]"),
+    Peer(QUACK, _quack, NEEDS[QUACK][1]),
+    *map(_of_loss, ("cce-exact", TORCH, TORCH_CUTE, AUTO_CHUNKER, CHECKPOINT, CHECKPOINT_COMPILED)),
 )
 STATS = token_benchmark(stats_tasks, STATS_PEERS)

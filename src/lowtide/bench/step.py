@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowtide.bench.harness import (
     OUT_OF_MEMORY,
     Benchmark,
+    CannotError,
     Column,
     Row,
     Run,
@@ -63,7 +64,7 @@ def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
     """Yield a row for each length: seconds, peak and losses of a step, or the reason; none runs after one that did not
     fit.
     """
-    why = None  # nothing is measured any more
+    why, unsupported = None, False  # why nothing is measured any more
     try:
         dtype, device = getattr(torch, config.dtype), torch.device(config.device)
         policy, states = split_states(way)
@@ -73,6 +74,8 @@ def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
         optimizer = make_optimizer("adamw", list(built.parameters()))
         if states is not None:
             offload_optimizer(optimizer, built, **states)
+    except (CannotError, UnsupportedError) as error:
+        why, unsupported = reason_of(error), True
     except Exception as error:
         why = reason_of(error)
     for tokens in config.lengths:
@@ -85,6 +88,8 @@ def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
             optimizer.zero_grad(set_to_none=True)  # what a step that failed has left
         else:
             row["failed"] = why
+        if unsupported:
+            row["unsupported"] = True
         yield row
 
 

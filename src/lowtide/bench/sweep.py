@@ -73,7 +73,10 @@ def _measure_shapes(run: Run[SweepBenchConfig], start: float) -> None:
     left = [shape for shape in config.shapes if _missing(run, shape)]
     rates = rates_of(config.center, run.dtype, run.device, error=config.error)
     able = _able(run) if left else set()
-    guesses = {shape: estimate(config, shape, able.intersection(_missing(run, shape)), rates) for shape in left}
+    readings = 2 if run.device.type == "cuda" else 1  # idle and busy
+    guesses = {
+        shape: estimate(config, shape, able.intersection(_missing(run, shape)), rates, readings) for shape in left
+    }
     run.say(f"{len(left)} shapes, about {sum(guesses.values()):.0f} s\n")
     spent = guessed = 0.0
     factor = 1.0  # by which the estimates were wrong so far
@@ -99,7 +102,7 @@ def _able(run: Run[SweepBenchConfig]) -> set[str]:
     found = set()
     for name in run.config.peers:
         with contextlib.suppress(Exception):  # its rows have the reason
-            PEERS[name].build(tiny)
+            PEERS[name].built(tiny)
             found.add(name)
     return found
 
@@ -128,7 +131,9 @@ def _measure_shape(run: Run[SweepBenchConfig], shape: Shape) -> None:
     for name in missing:
         row = bench.measure(PEERS[name])
         if "ms" in row:  # of the work that the GEMMs need, 6NDV, whatever a peer computes besides
-            row["tflops"] = shape.flops(PLAIN.gemms) / row["ms"] / 1e9
+            for prefix in ("", "busy_"):
+                if f"{prefix}ms" in row:
+                    row[f"{prefix}tflops"] = shape.flops(PLAIN.gemms) / row[f"{prefix}ms"] / 1e9
         run.add(row, point["rows"], TABLE)
         if "failed" in row and not answers(run.device):
             hint = "The same command continues with the next peer, in a new process."
@@ -147,11 +152,13 @@ def rates_of(shape: Shape, dtype: torch.dtype, device: torch.device, *, error: b
     return found[0], found[-1]
 
 
-def estimate(config: SweepBenchConfig, shape: Shape, peers: Collection[str], rates: tuple[float, float]) -> float:
-    """Return about how many seconds a shape will take by these peers, at the rates of `rates_of`."""
+def estimate(
+    config: SweepBenchConfig, shape: Shape, peers: Collection[str], rates: tuple[float, float], readings: int
+) -> float:
+    """Return about how many seconds a shape will take by these peers, at the rates of `rates_of`, each so often."""
     once, rounds = shape.flops(PLAIN.gemms), config.warm + config.reps
     seconds = once / rates[0] * (2 * rounds + 1)  # the limit, by several numbers of rows, and the inputs
-    seconds += len(peers) * (FIRST + once / rates[0] * (rounds * (1 + PACE) + PACE))
+    seconds += len(peers) * (FIRST + once / rates[0] * (readings * rounds * (1 + PACE) + PACE))
     if config.error:
         seconds += once / rates[1] * 2  # the truth, and the roundings' own error
     return seconds

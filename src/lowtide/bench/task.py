@@ -24,6 +24,7 @@ from lowtide.measure.units import mib
 
 CHUNKS = (2048, 4096)  # rows; and all of them at once, where that fits
 MOST_LOGITS = 24 * 2**30  # bytes: more than that is not tried
+BUSY_CYCLES = 20_000_000  # of a GPU's clock that it is kept busy with, about 10 ms: longer than a call's launches take
 
 
 def limit_rows(N: int, row_bytes: int) -> tuple[int, ...]:
@@ -81,7 +82,11 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
 Values = dict[str, Tensor]  # by name, [N] or [N, K], or 0-d: their mean
 Function = Callable[[], Values]
 NAME = Column("", "name", "<24")
-SHARE = (Column("ms", "ms", "9.2f"), Column("share", "share", "8.3f"), Column("MiB", "peak_mib", "9.1f"))
+SHARE = (
+    Column("idle ms", "ms", "9.2f"), Column("share", "share", "7.3f"),
+    Column("busy ms", "busy_ms", "9.2f"), Column("share", "busy_share", "7.3f"),
+    Column("MiB", "peak_mib", "9.1f"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +221,13 @@ class Bench:
     """A task on which peers are measured, each interleaved with the bare GEMMs.
 
     A row has ``ms``, the median time, and ``limit_ms``, that of the bare GEMMs in the same rounds; ``share``, the
-    second over the first; ``spread``, the slowest round over the fastest, less 1; ``peak_mib``, the most memory at once
-    above the inputs, gradients included; and ``errors``: of each value by name, the absolute difference, its mean over
-    the tokens; ``dx`` and ``dw``, the relative errors of the two gradients.
+    second over the first; ``spread``, the slowest round over the fastest, less 1; on a GPU the same four with ``busy_``
+    before them; ``peak_mib``, the most memory at once above the inputs, gradients included; and ``errors``: of each
+    value by name, the absolute difference, its mean over the tokens; ``dx`` and ``dw``, the relative errors of the two
+    gradients.
+
+    The first reading is of an idle GPU, which waits for the host's launches; in the busy one the GPU has other work
+    while the host launches, as in training.
 
     Attributes:
         limit: milliseconds of the bare GEMMs by rows of a chunk; empty without ``limited``, and then a row has neither.
@@ -269,7 +278,7 @@ class Bench:
         """Return a peer's row, with the reason where it fails."""
         row: Row = {"name": peer.name}
         with reason_in(row):
-            self._fill(row, self.task.run_of(peer.build(self.task)))
+            self._fill(row, self.task.run_of(peer.built(self.task)))
         self.problem.clear()
         if "failed" not in row or answers(self.problem.device):
             release(self.problem.device)
@@ -280,13 +289,18 @@ class Bench:
         functions: dict[str, Callable[[], object]] = {"peer": run}
         if self.limit:
             functions = {"limit": self.task.bare(self.best_rows), **functions}
-        timings = time_side_by_side(functions, device, warm=self.warm, reps=self.reps)
+        readings: dict[str, Callable[[], object] | None] = {"": None}
+        if device.type == "cuda":
+            readings["busy_"] = partial(torch.cuda._sleep, BUSY_CYCLES)
+        for prefix, behind in readings.items():
+            timings = time_side_by_side(functions, device, warm=self.warm, reps=self.reps, behind=behind)
+            ms = row[f"{prefix}ms"] = timings["peer"].median_ms
+            row[f"{prefix}spread"] = timings["peer"].spread
+            if self.limit:
+                row[f"{prefix}limit_ms"] = timings["limit"].median_ms
+                row[f"{prefix}share"] = row[f"{prefix}limit_ms"] / ms
         self.problem.clear()
-        peak = peak_above(lambda: self.values.update(run()), device)
-        row |= {"ms": timings["peer"].median_ms, "spread": timings["peer"].spread, "peak_mib": mib(peak)}
-        if self.limit:
-            row["limit_ms"] = timings["limit"].median_ms
-            row["share"] = row["limit_ms"] / row["ms"]
+        row["peak_mib"] = mib(peak_above(lambda: self.values.update(run()), device))
         if self.true is not None:
             errors = self._errors(self.values, self.true)
             if found := {name: error for name, error in errors.items() if math.isfinite(error)}:

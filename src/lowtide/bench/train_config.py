@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowtide.bench.settings import RunSettings, Sdpa, Settings, numbers, setting
+from lowtide.bench.way import HEADS
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 
@@ -18,23 +19,27 @@ Train = Literal["full", "lora"]
 @dataclass(frozen=True, kw_only=True)
 class StepBenchConfig(RunSettings):
     """Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by stock
-    transformers, with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy. A
-    peer's layers are checkpointed; NAME-attention saves attention's output, NAME-all saves everything. Each way is a
-    process of its own. The last column is the time over that of the first way.
+    transformers, with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy; and by
+    stock transformers with a loss of lowtide bench head, torchtune's with compiled layers too. A peer's layers are
+    checkpointed; NAME-attention saves attention's output, NAME-all saves everything. Each way is a process of its own.
+    The last column is the time over that of the first way.
     """
 
     benchmark, summary = "step", "a training step, end to end"
-    exit_1 = "lowtide itself failed, other than by running out of memory"
+    exit_1 = "lowtide itself failed, other than by running out of memory, or a way of --peer cannot run here"
+    by_name = "peer"
     known: ClassVar = {
         "ways": (
             *(f"{who}{saved}" for who in ("liger", "stock") for saved in ("", "-attention", "-all")),
-            *("compile", "compile-all", NONE),  # a checkpoint cannot look into a compiled layer
+            *(f"{who}{saved}" for who in ("compile", *HEADS) for saved in ("", "-all")),
+            NONE,
         )
     }
     examples: ClassVar = {
         "": "a Llama-3.2-1B at three lengths",
         "--tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn": "layers of two policies",
         "--tokens 32768 --policy 10xattention-mlp0+6xall@states": "idle optimizer states in host memory",
+        "--tokens 8192 --model llama-3-8b --peer torchtune-8 torchtune-8-all": "losses that users write",
         "--model lowtide-small --tokens 64 --device cpu --peer stock --policy all input": "a quick run without a GPU",
     }
 

@@ -1,7 +1,8 @@
 """A way to train a model: who computes a step, and what its layers save for backward.
 
 The implementations: ``stock`` is unmodified transformers; ``compile`` the same with each layer and the loss through
-torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched.
+torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched. Those of `HEADS` are ``stock`` with another loss, a
+peer of ``lowtide bench head``, from the hidden states; torchtune's with each layer through torch.compile too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,23 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory.policy import parse_policies
 
 STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
-IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE)
+CHUNKS = 8  # of tokens, in the forms that users write
+TUNE_CHUNKS = (1, 2, 4, CHUNKS, 16)
+TORCH, TORCH_CUTE, AUTO_CHUNKER, TRL = "torch", "torch-cutedsl", "auto-chunker", "trl"
+QUACK, LIGER_SM90 = "quack", "liger-sm90"
+CHECKPOINT, CHECKPOINT_COMPILED = f"checkpoint-{CHUNKS}", f"checkpoint-compile-{CHUNKS}"
+FORWARD, FORWARD_TRITON = f"forward-{CHUNKS}", f"forward-triton-{CHUNKS}"
+TORCHTUNE = {f"torchtune-{chunks}": chunks for chunks in TUNE_CHUNKS}
+CHUNKED = (CHECKPOINT, CHECKPOINT_COMPILED, FORWARD, FORWARD_TRITON, *TORCHTUNE)
+HEADS = (TORCH, TORCH_CUTE, AUTO_CHUNKER, TRL, QUACK, LIGER_SM90, *CHUNKED)
+IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE, *HEADS)
+GPU_ALONE = (LIGER, TORCH_CUTE, QUACK, LIGER_SM90, FORWARD_TRITON)
+NEEDS = {  # an implementation's module, and what to install for it
+    LIGER: ("liger_kernel", "liger-kernel"),
+    LIGER_SM90: ("liger_kernel", "liger-kernel[cutedsl]"),
+    QUACK: ("quack", "quack-kernels"),
+    TRL: ("trl", "trl"),
+}
 _PEERS_SAVE = "all, attention or input, the last two with -offload, for all layers alike"
 
 
@@ -41,18 +58,25 @@ class Way:
             return
         if isinstance(found, list) or found.mlp_level is not None:
             raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_SAVE}", repr(self.policy)))
-        if self.impl == COMPILE and found.keep == "attention":
+        if self.compiles_layers and found.keep == "attention":
             hint = "A checkpoint cannot look into a compiled layer to keep attention's output."
-            raise ArgumentValueError(message("policy", f"for {COMPILE} all or input", repr(self.policy), hint))
+            raise ArgumentValueError(message("policy", f"for {self.impl} all or input", repr(self.policy), hint))
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether each layer goes through torch.compile."""
+        return self.impl == COMPILE or self.impl in TORCHTUNE
 
     @classmethod
     def named(cls, name: str) -> Way:
         """Return the way of a name: an implementation, ``implementation:policy``, or a peer's ``stock-all``."""
-        impl, _, policy = name.partition(":" if ":" in name else "-")
-        return cls(impl=impl, policy=policy) if policy else cls(impl=impl)
+        known = (impl for impl in IMPLEMENTATIONS if name == impl or name.startswith((f"{impl}:", f"{impl}-")))
+        impl = max(known, key=len, default=name)
+        return cls(impl=impl, policy=name[len(impl) + 1 :]) if name != impl else cls(impl=impl)
 
     def check_installed(self) -> None:
         """Raise `UnsupportedError` where the implementation's package is not installed."""
-        if self.impl == LIGER and importlib.util.find_spec("liger_kernel") is None:
-            hint = "pip install liger-kernel, or leave liger out."
-            raise UnsupportedError(message("impl", "the package liger-kernel to be installed", "none", hint))
+        module, package = NEEDS.get(self.impl, ("", ""))
+        if module and importlib.util.find_spec(module) is None:
+            hint = f"pip install '{package}', or leave {self.impl} out."
+            raise UnsupportedError(message("impl", f"the package {package} to be installed", "none", hint))

@@ -6,14 +6,18 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lowtide.bench.way import COMPILE, LIGER, LOWTIDE, Way
+from lowtide.bench.chunked_losses import IGNORED
+from lowtide.bench.loss_peers import Loss, loss_on
+from lowtide.bench.way import COMPILE, HEADS, LIGER, LOWTIDE, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import parse_policies
@@ -69,12 +73,13 @@ def build_way(
     ``lora`` is the rank of adapters on every linear layer but the output layer, all else frozen; 0: full training.
 
     Raises:
-        UnsupportedError: peft or Liger is not installed.
+        UnsupportedError: peft or the way's package is not installed, or its loss cannot take the place of the model's.
+        CannotError: the way's loss does not run here.
         ArgumentValueError: there is no such model, or no causal language model in it.
     """
     config = language_part(model_config(model, vocab_size=vocab_size))
+    way.check_installed()
     if way.impl == LIGER:
-        way.check_installed()
         apply_liger(config)
     from transformers import AutoModelForCausalLM
 
@@ -148,11 +153,14 @@ def _set_way(model: Any, way: Way) -> None:
         return
     policy = parse_policies(way.policy)
     assert isinstance(policy, ActivationPolicy)
-    if way.impl == COMPILE:  # each layer, checkpointed from outside; and the loss, from the logits on
+    if way.impl in HEADS:
+        set_loss(model, loss_on(way.impl, model.get_output_embeddings().weight))
+    if way.impl == COMPILE:
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)  # from the logits on
+    if way.compiles_layers:  # one by one, checkpointed from outside
         for layer in find_stack(model).layers.values():
             compiled = torch.compile(layer.forward, dynamic=False)
             layer.forward = compiled if policy.keep == "all" else Checkpointed(compiled, policy)
-        model.loss_function = torch.compile(model.loss_function, dynamic=False)
     elif policy.keep != "all":
         enable_checkpointing(model, _checkpoint_arguments(policy))
 
@@ -162,6 +170,34 @@ def _set_way(model: Any, way: Way) -> None:
         for module in model.modules() if policy.offload else ():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = run
+
+
+def set_loss(model: Any, loss: Loss) -> None:
+    """Let a model compute its loss from its hidden states by this function, without logits of its own.
+
+    Raises:
+        UnsupportedError: the model's loss is not the plain cross entropy of its output layer's logits.
+    """
+    head = model.get_output_embeddings()
+
+    def hidden_loss(loss: Loss, input_ids: Tensor, labels: Tensor, **others: Any) -> Tensor:
+        hidden = model.base_model(input_ids=input_ids, **others).last_hidden_state
+        targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # every row stays: kernels want their multiples
+        return loss(hidden.flatten(0, 1), head.weight, targets.flatten(), "mean")
+
+    def plain(x: Tensor, w: Tensor, y: Tensor, _: str) -> Tensor:
+        return F.cross_entropy((x @ w.T).float(), y)
+
+    ids = torch.arange(16, device=head.weight.device)[None] % head.weight.shape[0]
+    model.eval()
+    with torch.no_grad():
+        stock, ours = model(input_ids=ids, labels=ids).loss, hidden_loss(plain, ids, ids)
+    model.train()
+    if not torch.allclose(stock, ours, rtol=1e-2):
+        got = f"{ours.item():.4f} for its {stock.item():.4f}"
+        hint = "Its logits are scaled, capped or biased; take stock, compile, liger or lowtide."
+        raise UnsupportedError(message("model", "a loss that is the cross entropy of x @ w.T", got, hint))
+    model.forward = lambda **batch: SimpleNamespace(loss=hidden_loss(loss, **batch))
 
 
 def enable_checkpointing(model: Any, settings: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowtide.bench.settings import Device, Dtype, Settings, setting
-from lowtide.bench.way import IMPLEMENTATIONS, LIGER, Way
+from lowtide.bench.way import GPU_ALONE, IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM
@@ -201,8 +201,10 @@ class ProfileConfig(Settings):
             if self.gpus > gpus:
                 raise UnsupportedError(message("gpus", f"at most the {gpus} here", self.gpus))
             return
-        if any(way.impl == LIGER for way in self.ways.values()):
-            raise UnsupportedError(message("impl", "a GPU for liger", "a CPU", "Leave liger out."))
+        for way in self.ways.values():
+            if way.impl in GPU_ALONE:
+                hint = f"Leave {way.impl} out."
+                raise UnsupportedError(message("impl", f"a GPU for {way.impl}", "a CPU", hint))
         if self.memory_limit is not None:
             hint = "Leave it out: a CPU's memory has no limit."
             raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", hint))

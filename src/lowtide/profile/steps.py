@@ -24,7 +24,7 @@ from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
-from lowtide.bench.way import COMPILE, Way
+from lowtide.bench.way import Way
 from lowtide.bench.ways import SDPA, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError
 from lowtide.measure.failures import is_out_of_memory
@@ -110,7 +110,7 @@ class Steps:
         self.losses: list[Tensor] = []
         self.gradients: set[int] = set()  # addresses
         self.marks = PhaseMarks()
-        self.marks.install(self.model, children=way.impl != COMPILE)
+        self.marks.install(self.model, children=not way.compiles_layers)
 
     def step(self) -> None:
         """Run one step; if it fails, the caller frees its memory."""
