@@ -132,6 +132,7 @@ def test_memory_and_chunks() -> None:
         assert relative_error(one, two) < 2e-3
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch 2.11 does it itself
 def test_compiled_and_in_autocast() -> None:
     x, w, b, _ = on_gpu(N, D, V)
     for form in FORMS:

@@ -39,8 +39,8 @@ class TokenStats(NamedTuple):
         sum_sq_prob: ``sum_v p_v**2`` [...]: how likely two samples are the same class.
         topk: (values, ids) of the k highest logits [..., k]: see `TopK`.
         is_top1: Whether the target is ``argmax``, bool, of the target's shape; False where ignored.
-        outside: With ``support`` and targets, how many of these are not in their token's set, 0-d int64; not a name for
-            ``want``.
+        outside: With ``support`` and targets, how many of these are not in their token's set, 0-d int64, requested or
+            not; else None.
     """
 
     logprob: Tensor | None = None
@@ -54,7 +54,7 @@ class TokenStats(NamedTuple):
     outside: Tensor | None = None
 
 
-WANTS = tuple(name for name in TokenStats._fields if name != "outside")  # what can be requested
+WANTS = tuple(name for name in TokenStats._fields if name != "outside")  # what is returned on request only
 
 
 def linear_logprobs(
@@ -269,7 +269,7 @@ def _check_want(want: Iterable[str]) -> frozenset[str]:
     if isinstance(want, str | Tensor) or not isinstance(want, Iterable):
         raise ArgumentTypeError(message("want", f"a sequence of names among {known}", f"{want!r}"))
     names = frozenset(want)
-    if not names or not names.issubset(WANTS):
+    if names.isdisjoint(WANTS) or not names.issubset(TokenStats._fields):
         wrong = sorted(map(repr, names - set(WANTS)))
         raise ArgumentValueError(message("want", f"names among {known}", ", ".join(wrong) or "none"))
-    return names
+    return names.intersection(WANTS)
