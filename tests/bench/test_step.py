@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lowtide.bench import step, ways
 from lowtide.bench.harness import OUT_OF_MEMORY
@@ -211,6 +212,37 @@ def test_compile_is_the_stock_model_with_compiled_layers(way: str, monkeypatch: 
     model = ways.build_way(Way.named(way), "lowtide-small", torch.float32, torch.device("cpu"), seed=0)
     assert compiled == [{"dynamic": False}] * (len(model.model.layers) + 1)  # and the loss
     assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_compiled_layers_come_after_each_policy() -> None:
+    config = StepBenchConfig(peer=("stock",), policy=("all", "input"), compile_layers=True)
+    ours = ("lowtide:all", "lowtide:input", "lowtide-compile:all", "lowtide-compile:input")
+    assert config.ways == ("stock", *ours)
+    assert [Way.named(name).compiles_layers for name in config.ways] == [False, False, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+def test_lowtide_compiles_each_policys_layers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More layers than dynamo would recompile for; the loss and gradients are those of layers that are not compiled."""
+    torch._dynamo.reset()
+    counted, compile_module = CompileCounterWithBackend("aot_eager"), torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **kw: compile_module(layer, backend=counted, fullgraph=True, **kw)
+    )
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**SHAPES["lowtide-small"], "vocab_size": 50, "num_hidden_layers": 12}))
+    got = []
+    for name in ("lowtide", "lowtide-compile"):
+        way = Way(impl=name, policy="5xattention/0+7xall/1")
+        model = ways.build_way(way, str(file), torch.float32, torch.device("cpu"), seed=0)
+        ids = torch.arange(40)[None]
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        got.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+    torch.testing.assert_close(*got)
+    assert counted.frame_count == 2
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile

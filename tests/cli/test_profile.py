@@ -251,7 +251,7 @@ def test_all_that_fail_leave_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--impl nobody", "impl: expected names out of stock, compile, liger, lowtide, torch, "),
+        ("--impl nobody", "impl: expected names out of stock, compile, liger, lowtide, lowtide-compile, torch, "),
         ("--impl ,", "impl: expected names out of"),
         ("--impl stock,stock", "impl: expected each name once"),
         ("--impl stock --policy some", "policy: expected all, attention or input"),
@@ -352,13 +352,15 @@ def test_what_is_no_causal_language_model_is_one_line(
 
 def test_policies_of_all_and_of_one() -> None:
     config = ProfileConfig(
-        impl=("stock,compile", "lowtide", "lowtide:all"), policy=("input", "lowtide=2 x all/1, 1 x input/0")
+        impl=("stock,compile", "lowtide", "lowtide:all,lowtide-compile:2xall"),
+        policy=("input", "lowtide=2 x all/1, 1 x input/0"),
     )
     assert config.ways == {
         "stock": Way(impl="stock"),
         "compile": Way(impl="compile"),
         "lowtide": Way(impl="lowtide", policy="2 x all/1, 1 x input/0"),
         "lowtide:all": Way(impl="lowtide", policy="all"),
+        "lowtide-compile:2xall": Way(impl="lowtide-compile", policy="2xall"),
     }
     assert "'lowtide=2 x all/1, 1 x input/0'" in config.command()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lowtide.bench.settings import RunSettings, Sdpa, Settings, numbers, setting
-from lowtide.bench.way import HEADS
+from lowtide.bench.way import HEADS, LOWTIDE, LOWTIDE_COMPILED
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 
@@ -52,6 +52,7 @@ class StepBenchConfig(RunSettings):
         f"lowtide with these policies: {FORM}; {STATES_FORM}",
         metavar="POLICY",
     )
+    compile_layers: bool = setting(False, "lowtide with each policy a second time, each layer through torch.compile")
     sdpa: Sdpa = setting("auto", SDPA)  # noqa: RUF009
     model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
     batch: int = setting(1, "sequences of a step", least=1)
@@ -71,8 +72,10 @@ class StepBenchConfig(RunSettings):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Who is measured: the peers, then lowtide with each policy."""
-        return (*(peer for peer in self.peer if peer != NONE), *(f"lowtide:{text}" for text in self.policy))
+        """Who is measured: the peers, then lowtide with each policy, then the same with compiled layers."""
+        ours = (LOWTIDE, LOWTIDE_COMPILED) if self.compile_layers else (LOWTIDE,)
+        named = (f"{name}:{text}" for name in ours for text in self.policy)
+        return (*(peer for peer in self.peer if peer != NONE), *named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """A way to train a model: who computes a step, and what its layers save for backward.
 
 The implementations: ``stock`` is unmodified transformers; ``compile`` the same with each layer and the loss through
-torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched. Those of `HEADS` are ``stock`` with another loss, a
+torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched; ``lowtide-compile`` patched, each layer through
+torch.compile. Those of `HEADS` are ``stock`` with another loss, a
 peer of ``lowtide bench head``, from the hidden states; torchtune's with each layer through torch.compile too.
 """
 
@@ -14,6 +15,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory.policy import parse_policies
 
 STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
+LOWTIDE_COMPILED = f"{LOWTIDE}-{COMPILE}"
 CHUNKS = 8  # of tokens, in the forms that users write
 TUNE_CHUNKS = (1, 2, 4, CHUNKS, 16)
 TORCH, TORCH_CUTE, AUTO_CHUNKER, TRL = "torch", "torch-cutedsl", "auto-chunker", "trl"
@@ -23,7 +25,8 @@ FORWARD, FORWARD_TRITON = f"forward-{CHUNKS}", f"forward-triton-{CHUNKS}"
 TORCHTUNE = {f"torchtune-{chunks}": chunks for chunks in TUNE_CHUNKS}
 CHUNKED = (CHECKPOINT, CHECKPOINT_COMPILED, FORWARD, FORWARD_TRITON, *TORCHTUNE)
 HEADS = (TORCH, TORCH_CUTE, AUTO_CHUNKER, TRL, QUACK, LIGER_SM90, *CHUNKED)
-IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE, *HEADS)
+OURS = (LOWTIDE, LOWTIDE_COMPILED)
+IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, *OURS, *HEADS)
 GPU_ALONE = (LIGER, TORCH_CUTE, QUACK, LIGER_SM90, FORWARD_TRITON)
 NEEDS = {  # an implementation's module, and what to install for it
     LIGER: ("liger_kernel", "liger-kernel"),
@@ -54,7 +57,7 @@ class Way:
         if self.impl not in IMPLEMENTATIONS:
             raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", repr(self.impl)))
         found = parse_policies(self.policy)
-        if self.impl == LOWTIDE:
+        if self.impl in OURS:
             return
         if isinstance(found, list) or found.mlp_level is not None:
             raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_SAVE}", repr(self.policy)))
@@ -65,7 +68,7 @@ class Way:
     @property
     def compiles_layers(self) -> bool:
         """Whether each layer goes through torch.compile."""
-        return self.impl == COMPILE or self.impl in TORCHTUNE
+        return self.impl in (COMPILE, LOWTIDE_COMPILED, *TORCHTUNE)
 
     @classmethod
     def named(cls, name: str) -> Way:

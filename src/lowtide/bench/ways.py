@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lowtide.bench.chunked_losses import IGNORED
 from lowtide.bench.loss_peers import Loss, loss_on
-from lowtide.bench.way import COMPILE, HEADS, LIGER, LOWTIDE, Way
+from lowtide.bench.way import COMPILE, HEADS, LIGER, OURS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import parse_policies
@@ -147,9 +147,11 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, *, 
 
 def _set_way(model: Any, way: Way) -> None:
     """Patch the model as the way's implementation needs it, and apply its policy."""
-    if way.impl == LOWTIDE:
+    if way.impl in OURS:
         patch(model)
         apply_policy(model, parse_policies(way.policy, model.config.num_hidden_layers))
+        for layer in find_stack(model).layers.values() if way.compiles_layers else ():
+            layer.compile(dynamic=False)
         return
     policy = parse_policies(way.policy)
     assert isinstance(policy, ActivationPolicy)

@@ -74,19 +74,14 @@ def _method(name: str) -> Callable[..., Any]:
     return apply
 
 
+_SHORT = {"true_divide": "truediv", "remainder": "mod", "floor_divide": "floordiv"}
 for _name in ("add", "sub", "mul", "true_divide", "pow", "matmul", "remainder", "floor_divide"):
-    _short = {"true_divide": "truediv", "remainder": "mod", "floor_divide": "floordiv"}.get(_name, _name)
+    _short = _SHORT.get(_name, _name)
     setattr(_Marker, f"__{_short}__", _operator(_name))
     setattr(_Marker, f"__r{_short}__", _operator(_name, reflected=True))
     setattr(_Marker, f"__i{_short}__", _method(f"{_name}_"))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "getitem", "setitem", "len", "iter"):
-    setattr(
-        _Marker,
-        f"__{_name}__",
-        _method(
-            {"getitem": "__getitem__", "setitem": "__setitem__", "len": "__len__", "iter": "__iter__"}.get(_name, _name)
-        ),
-    )
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "__getitem__", "__setitem__", "__len__", "__iter__"):
+    setattr(_Marker, f"__{_name.strip('_')}__", _method(_name))
 _Marker.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

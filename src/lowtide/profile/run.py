@@ -15,7 +15,7 @@ import torch
 
 from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Row, Run, chosen_device
 from lowtide.bench.results import Files, replace
-from lowtide.bench.way import LOWTIDE, Way
+from lowtide.bench.way import OURS, Way
 from lowtide.bench.ways import language_part
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
@@ -255,7 +255,7 @@ def _write_pages(run: Run[ProfileConfig]) -> None:
 
 PROFILE = Benchmark(
     measure=_measure,
-    failed=lambda row: row["impl"] == LOWTIDE and not row.get("failed", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY),
+    failed=lambda row: row["impl"] in OURS and not row.get("failed", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY),
     packages=("liger-kernel", "peft", "bitsandbytes"),
     check=_check,
 )

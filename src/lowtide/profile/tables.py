@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from lowtide.bench.harness import Column, Table
-from lowtide.bench.way import LOWTIDE
+from lowtide.bench.way import OURS
 from lowtide.measure.text import table
 from lowtide.profile.owners import OWNERS
 from lowtide.profile.phases import KINDS
@@ -26,7 +26,7 @@ def label_of(row: Row) -> str:
 def line_colors(rows: Sequence[Row]) -> list[str]:
     """Return a colour for each implementation's line: lowtide's from one family, the others' from another."""
     own, others = cycle(_OWN), cycle(_OTHERS)
-    return [next(own if row["impl"] == LOWTIDE else others) for row in rows]
+    return [next(own if row["impl"] in OURS else others) for row in rows]
 
 
 ROWS = Table(
