@@ -22,6 +22,7 @@ from lowtide.bench.chunked_losses import (
     checkpointed,
     gradients_in_forward,
     projected_first,
+    reduced,
     softmax_in_place,
     token_losses,
 )
@@ -47,7 +48,7 @@ def by_triton() -> ToGradient:
 
 
 def by_autograd(form: Any, chunks: int) -> Loss:
-    return lambda x, w, y: form(chunks, token_losses, x, w, y, "mean")
+    return lambda x, w, y: reduced(form(chunks, token_losses, x, w, y), y, "mean")
 
 
 FORMS: dict[str, Callable[[int], Loss]] = {
@@ -153,21 +154,38 @@ def test_a_peer_that_ran_once_is_able() -> None:
 
 
 @pytest.mark.parametrize("operators", [[], ["_linear_cross_entropy_batch_chunked"]])
-def test_the_cute_kernel_is_switched(operators: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    switched: list[tuple[str, ...]] = []
+def test_each_call_switches_the_cute_kernel(operators: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    off: set[str] = set()
+    switched: list[str] = []
+
+    def switch(change: Callable[[str], None], *names: str) -> None:
+        switched.extend(names)
+        for name in names:
+            change(name)
+
     native = SimpleNamespace(
         get_dsl_operations=lambda _: [*operators, "topk"],
-        enable_operations=lambda *names: switched.append(("on", *names)),
-        disable_operations=lambda *names: switched.append(("off", *names)),
+        is_operation_disabled=off.__contains__,
+        enable_operations=partial(switch, off.discard),
+        disable_operations=partial(switch, off.add),
     )
     monkeypatch.setitem(sys.modules, "torch.backends.python_native", native)
-    loss_peers._set_cutedsl(on=False)
-    if operators:
-        loss_peers._set_cutedsl(on=True)
-        assert switched == [("off", *operators), ("on", *operators)]
-    else:
+    monkeypatch.setattr(torch.nn, "LinearCrossEntropyOptions", SimpleNamespace, raising=False)
+    monkeypatch.setattr(F, "linear_cross_entropy", lambda *_, **__: sorted(off), raising=False)
+    monkeypatch.setattr(loss_peers, "needs_cuda", lambda _: None)
+    x, w, y = problem(3, 2, 5, torch.float32)
+    without = loss_on("torch", w)
+    if not operators:
         with pytest.raises(CannotError, match=r"Install torch 2\.15 or newer"):
-            loss_peers._set_cutedsl(on=True)
+            loss_on("torch-cutedsl", w)
+        assert without(x, w, y, "mean") == []
+        return
+    with_it = loss_on("torch-cutedsl", w)
+    for loss in (without, without, with_it, with_it, without):
+        assert loss(x, w, y, "mean") == ([] if loss is with_it else operators)
+    assert switched == 3 * operators
+    del loss, without
+    assert not off, "on again"
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
@@ -178,9 +196,12 @@ def test_inductors_chunks_are_counted() -> None:
     loss = loss_on("auto-chunker", w)
     got, true = found(lambda *args: loss(*args, "mean"), x, w, y), found(naive, x, w, y)
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(got, true, strict=True))
-    x, w, y = problem(64, 8, 100, torch.float32)
-    with pytest.raises(CannotError, match="has not chunked"):
-        loss_on("auto-chunker", w)(x, w, y, "mean")
+    for _ in range(2):  # again, and for another number of tokens
+        few = problem(64, 64, 2000, torch.float32)
+        with pytest.raises(CannotError, match="has not chunked"):
+            loss(*few, "mean")
+        assert not torch.compiler.config.force_disable_caches
+    assert relative_error(loss(x, w, y, "mean").detach()[None], true[0]) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
 """The loss in chunks of tokens, as users wrote it before a library had it. N tokens, D hidden size, V vocabulary.
 
-Three forms, each of which returns the loss of ``x`` [N, D], ``w`` [V, D] and ``y`` [N]:
+Three forms, for ``x`` [N, D], ``w`` [V, D] and targets ``y``. Two return a function of the logits, chunk by chunk:
 
-- `checkpointed`: each chunk's projection and loss under `torch.utils.checkpoint`, which recomputes its logits;
-- `gradients_in_forward`: each chunk's logits turn into their gradient in forward, and both gradient GEMMs run there
-  (the form of the thread pytorch/pytorch issue 124480);
-- `projected_first`: all chunks are projected first and their logits saved, upcast and loss follow chunk by chunk
-  (torchtune's).
+- `checkpointed`: each chunk's projection and function under `torch.utils.checkpoint`, which recomputes its logits;
+- `projected_first`: all chunks are projected first and their logits saved, upcast and function follow chunk by chunk
+  (torchtune's);
+
+and `gradients_in_forward` returns the mean loss: each chunk's logits turn into their gradient in forward, and both
+gradient GEMMs run there (the form of the thread pytorch/pytorch issue 124480).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.bench.problem import blocks
 
 IGNORED = -100
-TokenLosses = Callable[[Tensor, Tensor], Tensor]  # logits [C, V] and targets [C] to each token's loss
+T = TypeVar("T")
+OfLogits = Callable[[Tensor, Tensor], T]  # of a chunk's logits [C, V] in their own dtype, and its targets
 ToGradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # logits, targets, factor, losses to write: dz [C, V]
 
 
@@ -31,27 +33,26 @@ def token_losses(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z.float(), y, reduction="none")
 
 
-def checkpointed(chunks: int, of_logits: TokenLosses, x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Return the loss, one logits chunk at a time in memory, forward and backward."""
+def checkpointed(chunks: int, of_logits: OfLogits[T], x: Tensor, w: Tensor, y: Tensor) -> list[T]:
+    """Return the function of each chunk, one chunk's logits at a time in memory, forward and backward."""
 
-    def run(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    def run(x: Tensor, w: Tensor, y: Tensor) -> T:
         return of_logits(x @ w.T, y)
 
-    parts = [
-        checkpoint(run, *part, use_reentrant=False)
-        for part in zip(x.chunk(chunks), [w] * chunks, y.chunk(chunks), strict=False)
-    ]
-    return _reduced(torch.cat(parts), y, reduction)
+    parts = zip(x.chunk(chunks), [w] * chunks, y.chunk(chunks), strict=False)
+    return [checkpoint(run, *part, use_reentrant=False) for part in parts]
 
 
-def projected_first(chunks: int, of_logits: TokenLosses, x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Return the loss; backward has all logits in the inputs' dtype, and one chunk of them in float32."""
+def projected_first(chunks: int, of_logits: OfLogits[T], x: Tensor, w: Tensor, y: Tensor) -> list[T]:
+    """Return the function of each chunk; backward has all logits in the inputs' dtype, and one chunk in float32."""
     logits = [part @ w.T for part in x.chunk(chunks)]
-    return _reduced(torch.cat(list(map(of_logits, logits, y.chunk(chunks)))), y, reduction)
+    return list(map(of_logits, logits, y.chunk(chunks)))
 
 
-def _reduced(losses: Tensor, y: Tensor, reduction: str) -> Tensor:
-    return losses if reduction == "none" else losses.sum() / (y != IGNORED).sum()
+def reduced(losses: Sequence[Tensor], y: Tensor, reduction: str) -> Tensor:
+    """Return each token's loss, or their mean over the tokens that are not ignored, from each chunk's losses."""
+    found = torch.cat(list(losses))
+    return found if reduction == "none" else found.sum() / (y != IGNORED).sum()
 
 
 def gradients_in_forward(chunks: int, to_gradient: ToGradient, x: Tensor, w: Tensor, y: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class StatsBenchConfig(TokenBenchConfig):
         "peers": (
             "lowtide", "lowtide-trl-memory", "naive", "compile", "trl", "trl-vocabulary", "verl-style", "liger-grpo",
             "liger-scaled", "quack", "cce-exact", "torch", "torch-cutedsl", "auto-chunker", "checkpoint-8",
-            "checkpoint-compile-8",
+            "checkpoint-compile-8", "torchtune-8",
         ),
         "works": (
             "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward",

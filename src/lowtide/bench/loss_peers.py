@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,10 +22,10 @@ from torch import Tensor
 from lowtide.bench.chunked_losses import (
     IGNORED,
     ToGradient,
-    TokenLosses,
     checkpointed,
     gradients_in_forward,
     projected_first,
+    reduced,
     softmax_in_place,
     token_losses,
 )
@@ -89,33 +90,48 @@ def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def _torch(*, cutedsl: bool = False, **options: Any) -> Callable[[Problem], Loss]:
+    """PyTorch's own, with its CuTe kernel or without: PyTorch takes that wherever it is registered.
+
+    It is (torch 2.15) where nvidia-cutlass-dsl, of a version that this torch accepts, and apache-tvm-ffi are installed.
+    Each call switches it, as peers alternate; when the loss is dropped, it is on as before.
+    """
+
     def make(problem: Problem) -> Loss:
         if not hasattr(F, "linear_cross_entropy"):
             raise CannotError(f"torch {torch.__version__} has no linear_cross_entropy. Install torch 2.13 or newer")
+        operators = _cute_operators()
         if cutedsl:
             needs_cuda(problem.device)
-        _set_cutedsl(on=cutedsl)
+            if not operators:
+                hint = "Install torch 2.15 or newer for CUDA, nvidia-cutlass-dsl of a version it accepts, and"
+                raise CannotError(f"torch {torch.__version__} has no CuTe kernel for it here. {hint} apache-tvm-ffi")
         chosen = importlib.import_module("torch.nn").LinearCrossEntropyOptions(**options)
         fused: Any = F.linear_cross_entropy
-        return lambda x, w, y, reduction: fused(x, w, y, reduction=reduction, options=chosen)
+
+        def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+            _switch(operators, on=cutedsl)
+            value: Tensor = fused(x, w, y, reduction=reduction, options=chosen)
+            return value
+
+        weakref.finalize(loss, _switch, operators, on=True)
+        return loss
 
     return make
 
 
-def _set_cutedsl(*, on: bool) -> None:
-    """Choose whether PyTorch's operator uses its CuTe kernel: PyTorch does wherever that is registered.
-
-    It is (torch 2.15) where nvidia-cutlass-dsl, of a version that this torch accepts, and apache-tvm-ffi are installed.
-    """
-    known: list[str] = []
+def _cute_operators() -> list[str]:
+    """Return those behind `F.linear_cross_entropy` that have a CuTe kernel."""
     with contextlib.suppress(ModuleNotFoundError):
         native: Any = importlib.import_module("torch.backends.python_native")
-        known = [name for name in native.get_dsl_operations("cutedsl") if _OPERATOR in name]
-    if on and not known:
-        hint = "Install torch 2.15 or newer for CUDA, nvidia-cutlass-dsl of a version it accepts, and apache-tvm-ffi"
-        raise CannotError(f"torch {torch.__version__} has no CuTe kernel for it here. {hint}")
-    if known:
-        (native.enable_operations if on else native.disable_operations)(*known)
+        return [name for name in native.get_dsl_operations("cutedsl") if _OPERATOR in name]
+    return []
+
+
+def _switch(operators: list[str], *, on: bool) -> None:
+    """Have these operators' CuTe kernels on or off; the switch itself is slow, and left where it is already right."""
+    native: Any = importlib.import_module("torch.backends.python_native") if operators else None
+    if changed := [name for name in operators if native.is_operation_disabled(name) == on]:
+        (native.enable_operations if on else native.disable_operations)(*changed)
 
 
 def on_cuda(module: str, function: str, **options: Any) -> Callable[[Problem], Loss]:
@@ -156,25 +172,26 @@ def _liger_sm90(problem: Problem) -> Loss:
 def _auto_chunker(problem: Problem) -> Loss:
     """Return the naive loss compiled with inductor's auto-chunker, which takes 8 chunks by itself.
 
-    Where it cannot chunk, it compiles without a word: hence the count, which graphs out of a cache are not in.
+    Where it cannot chunk, it compiles without a word: hence the count, which graphs out of a cache are not in. The
+    caches are off while a number of tokens is compiled, and only then.
     """
     one_loss(problem)
     if not hasattr(importlib.import_module("torch._inductor.config"), "auto_chunker"):
         raise CannotError(f"torch {torch.__version__} has no auto-chunker. Install a newer torch")
     metrics: Any = importlib.import_module("torch._inductor.metrics")
-    function, before = compiled(_naive, {"auto_chunker.enable": True}), metrics.num_auto_chunking
+    uncached = partial(importlib.import_module("torch.compiler.config").patch, force_disable_caches=True)
+    function, chunked = compiled(_naive, {"auto_chunker.enable": True}), set[torch.Size]()
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-        if metrics.num_auto_chunking > before:
+        if x.shape in chunked:
             return function(x, w, y, reduction)
-        with (
-            importlib.import_module("torch.compiler.config").patch(force_disable_caches=True),
-            warnings.catch_warnings(),
-        ):
+        before = metrics.num_auto_chunking
+        with uncached(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one about the caches
             value = function(x, w, y, reduction)
         if metrics.num_auto_chunking == before:
             raise CannotError("inductor has not chunked it: logits below its threshold, or no gradients")
+        chunked.add(x.shape)
         return value
 
     return loss
@@ -194,14 +211,13 @@ def _trl(problem: Problem) -> Loss:
     return loss
 
 
-def _in_chunks(
-    form: Callable[[int, TokenLosses, Tensor, Tensor, Tensor, str], Tensor], chunks: int, *, compile: bool
-) -> Callable[[Problem], Loss]:
+def _in_chunks(form: Callable[..., list[Tensor]], chunks: int, *, compile: bool) -> Callable[[Problem], Loss]:
     """Return one of the two forms of `chunked_losses` that autograd differentiates; ``compile``: upcast and loss."""
 
     def make(problem: Problem) -> Loss:
         del problem
-        return partial(form, chunks, compiled(token_losses) if compile else token_losses)
+        losses = compiled(token_losses) if compile else token_losses
+        return lambda x, w, y, reduction: reduced(form(chunks, losses, x, w, y), y, reduction)
 
     return make
 

@@ -14,14 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.bench.chunked_losses import IGNORED
+from lowtide.bench.chunked_losses import IGNORED, checkpointed, projected_first
 from lowtide.bench.config import TokenBenchConfig
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
 from lowtide.bench.loss_peers import LOSSES, PEERS, TRL_TILE
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import Function, Task, Values, token_benchmark
-from lowtide.bench.way import AUTO_CHUNKER, CHECKPOINT, CHECKPOINT_COMPILED, LOWTIDE, NEEDS, QUACK, TORCH, TORCH_CUTE
+from lowtide.bench.way import (
+    AUTO_CHUNKER,
+    CHECKPOINT,
+    CHECKPOINT_COMPILED,
+    CHUNKS,
+    LOWTIDE,
+    NEEDS,
+    QUACK,
+    TORCH,
+    TORCH_CUTE,
+)
 from lowtide.head.options import HeadOptions
 from lowtide.head.planner import MIB
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
@@ -166,9 +176,25 @@ def _in_full(function: Callable[..., Values], task: StatsTask) -> Function:
 
 
 def _compiled(task: StatsTask) -> Function:
-    if task.work.backward_alone:
-        raise CannotError("frees its buffers in backward, which runs once")
+    _one_backward(task)
     return _in_full(compiled(_naive), task)
+
+
+def _in_chunks(form: Callable[..., list[Values]], task: StatsTask, *, compile: bool) -> Function:
+    """A form of `lowtide.bench.chunked_losses`; ``compile``: upcast and values."""
+    if compile:
+        _one_backward(task)
+
+    def of_logits(z: Tensor, y: Tensor) -> Values:
+        return values_of(z.float(), y, task.names, task.work.topk)
+
+    head, function = task.head, compiled(of_logits) if compile else of_logits
+
+    def run() -> Values:
+        found = form(CHUNKS, function, head.x, head.w, task.y)
+        return {name: torch.cat([values[name] for values in found]) for name in task.names}
+
+    return run
 
 
 def _trl(task: StatsTask, *, whole: bool = False) -> Function:
@@ -275,6 +301,11 @@ def _of_loss(name: str) -> Peer:
     return Peer(name, build, PEERS[name].package, PEERS[name].install)
 
 
+def _one_backward(task: StatsTask) -> None:
+    if task.work.backward_alone:
+        raise CannotError("frees its buffers in backward, which runs once")
+
+
 def _one_target(task: StatsTask) -> None:
     if not {LOGPROB, ENTROPY}.issuperset(task.names) or task.y.dim() > 1:
         raise CannotError("computes log-probabilities of one target a token, and entropies")
@@ -297,6 +328,9 @@ STATS_PEERS = by_name(
     Peer("liger-grpo", _liger, "liger-kernel"),  # the log-probabilities in Liger's GRPO loss
     Peer("liger-scaled", _liger_scaled, "liger-kernel", "liger-kernel[cutedsl]"),
     Peer(QUACK, _quack, NEEDS[QUACK][1]),
-    *map(_of_loss, ("cce-exact", TORCH, TORCH_CUTE, AUTO_CHUNKER, CHECKPOINT, CHECKPOINT_COMPILED)),
+    *map(_of_loss, ("cce-exact", TORCH, TORCH_CUTE, AUTO_CHUNKER)),
+    Peer(CHECKPOINT, partial(_in_chunks, checkpointed, compile=False)),
+    Peer(CHECKPOINT_COMPILED, partial(_in_chunks, checkpointed, compile=True)),
+    Peer(f"torchtune-{CHUNKS}", partial(_in_chunks, projected_first, compile=True)),
 )
 STATS = token_benchmark(stats_tasks, STATS_PEERS)
