@@ -13,7 +13,6 @@ from head.contract.cases import DIFFERENTIABLE
 from head.test_apply_compile import focal, focal_sum
 from lowtide import (
     HeadOptions,
-    TokenStats,
     linear_apply,
     linear_cross_entropy,
     linear_divergence,
@@ -21,6 +20,7 @@ from lowtide import (
     linear_token_stats,
 )
 from lowtide.errors import UnsupportedError
+from lowtide.head.token_stats import WANTS
 from support import (
     assert_near,
     assert_same_gradients,
@@ -95,7 +95,7 @@ def test_statistics(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int],
     y = y if K == 1 else torch.stack((y, y.flip(0), y), -1)
     options = {"linear_bias": b, "softcap": 9.0, "logit_scale": torch.tensor(0.75)}
     topk = 2 if K > 1 else None
-    want = [name for name in TokenStats._fields if topk or name != "topk"]
+    want = [name for name in WANTS if topk or name != "topk"]
     stats = linear_token_stats(x, w, y, want=want, topk=topk, **options)
     true = doubled(x, w, b)
     expected = stats_oracle(*true[:2], y, linear_bias=true[2], topk=2, softcap=9.0, logit_scale=0.75)
@@ -125,7 +125,7 @@ def test_many_targets_and_highest_logits() -> None:
     errors = {}
     for backend in ("exp", "torch"):
         kwargs: Any = {"linear_bias": b, "logit_scale": 0.8, "options": HeadOptions(backend=backend)}
-        stats = linear_token_stats(x, w, y, want=TokenStats._fields, topk=k, **kwargs)
+        stats = linear_token_stats(x, w, y, want=WANTS, topk=k, **kwargs)
         for name in (*DIFFERENTIABLE, "sum_sq_prob"):
             assert relative_error(getattr(stats, name), expected[name]) < 1e-5, name
         assert torch.equal(stats.argmax, expected["argmax"])

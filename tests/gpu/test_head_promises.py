@@ -15,7 +15,6 @@ from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from gpu.test_head import CASES, DIFFERENTIABLE, KINDS, SINGLE, TRAINED, focal, focal_sum
 from lowtide import (
     HeadOptions,
-    TokenStats,
     linear_apply,
     linear_cross_entropy,
     linear_divergence,
@@ -25,6 +24,7 @@ from lowtide import (
     plan_head,
 )
 from lowtide.head.function import checks as apply_checks
+from lowtide.head.token_stats import WANTS
 from lowtide.measure.timing import peak_above
 from support import assert_near, assert_same_gradients, on_gpu
 
@@ -67,9 +67,7 @@ def ways(dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], tuple[Ten
     calls |= {
         "logprobs": lambda: linear_logprobs(x, w, y, linear_bias=b).sum(),
         "several": lambda: linear_logprobs(x, w, several, linear_bias=b).sum(),
-        "stats": lambda: sum(
-            getattr(linear_token_stats(x, w, y, want=TokenStats._fields, topk=4), n).sum() for n in DIFFERENTIABLE
-        ),
+        "stats": lambda: sum(getattr(linear_token_stats(x, w, y, want=WANTS, topk=4), n).sum() for n in DIFFERENTIABLE),
     }
     return calls, (x, w, b, gamma)
 

@@ -1,6 +1,7 @@
 """What a record cannot repeat is not repeated, and a record keeps no memory of the call that it was made from."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -84,30 +85,38 @@ def test_operators_without_results_and_draws_are_repeated() -> None:
         replayed(-torch.ones(2))
 
 
-def test_descriptors_keep_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_keeps_no_memory_and_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither during the recorded call nor after it, without waiting for Python's collector of cycles."""
     pointers: list[int] = []
-    made: list[weakref.ref[Tensor]] = []
+    made: list[weakref.ref[Any]] = []
 
     def compute(x: Tensor) -> tuple[Tensor, ...]:
         scratch, out = x.new_empty(100), x.new_empty(5)
         made.append(weakref.ref(scratch))
-        if facts.RECORDING.tape is not None:
+        if (recording := facts.RECORDING.tape) is not None:
+            made.insert(0, weakref.ref(recording))
             given = (SimpleNamespace(base=scratch), SimpleNamespace(base=x), out)
-            facts.RECORDING.tape.launched(
-                lambda *args: pointers.append(args[5].base.data_ptr()), (1, 1, 1, None, *given)
-            )
+            recording.launched(lambda *args: pointers.append(args[5].base.data_ptr()), (1, 1, 1, None, *given))
+            del given
+        del scratch
+        assert made[-1]() is None
         return (out,)
 
     monkeypatch.setattr(program, "_stream_of", lambda device: 11)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # whose import takes seconds, and keeps frames for ever
     replayed = Replayed(compute)
-    for _ in range(3):
-        x = torch.randn(8)
-        replayed(x)
-        made.append(weakref.ref(x))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            x = torch.randn(8)
+            replayed(x)
+            made.append(weakref.ref(x))
+    finally:
+        gc.enable()
     assert pointers == [x.data_ptr()]
     del x
-    gc.collect()
-    assert not any(tensor() is not None for tensor in made)
+    assert not any(one() is not None for one in made)
 
 
 def test_a_long_call_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

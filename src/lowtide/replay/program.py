@@ -142,9 +142,7 @@ def _stream_of(device: int) -> int:
 
 
 def _descriptors(like: Any) -> Callable[[int], Any]:
-    """Return a function that returns such a descriptor of other memory; it keeps that of ``like`` not alive."""
-    like = copy.copy(like)
-    like.base = None
+    """Return a function that returns such a descriptor of other memory."""
 
     @lru_cache(64)
     def at(pointer: int) -> Any:

@@ -1,5 +1,6 @@
 """The record of a call: PyTorch's operators and Triton's launches, in order, with names for their tensors."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A TMA descriptor of a tensor in the record."""
+    """A TMA descriptor of a tensor in the record; ``like`` has all but the tensor."""
 
     like: Any
     at: Pointer
@@ -87,7 +88,16 @@ class Tape(TorchDispatchMode):
         if isinstance(leaf, Tensor):
             return self.value(leaf).at
         base = getattr(leaf, "base", None)
-        return Descriptor(leaf, self.value(base).at) if isinstance(base, Tensor) else leaf
+        if not isinstance(base, Tensor):
+            return leaf
+        like = copy.copy(leaf)
+        like.base = None  # the record outlives the memory
+        return Descriptor(like, self.value(base).at)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: to skip, PyTorch imports Dynamo in the first recording, and keeps its frames for ever."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
