@@ -6,6 +6,7 @@ By each engine: plain PyTorch, and the kernels. Tokens that do not count hold Na
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,12 +28,14 @@ from distributed.sharded import (
     plain_part,
     problem,
     running,
+    through,
     whole,
     with_each,
 )
 from head.contract.cases import FUNCTIONS, KINDS, LEAVES, TAILS, Arguments, flat, pairs, total, trained
 from lowtide import linear_cross_entropy
 from lowtide.errors import ArgumentValueError
+from lowtide.head.engine import Chunks
 from support import in_float64
 
 FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
@@ -218,6 +221,58 @@ def unlike_grad_modes() -> None:
                 pytest.raises(ArgumentValueError, match=r"input: .*every rank.*it on ranks \[0\] of"),
             ):
                 FUNCTIONS[name].run(**ours)
+
+
+def dropped() -> None:
+    """With "drop" no GEMM has a row of an ignored token, also where the tokens' sequence is sharded."""
+    rows: list[int] = []
+    logits = Chunks.logits
+
+    def count(self: Chunks, x_CD: Tensor) -> Tensor:
+        rows.append(len(x_CD))
+        return logits(self, x_CD)
+
+    loss, stats = "linear_cross_entropy", "linear_token_stats"
+    calls: list[tuple[str, Arguments, int]] = [  # and how many GEMMs compute logits of each token
+        (loss, {"shift": True}, 1),
+        (loss, {"gradient": "recompute", "reduction": "sum", "weight": True}, 2),
+        (loss, {"reduction": "none", "shift": True, "weight": True}, 2),
+        ("linear_logprobs", {"targets": 3}, 2),
+        (stats, {"want": ("logprob", "is_top1")}, 2),
+        (stats, {"want": ("entropy", "logprob"), "targets": 3}, 0),  # of all tokens
+        ("linear_divergence", {"reduction": "mean"}, 2),
+        ("linear_divergence", {}, 4),
+    ]
+    for (i, (engine, (name, choice, passes))), share in itertools.product(
+        enumerate(itertools.product(ENGINES, calls)), (0.0, 0.6, 1.0)
+    ):
+        kwargs = problem(name, choice, 0, engine=engine)
+        ignored = torch.rand(kwargs["input"].shape[:-1], generator=torch.Generator().manual_seed(i)) < share
+        if "mask" in kwargs:
+            kwargs["mask"] = ~ignored.to(DEVICE)
+        else:
+            kwargs["target"][ignored] = kwargs["ignore_index"]
+        kwargs["options"] = replace(kwargs["options"], ignored_tokens="drop")
+        rows.clear()
+        ways = ways_of(engine, i)
+        with running(engine), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Chunks, "logits", count)
+            compare(name, kwargs, ways, (engine, choice, share), upstream=half)
+        valid = int((~(ignored[:, 1:] if choice.get("shift") else ignored)).sum())
+        if engine == "torch" and passes:
+            assert sum(rows) == valid * passes * len(ways), (name, choice, share, rows)
+
+    kwargs = problem("linear_cross_entropy", {}, 0)
+    kwargs["options"] = replace(kwargs["options"], ignored_tokens="drop")
+    if dist.get_rank() == 0:
+        kwargs["target"][0, :2] = kwargs["ignore_index"]
+    with pytest.raises(ArgumentValueError, match=r"target \(number of valid tokens\): .*every rank"):
+        linear_cross_entropy(**in_parts(kwargs, "local", 0))
+
+
+def half(t: Tensor) -> Tensor:
+    """Let nothing flow back to some valid tokens."""
+    return through(t) if t.dim() == 0 else through(t)[..., ::2]
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.head.gradients import with_trained_scale
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.ranks.parallel import Alone, Ranks, ranks_of
+from lowtide.head.rows import positions
 
 NAMES = ("input", "linear_weight", "linear_bias")
 REDUCTIONS = ("mean", "sum", "none")
@@ -91,10 +92,26 @@ class Head(NamedTuple):
 
     @property
     def drops_tokens(self) -> bool:
-        """Return whether tokens that count for nothing are dropped first: on the CPU, or where the host may wait."""
+        """Return whether tokens that count for nothing are dropped first: on the CPU, or where the host may wait.
+
+        How much ranks exchange depends on the numbers of tokens then: they drop them on request only.
+        """
         if self.ignored_tokens in ("auto", "skip"):
-            return self.input.device.type == "cpu"
+            return self.input.device.type == "cpu" and self.ranks.alone
         return self.ignored_tokens == "drop"
+
+    def positions_of(self, valid_N: Tensor, argument: str | None = None) -> Tensor | None:
+        """Return where the tokens are that a pass computes, those ``valid_N`` if it drops others; None: everywhere.
+
+        With the name of the ``argument`` that says so, ranks check that as many are valid on each.
+        """
+        if not self.drops_tokens:
+            return None
+        index = positions(valid_N)
+        if argument is not None:
+            number = self.tokens if index is None else index.numel()
+            self.ranks.compare({f"{argument} (number of valid tokens)": number})
+        return index
 
     def prepared(self) -> "Head":
         """Return it as the loops over chunks read it: what kernels read without strides has none."""
@@ -120,6 +137,8 @@ def checked_call(
     ranks: Ranks | Alone = Alone(linear_weight.shape[0])
     if vocab_shard is not None or is_dtensor(input) or is_dtensor(linear_weight):
         ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
+        if ranks.spread and options.ignored_tokens == "drop":  # chunks of valid tokens alone have no equal parts
+            input, ranks = ranks.gathered(input)
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         scale = ranks.whole(scale)
     if ranks.vocab == 0 and function != "linear_cross_entropy":

@@ -34,10 +34,11 @@ class HeadOptions:
             the logits in backward (four), and ``"auto"`` takes the first if the upstream gradient is a scalar or
             the head is frozen; a per-token `linear_divergence` recomputes in any case.
         ignored_tokens: What tokens without loss cost, those with ``ignore_index`` or outside of ``mask``. ``"auto"``:
-            nothing on the CPU; elsewhere they are computed and discarded. ``"skip"``: nothing on Hopper on the
-            exponential path either, where the device finds them and the host does not wait; elsewhere as ``"auto"``.
-            ``"drop"``: the host waits for the device once a pass and drops them before the first GEMM, on every
-            backend; with a sharded vocabulary as ``"auto"``. ``"compute"``: computed and discarded everywhere.
+            nothing on the CPU; elsewhere, and where the vocabulary is sharded, they are computed and discarded.
+            ``"skip"``: nothing on Hopper on the exponential path either, where the device finds them and the host does
+            not wait; elsewhere as ``"auto"``. ``"drop"``: the host waits for the device once a pass and drops them
+            before the first GEMM, on every backend. Ranks that share a vocabulary have to have as many valid tokens,
+            and a sequence that is sharded is gathered first, [N, D]. ``"compute"``: computed and discarded everywhere.
             `linear_apply` drops them in any case.
 
     Raises:

@@ -353,7 +353,7 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
     copied = sharded or n != head.tokens or input_is_copied(head.input, head.dtype)  # rounded, or gathered, on any rank
     if not isinstance(ranks, Alone):
-        n, more["device_bytes"] = ranks.slots, ranks.limits.gpu_bytes
+        n, more["device_bytes"] = ranks.slots if ranks.spread else n, ranks.limits.gpu_bytes
     choice = _choose(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}

@@ -1,9 +1,10 @@
 """The ranks of a call: each one's part of a sharded vocabulary and of the tensors, and what they exchange.
 
 W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. What is exchanged has the shape of tokens,
-never of the vocabulary, and how often follows from shapes and options alone: a rank whose tokens are all ignored, or
-that holds no target, takes part. What is computed from gathered numbers is the same on every rank, bit for bit. Hidden
-states are the same on every rank, or each holds its part of the sequence; so is their gradient, never a part of a sum.
+never of the vocabulary, and how often follows from shapes and options alone, and where ignored tokens are dropped, from
+the number of the others: a rank whose tokens are all ignored, or that holds no target, takes part. What is computed
+from gathered numbers is the same on every rank, bit for bit. Hidden states are the same on every rank, or each holds
+its part of the sequence; so is their gradient, never a part of a sum.
 """
 
 import math
@@ -181,7 +182,7 @@ class Ranks:
         Raises on the CPU where the ranks disagree on whether the hidden states or ``logit_scale`` get a gradient: some
         would wait for the others' parts of it. Elsewhere to look would stop the host, and they do wait.
         """
-        if self._checked or not x.numel():
+        if self._checked or not self.slots:
             return exchange.begin_gather(x, self._group)
         self._checked = True  # beside the call's first numbers: no exchange is made for it
         both = exchange.begin_gather(torch.cat((x.reshape(-1), x.new_full((1,), self._exchanges))), self._group).get()
@@ -192,7 +193,7 @@ class Ranks:
                 expected = f"to require a gradient, with gradients recorded, {where}"
                 hint = f"Enter torch.no_grad, or detach {name}, on all of them alike."
                 raise ArgumentValueError(message(name, expected, f"it on ranks {trained} of {len(both)}", hint))
-        return Exchange(both[:, :-1].reshape(-1, *x.shape))
+        return Exchange(both[:, :-1].reshape(len(both), *x.shape))
 
     def sum_of(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``, in the order of the ranks: the same on each."""
@@ -225,8 +226,9 @@ class Ranks:
         """Return a DTensor's hidden states of all tokens, in autograd's graph, and the ranks with these."""
         held: Any = input
         whole: Tensor = held.redistribute(placements=[_replicate()]).to_local()
-        trained = self._exchanges > 0
-        return whole, Ranks(self.shard, input.shape[:-1], self._device, None, self.mesh, trained=trained)
+        ranks = Ranks(self.shard, input.shape[:-1], self._device, None, self.mesh)
+        ranks._exchanges = self._exchanges
+        return whole, ranks
 
     def check_alike(self, name: str, weight: Tensor) -> None:
         """Check that another head is sharded as this one: by DTensors or not, and the same classes on each rank."""

@@ -19,7 +19,7 @@ from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy, skips_tokens
-from lowtide.head.rows import Rows, looks_at_numbers, positions, put_last
+from lowtide.head.rows import Rows, looks_at_numbers, put_last
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -102,11 +102,11 @@ def backward(
     head: Head, args: CrossEntropyArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
 ) -> Gradients:
     """Return the needed gradients from the loss's upstream gradient, a scalar or [N], and what forward saved."""
-    given = upstream["loss"]
+    given, valid_N = upstream["loss"], args.target.reshape(-1) != args.ignore_index
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    loss, plan = _plan(head, args, wanted, known)
+    loss, plan = _plan(head, args, wanted, known, None if head.ranks.alone else valid_N)
     rows = loss.rows
     into = gradient_buffers(head, rows, plan, wanted)
     given = given.to(head.wide)
@@ -154,20 +154,22 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     return {"loss": loss.of(numbers), "lse": numbers["lse"], "miss": -numbers["logprob"][:, 0]}
 
 
-def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | None = None) -> tuple[Loss, HeadPlan]:
+def _plan(
+    head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | None = None, rows_N: Tensor | None = None
+) -> tuple[Loss, HeadPlan]:
     """Return the rows that are computed with their targets, and the plan for them.
 
     On the CPU a target that is no class is an error; elsewhere such a token's loss and gradients are NaN. In backward
-    ``known`` has what forward saved: with ranks the targets' class weights too.
+    ``known`` has what forward saved: with ranks the targets' class weights too. If tokens are dropped, the rows are
+    those of ``rows_N``; None: of all valid targets.
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
-    y_N, index = args.target.reshape(-1).long().contiguous(), None
+    y_N = args.target.reshape(-1).long().contiguous()
     if looks_at_numbers(head.input.device):
         wrong = (y_N != args.ignore_index) & ((y_N < 0) | (y_N >= V))
         check_classes(y_N, wrong, V, args.ignore_index)
-    drops = head.drops_tokens and ranks.alone
-    if drops:
-        index = positions(y_N != args.ignore_index)
+    valid_N = y_N != args.ignore_index if rows_N is None else rows_N
+    index = head.positions_of(valid_N, "target" if known is None else None)
     rows = Rows(tokens=y_N.numel(), index=index)
     plan = plan_cross_entropy(head, args, rows.n, wanted, known is not None)
     rows = rows.in_order(ranks.order(plan))
@@ -195,7 +197,7 @@ def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | N
         valid_N = y_N.where(is_class_N, 0)
         unit = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
         unit = rows.of(unit.where(is_class_N, torch.nan).where(kept_N, 0))
-        kept = None if drops else rows.of(kept_N)
+        kept = None if head.drops_tokens and rows_N is None else rows.of(kept_N)
         counted = kept_N.to(wide)
         if q is not None and total is not None:
             own_N, total = _own_weights(head, q, total, valid_N, known)

@@ -3,6 +3,8 @@
 N tokens, n rows computed, D hidden size, V vocabulary, K classes of a teacher's top k.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function, head_flop
 from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.parallel import Alone
-from lowtide.head.rows import Rows, looks_at_numbers, positions
+from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import KnownClasses
@@ -27,7 +29,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
     Masked tokens are dropped on the CPU, or where the host may wait; elsewhere they are computed as zeros.
     """
     _check_ids(head, args)
-    rows, denominator, per_token = _rows(head, args.mask), _denominator(head, args), args.reduction == "none"
+    rows, denominator, per_token = _rows(head, args.mask, args.mask), _denominator(head, args), args.reduction == "none"
     factor: Tensor | None = None
     if any(wanted):
         factor = torch.ones((), dtype=head.wide, device=head.input.device)
@@ -64,7 +66,7 @@ def backward(
     factor = (factor if denominator is None else factor / denominator).expand(head.tokens)
     if args.mask is not None:
         factor = factor.where(args.mask, 0)
-    rows = _rows(head, factor != 0)
+    rows = _rows(head, factor != 0, args.mask)
     return _run(head, args, rows, wanted, factor, rows.of_each(known))[1]
 
 
@@ -84,11 +86,14 @@ def _run(
     return run(head, rows, plan, terms, into, upstream=lambda _, part: factor[part], known=known), into
 
 
-def _rows(head: Head, kept_N: Tensor | None) -> Rows:
-    """Return which tokens are computed: across ranks all, for each has to make as many exchanges."""
-    if kept_N is not None and head.ranks.alone and head.drops_tokens:
-        return Rows(tokens=head.tokens, index=positions(kept_N))
-    return Rows(tokens=head.tokens, kept=None if kept_N is None else kept_N.contiguous())
+def _rows(head: Head, kept_N: Tensor | None, mask: Tensor | None) -> Rows:
+    """Return which tokens are computed: across ranks by the mask, for each has to make as many exchanges."""
+    chosen_N = kept_N if head.ranks.alone else mask
+    index = None if chosen_N is None else head.positions_of(chosen_N, "mask" if kept_N is mask else None)
+    rows = Rows(tokens=head.tokens, index=index)
+    if kept_N is None or (head.drops_tokens and chosen_N is kept_N):
+        return rows
+    return replace(rows, kept=rows.of(kept_N).contiguous())
 
 
 def _denominator(head: Head, args: DivergenceArgs) -> Tensor | None:

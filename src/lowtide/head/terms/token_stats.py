@@ -15,7 +15,7 @@ from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
 from lowtide.head.plan import plan_token_stats, skips_tokens
-from lowtide.head.rows import Rows, looks_at_numbers, positions, put_last
+from lowtide.head.rows import Rows, looks_at_numbers, put_last
 from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import SomeClasses, Statistics, Upstream, silenced
@@ -31,12 +31,12 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     Tokens whose targets are all ignored are left out, if nothing but what is of the targets is wanted.
     """
     kept_NK, is_class_NK = _kept(head, args)
-    of_targets, index = head.ranks.alone and args.wanted.issubset(OF_TARGETS), None
+    of_targets, index = args.wanted.issubset(OF_TARGETS), None
     if looks_at_numbers(head.input.device):
         wrong = (kept_NK & ~is_class_NK).reshape(-1)
         check_classes(args.target.reshape(-1), wrong, head.ranks.vocab, args.ignore_index)
-    if head.drops_tokens and of_targets:
-        index = positions(kept_NK.any(1))
+    if of_targets:
+        index = head.positions_of(kept_NK.any(1), "target")
     if keep and not head.input.requires_grad:
         head.ranks.keep()
     rows = Rows(tokens=len(args.target), index=index)
@@ -45,7 +45,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
     if plan.backend == "exp":
         from lowtide.head.exponentials.tile_sums import TileStatistics
 
-        if of_targets and skips_tokens(head, plan.backend):
+        if of_targets and head.ranks.alone and skips_tokens(head, plan.backend):
             rows = put_last(rows, kept_NK.any(1))
         found = TileStatistics(head, rows.of(y_NK), plan, rows).forward(_names(args), args.topk)
     else:
@@ -75,8 +75,8 @@ def backward(
     numbers = {name: known[name] for name in ("lse", "top_logprob", *(["entropy"] if g.entropy is not None else []))}
     numbers |= {"top": top, "logprob": known["logprob"].where(usable, top_logprob[:, None])}
     active_N = g.largest(head.ranks.vocab) != 0
-    drops = head.drops_tokens and head.ranks.alone
-    rows = Rows(tokens=len(args.target), index=positions(active_N) if drops else None)
+    computed_N = active_N if head.ranks.alone else _computed(args, kept_NK)
+    rows = Rows(tokens=len(args.target), index=head.positions_of(computed_N))
     plan = plan_token_stats(head, args, rows.n, wanted)
     rows = rows.in_order(head.ranks.order(plan))
     if skips_tokens(head, plan.backend):
@@ -89,7 +89,7 @@ def backward(
         y_nK = rows.of(args.target.where(usable, -1), -1)
         TileStatistics(head, y_nK, plan, rows).gradients(rows.of_each(numbers), given, into)
     else:
-        if not drops:
+        if not (head.drops_tokens and head.ranks.alone):
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
         g_n, terms = g.of(rows.of), _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"})
         known = rows.of_each(numbers)
@@ -106,6 +106,11 @@ def _terms(args: TokenStatsArgs, *given: Any, **more: Any) -> Statistics:
 def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
     """Return which targets [N, K] are not ignored, and which are classes."""
     return args.target != args.ignore_index, (args.target >= 0) & (args.target < head.ranks.vocab)
+
+
+def _computed(args: TokenStatsArgs, kept_NK: Tensor) -> Tensor:
+    """Return which tokens may have an upstream gradient: the same on every rank, whatever flows back there."""
+    return kept_NK.any(1) | (not args.wanted.isdisjoint(DIFFERENTIABLE[1:]))
 
 
 def _names(args: TokenStatsArgs) -> frozenset[str]:
