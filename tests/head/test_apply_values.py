@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, plan_head
+from lowtide.errors import ArgumentValueError
 from lowtide.head import apply as public
 from lowtide.head.function import checks as apply_checks
 from lowtide.measure.allocations import Allocations, track_allocations
@@ -205,6 +206,15 @@ def test_masked_rows_take_no_logits() -> None:
     with track_allocations() as seen:
         linear_apply(entropy, x, w, y, mask=mask).sum().backward()
     assert seen.peak_bytes < 2 * (x.nbytes + w.nbytes) + 8 * 2000 * 4 * 12
+
+
+def test_a_mask_may_be_on_the_host() -> None:
+    x, w = (torch.empty(n, 16, device="meta", requires_grad=True) for n in (40, 2000))
+    mask = torch.arange(40) % 3 == 0
+    out = linear_apply(lambda z: z.logsumexp(-1), x, w, mask=mask)
+    assert (out.device.type, out.shape) == ("meta", (40,))
+    with pytest.raises(ArgumentValueError, match="mask: expected a tensor on cpu"):
+        linear_apply(lambda z: z.logsumexp(-1), torch.ones(40, 16), torch.ones(9, 16), mask=mask.to("meta"))
 
 
 @pytest.mark.parametrize("fn", [lambda z: z + torch.rand_like(z), lambda z: z * 2])

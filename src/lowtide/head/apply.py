@@ -66,7 +66,8 @@ def linear_apply(
         params: The last arguments of ``fn``, whole: tensors of any shape, which get gradients, and anything else;
             pytrees of these too.
         mask: bool [...], True where ``fn`` runs. Other tokens are dropped before the GEMM, even NaN; their
-            results and gradients are 0. On a GPU the host waits for their number.
+            results and gradients are 0. Their number has to be known on the host: it waits for a mask on a GPU, and
+            does not for one on the CPU, which may be given whatever the device of ``input``.
         out: ``"token"``: fn returns tensors [C, *], in any pytree. ``"sum"``: scalars that add up over tokens.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
@@ -129,7 +130,7 @@ def linear_apply(
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
-    index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
+    index = None if mask is None else _places(mask, head.input.device)
     n, V, device_bytes = leading.numel() if index is None else index.numel(), ranks.vocab, None
     if isinstance(ranks, Ranks):  # the same plan on each, made for the largest shard: a shard's logits, sent, received
         V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes
@@ -172,7 +173,14 @@ def _check_arguments(
             expected = f"first axes {list(leading)}, as input is {list(input.shape)}"
             raise ArgumentValueError(message(name, expected, str(list(value.shape)), "Whole tensors go into params."))
         check_device(name, value, input)
-    check_mask(mask, input, "a bool tensor, True where fn runs")
+    check_mask(mask, input, "a bool tensor, True where fn runs", on_host=True)
+
+
+def _places(mask: Tensor, device: torch.device) -> Tensor:
+    """Return where a mask is True, on the device: if the mask is on the CPU, the host does not wait."""
+    index = mask.reshape(-1).nonzero()[:, 0]
+    pinned = index.pin_memory() if device.type == "cuda" != index.device.type else index
+    return pinned.to(device, non_blocking=True)
 
 
 def _forward(ctx: Any, *args: Any) -> Any:
