@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from head.kernel_plans import use_set_kernels
+from head.kernel_plans import use_kernels, use_set_kernels
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
+from lowtide.head.nodes import Function
 from lowtide.measure.allocations import track_allocations
 from lowtide.replay import facts, replayed
 from support import head, in_float64, mask_of_ids, relative_error, sets_oracle
@@ -186,6 +187,43 @@ def test_rows_outside_of_the_sets_are_not_read(form: str, kernels: bool, monkeyp
         if sparse:
             assert dw.coalesce().indices()[0].tolist() == listed.nonzero()[:, 0].tolist()
             assert dw.is_coalesced() or form == "shared"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("more", [{}, {"logit_scale": 0.7}, {"softcap": 4.0}], ids=str)
+def test_pads_of_one_set_where_they_stay(
+    dtype: torch.dtype, kernels: bool, more: dict[str, Any], keep_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: whole tiles of pads, class 0, which stands in their place, and all other classes NaN."""
+    keep_rows(True)
+    if kernels and (dtype != torch.float32 or "softcap" in more):
+        pytest.skip("the interpreter's products in bfloat16 are wrong; with a soft cap there are no kernels")
+    used = use_kernels(monkeypatch) if kernels else []
+    x, w, b, _ = head(N, D, V, dtype=dtype)
+    ids = torch.cat((torch.full((100,), -1), torch.arange(20, 40), torch.arange(20, 40), torch.full((9,), -1)))
+    mask = mask_of_ids(ids.expand(N, -1), V)
+    y = targets(mask, 2)
+    true = in_float64({"input": x, "linear_weight": w, "linear_bias": b})
+    want = sets_oracle(target=y, mask=mask, **true, **more)
+    exact = torch.autograd.grad(total(want), list(true.values()))
+    with torch.no_grad():
+        w[~mask[0]], b[~mask[0]] = torch.nan, torch.nan
+    seen = []
+    call = Function.__call__
+    monkeypatch.setattr(Function, "__call__", lambda f, head, *a, **k: seen.append(head) or call(f, head, *a, **k))
+    got = found(linear_token_stats(x, w, y, want=WANT, linear_bias=b, support=ids, **more))
+    ruled_out = seen[0].bias_V == -torch.inf  # exactly: any other number is rounded, and measured from its rounding
+    assert ruled_out.sum() == (0 if "softcap" in more else 129)
+    assert seen[0].bias_V.dtype == torch.float32 or "softcap" in more
+    bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    for name in ("logprob", "entropy", "lse", "sum_sq_prob"):
+        finite = want[name] != -torch.inf
+        assert torch.equal(got[name] != -torch.inf, finite), name
+        assert relative_error(got[name][finite], want[name][finite]) < bound, name
+    for g, e in zip(torch.autograd.grad(total(got), [x, w, b]), exact, strict=True):
+        assert relative_error(g, e) < 3 * bound
+    assert set(used) == ({"exp"} if kernels else set())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -427,8 +465,10 @@ def test_elsewhere_a_wrong_id_makes_its_token_nan(form: str, keep_rows: Any) -> 
     wrong = torch.ones(N, dtype=torch.bool) if form == "shared" else torch.zeros(N, dtype=torch.bool)
     wrong[0] = True
     ids.view(-1)[0] = V
+    capped = linear_token_stats(x, w, y, want=("lse",), support=support, softcap=4.0)
     stats = linear_token_stats(x, w, y, want=("logprob", "lse"), support=support)
     assert torch.equal(stats.lse.isnan(), wrong)
+    assert torch.equal(capped.lse.isnan(), wrong)
     wrong[3] = True
     assert torch.equal(stats.logprob.isnan(), wrong & (y != -100))
     dx, _ = torch.autograd.grad(stats.logprob.masked_fill(stats.logprob == -torch.inf, 0).sum() + stats.lse[1], [x, w])
