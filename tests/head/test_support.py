@@ -455,8 +455,13 @@ def test_errors(kwargs: dict[str, Any], kind: type[Exception], text: str) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_elsewhere_a_wrong_id_makes_its_token_nan(form: str, keep_rows: Any) -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_elsewhere_a_wrong_id_makes_its_token_nan(
+    form: str, kernels: bool, keep_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_rows(True)
+    if kernels:
+        use_set_kernels(monkeypatch)
     x, w, _, _ = head(N, D, V)
     support, mask = sets_of(form)
     y = targets(mask, None)
@@ -474,6 +479,24 @@ def test_elsewhere_a_wrong_id_makes_its_token_nan(form: str, keep_rows: Any) -> 
     dx, _ = torch.autograd.grad(stats.logprob.masked_fill(stats.logprob == -torch.inf, 0).sum() + stats.lse[1], [x, w])
     assert dx[[0, 3]].isnan().all()
     assert dx[1].isfinite().all() or form == "shared"
+
+
+@pytest.mark.parametrize("offsets", [(3, 9, 2, 7, 50), (2, 5, 9, 9, 12), (0, 0, 20, 20, 20), (-4, 0, 5, 99, 99)])
+def test_elsewhere_wrong_offsets_are_in_order_and_within_the_ids(
+    offsets: tuple[int, ...], keep_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids that are no token's have no gradient; kernels and plain PyTorch agree."""
+    keep_rows(True)
+    ids, ends = torch.arange(20), torch.tensor(offsets)
+    x, w, _, _ = head(4, D, V)
+    results = []
+    for kernels in (False, True):
+        if kernels:
+            use_set_kernels(monkeypatch)
+        stats = linear_token_stats(x, w, want=("lse", "entropy", "argmax"), support=(ids, ends))
+        grads = torch.autograd.grad(total(found(stats), ["lse", "entropy"]), [x, w])
+        results.append([stats.lse, stats.entropy, stats.argmax, *grads])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("form", FORMS)
