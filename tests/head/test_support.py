@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from head.kernel_plans import use_kernels, use_set_kernels
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
+from lowtide.head.call import checked_call
 from lowtide.head.nodes import Function
+from lowtide.head.plan import support_slices
+from lowtide.kernel_launch import Launcher
 from lowtide.measure.allocations import track_allocations
 from lowtide.replay import facts, replayed
 from support import head, in_float64, mask_of_ids, relative_error, sets_oracle
@@ -497,6 +500,34 @@ def test_elsewhere_wrong_offsets_are_in_order_and_within_the_ids(
         grads = torch.autograd.grad(total(found(stats), ["lse", "entropy"]), [x, w])
         results.append([stats.lse, stats.entropy, stats.argmax, *grads])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("form", ["padded", "csr"])
+def test_kernels_of_a_call(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row-reading kernel once, and one each for keys, repetitions, statistics, their gradient, classes' places."""
+    use_set_kernels(monkeypatch)
+    launched: list[str] = []
+    launch = Launcher._launch
+
+    def seen(kernel: Launcher, *args: Any, **constants: Any) -> None:
+        launched.append(kernel.kernel.__name__)
+        launch(kernel, *args, **constants)
+
+    monkeypatch.setattr(Launcher, "_launch", seen)
+    x, w, b, _ = head(N, D, V)
+    support, mask = sets_of(form)
+    stats = linear_token_stats(x, w, targets(mask, 2), want=WANT, linear_bias=b, support=support)
+    assert launched == ["_keys", "_mark", "_score", "_set_stats"]
+    launched.clear()
+    total(found(stats)).backward()
+    assert launched == ["_set_gradient", "_input_grad", "_class_starts", "_sum_runs", "_sum_classes"]
+
+
+def test_memory_of_ragged_sets_is_bounded() -> None:
+    """In CSR form all tokens are one chunk: what the dot products are summed from follows the workspace."""
+    x, w, _, _ = head(4, 4096, 8)
+    call = checked_call("linear_logprobs", x, w, None, 1.0, None, HeadOptions(workspace_mib=64), None)[0]
+    assert [support_slices(call, P) for P in (2**18, 2**19, 2**20, 2**30)] == [52, 20, 4, 1]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -48,6 +48,11 @@ def test_products_with_listed_rows(K: int, ragged: bool, tiles: Tiles) -> None:
     want = (rows * x[token].double()).sum(1)
     assert relative_error(got, want) < NEAR
     assert (got[ids < 0] == 0).all()
+    whole = score(x, w, ids, starts, K, most=1, tiles=tiles)
+    assert whole.shape == (1, len(ids))  # a float32 of each pair
+    assert relative_error(whole[0], want) < NEAR
+    here = (ids >= 10) & (ids < 20)  # a shard's
+    assert torch.equal(score(x, w[10:20], ids, starts, K, first=10, tiles=tiles).sum(0), got.where(here, 0))
     c = torch.randn(len(ids), device=DEVICE)
     c[ids < 0] = 0
     dx = torch.full((N, D), NAN, dtype=DTYPE, device=DEVICE)

@@ -21,6 +21,7 @@ FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands f
 BLOCK = 1024  # pairs or classes that a program has
 LONGEST = 512  # pairs of a token that a program has at a time
 TARGETS = 8  # and targets beside them
+TOGETHER = 8  # slices of a row that are read at once
 
 
 class Sets(NamedTuple):
@@ -170,8 +171,8 @@ def _exponentials(z, v, top, top_id):  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit(do_not_specialize=["P", "V", "slices", "ignored"])  # type: ignore[untyped-decorator]
 def _set_stats(  # type: ignore[no-untyped-def]
-    parts_ptr, ids_ptr, starts_ptr, transform, y_ptr, out, P, K, V, T, slices, ignored, BLOCK: tl.constexpr,
-    TARGETS: tl.constexpr,
+    parts_ptr, ids_ptr, starts_ptr, transform, y_ptr, out, P, K, V, T, slices, ignored, TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
     """See `set_stats`."""
     i = tl.program_id(0).to(tl.int64)
@@ -184,10 +185,10 @@ def _set_stats(  # type: ignore[no-untyped-def]
         inside = at < last
         v = tl.load(ids_ptr + at, mask=inside, other=-1)
         z = tl.zeros((BLOCK,), tl.float32)
-        part_ptr = parts_ptr + at
-        for _ in range(slices):
-            z += tl.load(part_ptr, mask=inside, other=0.0)
-            part_ptr += P
+        for s in range(0, slices, TOGETHER):
+            part = s + tl.arange(0, TOGETHER)[:, None]
+            parts = parts_ptr + part.to(tl.int64) * P + at[None, :]
+            z += tl.sum(tl.load(parts, mask=(part < slices) & inside[None, :], other=0.0), 0)
         if transform.bias_V is not None:
             z += tl.load(transform.bias_V + v, mask=v >= 0, other=0.0)
         if transform.scale is not None:
@@ -266,7 +267,8 @@ def set_stats(
     if N:
         block = block_of(K, starts) if block is None else block
         _set_stats[(N,)](
-            parts_SP, ids_P, starts, transform, y_NT, out, P, K, V, T, slices, ignored, BLOCK=block,
+            parts_SP, ids_P, starts, transform, y_NT, out, P, K, V, T, slices, ignored,
+            TOGETHER=min(TOGETHER, power_of_2(slices)), BLOCK=block,
             TARGETS=min(TARGETS, max(1, power_of_2(T))), num_warps=warps_of(block),
         )  # fmt: skip
     return out
