@@ -17,6 +17,7 @@ WANT = ("logprob", "entropy", "lse", "argmax", "sum_sq_prob", "is_top1")
 NEAR = {torch.float64: (1e-12, 1e-11), torch.float32: (1e-5, 1e-5), torch.float16: (1e-4, 2e-3)}
 NEAR |= {torch.bfloat16: (1e-4, 1e-2)}
 N, D, V, K = 203, 136, 3001, 70
+ONLY_DEVICE = [torch.profiler.ProfilerActivity.CUDA]
 FORMS = ("padded", "csr", "shared")
 
 
@@ -113,19 +114,75 @@ def test_a_wrong_id_makes_its_token_nan(form: str) -> None:
     assert torch.equal(stats.logprob.isnan(), wrong & (y != -100))
 
 
-def test_memory_and_chunks() -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_sets(form: str, dtype: torch.dtype) -> None:
+    """4,096 ids a token, a third of them pads or repetitions, and as many targets as a token may have ids of them."""
+    n, long, classes, T = 24, 4096, 9001, 300
+    x, w, b, _ = on_gpu(n, 72, classes, dtype=dtype)
+    ids = torch.randint(-classes // 4, classes, (n, long), generator=torch.Generator().manual_seed(2)).clamp(min=-1)
+    ids = ids[0] if form == "shared" else ids
+    mask = mask_of_ids(ids.expand(n, -1), classes).cuda()
+    y = torch.multinomial(mask.float(), T, replacement=True)
+    y[3], y[4, ::2] = -100, -100
+    support = (ids.cuda().view(-1), long * torch.arange(n + 1, device="cuda")) if form == "csr" else ids.cuda()
+    true = in_float64({"input": x, "linear_weight": w, "linear_bias": b})
+    got = linear_token_stats(x, w, y, want=WANT, linear_bias=b, support=support)
+    want = sets_oracle(target=y, mask=mask, **true)
+    near, of_gradients = NEAR[dtype]
+    for name in ("logprob", "entropy", "lse", "sum_sq_prob"):
+        assert relative_error(getattr(got, name), want[name]) < near, name
+    grads = torch.autograd.grad(got.logprob.sum() + got.entropy.sum(), [x, w, b])
+    exact = torch.autograd.grad(want["logprob"].sum() + want["entropy"].sum(), list(true.values()))
+    for g, e in zip(grads, exact, strict=True):
+        assert relative_error(g, e) < of_gradients
+
+
+@pytest.mark.parametrize(("form", "sparse", "forward", "backward"), [
+    ("padded", False, 20, 8), ("csr", False, 24, 9), ("padded", True, 20, 24),
+])  # fmt: skip
+def test_launches_of_a_call(form: str, sparse: bool, forward: int, backward: int) -> None:
+    """Forward: the sort's, and one each for its keys, repetitions, dot products, statistics and what is outside."""
+    x, w, _, _ = on_gpu(N, D, V, dtype=torch.bfloat16)
+    support, mask = sets_of(form)
+    y, g = targets(mask, 1)[:, 0], torch.ones(N, device="cuda")
+
+    for _ in range(3):  # the first compiles, the second records
+        launched = []
+        with torch.profiler.profile(activities=ONLY_DEVICE) as seen:
+            logprob = linear_logprobs(x, w, y, support=support, sparse=sparse)
+            torch.cuda.synchronize()
+        launched.append(_kernels(seen))
+        with torch.profiler.profile(activities=ONLY_DEVICE) as seen:
+            torch.autograd.grad(logprob, [x, w], g)
+            torch.cuda.synchronize()
+        launched.append(_kernels(seen))
+    assert 0 < launched[0] <= forward
+    assert 0 < launched[1] <= backward
+
+
+def _kernels(seen: torch.profiler.profile) -> int:
+    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len([e for e in events if not e.name.startswith(("Memcpy", "Memset"))])
+
+
+@pytest.mark.parametrize("form", ["padded", "csr"])
+def test_memory_and_chunks(form: str) -> None:
     x, w, _, _ = on_gpu(4096, 1024, 40000, dtype=torch.bfloat16)
     ids = torch.randint(0, 40000, (4096, 64), device="cuda")
+    support = ids if form == "padded" else (ids.view(-1), 64 * torch.arange(4097, device="cuda"))
     y = ids[:, 0].contiguous()
     values = []
     for mib in (None, 16):
         options = HeadOptions(workspace_mib=mib)
 
         def step(options: HeadOptions = options) -> None:
-            (linear_logprobs(x, w, y, support=ids, options=options) * 0.1).sum().backward()
+            (linear_logprobs(x, w, y, support=support, options=options) * 0.1).sum().backward()
 
         step()
-        bound = 300 if mib is None else mib + 40000 * 1024 * 4 // 2**20 + 8 * ids.numel() // 2**20 + 2
+        saved = 20 * ids.numel() // 2**20  # classes, logits, and the pairs in the order of their classes
+        total_VD = 40000 * 1024 * 4 // 2**20 if form == "padded" else 0  # of several chunks
+        bound = 300 if mib is None else mib + total_VD + saved + 4
         assert peak_beyond_gradients(step, x, w) < bound * 2**20
         values.append([x.grad.clone(), w.grad.clone()])
     for one, two in zip(*values, strict=True):

@@ -31,6 +31,7 @@ from lowtide.head.planner import (
     MIB,
     STATS_BYTES_PER_TARGET,
     STATS_BYTES_PER_TOKEN,
+    SUPPORT_PAIR_BYTES,
     SUPPORT_WORKSPACE,
     When,
     Work,
@@ -378,6 +379,17 @@ def support_chunk(head: Head, N: int, K: int) -> tuple[int, int]:
     of_pair = 120 + 4 * (D // 512 + 1) + 4 * D // 256 + 4 * head.ranks.size
     of_token = K * of_pair + 64 + D * (head.input.element_size() + 2 * head.wide.itemsize)
     return max(1, min(N, (limit - 4 * gathered) // of_token)), gathered
+
+
+def support_slices(head: Head, P: int) -> int:
+    """Return into how many slices of a row the dot products of P pairs may be summed: a float32 of each is stored.
+
+    The more, the fewer columns of the weight are in the L2 cache at a time. It bounds the memory of sets of different
+    lengths, which are one chunk: only the device knows which pairs are a token's.
+    """
+    workspace = head.options.workspace_mib
+    limit = SUPPORT_WORKSPACE if workspace is None else int(workspace * MIB)
+    return max(1, (limit // max(1, P) - SUPPORT_PAIR_BYTES) // 4)
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:

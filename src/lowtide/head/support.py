@@ -21,8 +21,6 @@ from lowtide.head.terms.support import SUPPORT, check_ids
 from lowtide.head.terms.token_stats import TOKEN_STATS
 
 WITHOUT_SUPPORT = ("mean_logit", "topk")  # statistics of the whole vocabulary
-RULED_OUT = -1e30  # a bias with which a class has probability 0, and its logit is a number
-USUAL_SCALES = (1e-6, 1e6)  # with which it still has
 _IGNORED = -100
 
 SupportLike = Tensor | tuple[Tensor, Tensor]
@@ -159,12 +157,14 @@ def _one_set(head: Head, y: Tensor, names: frozenset[str], ignore_index: int, su
     ids, alive = _SET(support.ids, V)
     if on_cpu and not torch.compiler.is_compiling() and alive.any():
         ids, alive = ids[alive], None
-    weight, bias = _gathered(head, ids, sparse=support.sparse)
+    weight, bias = _gathered(head, ids, alive, sparse=support.sparse)
     dead, empty = None, None
     if alive is not None:
         empty, dead = ~alive.any(), ~alive
-        if head.softcap is None and _usual(head.scale):
-            bias = (weight.new_zeros(len(ids)) if bias is None else bias).to(head.wide).masked_fill(dead, RULED_OUT)
+        if head.softcap is None and _is_positive(head.scale):
+            # float32, whatever the operands' dtype, and exactly -inf: kernels measure a lower number, rounded twice, in
+            # one operation from itself rounded once, and of -1e30 the difference is 6e21
+            bias = (weight.new_zeros(len(ids)) if bias is None else bias).to(head.wide).masked_fill(dead, -torch.inf)
             dead = None
     at = torch.searchsorted(ids, y).clamp(max=len(ids) - 1)
     inside = (ids.take(at) == y) & is_class
@@ -181,16 +181,15 @@ def _one_set(head: Head, y: Tensor, names: frozenset[str], ignore_index: int, su
     return found | {"outside": outside.sum()}
 
 
-def _usual(scale: Tensor | None) -> bool:
-    """Return whether a logit scale is a number, not far from 1: on a device it is not looked at."""
+def _is_positive(scale: Tensor | None) -> bool:
+    """Return whether a logit scale is a number above 0: on a device it is not looked at."""
     if scale is None or torch.compiler.is_compiling():
         return scale is None
-    low, high = USUAL_SCALES
-    return scale.device.type == "cpu" and not scale.requires_grad and low < scale.item() < high
+    return scale.device.type == "cpu" and not scale.requires_grad and scale.item() > 0
 
 
-def _gathered(head: Head, ids: Tensor, *, sparse: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of weight and bias of ``ids`` [K], negative ones those of some class, of any rank."""
+def _gathered(head: Head, ids: Tensor, alive: Tensor | None, *, sparse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of weight and bias of ``ids`` [K], of any rank: 0 where nothing is ``alive``, NaN of no class."""
     ranks, (V, D) = head.ranks, head.weight_VD.shape
     row, here = ranks.here(ids.clamp(min=0))
     row = row.clamp(max=max(0, V - 1))
@@ -203,7 +202,12 @@ def _gathered(head: Head, ids: Tensor, *, sparse: bool) -> tuple[Tensor, Tensor 
     if here is not None:
         weight = _TOGETHER.apply(weight.where(here[:, None], 0), ranks)  # type: ignore[no-untyped-call]
         bias = None if bias is None else _TOGETHER.apply(bias.where(here, 0), ranks)  # type: ignore[no-untyped-call]
-    return weight.masked_fill((ids < -1)[:, None], torch.nan), bias
+    if alive is None:
+        return weight, bias
+    # what was read in the place of a pad may be NaN
+    of_others = weight.new_zeros(len(ids), 1).masked_fill_((ids < -1)[:, None], torch.nan)
+    is_class = alive & (ids >= 0)
+    return weight.where(is_class[:, None], of_others), None if bias is None else bias.where(is_class, 0)
 
 
 def _put_together(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:  # noqa: ARG001
@@ -215,15 +219,15 @@ _TOGETHER = node("RowsOfAllRanks", "linear_token_stats", _put_together, lambda c
 
 
 def _set_of(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return the ids in ascending order, at least one, and which of them are classes, each once.
+    """Return the ids in ascending order, at least one, and which of them are not padding, each once.
 
-    -1 pads; what is no class is below that, and an error on the CPU.
+    -1 pads; what is no class is -2, one of the set whose logit is NaN, and an error on the CPU.
     """
     if looks_at_numbers(ids.device):
         check_ids(ids, vocab)
     ids = torch.where((ids < -1) | (ids >= vocab), -2, ids)
     ids = (ids if len(ids) else ids.new_full((1,), -1)).sort().values
-    alive = ids >= 0
+    alive = ids != -1
     alive[1:] &= ids[1:] != ids[:-1]
     return ids, alive
 

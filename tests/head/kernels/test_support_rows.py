@@ -44,14 +44,19 @@ def test_products_with_listed_rows(K: int, ragged: bool, tiles: Tiles) -> None:
     others[listed] = False
     w[others] = NAN
     rows = w[ids.long().clamp(min=0)].double().nan_to_num() * (ids >= 0)[:, None]
-    got = score(x, w, ids, starts, K, tiles)
+    got = score(x, w, ids, starts, K, tiles=tiles).sum(0)
     want = (rows * x[token].double()).sum(1)
     assert relative_error(got, want) < NEAR
     assert (got[ids < 0] == 0).all()
+    whole = score(x, w, ids, starts, K, most=1, tiles=tiles)
+    assert whole.shape == (1, len(ids))  # a float32 of each pair
+    assert relative_error(whole[0], want) < NEAR
+    here = (ids >= 10) & (ids < 20)  # a shard's
+    assert torch.equal(score(x, w[10:20], ids, starts, K, first=10, tiles=tiles).sum(0), got.where(here, 0))
     c = torch.randn(len(ids), device=DEVICE)
     c[ids < 0] = 0
     dx = torch.full((N, D), NAN, dtype=DTYPE, device=DEVICE)
-    input_grad(c, w, ids, starts, K, dx, DTYPE, tiles)
+    input_grad(c, w, ids, starts, K, dx, DTYPE, tiles=tiles)
     exact = torch.zeros(N, D, dtype=torch.float64, device=DEVICE).index_add_(0, token, c[:, None] * rows)
     assert relative_error(dx, exact) < max(NEAR, 2 * torch.finfo(DTYPE).eps)
 
@@ -66,13 +71,15 @@ def test_sums_of_classes(run: int | None, compact: bool, tiles: Tiles) -> None:
     x[5] = NAN  # to which nothing flows back
     c[(token == 5) | (ids < 0)] = 0
     order = ids.sort(stable=True).indices
-    in_order = Sorted(ids[order], token[order].int(), c[order])
+    in_order = Sorted(ids[order], token[order].int(), order.int(), c)
     starts = torch.searchsorted(in_order.ids, torch.arange(V + 1, dtype=torch.int32, device=DEVICE))
     listed = ids[ids >= 0].long().unique()
+    unlisted = torch.ones(V, dtype=torch.bool, device=DEVICE)
+    unlisted[listed] = False
     slot = torch.zeros(V, dtype=torch.int64, device=DEVICE)
-    slot[listed] = torch.arange(len(listed), device=DEVICE)
-    slots, size = (slot, len(listed)) if compact else (None, V)
-    out = torch.full((size, D), 0.0 if compact else NAN, device=DEVICE)
+    slot[torch.cat((listed, unlisted.nonzero()[:, 0]))] = torch.arange(V, device=DEVICE)
+    slots, size = (slot, len(listed) + 2) if compact else (None, V)  # two rows more than there are classes
+    out = torch.full((size, D), NAN, device=DEVICE)
     bias = torch.zeros(V, device=DEVICE)
     per_pair = c[:, None].double() * x[token].double().nan_to_num()
     exact = torch.zeros(V, D, dtype=torch.float64, device=DEVICE)
@@ -80,11 +87,10 @@ def test_sums_of_classes(run: int | None, compact: bool, tiles: Tiles) -> None:
     for times in (1, 2):
         weight_grad(x, in_order, starts, slots, out, bias, add=times > 1, tiles=tiles, run=run)
         want = times * (exact[listed] if compact else exact)
-        assert relative_error(out, want) < 1e-6
+        assert relative_error(out[: len(want)], want) < 1e-6
+        assert (out[len(want) :] == 0).all()
         of_bias = torch.zeros(V, dtype=torch.float64, device=DEVICE).index_add_(0, ids.long().clamp(min=0), c.double())
         assert relative_error(bias, times * of_bias) < 1e-6
-    unlisted = torch.ones(V, dtype=torch.bool, device=DEVICE)
-    unlisted[listed] = False
     assert compact or (out[unlisted] == 0).all()
 
 

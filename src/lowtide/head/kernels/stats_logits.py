@@ -68,10 +68,14 @@ class Entries(NamedTuple):
 
 @triton.jit
 def _exponential(z, reference, transform):  # type: ignore[no-untyped-def]
-    """exp(z - reference), and z - reference in bits; ``reference`` is in bits. Only a bias makes a logit -inf."""
+    """exp(z - reference), and z - reference in bits; ``reference`` is in bits. Only a bias makes a logit -inf.
+
+    Or so low that its rounding in ``reference``, which the fused multiply-add does not have, overflows the exponential.
+    """
     below = z * LOG2E - reference[:, None]
     if transform.bias_V is not None:
-        below = tl.maximum(below, FLOOR)
+        below = tl.maximum(below, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        below = tl.minimum(below, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp2(below), below
 
 

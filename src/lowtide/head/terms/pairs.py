@@ -43,8 +43,10 @@ class Pairs:
             again = ids[:, 1:] == ids[:, :-1]
             ids[:, 1:].masked_fill_(again, NOTHING)
         else:
-            keys = pairs.key(pairs.token, ids).sort().values
-            ids = keys - pairs.key(pairs.token, 0)
+            token = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device), right=True) - 1
+            ids = ids.masked_fill((token < 0) | (token >= tokens), NOTHING)  # no token's, and stay where they are
+            keys = pairs.key(token, ids).sort().values
+            ids = keys - pairs.key(token, 0)
             again = keys[1:] == keys[:-1]
             ids[1:].masked_fill_(again, NOTHING)
         if counts_n is not None:
@@ -107,7 +109,7 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """What is computed with the rows of the weight that pairs list, here on this rank: by kernels, or plain PyTorch."""
+    """What is computed with the rows of the weight that pairs list, here on this rank, in plain PyTorch."""
 
     pairs: Pairs
     ids: Tensor  # int32 [P]: rows of this rank's weight, negative where there is none
@@ -115,14 +117,9 @@ class Products:
     weight_VD: Tensor
     wide: torch.dtype
     gathered: int  # bytes of rows that plain PyTorch gathers at a time
-    kernels: bool
 
     def scores(self) -> Tensor:
         """Return each pair's dot product [P]; 0 where it has no row."""
-        if self.kernels:
-            from lowtide.head.kernels.support_rows import score
-
-            return score(self.x_nD, self.weight_VD, self.ids, self.pairs.starts, self.pairs.K)
         z, token = self.x_nD.new_zeros(len(self.ids), dtype=self.wide), self._tokens()
         for part in self._blocks():
             rows, here = self._rows(self.ids[part])
@@ -131,11 +128,6 @@ class Products:
 
     def input_grad(self, c_P: Tensor, out_nD: Tensor) -> None:
         """Write each token's sum of its rows times ``c_P`` into ``out_nD``."""
-        if self.kernels:
-            from lowtide.head.kernels.support_rows import input_grad
-
-            input_grad(c_P, self.weight_VD, self.ids, self.pairs.starts, self.pairs.K, out_nD, self.x_nD.dtype)
-            return
         total, token = torch.zeros_like(out_nD, dtype=self.wide), self._tokens()
         for part in self._blocks():
             rows, here = self._rows(self.ids[part])
@@ -152,13 +144,6 @@ class Products:
         """
         ids, order = self.ids.sort(stable=True)
         c, token = c_P.take(order), self.pairs.token_at(order)
-        if self.kernels:
-            from lowtide.head.kernels.support_rows import Sorted, weight_grad
-
-            classes = torch.arange(len(self.weight_VD) + 1, dtype=torch.int32, device=ids.device)
-            starts = torch.searchsorted(ids, classes)
-            weight_grad(self.x_nD, Sorted(ids, token.int(), c), starts, slot_V, out_RD, bias_V, add=add)
-            return
         total = (out_RD if add else out_RD.zero_()).to(self.wide)
         for part in self._blocks():
             v, g = ids[part].long(), c[part, None]
@@ -167,7 +152,7 @@ class Products:
             if bias_V is not None:
                 add_rows_(bias_V, v, g[:, 0])
             if total.numel():
-                row = v if slot_V is None else slot_V.take(v)
+                row = v if slot_V is None else slot_V.take(v).clamp(max=len(total) - 1)
                 add_rows_(total, row, (g * self.x_nD.index_select(0, token[part]).to(self.wide)).where(g != 0, 0))
         if total is not out_RD:
             out_RD.copy_(total)

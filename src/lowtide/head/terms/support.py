@@ -27,6 +27,7 @@ from lowtide.head.terms.pairs import NO_CLASS, NOTHING, Pairs, Products, add_row
 from lowtide.head.terms.statistics import FLOOR, Upstream
 
 DIFFERENTIABLE = ("logprob", "entropy", "lse")
+SORTED = ("sorted_id", "pair_token", "pair_place")  # the pairs in the order of their classes, for kernels
 OF_TARGETS = frozenset({"logprob", "is_top1", "outside"})
 
 
@@ -49,64 +50,91 @@ class Numbers(NamedTuple):
 
 def forward(head: Head, args: SupportArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:  # noqa: ARG001
     """Return the statistics of all N tokens; with ``keep`` the pairs' classes and logits, and the targets' pairs."""
-    V = head.ranks.vocab
-    kept, is_class = args.target != args.ignore_index, (args.target >= 0) & (args.target < V)
+    kept, values_of = args.target != args.ignore_index, _chunk_values
     if looks_at_numbers(head.input.device):
-        check_classes(args.target.reshape(-1), (kept & ~is_class).reshape(-1), V, args.ignore_index)
+        V = head.ranks.vocab
+        wrong = kept & ((args.target < 0) | (args.target >= V))
+        check_classes(args.target.reshape(-1), wrong.reshape(-1), V, args.ignore_index)
         check_ids(args.ids, V)
         _check_offsets(args)
-    counts = kept.any(1) if args.wanted.issubset(OF_TARGETS) else None
-    found: list[dict[str, Tensor]] = []
-    for tokens, ids in _chunks(head, args):
-        pairs = _pairs(head, args, tokens, ids, counts)
-        z = _logits(head, pairs, _products(head, pairs, pairs.ids, tokens))
-        numbers = _numbers(pairs, z)
-        at, inside = pairs.find(args.target[tokens])
-        values = _values(args, pairs, z, numbers, at)
-        usable = kept[tokens] & is_class[tokens]
-        values["is_top1"] &= usable & inside
-        undefined = ~is_class[tokens] | values["lse"].isnan()[:, None]
-        of_class = values["logprob"].masked_fill(~inside, -torch.inf).masked_fill(undefined, torch.nan)
-        values["logprob"] = of_class.masked_fill(~kept[tokens], 0)
-        values["outside"] = (usable & ~inside).sum()
-        if keep:
-            # where in all of the pairs; -1: in none
-            first = 0 if args.offsets is not None else tokens.start * pairs.K
-            places = (at + first).masked_fill(~(inside & usable), -1)
-            values |= {"pair_z": z.view(-1), "pair_id": pairs.ids.view(-1).int(), "target_at": places}
-        found.append(values)
-    if len(found) == 1:
-        return found[0]
-    joined = {name: torch.cat([x[name] for x in found]) for name in found[0] if name != "outside"}
-    return joined | {"outside": torch.stack([x["outside"] for x in found]).sum()}
+    counts = None
+    if args.wanted.issubset(OF_TARGETS):
+        counts = kept.reshape(-1) if kept.shape[1] == 1 else kept.any(1)
+    if by_kernels(head):
+        from lowtide.head.terms.support_kernels import values as values_of
+    found = [values_of(head, args, tokens, ids, counts, keep) for tokens, ids in _chunks(head, args)]
+    joined = found[0] if len(found) == 1 else {name: torch.cat([x[name] for x in found]) for name in found[0]}
+    return joined | {"outside": joined["outside"].sum()}
+
+
+def _chunk_values(
+    head: Head, args: SupportArgs, tokens: slice, ids: Tensor, counts: Tensor | None, keep: bool
+) -> dict[str, Tensor]:
+    """Return the statistics of a chunk's tokens in plain PyTorch; "outside" is a number of each of them."""
+    y, V = args.target[tokens], head.ranks.vocab
+    kept, is_class = y != args.ignore_index, (y >= 0) & (y < V)
+    some = None if counts is None else counts[tokens]
+    pairs = Pairs.of(ids, args.offsets, len(y), args.K, V, some)
+    z = _logits(head, pairs, _products(head, pairs, pairs.ids, tokens))
+    numbers = _numbers(pairs, z)
+    at, inside = pairs.find(y)
+    values = _values(args, pairs, z, numbers, at)
+    usable = kept & is_class
+    values["is_top1"] &= usable & inside
+    undefined = ~is_class | values["lse"].isnan()[:, None]
+    of_class = values["logprob"].masked_fill(~inside, -torch.inf).masked_fill(undefined, torch.nan)
+    values["logprob"] = of_class.masked_fill(~kept, 0)
+    values["outside"] = (usable & ~inside).sum(1)
+    if keep:
+        places = at.masked_fill(~(inside & usable), -1)  # -1: in no pair
+        values |= {"pair_z": z.view(-1), "pair_id": pairs.ids.view(-1).int(), "target_at": places}
+    return values
+
+
+def by_kernels(head: Head) -> bool:
+    """Return whether kernels run, or plain PyTorch."""
+    return support_backend(head)[0] == "row"
 
 
 def backward(
     head: Head, args: SupportArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
 ) -> Gradients:
     """Return the needed gradients from the upstream ones [N] (of logprob [N, T]), and what forward returned."""
-    V = head.ranks.vocab
-    wrong = (args.target != args.ignore_index) & ((args.target < 0) | (args.target >= V))
     into, slot_V = _buffers(head, args, wanted, known["pair_id"])
-    weight = into.weight_VD
     for tokens, _ in _chunks(head, args):
         of_pairs = slice(tokens.start * args.K, tokens.stop * args.K) if args.offsets is None else slice(0, None)
-        ids, z = known["pair_id"][of_pairs].long(), known["pair_z"][of_pairs]
-        pairs = Pairs(
-            tokens=tokens.stop - tokens.start, ids=ids, keys=ids, starts=args.offsets, K=args.K, vocab=head.ranks.vocab
-        )
-        pairs, z = replace(pairs, ids=pairs.shaped(ids)), pairs.shaped(z)
+        of_chunk = {name: x[tokens if name == "target_at" else of_pairs] for name, x in known.items()}
         given = {name: g[tokens] for name, g in upstream.items() if g is not None and name in args.wanted}
-        places = known["target_at"][tokens] - of_pairs.start
-        c, active = _logits_gradient(pairs, z, places, Upstream(**given), wrong[tokens].any(1))
-        c = _inputs_gradient(head, pairs, z, c, active).view(-1)
-        products = _products(head, pairs, pairs.ids.masked_fill(~pairs.spread(active), NOTHING), tokens)
-        if wanted.input:
-            _put_input_grad(head, products, c, tokens, into)
-        if weight is not None or into.bias_V is not None:
-            rows = head.input.new_empty(len(head.weight_VD), 0) if weight is None else weight
-            products.weight_grad(c, rows, into.bias_V, slot_V if weight is not None else None, add=tokens.start > 0)
+        if by_kernels(head):
+            from lowtide.head.terms.support_kernels import add_gradients, upstream_of
+
+            add_gradients(head, args, tokens, upstream_of(given), of_chunk, wanted, into, slot_V)
+        else:
+            _add_gradients(head, args, tokens, Upstream(**given), of_chunk, wanted, into, slot_V)
     return into
+
+
+def _add_gradients(
+    head: Head, args: SupportArgs, tokens: slice, upstream: Upstream, known: dict[str, Tensor], wanted: Wanted,
+    into: Gradients, slot_V: Tensor | None,
+) -> None:  # fmt: skip
+    """Add a chunk's gradients in plain PyTorch."""
+    V, ids, y = head.ranks.vocab, known["pair_id"].long(), args.target[tokens]
+    wrong = (y != args.ignore_index) & ((y < 0) | (y >= V))
+    pairs = Pairs(tokens=len(y), ids=ids, keys=ids, starts=args.offsets, K=args.K, vocab=V)
+    pairs, z = replace(pairs, ids=pairs.shaped(ids)), pairs.shaped(known["pair_z"])
+    c, active = _logits_gradient(pairs, z, known["target_at"], upstream, wrong.any(1))
+    c = _inputs_gradient(head, pairs, z, c, active).view(-1)
+    products = _products(head, pairs, pairs.ids.masked_fill(~pairs.spread(active), NOTHING), tokens)
+    if wanted.input:
+        _put_input_grad(head, products, c, tokens, into)
+    if into.weight_VD is not None or into.bias_V is not None:
+        weight, slot_V = (
+            (into.weight_VD, slot_V)
+            if into.weight_VD is not None
+            else (y.new_empty(len(head.weight_VD), 0, dtype=head.dtype), None)
+        )
+        products.weight_grad(c, weight, into.bias_V, slot_V, add=tokens.start > 0)
 
 
 def check_ids(ids: Tensor, V: int) -> None:
@@ -136,11 +164,6 @@ def _chunks(head: Head, args: SupportArgs) -> Iterator[tuple[slice, Tensor]]:
         yield tokens, args.ids if args.offsets is not None else args.ids[tokens.start * args.K : tokens.stop * args.K]
 
 
-def _pairs(head: Head, args: SupportArgs, tokens: slice, ids: Tensor, counts: Tensor | None) -> Pairs:
-    some = None if counts is None else counts[tokens]
-    return Pairs.of(ids, args.offsets, tokens.stop - tokens.start, args.K, head.ranks.vocab, some)
-
-
 def _products(head: Head, pairs: Pairs, ids: Tensor, tokens: slice) -> Products:
     """Return the products with the rows that this rank holds of ``ids`` [pairs]."""
     if not head.ranks.alone:
@@ -149,7 +172,7 @@ def _products(head: Head, pairs: Pairs, ids: Tensor, tokens: slice) -> Products:
     x = take_rows(head.input, None, tokens, head.dtype)
     return Products(
         pairs=pairs, ids=ids.view(-1).int(), x_nD=x if x.stride(-1) == 1 else x.contiguous(), weight_VD=head.weight_VD,
-        wide=head.wide, gathered=support_chunk(head, 1, 1)[1], kernels=support_backend(head)[0] == "row",
+        wide=head.wide, gathered=support_chunk(head, 1, 1)[1],
     )  # fmt: skip
 
 
@@ -259,7 +282,8 @@ def _buffers(head: Head, args: SupportArgs, wanted: Wanted, ids: Tensor) -> tupl
     if wanted.weight:
         if args.sparse:
             into.weight_ids, slot = _listed_classes(head, ids)
-            into.weight_VD = x.new_zeros(into.weight_ids.shape[1], D, dtype=dtype)
+            new = x.new_empty if by_kernels(head) and len(args.target) else x.new_zeros
+            into.weight_VD = new(into.weight_ids.shape[1], D, dtype=dtype)
         else:
             into.weight_VD = x.new_empty(V, D, dtype=dtype)
     if wanted.bias:
@@ -271,7 +295,7 @@ def _listed_classes(head: Head, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return this rank's classes that any pair lists [1, R], and of each class which of these it is [V_r].
 
     Their number is known on the device only: there are as many as there can be, class 0 in the place of those that
-    are not there. On the CPU there are as many as there are.
+    are not there, whose rows are other classes', without values. On the CPU there are as many as there are.
     """
     rows, V = ids.long(), len(head.weight_VD)
     if not head.ranks.alone:
@@ -279,8 +303,9 @@ def _listed_classes(head: Head, ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = row.where(here, NOTHING)  # type: ignore[arg-type]
     listed = torch.zeros(V + 1, dtype=torch.bool, device=ids.device)
     listed = listed.index_fill_(0, rows.where(rows >= 0, V), True)[:V]
-    slot, most = (listed.cumsum(0) - 1).clamp_(min=0), min(V, len(ids))
+    before, most = listed.cumsum(0), min(V, len(ids))
     classes = torch.arange(V, device=ids.device)
+    slot = torch.where(listed, before - 1, classes - before + before[-1:])
     if looks_at_numbers(ids.device):
         return classes[listed][None], slot
     found = torch.zeros(most + 1, dtype=torch.int64, device=ids.device)
@@ -311,6 +336,7 @@ def _shapes(head: Head, args: SupportArgs, keep: bool) -> dict[str, Shape]:
         "pair_z": (P, head.wide),
         "pair_id": (P, torch.int32),
         "target_at": ((N if keep else 0, T), torch.int64),
+        **dict.fromkeys(SORTED, (P if by_kernels(head) else (0,), torch.int32)),
     }
 
 
@@ -329,5 +355,5 @@ def _flop(head: Head, args: SupportArgs, wanted: Wanted) -> int:
 SUPPORT = Function(
     "support_stats", "linear_token_stats", SupportArgs, forward, backward, shapes=_shapes,
     returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "is_top1", "outside"), upstream=DIFFERENTIABLE,
-    known=("pair_z", "pair_id", "target_at"), gradients=_gradient_shapes, returns=4, flop=_flop,
+    known=("pair_z", "pair_id", "target_at", *SORTED), gradients=_gradient_shapes, returns=4, flop=_flop,
 )  # fmt: skip
