@@ -37,10 +37,15 @@ def _forgotten() -> None:
     apply_checks._passed.clear()
 
 
-def ways(dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], tuple[Tensor, ...]]:
-    """Return every way through the functions, forward to one number, and the leaves."""
+def ways(dtype: torch.dtype, cut: bool = False) -> tuple[dict[str, Callable[[], Tensor]], tuple[Tensor, ...]]:
+    """Return every way through the functions, forward to one number, and the leaves.
+
+    ``cut``: the hidden states are part of longer sequences, and no view of them has one axis of tokens.
+    """
     x, w, b, y = on_gpu((4, 300), 64, 3000, dtype=dtype)
     tx, tw, _, _ = on_gpu((4, 300), 40, 3000, dtype=dtype, seed=1)
+    if cut:
+        x, tx = (torch.cat((t, t), 1).detach()[:, :300].requires_grad_() for t in (x, tx))
     mask = torch.rand(4, 300, device="cuda") < 0.5
     several = torch.stack((y, y.flip(0), y), -1)
     gamma, scale = torch.tensor(1.7, device="cuda", requires_grad=True), torch.tensor(0.7, device="cuda")
@@ -72,9 +77,10 @@ def ways(dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], tuple[Ten
     return calls, (x, w, b, gamma)
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("dtype", TRAINED)
-def test_nothing_waits_bits_repeat_and_a_graph_can_be_kept(dtype: torch.dtype) -> None:
-    calls, leaves = ways(dtype)
+def test_nothing_waits_bits_repeat_and_a_graph_can_be_kept(dtype: torch.dtype, cut: bool) -> None:
+    calls, leaves = ways(dtype, cut)
     for name, call in calls.items():
         call().backward()  # Triton compiles, and a function is looked at
         with no_waits():

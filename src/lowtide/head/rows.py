@@ -68,7 +68,16 @@ def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Ten
     if index is None and rows_are_viewable(x, axes):
         return x.view(leading.numel(), *x.shape[axes:])[part]
     chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
-    return x[torch.unravel_index(chosen, leading)] if leading else x[None][part]
+    return x[places_in(leading, chosen)] if leading else x[None][part]
+
+
+def places_in(leading: torch.Size, chosen: Tensor) -> tuple[Tensor, ...]:
+    """Return the indices along axes ``leading`` of the tokens ``chosen``; torch.unravel_index stops the host."""
+    found = []
+    for size in leading[:0:-1]:
+        found.append(chosen % size)
+        chosen = chosen // size
+    return chosen, *found[::-1]
 
 
 def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide.head.kernels.exp_terms import block_of
 from lowtide.head.kernels.gemm import Used, counted_rows, rows_in_tiles
+from lowtide.head.rows import places_in
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 SELECT_BLOCK, SCALE_BLOCK = 1024, 4096
@@ -151,7 +152,7 @@ def take_counted(x: Tensor, index_C: Tensor, used: Used, out_CD: Tensor) -> None
     if axes is None and used.number is not None:
         x = x[None] if x.dim() == 1 else x
         counts = torch.arange(C, device=x.device) < used.number - used.first
-        out_CD.copy_(x[torch.unravel_index(index_C, x.shape[:-1])].where(counts[:, None], 0))
+        out_CD.copy_(x[places_in(x.shape[:-1], index_C)].where(counts[:, None], 0))
     elif C:
         _take_counted[(C,)](x, axes, index_C, out_CD, used, C, D, BLOCK=block_of(D), num_warps=4)
 

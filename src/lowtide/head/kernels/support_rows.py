@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
     warps: int
 
 
-SCORE, INPUT_GRAD, WEIGHT_GRAD = Tiles(32, 128, 128, 4), Tiles(4, 512, 512, 4), Tiles(4, 1024, 1024, 4)
+SCORE, INPUT_GRAD, WEIGHT_GRAD = Tiles(32, 128, 128, 4), Tiles(4, 512, 512, 4), Tiles(2, 1024, 1024, 4)
 RUN = 256  # pairs of one class whose sum is a part of its own
 MOST_PARTS = 4096
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
