@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_logprobs, linear_token_stats
+from lowtide.head import ignored
 from lowtide.head.backends import skips_ignored
 from lowtide.head.kernels import gradient_gemms_hopper as gemms
 from lowtide.head.kernels.exp_logits import ExpRows
@@ -164,6 +166,30 @@ def test_results_are_those_of_computing_them(name: str, share: float) -> None:
         assert torch.equal(one.nan_to_num(), same.nan_to_num())
         assert relative_error(one.nan_to_num(), other.nan_to_num()) < 4e-3  # as two roundings to bfloat16
     assert not got[1][scored == -100].any()
+
+
+def test_by_default_the_faster_of_both_runs() -> None:
+    x, w = (torch.randn(n, 128, device="cuda").to(NARROW).requires_grad_() for n in (1500, 999))
+    every = torch.randint(0, 999, (1500,), device="cuda")
+    half = every.where(torch.rand(1500, device="cuda") < 0.5, -100)
+
+    def call(y: Tensor, way: str = "auto") -> list[Tensor]:
+        loss = linear_cross_entropy(x, w, y, options=HeadOptions(ignored_tokens=way))  # type: ignore[arg-type]
+        return [loss, *torch.autograd.grad(loss, (x, w))]
+
+    ways = {id(y): {way: call(y, way) for way in ("skip", "compute")} for y in (every, half)}
+    ignored._calls.clear()
+    for y, way in [(every, "compute")] * 20 + [(half, None)] * 7 + [(half, "skip")] * 20 + [(every, "skip")] * 9:
+        with no_waits() if ignored._calls else nullcontext():
+            found = call(y)
+        assert way is None or all(map(torch.equal, found, ways[id(y)][way]))
+    torch.use_deterministic_algorithms(True)
+    try:
+        ignored._calls.clear()
+        assert all(map(torch.equal, call(every), ways[id(every)]["skip"]))
+        assert not ignored._calls
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("out", ["token", "sum"])

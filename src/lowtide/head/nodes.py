@@ -17,6 +17,7 @@ from torch import Tensor
 from lowtide.graph import Operator, node, save_for_recompute, saved_for_recompute, schema_of, tensor_fields, undisturbed
 from lowtide.head.call import Head, Wanted
 from lowtide.head.gradients import Gradients
+from lowtide.head.ignored import decided
 from lowtide.head.plan import check_backend
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
@@ -70,6 +71,7 @@ class Function:
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
         check_backend(head, args)
+        head = decided(head, args)
         if not head.ranks.alone and torch.compiler.is_compiling():
             return exchanges_between_ranks_run_in_eager(self._connected, head, args, recompute)
         return self._connected(head, args, recompute)

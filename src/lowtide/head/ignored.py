@@ -1,0 +1,86 @@
+"""Whether ignored tokens are skipped, where nothing is asked: by how many there were in the calls before.
+
+The kernels that end before ignored tokens take a few percent longer than cuBLAS where none is ignored. The host does
+not wait to learn a call's number: it counts one call in three, and heeds that number AFTER calls later, when it has
+arrived long ago. Only the first call of a kind, of a head and a function, waits for its own. What is chosen follows
+from the calls made, never from when a number arrives: a program that runs again computes the same bits.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.graph import watched
+from lowtide.head.backends import skips_ignored
+from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs
+
+LEAST = 0.05  # the share of ignored tokens from which skipping them is faster
+AFTER = 4  # calls
+NUMBERS = 16  # of so many numbers one above that is enough: batches differ, and a batch that is computed gains little
+RATE = 0.309  # of calls that are counted, in no step with kinds of batches that take turns
+MOST_KINDS = 64
+Share = Callable[[], float]
+
+
+class Calls:
+    """The calls of one kind: whether the next skips ignored tokens."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._counted: deque[tuple[int, Share]] = deque()
+        self._shares: deque[float] = deque(maxlen=NUMBERS)
+
+    def skips(self, count: Callable[[], Share]) -> bool:
+        """Return whether the next call skips; ``count`` begins to count it, and returns what waits for the share."""
+        n = self._number
+        if n <= AFTER or int((n + 1) * RATE) > int(n * RATE):
+            self._counted.append((n, count()))
+        while self._counted and (n == 0 or self._counted[0][0] <= n - AFTER):
+            self._shares.append(self._counted.popleft()[1]())
+        self._number += 1
+        return max(self._shares) > LEAST
+
+
+_calls: dict[tuple[Any, ...], Calls] = {}
+
+
+def decided(head: Head, args: Any) -> Head:
+    """Return the head of a call, which says whether ignored tokens are skipped, where nothing is asked.
+
+    They are where results may not depend on earlier calls: in a compiled or captured graph, and where deterministic
+    algorithms are requested.
+    """
+    device = head.input.device
+    if head.ignored_tokens != "auto" or not isinstance(args, CrossEntropyArgs | TokenStatsArgs):
+        return head
+    if torch.compiler.is_compiling():
+        return head._replace(ignored_tokens="skip")
+    if device.type != "cuda" or not skips_ignored(device):
+        return head
+    stateless = torch.are_deterministic_algorithms_enabled() or watched((head.input, args.target))
+    if stateless or torch.cuda.is_current_stream_capturing():
+        return head._replace(ignored_tokens="skip")
+    kind = type(args), getattr(args, "reduction", None), device, *head.weight_VD.shape, head.ranks.alone
+    if kind not in _calls and len(_calls) >= MOST_KINDS:
+        _calls.clear()
+    skips = _calls.setdefault(kind, Calls()).skips(lambda: _share(args.target, args.ignore_index))
+    return head._replace(ignored_tokens="skip" if skips else "compute")
+
+
+def _share(target: Tensor, ignore_index: int) -> Share:
+    """Begin to count the ignored tokens; return what waits for their share."""
+    with torch.no_grad():
+        ignored = target == ignore_index
+        found = torch.zeros((), pin_memory=True)
+        found.copy_(ignored.float().mean() if target.numel() else torch.zeros(()), non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(target.device))
+
+    def wait() -> float:
+        arrived.synchronize()
+        return float(found)
+
+    return wait

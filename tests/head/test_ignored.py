@@ -1,0 +1,57 @@
+"""Whether ignored tokens are skipped where nothing is asked: what the calls before say."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from lowtide import HeadOptions, linear_cross_entropy
+from lowtide.head.ignored import AFTER, LEAST, Calls
+
+
+def chosen(shares: list[float]) -> tuple[list[bool], list[tuple[int, int]]]:
+    """Return what is chosen for each call, and the counts that were waited for: (of which call, in which call)."""
+    calls, waits, out = Calls(), [], []
+
+    def wait_for(of: int) -> float:
+        waits.append((of, len(out)))
+        return shares[of]
+
+    while len(out) < len(shares):
+        out.append(calls.skips(lambda: partial(wait_for, len(out))))
+    return out, waits
+
+
+@pytest.mark.parametrize("share", [0.0, LEAST, 2 * LEAST, 1.0])
+def test_the_same_share_is_the_same_choice_from_the_first_call_on(share: float) -> None:
+    out, waits = chosen([share] * 100)
+    assert out == [share > LEAST] * 100
+    assert waits[0] == (0, 0)
+    assert all(now - of >= AFTER for of, now in waits[1:])
+    assert len(waits) < 40
+
+
+@pytest.mark.parametrize("kinds", [2, 3, 4, 5, 7, 8])
+def test_batches_that_take_turns_are_seen(kinds: int) -> None:
+    """Skipping costs a batch without ignored tokens little, computing costs the others much."""
+    for which in range(kinds):
+        out, _ = chosen([0.5 * (n % kinds == which) for n in range(400)])
+        assert sum(out[2 * kinds + AFTER :]) > 0.75 * (400 - 2 * kinds - AFTER)
+
+
+def test_what_changes_is_followed() -> None:
+    out, _ = chosen([0.0] * 50 + [0.9] * 50 + [0.0] * 100)
+    assert not any(out[:50])
+    assert all(out[50 + AFTER + 4 : 100])
+    assert not any(out[160:])
+
+
+def test_a_compiled_call_does_not_depend_on_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Calls, "skips", lambda *_: pytest.fail("looked at"))
+    x, w, y = torch.randn(9, 8), torch.randn(11, 8), torch.arange(9)
+    run = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
+    for way in ("auto", "compute"):
+        loss = run(x, w, y, options=HeadOptions(ignored_tokens=way))
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ w.T, y))
