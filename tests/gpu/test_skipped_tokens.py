@@ -177,12 +177,20 @@ def test_by_default_the_faster_of_both_runs() -> None:
         loss = linear_cross_entropy(x, w, y, options=HeadOptions(ignored_tokens=way))  # type: ignore[arg-type]
         return [loss, *torch.autograd.grad(loss, (x, w))]
 
+    def masked(y: Tensor, way: str = "auto") -> list[Tensor]:  # no target is ignored, but nothing flows back to half
+        logprob = linear_logprobs(x, w, every, options=HeadOptions(ignored_tokens=way))  # type: ignore[arg-type]
+        return [logprob, *torch.autograd.grad(logprob, (x, w), (y != -100).to(logprob))]
+
     ways = {id(y): {way: call(y, way) for way in ("skip", "compute")} for y in (every, half)}
     ignored._calls.clear()
     for y, way in [(every, "compute")] * 20 + [(half, None)] * 7 + [(half, "skip")] * 20 + [(every, "skip")] * 9:
         with no_waits() if ignored._calls else nullcontext():
             found = call(y)
         assert way is None or all(map(torch.equal, found, ways[id(y)][way]))
+    for y, way in ((half, "skip"), (every, "compute")):
+        ignored._calls.clear()
+        want = [masked(y, "compute")[0], *masked(y, way)[1:]]
+        assert all(map(torch.equal, masked(y), want))
     torch.use_deterministic_algorithms(True)
     try:
         ignored._calls.clear()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lowtide import HeadOptions, linear_cross_entropy
-from lowtide.head.ignored import AFTER, LEAST, Calls
+from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs
+from lowtide.head.ignored import AFTER, LEAST, Calls, kept_tokens
 
 
 def chosen(shares: list[float]) -> tuple[list[bool], list[tuple[int, int]]]:
@@ -55,3 +56,19 @@ def test_a_compiled_call_does_not_depend_on_those_before(monkeypatch: pytest.Mon
     for way in ("auto", "compute"):
         loss = run(x, w, y, options=HeadOptions(ignored_tokens=way))
         torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ w.T, y))
+
+
+def test_which_tokens_count() -> None:
+    y, none = torch.tensor([[3, -100], [-100, -100], [1, 2], [-100, 4]]), torch.zeros(4)
+    entropy = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    args = TokenStatsArgs(target=y, want="", topk=0, ignore_index=-100)
+    assert kept_tokens(args, (), 4).tolist() == [True, False, True, True]
+    assert kept_tokens(args, (torch.ones(4, 2), None), 4).tolist() == [True, False, True, True]
+    upstream = torch.tensor([[0.0, 5], [1, 1], [0, 1], [1, 0]])
+    assert kept_tokens(args, (upstream, none), 4).tolist() == [False, False, True, False]
+    assert kept_tokens(args, (None, entropy), 4).tolist() == [False, False, False, True]
+    loss = CrossEntropyArgs(y, ignore_index=-100)
+    assert kept_tokens(loss, (torch.tensor(0.5),), 8).tolist() == (y != -100).flatten().tolist()
+    assert kept_tokens(loss, (torch.arange(8.0),), 8).tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
+    empty = TokenStatsArgs(target=y[:, :0], want="", topk=0, ignore_index=-100)
+    assert kept_tokens(empty, (None, entropy), 4).tolist() == [False, False, False, True]

@@ -87,8 +87,9 @@ def linear_cross_entropy(
             implementation that cannot run; also a `RuntimeError`.
 
     Note:
-        Ignored tokens are dropped before any GEMM on the CPU. On other devices they are computed and discarded, unless
-        `HeadOptions.ignored_tokens` says otherwise. Results are bitwise the same from run to run.
+        Ignored tokens are dropped before any GEMM on the CPU. On Hopper in bfloat16 the kernels end before them; on
+        other devices they are computed and discarded, unless `HeadOptions.ignored_tokens` says otherwise. Results are
+        bitwise the same from run to run.
 
     Example:
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)

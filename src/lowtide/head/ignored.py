@@ -7,7 +7,7 @@ from the calls made, never from when a number arrives: a program that runs again
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,37 +47,48 @@ class Calls:
 _calls: dict[tuple[Any, ...], Calls] = {}
 
 
-def decided(head: Head, args: Any) -> Head:
-    """Return the head of a call, which says whether ignored tokens are skipped, where nothing is asked.
+def decided(name: str, head: Head, args: Any, upstream: Sequence[Tensor | None] = ()) -> str:
+    """Return what a pass does with ignored tokens, where nothing is asked; ``name`` is the pass's.
 
-    They are where results may not depend on earlier calls: in a compiled or captured graph, and where deterministic
-    algorithms are requested.
+    They are skipped where results may not depend on earlier calls: in a compiled or captured graph, and where
+    deterministic algorithms are requested. In backward a token to which nothing flows back is as good as ignored.
     """
     device = head.input.device
-    if head.ignored_tokens != "auto" or not isinstance(args, CrossEntropyArgs | TokenStatsArgs):
-        return head
+    if not head.ranks.alone:  # ranks that chose unlike ways would wait for each other
+        return "auto"
     if torch.compiler.is_compiling():
-        return head._replace(ignored_tokens="skip")
-    if device.type != "cuda" or not skips_ignored(device):
-        return head
+        return "skip"
+    if device.type != "cuda" or not skips_ignored(device) or not isinstance(args, CrossEntropyArgs | TokenStatsArgs):
+        return "auto"
     stateless = torch.are_deterministic_algorithms_enabled() or watched((head.input, args.target))
     if stateless or torch.cuda.is_current_stream_capturing():
-        return head._replace(ignored_tokens="skip")
-    kind = type(args), getattr(args, "reduction", None), device, *head.weight_VD.shape, head.ranks.alone
+        return "skip"
+    kind = name, getattr(args, "reduction", None), device, *head.weight_VD.shape
     if kind not in _calls and len(_calls) >= MOST_KINDS:
         _calls.clear()
-    skips = _calls.setdefault(kind, Calls()).skips(lambda: _share(args.target, args.ignore_index))
-    return head._replace(ignored_tokens="skip" if skips else "compute")
-
-
-def _share(target: Tensor, ignore_index: int) -> Share:
-    """Begin to count the ignored tokens; return what waits for their share."""
     with torch.no_grad():
-        ignored = target == ignore_index
-        found = torch.zeros((), pin_memory=True)
-        found.copy_(ignored.float().mean() if target.numel() else torch.zeros(()), non_blocking=True)
+        skips = _calls.setdefault(kind, Calls()).skips(lambda: _share(kept_tokens(args, upstream, head.tokens)))
+    return "skip" if skips else "compute"
+
+
+def kept_tokens(args: Any, upstream: Sequence[Tensor | None], tokens: int) -> Tensor:
+    """Return which tokens have a target, and in backward something that flows back: bool [N]."""
+    kept_NK: Tensor = args.target.reshape(tokens, -1) != args.ignore_index
+    flows = [g.reshape(tokens, -1) != 0 for g in upstream if g is not None and g.dim()]
+    if not flows:
+        return kept_NK.any(1)
+    if upstream[0] is not None:  # the targets'
+        flows[0] = flows[0] & kept_NK
+    return torch.cat(flows, 1).any(1)
+
+
+def _share(kept_N: Tensor) -> Share:
+    """Begin to count the tokens that are left out; return what waits for their share."""
+    found = torch.zeros((), pin_memory=True)
+    if kept_N.numel():
+        found.copy_(1 - kept_N.float().mean(), non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(target.device))
+    arrived.record(torch.cuda.current_stream(kept_N.device))
 
     def wait() -> float:
         arrived.synchronize()

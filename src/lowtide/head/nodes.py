@@ -23,6 +23,7 @@ from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_ru
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
 
 Values = dict[str, Tensor]
+_IGNORED = Head._fields.index("ignored_tokens")
 _HEAD = Head._fields.index("ranks")  # what operators take of it: what stands before
 assert Head._fields[:3] == ("input", "weight_VD", "bias_V")  # whose gradients `node` takes for the first
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
@@ -62,7 +63,17 @@ class Function:
     def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
         operator = Operator(name, schema, compute, partial(compute, real=False), self._flop, replayed=True)
-        return lambda ranks, fields: operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
+
+        def run(ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
+            if fields[_IGNORED] == "auto":
+                head, args, _ = self._split(fields, ranks)
+                given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
+                way = decided(name, head, args, given[: len(self.upstream)] if len(given) > 1 else ())
+                fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
+            found: tuple[Tensor, ...] = operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
+            return found
+
+        return run
 
     def __call__(self, head: Head, args: Any, *, recompute: bool) -> tuple[Tensor, ...]:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
@@ -71,7 +82,6 @@ class Function:
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
         check_backend(head, args)
-        head = decided(head, args)
         if not head.ranks.alone and torch.compiler.is_compiling():
             return exchanges_between_ranks_run_in_eager(self._connected, head, args, recompute)
         return self._connected(head, args, recompute)
