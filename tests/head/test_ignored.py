@@ -21,7 +21,7 @@ def chosen(shares: list[float]) -> tuple[list[bool], list[tuple[int, int]]]:
         return shares[of]
 
     while len(out) < len(shares):
-        out.append(calls.skips(lambda: partial(wait_for, len(out))))
+        out.append(calls.skips(lambda n: partial(wait_for, n)))
     return out, waits
 
 
@@ -68,7 +68,7 @@ def test_which_tokens_count() -> None:
     assert kept_tokens(args, (upstream, none), 4).tolist() == [False, False, True, False]
     assert kept_tokens(args, (None, entropy), 4).tolist() == [False, False, False, True]
     loss = CrossEntropyArgs(y, ignore_index=-100)
-    assert kept_tokens(loss, (torch.tensor(0.5),), 8).tolist() == (y != -100).flatten().tolist()
+    assert kept_tokens(loss, (torch.tensor(0.5),), 8).tolist() == (y != -100).tolist()
     assert kept_tokens(loss, (torch.arange(8.0),), 8).tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
     empty = TokenStatsArgs(target=y[:, :0], want="", topk=0, ignore_index=-100)
     assert kept_tokens(empty, (None, entropy), 4).tolist() == [False, False, False, True]

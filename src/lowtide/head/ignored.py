@@ -18,7 +18,7 @@ from lowtide.head.backends import skips_ignored
 from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs
 
 LEAST = 0.05  # the share of ignored tokens from which skipping them is faster
-AFTER = 4  # calls
+AFTER, AT_ONCE = 4, 8  # calls; numbers under way
 NUMBERS = 16  # of so many numbers one above that is enough: batches differ, and a batch that is computed gains little
 RATE = 0.309  # of calls that are counted, in no step with kinds of batches that take turns
 MOST_KINDS = 64
@@ -33,18 +33,18 @@ class Calls:
         self._counted: deque[tuple[int, Share]] = deque()
         self._shares: deque[float] = deque(maxlen=NUMBERS)
 
-    def skips(self, count: Callable[[], Share]) -> bool:
-        """Return whether the next call skips; ``count`` begins to count it, and returns what waits for the share."""
+    def skips(self, count: Callable[[int], Share]) -> bool:
+        """Return whether the next call skips; ``count`` begins to count the n-th, and returns what waits for it."""
         n = self._number
-        if n <= AFTER or int((n + 1) * RATE) > int(n * RATE):
-            self._counted.append((n, count()))
+        if n == 0 or int((n + 1) * RATE) > int(n * RATE):
+            self._counted.append((n, count(n)))
         while self._counted and (n == 0 or self._counted[0][0] <= n - AFTER):
             self._shares.append(self._counted.popleft()[1]())
         self._number += 1
         return max(self._shares) > LEAST
 
 
-_calls: dict[tuple[Any, ...], Calls] = {}
+_calls: dict[tuple[Any, ...], tuple[Calls, Tensor]] = {}  # and where the numbers arrive
 
 
 def decided(name: str, head: Head, args: Any, upstream: Sequence[Tensor | None] = ()) -> str:
@@ -64,34 +64,34 @@ def decided(name: str, head: Head, args: Any, upstream: Sequence[Tensor | None] 
     if stateless or torch.cuda.is_current_stream_capturing():
         return "skip"
     kind = name, getattr(args, "reduction", None), device, *head.weight_VD.shape
-    if kind not in _calls and len(_calls) >= MOST_KINDS:
-        _calls.clear()
-    with torch.no_grad():
-        skips = _calls.setdefault(kind, Calls()).skips(lambda: _share(kept_tokens(args, upstream, head.tokens)))
+    if kind not in _calls:
+        if len(_calls) >= MOST_KINDS:
+            _calls.clear()
+        _calls[kind] = Calls(), torch.empty(AT_ONCE, dtype=torch.int64, pin_memory=True)
+    calls, numbers = _calls[kind]
+    skips = calls.skips(lambda n: _share(kept_tokens(args, upstream, head.tokens), numbers[n % AT_ONCE]))
     return "skip" if skips else "compute"
 
 
 def kept_tokens(args: Any, upstream: Sequence[Tensor | None], tokens: int) -> Tensor:
-    """Return which tokens have a target, and in backward something that flows back: bool [N]."""
-    kept_NK: Tensor = args.target.reshape(tokens, -1) != args.ignore_index
+    """Return which tokens have a target, and in backward something that flows back: bool [N, *]."""
+    kept_NK: Tensor = args.target != args.ignore_index
     flows = [g.reshape(tokens, -1) != 0 for g in upstream if g is not None and g.dim()]
     if not flows:
-        return kept_NK.any(1)
+        return kept_NK.any(1) if kept_NK.numel() > tokens else kept_NK
     if upstream[0] is not None:  # the targets'
-        flows[0] = flows[0] & kept_NK
+        flows[0] = flows[0] & kept_NK.reshape(tokens, -1)
     return torch.cat(flows, 1).any(1)
 
 
-def _share(kept_N: Tensor) -> Share:
-    """Begin to count the tokens that are left out; return what waits for their share."""
-    found = torch.zeros((), pin_memory=True)
-    if kept_N.numel():
-        found.copy_(1 - kept_N.float().mean(), non_blocking=True)
+def _share(kept_N: Tensor, number: Tensor) -> Share:
+    """Begin to count the tokens that are left out, on the host in ``number``; return what waits for their share."""
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    number.copy_(kept_N.sum(), non_blocking=True)
     arrived.record(torch.cuda.current_stream(kept_N.device))
 
     def wait() -> float:
         arrived.synchronize()
-        return float(found)
+        return 1 - int(number) / max(1, kept_N.numel())
 
     return wait
