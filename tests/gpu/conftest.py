@@ -59,6 +59,6 @@ def peak_beyond_gradients(step: Callable[[], Any], *leaves: Tensor) -> int:
     return peak_above(step, "cuda") - sum(0 if leaf.grad is None else leaf.grad.nbytes for leaf in leaves)
 
 
-def requested_bytes() -> int:
-    """Bytes that live tensors asked for; their blocks are up to 1 MiB larger where the allocator had no better."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+def requested_bytes(when: str = "current") -> int:
+    """Bytes that tensors asked for; their blocks are up to 1 MiB larger where the allocator had no better."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.conftest import no_waits
+from gpu.conftest import no_waits, requested_bytes
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
 from lowtide.measure.timing import peak_above
@@ -167,9 +167,10 @@ def test_compiled_by_inductor() -> None:
 def kept_and_peak(forward: Callable[[], Any]) -> tuple[int, int]:
     forward()  # compiles
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    before = requested_bytes()
     held = forward()
-    return torch.cuda.memory_allocated() - before, peak_above(forward, "cuda") + 0 * len(held)
+    return requested_bytes() - before, requested_bytes("peak") - before + 0 * len(held)
 
 
 def test_memory() -> None:

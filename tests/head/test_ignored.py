@@ -21,7 +21,10 @@ def chosen(shares: list[float]) -> tuple[list[bool], list[tuple[int, int]]]:
         return shares[of]
 
     while len(out) < len(shares):
-        out.append(calls.skips(lambda n: partial(wait_for, n)))
+        skips, after = calls.skips(lambda n: partial(wait_for, n))
+        out.append(skips)
+        if after is not None:
+            after()
     return out, waits
 
 

@@ -1,6 +1,7 @@
 """Calls repeated from a record: the same bits, new memory, freed as soon as before; and what is never repeated."""
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -311,3 +312,20 @@ def test_losses_and_gradients_of_the_head(reduction: str, dtype: torch.dtype, mo
             check_same(results[3], results[0])
             assert not torch.equal(results[2][0], results[0][0])
     assert written.runs
+
+
+def test_small_buffers_share_memory_where_their_uses_do_not_overlap() -> None:
+    """A launch's buffers lie in one allocation, which is no larger than what is in use at a time."""
+    sizes = [700, 5000, 1200, 5000, 300]  # bytes of a chain of launches: each reads one buffer and writes the next
+    steps = []
+    for i, size in enumerate(sizes):
+        made = program.Value(i, program.Pointer(i, 0))
+        kwargs = {"dtype": torch.uint8, "device": torch.device("cpu")}
+        steps.append(program.Step(function=torch.empty, args=((size,),), kwargs=kwargs, results=made, writes=False))
+        read = (program.Pointer(i - 1, 0),) * (i > 0)
+        steps.append(program.Step(function=drawn, args=(*read, program.Pointer(i, 0)), launch=True))
+    places, size = program._arena(steps, set())
+    rounded = [-(-n // program.ALIGNMENT) * program.ALIGNMENT for n in sizes]
+    assert size == max(a + b for a, b in itertools.pairwise(rounded))
+    ends = [(places[i], places[i] + n) for i, n in enumerate(rounded)]
+    assert all(end <= begin or last <= start for (start, end), (begin, last) in itertools.pairwise(ends))

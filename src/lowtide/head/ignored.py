@@ -33,44 +33,64 @@ class Calls:
         self._counted: deque[tuple[int, Share]] = deque()
         self._shares: deque[float] = deque(maxlen=NUMBERS)
 
-    def skips(self, count: Callable[[int], Share]) -> bool:
-        """Return whether the next call skips; ``count`` begins to count the n-th, and returns what waits for it."""
-        n = self._number
-        if n == 0 or int((n + 1) * RATE) > int(n * RATE):
-            self._counted.append((n, count(n)))
-        while self._counted and (n == 0 or self._counted[0][0] <= n - AFTER):
-            self._shares.append(self._counted.popleft()[1]())
-        self._number += 1
+    @property
+    def skipping(self) -> bool:
+        """Whether the counts that have arrived say that skipping pays."""
         return max(self._shares) > LEAST
 
+    def skips(self, count: Callable[[int], Share]) -> tuple[bool, Callable[[], None] | None]:
+        """Return whether the next call skips, and what is to run once it has been launched, if anything.
 
-_calls: dict[tuple[Any, ...], tuple[Calls, Tensor]] = {}  # and where the numbers arrive
+        ``count`` begins to count the tokens of the n-th call, and returns what waits for the result.
+        """
+        n = self._number
+        self._number += 1
+
+        def begin() -> None:
+            self._counted.append((n, count(n)))
+
+        if n == 0:
+            begin()
+        while self._counted and (n == 0 or self._counted[0][0] <= n - AFTER):
+            self._shares.append(self._counted.popleft()[1]())
+        counts = n > 0 and int((n + 1) * RATE) > int(n * RATE)
+        return self.skipping, begin if counts else None
 
 
-def decided(name: str, head: Head, args: Any, upstream: Sequence[Tensor | None] = ()) -> str:
-    """Return what a pass does with ignored tokens, where nothing is asked; ``name`` is the pass's.
+_calls: dict[tuple[Any, ...], tuple[Calls, Tensor]] = {}  # and where the counts arrive
 
-    They are skipped where results may not depend on earlier calls: in a compiled or captured graph, and where
-    deterministic algorithms are requested. In backward a token to which nothing flows back is as good as ignored.
+
+def decided(
+    name: str, head: Head, args: Any, upstream: Sequence[Tensor | None] = ()
+) -> tuple[str, Callable[[], None] | None]:
+    """Return what a pass does with ignored tokens, where nothing is asked, and what counts them once it is launched.
+
+    ``name`` is the pass's. They are skipped where results may not depend on earlier calls: in a compiled graph, and
+    where deterministic algorithms are requested. A captured graph does what the last call did. In backward a token to
+    which nothing flows back is as good as ignored.
     """
     device = head.input.device
     if not head.ranks.alone:  # ranks that chose unlike ways would wait for each other
-        return "auto"
+        return "auto", None
     if torch.compiler.is_compiling():
-        return "skip"
-    if device.type != "cuda" or not skips_ignored(device) or not isinstance(args, CrossEntropyArgs | TokenStatsArgs):
-        return "auto"
-    stateless = torch.are_deterministic_algorithms_enabled() or watched((head.input, args.target))
-    if stateless or torch.cuda.is_current_stream_capturing():
-        return "skip"
+        return "skip", None
+    if device.type != "cuda":
+        return "auto", None
     kind = name, getattr(args, "reduction", None), device, *head.weight_VD.shape
-    if kind not in _calls:
+    known = _calls.get(kind)
+    if known is None and not (isinstance(args, CrossEntropyArgs | TokenStatsArgs) and skips_ignored(device)):
+        return "auto", None
+    if torch.are_deterministic_algorithms_enabled() or watched((head.input, args.target)):
+        return "skip", None
+    if torch.cuda.is_current_stream_capturing():
+        return "skip" if known is None or known[0].skipping else "compute", None
+    if known is None:
         if len(_calls) >= MOST_KINDS:
             _calls.clear()
-        _calls[kind] = Calls(), torch.empty(AT_ONCE, dtype=torch.int64, pin_memory=True)
-    calls, numbers = _calls[kind]
-    skips = calls.skips(lambda n: _share(kept_tokens(args, upstream, head.tokens), numbers[n % AT_ONCE]))
-    return "skip" if skips else "compute"
+        known = _calls[kind] = Calls(), torch.empty(AT_ONCE, dtype=torch.int64, pin_memory=True)
+    calls, numbers = known
+    skips, after = calls.skips(lambda n: _share(kept_tokens(args, upstream, head.tokens), numbers[n % AT_ONCE]))
+    return "skip" if skips else "compute", after
 
 
 def kept_tokens(args: Any, upstream: Sequence[Tensor | None], tokens: int) -> Tensor:

@@ -65,12 +65,15 @@ class Function:
         operator = Operator(name, schema, compute, partial(compute, real=False), self._flop, replayed=True)
 
         def run(ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
+            after = None
             if fields[_IGNORED] == "auto":
                 head, args, _ = self._split(fields, ranks)
                 given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
-                way = decided(name, head, args, given[: len(self.upstream)] if len(given) > 1 else ())
+                way, after = decided(name, head, args, given[: len(self.upstream)] if len(given) > 1 else ())
                 fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
             found: tuple[Tensor, ...] = operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
+            if after is not None:
+                after()
             return found
 
         return run

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lowtide.replay.tape import Descriptor, Pointer, Step, Tape, Value, leaves
 
-MOST_ARENA = 16 * 2**20  # bytes of small buffers in one allocation
+MOST_BUFFER, MOST_ARENA = 2 * 2**20, 16 * 2**20  # bytes of a small buffer, and of the allocation that holds all
 ALIGNMENT = 512  # bytes, as PyTorch's allocator has
 
 
@@ -62,16 +63,32 @@ def _late(steps: list[Step]) -> list[Step]:
 
 
 def _arena(steps: list[Step], stay: set[int]) -> tuple[dict[int, int], int]:
-    """Return where in one allocation the small buffers lie that only launches take, and its bytes."""
-    taken = stay.union(*(_used(step, Value) for step in steps))
-    places, size = dict[int, int](), 0
-    for step in steps:
+    """Return where in one allocation the small buffers lie that only launches take, and its bytes.
+
+    Two whose uses do not overlap may share a place, as kernels of a stream run in order; the largest is placed first.
+    """
+    taken, last = stay.union(*(_used(step, Value) for step in steps)), _last_uses(steps)
+    small: list[tuple[int, int, int, int]] = []  # of each its bytes, the steps that make and last use it, its index
+    for i, step in enumerate(steps):
         if step.function is torch.empty and not _made(step) & taken:
             (shape,), (index,) = step.args, _made(step)
             needed = -(-math.prod(shape) * step.kwargs["dtype"].itemsize // ALIGNMENT) * ALIGNMENT
-            if size + needed <= MOST_ARENA:
-                places[index], size = size, size + needed
-    return places, size
+            if needed <= MOST_BUFFER:
+                small.append((needed, i, last.get(index, i), index))
+    placed: list[tuple[int, int, int, int, int]] = []  # where it begins and ends, and the last three
+    for needed, made, until, index in sorted(small, key=lambda buffer: (-buffer[0], buffer[1])):
+        at = 0
+        for begin, end, other_made, other_until, _ in placed:
+            if begin < at + needed and made <= other_until and other_made <= until:
+                at = max(at, end)
+        if at + needed <= MOST_ARENA:
+            insort(placed, (at, at + needed, made, until, index))
+    return {index: at for at, *_, index in placed}, max((end for _, end, *_ in placed), default=0)
+
+
+def _last_uses(steps: list[Step]) -> dict[int, int]:
+    """Return which step is the last that takes a value, or memory that begins with it."""
+    return {index: i for i, step in enumerate(steps) for index in _used(step, Value) | _used(step, Pointer)}
 
 
 def program_of(tape: Tape, outputs: list[Value], device: torch.device) -> Callable[..., tuple[Tensor, ...]]:
@@ -82,7 +99,7 @@ def program_of(tape: Tape, outputs: list[Value], device: torch.device) -> Callab
     names |= {f"v{index}": tensor for index, tensor in tape.constants.items()}
     places, size = _arena(steps, stay)
     roots = set[int]().union(*(_used(step, Pointer) for step in steps))
-    last = {index: i for i, step in enumerate(steps) for index in _used(step, Value) | _used(step, Pointer)}
+    last = _last_uses(steps)
     ends = max((last[index] for index in places), default=-1)
     given = [f"_{i}" if value is None else f"v{value.index}" for i, value in enumerate(tape.inputs)]
     lines = [f"p{value.index} = v{value.index}.data_ptr()" for value in tape.inputs if value and value.index in roots]
