@@ -7,7 +7,8 @@ WHEELS ?=
 CPU_WHEELS ?= --index-url https://download.pytorch.org/whl/cpu
 VENV ?= .venv
 
-pip := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEELS) --constraint constraints.txt
+constraints := constraints.txt
+pip := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEELS) --constraint $(constraints)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # Linux without an NVIDIA GPU takes torch's CPU build, before anything that would pull the CUDA packages: first from
@@ -38,9 +39,11 @@ slow: $(VENV)/.test
 	$(VENV)/bin/python -m pytest --numprocesses auto --slow $(ARGS)
 	$(if $(ARGS),,$(MAKE) oldest)
 
-# A second environment has the oldest transformers and peft that pyproject.toml allows for training.
+# A second environment has the oldest torch, and the oldest transformers and peft for training, that pyproject.toml allows.
+# Compilers differ most between versions of torch.
+compiled := tests/models/test_compiled.py tests/head/contract/test_compile.py
 oldest: $(VENV)-oldest/.test
-	$(VENV)-oldest/bin/python -m pytest --numprocesses auto $(or $(ARGS),tests/train tests/trl_patch)
+	$(VENV)-oldest/bin/python -m pytest --numprocesses auto $(or $(ARGS),tests/train tests/trl_patch $(compiled))
 
 docs: $(VENV)/.test
 	$(VENV)/bin/mkdocs build --strict
@@ -66,10 +69,12 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 oldest := $(shell sed -nE 's/^(train|peft) = .*"(transformers|peft)>=([0-9.]+)".*/"\2==\3.*"/p' pyproject.toml)
+oldest_torch := $(shell sed -nE 's/^dependencies = \["torch>=([0-9.]+)"\]/\1.0/p' pyproject.toml)
 
 $(VENV)-oldest/.test: constraints.txt pyproject.toml
-	$(MAKE) VENV=$(VENV)-oldest $(VENV)-oldest/.torch
-	grep -vE '^(transformers|tokenizers|peft)==' constraints.txt > $(VENV)-oldest/constraints.txt
+	mkdir -p $(VENV)-oldest
+	grep -vE '^(torch|triton|setuptools|transformers|tokenizers|peft)==' constraints.txt > $(VENV)-oldest/constraints.txt
+	$(MAKE) VENV=$(VENV)-oldest constraints=$(VENV)-oldest/constraints.txt torch=$(oldest_torch) $(VENV)-oldest/.torch
 	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(WHEELS) \
 	    --constraint $(VENV)-oldest/constraints.txt $(oldest) --editable '.[test]'
 	@touch $@

@@ -79,7 +79,9 @@ def why_not_local(name: str, value: object, gather: str) -> ArgumentTypeError | 
 
 def is_autocast_on(device_type: str) -> bool:
     """Return whether autocast is on for a device type; False for one that has no autocast."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # Compilers before PyTorch 2.13 cannot trace the first; they trace devices that run.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
 
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:

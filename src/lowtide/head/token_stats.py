@@ -199,7 +199,7 @@ def linear_token_stats(
     """
     names = _check_want(want)
     if topk is not None:
-        names |= {"topk"}
+        names = names.union({"topk"})
     elif "topk" in names:
         raise ArgumentValueError(message("topk", "an int, as want has 'topk'", "None", "Pass their number: topk=5."))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):

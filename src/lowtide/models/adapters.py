@@ -100,7 +100,7 @@ def _is_saved(module: nn.Module) -> bool:
 
 def is_lora(module: nn.Module) -> bool:
     """Whether the module's children have the names of a LoRA layer's."""
-    return {"base_layer", "lora_A", "lora_B"} <= module._modules.keys()
+    return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))
 
 
 def _kind(module: nn.Module) -> str:

@@ -192,13 +192,21 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
         if type(p) is not nn.Parameter:
             return False
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return not is_exporting()
     return (
         not is_function_mode_active()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
     )
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces.
+
+    By the flag: within a graph, compilers before PyTorch 2.13 take `torch.compiler.is_exporting` for True.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def has_nothing_to_save(x: object) -> bool:

@@ -311,7 +311,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
         )
         if _STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_dynamo_compiling() and not eligibility.is_exporting():
             state: _PatchState = vars(self)[_STATE]
             return call_of_model(self, state, functools.partial(base.forward, self, *args, **kwargs), awaited=awaited)
         if eligibility.is_under_compile() or not awaited or getattr(self, "_is_replica", False):
@@ -324,7 +324,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
 
 def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return the stock ``forward``'s outputs; count a training step that builds logits, as each such step would."""
-    if not model.training or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+    if not model.training or not torch.is_grad_enabled() or eligibility.is_exporting():
         return forward(*args, **kwargs)
     state: _PatchState = vars(model)[_STATE]
     if not eligibility.is_under_compile():
@@ -345,7 +345,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
 
     def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         # A tensor-parallel style converts inputs and outputs, but no lazy logits and no work.
-        inside = bool(args) and type(args[0]) is HeadWork
+        inside = len(args) > 0 and type(args[0]) is HeadWork
         state = _awaited_by(self)
         style = parallel_style.style_of(self) if inside or state is not None else None
         if style is None or parallel_style.is_stock_call(self) or self._compiled_call_impl is not None:
