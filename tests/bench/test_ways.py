@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench.plan import PlanCheck, check_plan
+from lowtide.bench.plan import PlanCheck, check_plan, planned_model
 from lowtide.bench.ways import language_part, make_optimizer
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.memory import plan_memory
@@ -91,6 +91,18 @@ def test_a_check_needs_a_gpu() -> None:
     plan = plan_memory(SHAPES["llama-3.2-1b"], 1024, 1, device="h100")
     with pytest.raises(UnsupportedError, match=r"^check: expected a CUDA GPU"):
         check_plan(SHAPES["llama-3.2-1b"], plan)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checked_plans_layers_are_compiled_as_planned(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers()
+    few = {**SHAPES["llama-3.2-1b"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+    few |= {"vocab_size": 99, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    plan = plan_memory(few, 64, 1, device="h100", compile_layers=compiled)
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: calls.append(settings))
+    planned_model(few, plan, torch.device("cpu"))
+    assert calls == [{"dynamic": False}] * 2 * compiled
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adamw-8bit", "adamw")])

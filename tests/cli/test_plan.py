@@ -53,6 +53,7 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
             {"adapters": Adapters(16, ("q_proj", "v_proj")), "attention_mask": True},
         ),
         ("--autocast --no-fused-mlp", (1,), {"autocast": True, "fused_mlp": False}),
+        ("--compile-layers --host 8", (1, None, 8), {"compile_layers": True}),
         ("--host 8 --no-offload-states --dtype float16", (1, None, 8), {"offload_states": False, "dtype": "float16"}),
     ],
 )
@@ -122,6 +123,7 @@ def test_every_named_shape_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
         ("--seq-len 0", "seq_len: expected at least 1"),
         ("--workspace-mib -3", "workspace_mib: expected"),
         ("--optimizer lion", "invalid choice"),
+        ("--compile-layers=some", "--compile-layers: ignored explicit argument 'some'"),
         ("--lora-rank 0", "plan: lora_rank: expected at least 1"),
         ("--lora-targets q_proj", "plan: lora_targets: expected --lora-rank beside it, got none."),
         ("--lora-rank 4 --lora-targets lm_head", "plan: lora_targets: expected names of q_proj"),

@@ -43,6 +43,7 @@ def test_a_step_takes_what_is_planned(share: float, host_gib: float) -> None:
         ({"optimizer": "sgd"}, 0.03),
         ({"optimizer": "adamw-foreach"}, 0.03),
         ({"autocast": True}, 0.1),
+        ({"compile_layers": True}, 0.03),
     ],
 )
 def test_other_ways_to_train_too(change: dict[str, Any], near: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.bench.ways import make_optimizer, train_step
+from lowtide.bench.ways import compile_layers, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine
@@ -75,7 +75,7 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     try:
-        model = _model(settings, plan)
+        model = planned_model(settings, plan, torch.device("cuda"))
         try:
             step = _step(model, plan)
             for _ in range(warm):
@@ -100,8 +100,8 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
     )
 
 
-def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
-    """Return the model with random weights, under the plan's policies."""
+def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.device) -> Any:
+    """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -111,7 +111,7 @@ def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
     try:
-        with torch.device("cuda"):
+        with device:
             model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation="sdpa").train()
     except ValueError as error:  # capped scores, for one
         why = str(error).partition(". ")[0]
@@ -119,6 +119,8 @@ def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
     patch(model, options=job.head)
     offloaded = any(policy.offload for policy in plan.policies)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)
+    if job.compile_layers:
+        compile_layers(model)
     return model
 
 

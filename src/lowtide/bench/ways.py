@@ -150,8 +150,8 @@ def _set_way(model: Any, way: Way) -> None:
     if way.impl in OURS:
         patch(model)
         apply_policy(model, parse_policies(way.policy, model.config.num_hidden_layers))
-        for layer in find_stack(model).layers.values() if way.compiles_layers else ():
-            layer.compile(dynamic=False)
+        if way.compiles_layers:
+            compile_layers(model)
         return
     policy = parse_policies(way.policy)
     assert isinstance(policy, ActivationPolicy)
@@ -172,6 +172,12 @@ def _set_way(model: Any, way: Way) -> None:
         for module in model.modules() if policy.offload else ():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = run
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each decoder layer by itself, after its policy was applied."""
+    for layer in find_stack(model).layers.values():
+        layer.compile(dynamic=False)
 
 
 def set_loss(model: Any, loss: Loss) -> None:

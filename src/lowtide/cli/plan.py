@@ -30,7 +30,9 @@ that the step is the fastest that fits in a budget of GPU memory, and in one of 
 config alone: no weights, no GPU. Prints the bytes of every phase, the ladder of what a layer can save, the front of
 memory against time, the longest sequence and the largest batch that fit, and the Python that applies the plan."""
 
-_GIVEN = ("seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp")  # as they are
+_GIVEN = (  # as they are
+    "seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp", "compile_layers",
+)  # fmt: skip
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
     "host_gib": "host, in GiB",
@@ -76,6 +78,7 @@ def add(parser: OneLineParser) -> None:
     add("--lora-targets", nargs="+", metavar="NAME", help=f"the projections that are adapted (default: {targets})")
     add("--attention-mask", action="store_true", help="attention takes a [T, T] mask, for packed documents")
     add("--no-fused-mlp", dest="fused_mlp", action="store_false", help="stock MLPs, as where lowtide.patch fuses none")
+    add("--compile-layers", action="store_true", help="each layer through torch.compile, offloaded ones excepted")
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
     add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
     add("--json", metavar="FILE", help="write the plan as JSON; - is the standard output, which then has nothing else")

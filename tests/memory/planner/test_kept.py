@@ -31,6 +31,7 @@ SIZES = {
     "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False, "pad_token_id": 0,
 }  # fmt: skip
 CONFIG = {"model_type": "llama", **SIZES, "num_hidden_layers": 2}
+PARTITIONED = "aot_eager_decomp_partition"  # inductor's choice of what is saved, without its code generator
 POLICIES = {
     "all/0": ActivationPolicy(mlp_level=0),
     "all/1": ActivationPolicy(mlp_level=1),
@@ -52,11 +53,13 @@ class Case:
     packed: bool = False  # documents, apart by a mask
     fused_mlp: bool = True
     sizes: tuple[tuple[str, int], ...] = ()
+    compiled: bool = False  # layer by layer
 
     def __str__(self) -> str:
         autocast, packed = "-autocast" * self.autocast, "-packed" * self.packed
         groups = "".join(f"-{size}" for _, size in self.sizes)
-        return f"{self.model_type}-{word_of(self.policy)}-{self.dtype}{autocast}{packed}{groups}"
+        compiled = "-compiled" * self.compiled
+        return f"{self.model_type}-{word_of(self.policy)}-{self.dtype}{autocast}{packed}{groups}{compiled}"
 
     def config(self, layers: int) -> Any:
         settings = {**SIZES, **dict(self.sizes), "num_hidden_layers": layers}
@@ -77,6 +80,10 @@ class Case:
                 model = get_peft_model(model, lora)
         lowtide.patch(model, mlp=self.fused_mlp)
         apply_policy(model, self.policy)
+        if self.compiled:
+            torch._dynamo.reset()
+            for layer in model.get_decoder().layers:
+                layer.compile(dynamic=False, backend=PARTITIONED)
         ids = torch.randint(1, 160, (B, T))
         places = {"position_ids": torch.arange(T // 2).repeat(2).expand(B, T)} if self.packed else {}
         # 16-bit weights with adapters imply autocast
@@ -99,11 +106,13 @@ class Case:
         least = 2 if self.adapters else 1  # whose first layer has an input that needs no gradient
         few, more = (self.live_after_forward(least + one) for one in (0, 1))
         random_state = torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
-        return more - few - (0 if self.policy.keep == "all" else random_state)
+        none = self.policy.keep == "all" or (self.compiled and self.policy.keep == "attention")
+        return more - few - (0 if none else random_state)
 
     def planned(self) -> int:
         """Return the bytes by the planner."""
         more: dict[str, Any] = {"autocast": self.autocast, "adapters": self.adapters, "fused_mlp": self.fused_mlp}
+        more["compile_layers"] = self.compiled
         shape = read_shape(self.config(2))
         job = Job(shape, T, B, GPUS["h100"], self.dtype, "sgd", attention_mask=self.packed, **more)
         return checkpoint_bytes(job, self.policy)
@@ -131,6 +140,29 @@ def test_a_layer_saves_what_is_planned_to_the_byte(case: Case) -> None:
     if case.packed:  # attention saves the mask
         without = dataclasses.replace(case, packed=False).planned()
         assert (measured > without + B * T * T) == (case.policy.keep == "all")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(case, compiled=True)
+        for case in (
+            *(Case(kind, POLICIES[name]) for kind in ("llama", "qwen3") for name in EVERY[:2]),
+            *(Case("llama", POLICIES[name]) for name in EVERY[2:]),
+            Case("qwen3", POLICIES["all/0"], WIDE, autocast=True),
+            Case("llama", POLICIES["all/1"], adapters=Adapters(3, ATTENTION)),
+            Case("llama", ActivationPolicy(), WIDE, fused_mlp=False),
+        )
+    ],
+    ids=str,
+)
+def test_a_compiled_layer_saves_what_is_planned_to_the_byte(case: Case) -> None:
+    """As in eager, but what the compiler shares or recomputes itself."""
+    assert case.measured() == case.planned()
+    in_eager = dataclasses.replace(case, compiled=False).planned()
+    shares = case.autocast or case.adapters or not case.fused_mlp
+    assert (case.planned() < in_eager) == bool(shares)
 
 
 # weights, and whether the products run under autocast by the plan

@@ -14,7 +14,7 @@ from lowtide.errors import ArgumentValueError, did_you_mean, message
 
 DEFAULT = "h100"
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
-HALF_RATE = 1.2e6  # numbers of a weight at which a GEMM of many tokens runs at half the rate of large ones
+HALF_RATE = 0.3e6  # numbers of a weight at which a GEMM of many tokens runs at half the rate of large ones
 HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half the rate of long ones
 
 
@@ -60,7 +60,7 @@ def _gpu(
     tflops32: float,
     pcie_gb_s: float,
     capability: tuple[int, int],
-    reached: tuple[float, float, float] = (0.74, 0.515, 0.445),  # by GEMMs, attention forward and backward
+    reached: tuple[float, float, float] = (0.72, 0.515, 0.445),  # by GEMMs, attention forward and backward
 ) -> Gpu:
     """Return a GPU from its data sheet and the shares of it that are reached."""
     return Gpu(

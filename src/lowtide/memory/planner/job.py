@@ -30,6 +30,7 @@ class Job:
     adapters: int | Adapters | None = None
     attention_mask: bool = False
     fused_mlp: bool = True  # the MLPs are lowtide's, and have levels
+    compile_layers: bool = False  # each layer goes through torch.compile by itself
 
     @property
     def trained_adapters(self) -> int | None:

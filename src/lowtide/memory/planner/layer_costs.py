@@ -4,11 +4,14 @@ N tokens of a batch, h hidden size, f intermediate size, e bytes of a parameter 
 what GEMMs read and write: the same, but 2 under autocast. Layers are those of a patched model (`lowtide.patch`: fused
 norms, rotary embedding and MLP), with attention that stores no scores. A GEMM's operations are 2 per multiplication;
 causal attention's are counted without the half that is masked.
+
+lowtide's operators, GEMMs and attention are the same in a compiled layer; what it saves in time is in `_thin_bytes`
+and `_host_seconds`. A layer that offloads runs in eager even so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS, Adapters
 from lowtide.memory.planner.gpus import HALF_LENGTH, HALF_RATE
@@ -25,6 +28,9 @@ THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the M
 # percent. A layer that saves attention looks at every operator; norms on the heads add kernels, either way.
 HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.4e-3, 2.4e-3, 2.2e-3
 HOST_ATTENTION, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
+# Tensors of the MLP's product's size that a compiled layer with keep="all" saves beyond what it does in eager. On an
+# H100 it was 1 (benchmarks/results, 2026-11-26-step-compiled-32768-h100); on the CPU none is.
+COMPILED_PRODUCTS = 0
 HIDDEN = 0.01  # share of the quicker of GPU and host that counts: where the host sets the pace, another may not
 
 
@@ -63,10 +69,10 @@ def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
 
     The layer's output is the next one's input and not counted; a norm saves its input and a float32 per row, the rotary
     embedding nothing, attention what it reads and writes and a float32 per head. Each GEMM that needs a weight gradient
-    saves its input: those that read the same input share one copy, but under autocast, and with adapters in 16 bits,
-    each has its own. A mask is saved by each layer, in the GEMMs' dtype
-    (`torch.nn.functional.scaled_dot_product_attention` makes numbers of one of bools), and beside one transformers
-    repeats keys and values for each query head.
+    saves its input: those that read the same input share one copy, but in eager under autocast, and with adapters in 16
+    bits, each has its own. Of a stock MLP's gate, up, activation and product, and of experts', the compiler recomputes
+    one. A mask is saved by each layer, in the GEMMs' dtype (`torch.nn.functional.scaled_dot_product_attention` makes
+    numbers of one of bools), and beside one transformers repeats keys and values for each query head.
     """
     shape, n, visits = job.shape, job.narrow, job.shape.experts_per_token
     stream, queries, keys = shape.hidden * job.element, shape.query_width * n, shape.kv_width * n
@@ -74,16 +80,15 @@ def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
     adapters = job.adapters if isinstance(job.adapters, Adapters) else None
 
     def copies(*readers: str) -> int:
-        if adapters is None:
-            return len(readers) if job.autocast and not shape.stacked else 1
-        adapted = sum(name in adapters.targets for name in readers)
-        return adapted if n < 4 else min(adapted, 1)
+        saving = len(readers) if adapters is None else sum(name in adapters.targets for name in readers)
+        apart = n < 4 if adapters is not None else job.autocast and not shape.stacked
+        return saving if apart and not job.compile_layers else min(saving, 1)
 
     # Values of a stacked projection are a view of its output, which holds all three before the rotary embedding.
     attended = queries + 2 * keys + (queries + keys) * shape.stacked
     if job.attention_mask:
         attended = 2 * queries + (queries + 2 * keys if shape.stacked and shape.heads == shape.kv_heads else queries)
-    mlp_input = copies("gate_proj", "up_proj")
+    mlp_input, recomputed = copies("gate_proj", "up_proj"), int(job.compile_layers)
     saved = {
         "layer input": stream,
         "norms' statistics": 4 * shape.layer_norms,
@@ -100,11 +105,12 @@ def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
     if shape.experts:
         saved["experts' inputs and outputs"] = 2 * visits * stream
         saved["router's probabilities and indices"] = 16 * (shape.experts + visits)
-        saved["experts' gate, up, activation and product"] = visits * 4 * inner
+        saved["experts' gate, up, activation and product"] = visits * (4 - recomputed) * inner
     elif plain:
-        saved["gate, up, activation and product"] = (3 + copies("down_proj")) * inner
+        saved["gate, up, activation and product"] = (3 + copies("down_proj") - recomputed) * inner
     elif mlp_level == 0:
         saved["gate and up"] = 2 * inner
+        saved["the product, compiled"] = COMPILED_PRODUCTS * inner * recomputed
     if adapters is not None:
         saved["adapters' inner outputs"] = adapters.rank * n * len(_adapters_apart(job, adapters))
     return saved
@@ -210,20 +216,28 @@ def attention_flop(job: Job) -> float:
 
 
 def _thin_bytes(job: Job) -> tuple[float, float]:
-    """Return the bytes that a layer's operations between GEMMs read and write, in forward and backward."""
+    """Return the bytes that a layer's operations between GEMMs read and write, in forward and backward.
+
+    A compiled layer casts attention's input once, not for each projection, and adds the projections' gradients of it in
+    one pass: that saves a write and a read.
+    """
     shape, width, e, n = job.shape, job.shape.token_mlp_width, job.element, job.narrow
     rope = 2 * (shape.query_width + shape.kv_width) * n
     norms = 2 * shape.hidden * shape.layer_norms * e + rope * shape.head_norms
     adds = 2 * 3 * shape.hidden * e
-    casts = 4 * shape.hidden * (e + n) if job.autocast else 0  # the inputs of GEMMs, and their gradients
+    adds_back = adds - 2 * shape.hidden * n * (job.compile_layers and not shape.stacked)
+    inputs = 2 if job.compile_layers else 4
+    casts = inputs * shape.hidden * (e + n) if job.autocast else 0  # the inputs of GEMMs, and their gradients
     forward = job.tokens * (norms + rope + adds + casts + 3 * width * n)
-    backward = job.tokens * (1.5 * norms + rope + adds + casts + 6 * width * n)
+    backward = job.tokens * (1.5 * norms + rope + adds_back + casts + 6 * width * n)
     weights = shape.layer_params * (e + n) if job.autocast else 0
     return forward + weights, backward + weights
 
 
 def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
     """Return what one layer with a policy stores and takes."""
+    if policy.offload:
+        job = replace(job, compile_layers=False)
     shape, gpu, recomputes = job.shape, job.gpu, policy.keep != "all"
     projections, mlp = gemm_sizes(job)
 
@@ -249,9 +263,7 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
         again = attention if policy.keep == "input" else 0.0
         recompute += seconds(projections) + again / forward_rate + THIN_AGAIN * thin
         flop += 2 * job.tokens * sum(projections) + again
-    norms, norms_back = HOST_HEAD_NORMS if shape.head_norms else (0.0, 0.0)
-    host_forward = HOST_FORWARD + norms + (HOST_ATTENTION if policy.keep == "attention" else 0.0)
-    host_backward = HOST_BACKWARD + norms_back + (HOST_RECOMPUTE + norms if recomputes else 0.0)
+    host_forward, host_backward = _host_seconds(job, policy)
     saved = checkpoint_bytes(job, policy)
     return LayerCost(
         policy,
@@ -264,6 +276,18 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
         transfer=saved / gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )
+
+
+def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
+    """Return what the host takes to launch a layer's forward, and its backward with the recompute.
+
+    A compiled layer looks at no operator, and its recompute launches what forward does, without the checkpoint's
+    checks. For the rest it was as quick as in eager where tiny layers were timed on a CPU.
+    """
+    norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
+    watch, again = (0.0, HOST_FORWARD) if job.compile_layers else (HOST_ATTENTION, HOST_RECOMPUTE)
+    forward = HOST_FORWARD + norms + (watch if policy.keep == "attention" else 0.0)
+    return forward, HOST_BACKWARD + norms_back + (again + norms if policy.keep != "all" else 0.0)
 
 
 def _slower(gpu: float, host: float) -> float:

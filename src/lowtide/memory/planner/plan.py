@@ -42,6 +42,7 @@ def plan_memory(
     adapters: int | Adapters | None = None,
     attention_mask: bool = False,
     fused_mlp: bool = True,
+    compile_layers: bool = False,
     offload_states: Literal["auto", False] = "auto",
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
@@ -82,6 +83,8 @@ def plan_memory(
             repeated for each query head.
         fused_mlp: False for ``lowtide.patch(model, mlp=False)``. Stock MLPs save twice as much, and have no levels; so
             do those that it cannot fuse (Phi-3's, or with another activation), which the plan detects, and notes.
+        compile_layers: Whether each decoder layer is compiled by itself (``layer.compile(dynamic=False)``, after
+            `apply_policy`). Layers that offload run in eager even so.
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
             during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
             without holding the layers up, or where that does not fit, after backward; False: none.
@@ -105,6 +108,7 @@ def plan_memory(
     for name, size in (("seq_len", seq_len), ("batch_size", batch_size)):
         check_count(name, size)
     flags = {"autocast": autocast, "keep_gradients": keep_gradients, "attention_mask": attention_mask}
+    flags["compile_layers"] = compile_layers
     for name, flag in (*flags.items(), ("fused_mlp", fused_mlp)):
         check_flag(name, flag)
     if options is not None and not isinstance(options, HeadOptions):

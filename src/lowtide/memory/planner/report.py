@@ -23,6 +23,8 @@ RUNGS = """\
 all: what backward reads but the MLP's product (/0), or but gate and up too (/1);
 attention: the layer's input and attention's output; input: its input; backward recomputes the rest"""
 
+COMPILE = ("for layer in model.get_decoder().layers:", "    layer.compile(dynamic=False)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -103,6 +105,7 @@ class MemoryPlan:
             f"lowtide.patch(model{patched})",
             *(f"{name} = {_constructor(policy, 'keep')}" for policy, name in names.items()),
             f"apply_policy(model, {layers}{host})",
+            *(COMPILE if job.compile_layers else ()),
         ]
         if states and job.keep_gradients and not late:  # late ones come back after all of them
             lines.append("# with backwards_per_step=N, for N backward passes per step:")
@@ -136,7 +139,8 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain numbers and texts, for JSON."""
         job = self.job
-        settings = ("seq_len", "batch_size", "autocast", "attention_mask", "fused_mlp", "keep_gradients", "optimizer")
+        flags = ("autocast", "attention_mask", "fused_mlp", "compile_layers", "keep_gradients")
+        settings = ("seq_len", "batch_size", *flags, "optimizer")
         return {
             "model": asdict(job.shape),
             "params": job.shape.params,
@@ -197,7 +201,8 @@ class MemoryPlan:
         job, shape = self.job, self.job.shape
         model = f"{shape.model_type}, {shape.params / 1e9:.2f} billion parameters in {shape.layers} layers"
         dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
-        return f"{model}; {job.batch_size} x {job.seq_len} tokens, {dtype}, {job.optimizer}, on {job.gpu.name}"
+        how = f"{dtype}, {job.optimizer}{', layers compiled' if job.compile_layers else ''}, on {job.gpu.name}"
+        return f"{model}; {job.batch_size} x {job.seq_len} tokens, {how}"
 
     def _headline(self) -> str:
         gpu, lines = self.job.gpu, [self.title]
