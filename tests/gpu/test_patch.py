@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import subprocess
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import lowtide
 from gpu.conftest import ON_GPU, no_waits
-from lowtide.measure.timing import peak_above
+from lowtide.measure.timing import kept_above, peak_above
 from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from support import mlp
@@ -120,6 +121,25 @@ def test_compiled_layers(family: str, adapted: tuple[str, ...], compiled: bool) 
             layer.compile()
     assert distance(gradients(model)[1], true) < 1e-3
     assert report.calls_fused == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_models_run_fused_and_save_no_more(whole: bool) -> None:
+    """The whole model or each layer: no logits, and not a stock layer's activations."""
+    stock, kept = build("Llama", torch.bfloat16), []
+    _, true = gradients(stock)
+    for compiled in (False, True):
+        model = copy.deepcopy(stock)
+        report = lowtide.patch(model)
+        for module in [*([model] if whole else layers_of(model))] * compiled:
+            module.compile(dynamic=False)
+        assert distance(gradients(model)[1], true) < 1e-3
+        step = functools.partial(lambda run, inputs: run(**inputs).loss, model, batch(model, 1024))
+        step().backward()
+        kept.append(kept_above(step, "cuda"))
+        assert (report.calls_fused, report.calls_materialised) == (3, 0), str(report)
+    assert kept[1] <= 1.02 * kept[0]
 
 
 WITH_DROPOUT = [(MLP, dropout, dtype) for dropout in (0.0, 0.1) for dtype in (torch.bfloat16, torch.float32)]

@@ -105,14 +105,6 @@ def looks_at_numbers(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def put_last(rows: Rows, kept_N: Tensor) -> Rows:
-    """Return the rows of all tokens, those that are not ``kept_N`` last; the host learns nothing."""
-    from lowtide.head.kernels.elementwise import valid_first
-
-    index, count = valid_first(kept_N)
-    return replace(rows, index=index, count=count)
-
-
 def positions(chosen_N: Tensor) -> Tensor | None:
     """Return where ``chosen_N`` is True, or None where it is everywhere; the host waits for it."""
     index = chosen_N.nonzero()[:, 0]

@@ -19,7 +19,7 @@ from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy, skips_tokens
-from lowtide.head.rows import Rows, looks_at_numbers, put_last
+from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -226,6 +226,14 @@ def _own_weights(
     here_N = torch.cat((q_V, q_V.new_zeros(1)))[head.ranks.here(valid_N)[0]]
     every = head.ranks.sum_of(torch.cat((here_N, total[None])))
     return every[:-1], every[-1]
+
+
+def put_last(rows: Rows, kept_N: Tensor) -> Rows:
+    """Return the rows of all tokens, those that are not ``kept_N`` last; the host learns nothing."""
+    from lowtide.head.kernels.elementwise import valid_first
+
+    index, count = valid_first(kept_N)
+    return replace(rows, index=index, count=count)
 
 
 def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:

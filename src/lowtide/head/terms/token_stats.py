@@ -15,9 +15,9 @@ from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
 from lowtide.head.plan import plan_token_stats, skips_tokens
-from lowtide.head.rows import Rows, looks_at_numbers, put_last
+from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape
-from lowtide.head.terms.cross_entropy import check_classes
+from lowtide.head.terms.cross_entropy import check_classes, put_last
 from lowtide.head.terms.statistics import SomeClasses, Statistics, Upstream, silenced
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
