@@ -281,6 +281,25 @@ def test_shapes() -> None:
         assert (torch.autograd.grad(value.sum(), w)[0] == 0).all()
 
 
+@pytest.mark.parametrize("more", [{}, {"logit_scale": torch.tensor(0.7, requires_grad=True)}, {"softcap": 4.0}])
+@pytest.mark.parametrize("want", [WANT, ("logprob", "lse")])
+@pytest.mark.parametrize("ignored_tokens", ["auto", "compute"])
+def test_one_empty_set(ignored_tokens: Any, want: tuple[str, ...], more: dict[str, Any]) -> None:
+    """No token has a logit, and no gradient, whether tokens to which none flows back are dropped or computed."""
+    x, w, b, y = head(N, D, V)
+    options = HeadOptions(ignored_tokens=ignored_tokens)
+    support = torch.full((5,), -1)
+    stats = linear_token_stats(x, w, y, linear_bias=b, want=want, support=support, options=options, **more)
+    assert stats.lse is not None
+    assert stats.logprob is not None
+    assert (stats.lse == -torch.inf).all()
+    assert (stats.logprob == -torch.inf).all()
+    assert stats.outside == N
+    leaves = [x, w, b, *(t for t in more.values() if isinstance(t, Tensor))]
+    grads = torch.autograd.grad(total(found(stats), ("logprob", "lse")) + stats.lse.exp().sum(), leaves)
+    assert all((g == 0).all() for g in grads)
+
+
 def test_without_targets_nothing_is_outside() -> None:
     x, w, _, _ = head(N, D, V)
     stats = linear_token_stats(x, w, want=("entropy",), support=sets_of("padded")[0])

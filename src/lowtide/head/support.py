@@ -160,7 +160,8 @@ def _one_set(head: Head, y: Tensor, names: frozenset[str], ignore_index: int, su
     weight, bias = _gathered(head, ids, alive, sparse=support.sparse)
     dead, empty = None, None
     if alive is not None:
-        empty, dead = ~alive.any(), ~alive
+        empty = ~alive.any()
+        dead = ~alive & ~empty  # of an empty set any logits: a softmax of -inf alone would be NaN
         if head.softcap is None and _is_positive(head.scale):
             # float32, whatever the operands' dtype, and exactly -inf: kernels measure a lower number, rounded twice, in
             # one operation from itself rounded once, and of -1e30 the difference is 6e21

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _DDPSink
 
 from lowtide.models.lazy_results import argmax, cross_entropy, gather, gives, is_last, logsumexp, nll_loss, row_sum
 from lowtide.models.recorded_logits import RecordedLogits
-from lowtide.models.steps import Step
+from lowtide.models.steps import DTYPES, Step
 
 
 def _shown(meta: Tensor, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor | None:
@@ -100,7 +100,7 @@ def _to(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
     if isinstance(to, torch.dtype):
         if to == input.dtype:
             return input
-        return _recorded(input, TensorBase.to, (to,)) if to.is_floating_point else NotImplemented
+        return _recorded(input, TensorBase.to, (to,)) if to in DTYPES else NotImplemented
     # not a number, which is a device of its own kind, and not a tensor, which has a dtype too
     return input if isinstance(to, str | torch.device) and torch.device(to) == input.device else NotImplemented
 

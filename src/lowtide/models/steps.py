@@ -35,6 +35,9 @@ class LogitArguments:
     sign: int  # the factor of that log-softmax, 1 or -1
 
 
+# Dtypes of logits: to one of these they are only rounded. float8 is for a quantisation that is meant to be seen.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 # After detach the rest has no graph.
 KEEPS_VALUES = (TensorBase.to, TensorBase.contiguous, TensorBase.clone, TensorBase.detach)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.comptime import comptime
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import Unsupported, raise_observed_exception
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,6 +35,7 @@ from lowtide.models.head_kinds import head_call
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.report import count_when_run, counter_of
 from lowtide.models.steps import Step
+from lowtide.models.traced_dispatch import intercept
 from lowtide.models.traced_operations import (
     COMMUTATIVE,
     OPERATIONS,
@@ -42,6 +43,7 @@ from lowtide.models.traced_operations import (
     constant,
     example,
     fake,
+    in_autocast,
     inline,
     is_last,
     variables,
@@ -97,6 +99,7 @@ class _Call:
     key: str  # of the patched model's counter
     kind: str  # of device
     autocast: torch.dtype | None
+    tracer: Any  # of the graph, or of the part of one, that has it
     made: "list[TracedLogits]" = field(default_factory=list)
     fused: bool = False
     _versions: tuple[int | None, ...] = ()
@@ -188,35 +191,44 @@ class TracedLogits(variables.UserDefinedObjectVariable):  # type: ignore[misc]
                 return self.hidden.var_getattr(tx, name)
         if callable(getattr(Tensor, name, None)):
             return variables.GetAttrVariable(self, name)
+        if not hasattr(Tensor, name):
+            raise_observed_exception(AttributeError, tx, args=[f"'Tensor' object has no attribute '{name}'"])
         return self.materialise(tx, name).var_getattr(tx, name)
+
+    def call_obj_hasattr(self, tx: Any, name: str) -> Any:
+        """Trace ``hasattr``, which reads nothing."""
+        return constant(tx, hasattr(Tensor, name))
 
     def materialise(self, tx: Any, why: str) -> Any:
         """Return the real logits; all that were recorded of this call are built at once, as they may share memory."""
         if self.real is None:
             self.call.check_unchanged()
             inline(tx, count_when_run, self.call.key, _READ.format(why))
+            if tx.output.current_tracer is not self.call.tracer:  # what a part computes, as a checkpoint's, stays there
+                return self._build(tx)
             for each in self.call.made:
-                each._build(tx)
+                each.real = each._build(tx)
         return self.real
 
-    def _build(self, tx: Any) -> None:
+    def _build(self, tx: Any) -> Any:
         if self.real is not None:
-            return
+            return self.real
         if self.parent is None:
             call = self.call
-            self.real = inline(
-                tx, _logits, self.hidden, call.weight, call.bias, self.grad_mode, call.kind, call.autocast
-            )
-        else:
-            self.real = inline(tx, _stepped, self.parent.real, self.name, self.grad_mode, *self.args)
+            return inline(tx, _logits, self.hidden, call.weight, call.bias, self.grad_mode, call.kind, call.autocast)
+        return inline(tx, _stepped, self.parent._build(tx), self.name, self.grad_mode, *self.args)
 
     def _operate(self, tx: Any, func: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args = list(args)
+        args, kwargs = list(args), dict(kwargs)
+        if not args and "input" in kwargs:
+            args.append(kwargs.pop("input"))
         operation = OPERATIONS.get(func)
-        given = args[::-1] if func in COMMUTATIVE and args[0] is not self else args
+        given = args[::-1] if func in COMMUTATIVE and args[:1] != [self] else args
         others = (*given[1:], *kwargs.values())
-        alone = given[0] is self and not any(isinstance(other, TracedLogits) for other in others)
-        if operation is not None and self.real is None and alone:
+        alone = given[:1] == [self] and not any(isinstance(other, TracedLogits) for other in others)
+        # what is made without gradients passes none on later either: the real logits have that
+        has_mode = self.grad_mode or not torch.is_grad_enabled()
+        if operation is not None and self.real is None and alone and has_mode:
             result = _bound(operation, tx, given, kwargs)
             if result is not NotImplemented:
                 return result
@@ -269,30 +281,7 @@ def _built(tx: Any, value: Any, why: str) -> Any:
     return value
 
 
-def _with_loss_modules(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return how dynamo calls ``torch.nn.CrossEntropyLoss(...)`` that traced code makes, for lazy logits as well.
-
-    ``stock``, dynamo's own, makes a node of the graph of whatever the loss is called with.
-    """
-
-    def make(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        loss = stock(self, tx, args, kwargs)
-
-        def call(input: Any, target: Any) -> Any:
-            if not isinstance(input, TracedLogits):
-                return loss.call_function(tx, [input, target], {})
-            function = Variable.build(tx, F.cross_entropy)
-            return input.call_torch_function(tx, function, None, [input, target, *args], kwargs)
-
-        return variables.LambdaVariable(call)
-
-    return make
-
-
-_LOSS_MODULE = "_call_cross_entropy_loss"
-_KIND: Any = variables.UserDefinedClassVariable
-if hasattr(_KIND, _LOSS_MODULE):  # else such a loss has real logits
-    setattr(_KIND, _LOSS_MODULE, _with_loss_modules(getattr(_KIND, _LOSS_MODULE)))
+intercept(TracedLogits, _built)
 
 
 # What is traced.
@@ -306,10 +295,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, grad_mode: bool, kind: str, autocast: torch.dtype | None
 ) -> Tensor:
     with torch.set_grad_enabled(grad_mode):
-        if autocast is None and not is_autocast_on(kind):
-            return F.linear(hidden, weight, bias)
-        with torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
-            return F.linear(hidden, weight, bias)
+        return in_autocast(F.linear, kind, autocast, hidden, weight, bias)
 
 
 def _stepped(logits: Tensor, name: str, grad_mode: bool, *args: Any) -> Any:
@@ -372,7 +358,9 @@ def _become_lazy(context: Any) -> None:
     like = fake(tx, lambda: torch.empty(*rows.shape[:-1], classes, dtype=autocast or rows.dtype, device="meta"))
     weight, bias = (head.var_getattr(tx, name) for name in ("weight", "bias"))
     key, options = (state.var_getattr(tx, name) for name in ("key", "options"))
-    call = _Call(hidden, weight, bias, options, classes, key.as_python_constant(), kind, autocast)
+    call = _Call(
+        hidden, weight, bias, options, classes, key.as_python_constant(), kind, autocast, tx.output.current_tracer
+    )
     assert like is not None
     tx.symbolic_locals["logits"] = TracedLogits(call, hidden, like)
 

@@ -18,10 +18,11 @@ from torch._C import TensorBase
 from torch._dynamo import variables as dynamo_variables
 from torch._dynamo.variables.base import VariableTracker
 
+from lowtide.arguments import is_autocast_on
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.models.report import FUSED, count_when_run
-from lowtide.models.steps import Step, fold
+from lowtide.models.steps import DTYPES, Step, fold
 
 variables: Any = dynamo_variables  # some of its names are not exported to type checkers
 Variable: Any = VariableTracker  # whose methods differ between versions
@@ -81,7 +82,7 @@ def _to(tx: Any, input: Any, *args: Any, dtype: Any = None) -> Any:
 def _cast(tx: Any, input: Any, *, dtype: torch.dtype) -> Any:
     if dtype == input.like.dtype:
         return input
-    if not dtype.is_floating_point:
+    if dtype not in DTYPES:
         return NotImplemented
     return _step(tx, input, "to", TensorBase.to, constant(tx, dtype))
 
@@ -130,12 +131,17 @@ def _is_moved(x: Tensor) -> Tensor:
     return x
 
 
+def _one_or_several(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return sizes or axes that are given one by one, or as a tuple."""
+    first = args[0].realize() if len(args) == 1 else None
+    return tuple(first.items) if isinstance(first, variables.BaseListVariable) else args
+
+
 def _shape(name: str) -> Callable[..., Any]:
     """`view` and `reshape` to sizes that end in V."""
 
     def apply(tx: Any, input: Any, *args: Any) -> Any:
-        if len(args) == 1 and hasattr(args[0], "items") and isinstance(args[0].items, list):
-            args = tuple(args[0].items)
+        args = _one_or_several(args)
         sizes = [number(arg) for arg in args]
         if not sizes or any(size is None or isinstance(size, float) for size in sizes):
             return NotImplemented
@@ -208,8 +214,7 @@ def _swap(tx: Any, input: Any, dim0: Any, dim1: Any) -> Any:
 
 
 def _permute(tx: Any, input: Any, *dims: Any) -> Any:
-    if len(dims) == 1 and hasattr(dims[0], "items"):
-        dims = tuple(dims[0].items)
+    dims = _one_or_several(dims)
     if [number(dim) for dim in dims] not in ([0, 2, 1], [0, -1, 1], [0, -1, -2], [0, 2, -2]):
         return NotImplemented
     return _swap(tx, input, constant(tx, 1), constant(tx, 2))
@@ -273,10 +278,9 @@ def cross_entropy(
     if not call.fused:
         call.fused = True
         inline(tx, count_when_run, call.key, FUSED)
+    of_head = call.kind, call.autocast, input.hidden, call.weight, call.bias
     scale_and_cap = folded.logit_scale, folded.softcap
-    return inline(
-        tx, _loss, input.hidden, call.weight, call.bias, target, classes, dtype, *scale_and_cap, call.options, *settings
-    )
+    return inline(tx, _loss, *of_head, target, classes, dtype, *scale_and_cap, call.options, *settings)
 
 
 def _dtype_of_loss(tx: Any, input: Any, target: Any, *, swapped: bool) -> torch.dtype | None:
@@ -310,7 +314,19 @@ def _value(given: Any) -> Any:
     return given.as_python_constant() if given.is_python_constant() else None
 
 
+def in_autocast(
+    function: Callable[..., Tensor], kind: str, dtype: torch.dtype | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Trace a function in the autocast that the head was called in: of ``dtype``, None: without."""
+    if dtype is None and not is_autocast_on(kind):
+        return function(*args, **kwargs)
+    with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+        return function(*args, **kwargs)
+
+
 def _loss(
+    kind: str,
+    autocast: torch.dtype | None,
     hidden: Tensor,
     head: Tensor,
     bias: Tensor | None,
@@ -325,7 +341,10 @@ def _loss(
     label_smoothing: float,
 ) -> Tensor:
     """What is traced in the place of a cross entropy."""
-    result = linear_cross_entropy(
+    result = in_autocast(
+        linear_cross_entropy,
+        kind,
+        autocast,
         hidden,
         head,
         target.reshape(hidden.shape[:-1]),
