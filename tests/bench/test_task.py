@@ -267,6 +267,11 @@ def test_forward_is_no_part_of_backward_alone() -> None:
         assert torch.equal(first, second)
 
 
+def test_of_a_small_vocabulary_the_highest_logits_are_all() -> None:
+    task = stats_task(make_problem(HEADS.one("3,4,5"), torch.float32, "cpu"), WORKS["topk-forward"])
+    assert truth(task).values["topk"].shape == (3, 5)
+
+
 def test_trls_tiles_are_as_large_as_lowtide_is_told() -> None:
     utils = pytest.importorskip("trl.trainer.utils")
     kernels = pytest.importorskip("trl.kernels.chunked_logprob")

@@ -127,6 +127,7 @@ def stats_task(problem: Problem, work: Work, *, seed: int = 0) -> StatsTask:
     head = problem.in_setting(work.setting)
     generator = torch.Generator(head.device).manual_seed(seed + 1)
     N, V, y = head.shape.N, head.shape.V, head.y
+    work = replace(work, topk=min(work.topk, V))
     if work.targets > 1:
         others = torch.randint(0, V, (N, work.targets - 1), device=y.device, generator=generator)
         y = torch.cat((y[:, None], others), 1)
