@@ -313,7 +313,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
             return base.forward(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and not eligibility.is_exporting():
             state: _PatchState = vars(self)[_STATE]
-            return call_of_model(self, state, functools.partial(base.forward, self, *args, **kwargs), awaited=awaited)
+            return call_of_model(self, state, lambda model: base.forward(model, *args, **kwargs), awaited=awaited)
         if eligibility.is_under_compile() or not awaited or getattr(self, "_is_replica", False):
             return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _loss_awaited(self):

@@ -20,7 +20,7 @@ class _Traced:
 _traced = _Traced()
 
 
-def call_of_model(model: nn.Module, state: Any, forward: Callable[[], Any], *, awaited: bool) -> Any:  # noqa: ARG001
+def call_of_model(model: nn.Module, state: Any, forward: Callable[[nn.Module], Any], *, awaited: bool) -> Any:
     """Trace the stock ``forward`` of a patched model; ``awaited``: whether a loss is, and the head's logits are lazy.
 
     ``state`` is `patch`'s of this model.
@@ -31,7 +31,7 @@ def call_of_model(model: nn.Module, state: Any, forward: Callable[[], Any], *, a
     if awaited and state.why_not is not None:
         count_when_run(state.key, state.why_not)
     _traced.state, _traced.awaited, _traced.head_called = state, awaited, False
-    outputs = forward()
+    outputs = forward(model)
     _traced.state = None
     if awaited and state.why_not is None and not _traced.head_called:
         count_when_run(state.key, NOT_CALLED)

@@ -40,6 +40,7 @@ from lowtide.models.traced_operations import (
     COMMUTATIVE,
     OPERATIONS,
     Variable,
+    attribute,
     constant,
     example,
     fake,
@@ -188,16 +189,18 @@ class TracedLogits(variables.UserDefinedObjectVariable):  # type: ignore[misc]
                 inputs = map(example, (self.hidden, self.call.weight, self.call.bias))
                 return constant(tx, self.grad_mode and any(x is not None and x.requires_grad for x in inputs))
             if name in ("device", "is_cuda", "is_cpu", "layout"):
-                return self.hidden.var_getattr(tx, name)
+                return attribute(tx, self.hidden, name)
         if callable(getattr(Tensor, name, None)):
             return variables.GetAttrVariable(self, name)
         if not hasattr(Tensor, name):
             raise_observed_exception(AttributeError, tx, args=[f"'Tensor' object has no attribute '{name}'"])
-        return self.materialise(tx, name).var_getattr(tx, name)
+        return attribute(tx, self.materialise(tx, name), name)
 
     def call_obj_hasattr(self, tx: Any, name: str) -> Any:
         """Trace ``hasattr``, which reads nothing."""
         return constant(tx, hasattr(Tensor, name))
+
+    tp_getattro_impl = var_getattr
 
     def materialise(self, tx: Any, why: str) -> Any:
         """Return the real logits; all that were recorded of this call are built at once, as they may share memory."""
@@ -356,8 +359,8 @@ def _become_lazy(context: Any) -> None:
     kind, classes = rows.device.type, module.weight.shape[0]
     autocast = torch.get_autocast_dtype(kind) if is_autocast_on(kind) and rows.dtype != torch.float64 else None
     like = fake(tx, lambda: torch.empty(*rows.shape[:-1], classes, dtype=autocast or rows.dtype, device="meta"))
-    weight, bias = (head.var_getattr(tx, name) for name in ("weight", "bias"))
-    key, options = (state.var_getattr(tx, name) for name in ("key", "options"))
+    weight, bias = (attribute(tx, head, name) for name in ("weight", "bias"))
+    key, options = (attribute(tx, state, name) for name in ("key", "options"))
     call = _Call(
         hidden, weight, bias, options, classes, key.as_python_constant(), kind, autocast, tx.output.current_tracer
     )

@@ -26,12 +26,18 @@ from lowtide.models.steps import DTYPES, Step, fold
 
 variables: Any = dynamo_variables  # some of its names are not exported to type checkers
 Variable: Any = VariableTracker  # whose methods differ between versions
+_GETATTR = "var_getattr" if hasattr(Variable, "var_getattr") else "tp_getattro_impl"
 
 
 def inline(tx: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Trace a Python function of lowtide; arguments that are no variables are constants."""
     given = [arg if isinstance(arg, Variable) else constant(tx, arg) for arg in args]
     return Variable.build(tx, function).call_function(tx, given, {})
+
+
+def attribute(tx: Any, variable: Any, name: str) -> Any:
+    """Return the variable of an attribute."""
+    return getattr(variable, _GETATTR)(tx, name)
 
 
 def constant(tx: Any, value: Any) -> Any:
@@ -236,7 +242,7 @@ def _log_softmax_of(tx: Any, input: Any) -> Any:
 
 
 def _size(tx: Any, input: Any, dim: Any = None) -> Any:
-    shape = input.var_getattr(tx, "shape")
+    shape = attribute(tx, input, "shape")
     return shape if dim is None or _is_none(dim) else shape.call_method(tx, "__getitem__", [dim], {})
 
 
