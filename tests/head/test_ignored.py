@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,17 +15,23 @@ from lowtide.head.ignored import AFTER, LEAST, Calls, kept_tokens
 
 def chosen(shares: list[float]) -> tuple[list[bool], list[tuple[int, int]]]:
     """Return what is chosen for each call, and the counts that were waited for: (of which call, in which call)."""
-    calls, waits, out = Calls(), [], []
+    calls, waits, out = Calls(), [], list[bool]()
+    here = 0
 
-    def wait_for(of: int) -> float:
-        waits.append((of, len(out)))
-        return shares[of]
+    def count(of: int, _: torch.Tensor) -> Callable[[], float]:
+        def wait() -> float:
+            waits.append((of, here))
+            return shares[of]
 
-    while len(out) < len(shares):
-        skips, after = calls.skips(lambda n: partial(wait_for, n))
-        out.append(skips)
-        if after is not None:
-            after()
+        return wait
+
+    while here < len(shares):
+        if here:  # the first call's count is waited for before it
+            out.append(calls.skips)
+        calls.launched(partial(count, here))
+        if here == 0:
+            out.append(calls.skips)
+        here += 1
     return out, waits
 
 
@@ -33,7 +40,7 @@ def test_the_same_share_is_the_same_choice_from_the_first_call_on(share: float) 
     out, waits = chosen([share] * 100)
     assert out == [share > LEAST] * 100
     assert waits[0] == (0, 0)
-    assert all(now - of >= AFTER for of, now in waits[1:])
+    assert all(now + 1 - of >= AFTER for of, now in waits[1:])  # once that call is launched
     assert len(waits) < 40
 
 
@@ -53,7 +60,7 @@ def test_what_changes_is_followed() -> None:
 
 
 def test_a_compiled_call_does_not_depend_on_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Calls, "skips", lambda *_: pytest.fail("looked at"))
+    monkeypatch.setattr(Calls, "launched", lambda *_: pytest.fail("counted"))
     x, w, y = torch.randn(9, 8), torch.randn(11, 8), torch.arange(9)
     run = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
     for way in ("auto", "compute"):

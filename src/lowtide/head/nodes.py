@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide.graph import Operator, node, save_for_recompute, saved_for_recompute, schema_of, tensor_fields, undisturbed
 from lowtide.head.call import Head, Wanted
 from lowtide.head.gradients import Gradients
-from lowtide.head.ignored import decided
+from lowtide.head.ignored import decided, kept_tokens
 from lowtide.head.plan import check_backend
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
@@ -64,12 +64,14 @@ class Function:
         """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
         operator = Operator(name, schema, compute, partial(compute, real=False), self._flop, replayed=True)
 
+        reduction = self.args._fields.index("reduction") + _HEAD if "reduction" in self.args._fields else None
+
         def run(ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
             after = None
             if fields[_IGNORED] == "auto":
-                head, args, _ = self._split(fields, ranks)
-                given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
-                way, after = decided(name, head, args, given[: len(self.upstream)] if len(given) > 1 else ())
+                kind = name, self.args, None if reduction is None else fields[reduction]
+                tensors = (*fields[:2], fields[_HEAD])
+                way, after = decided(kind, tensors, partial(self._kept, fields), alone=ranks is None)
                 fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
             found: tuple[Tensor, ...] = operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
             if after is not None:
@@ -77,6 +79,11 @@ class Function:
             return found
 
         return run
+
+    def _kept(self, fields: Sequence[Any]) -> Tensor:
+        head, args, _ = self._split(fields)
+        given = fields[self.arguments + 3 :]  # in forward a flag, in backward what flows back first
+        return kept_tokens(args, given[: len(self.upstream)] if len(given) > 1 else (), head.tokens)
 
     def __call__(self, head: Head, args: Any, *, recompute: bool) -> tuple[Tensor, ...]:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
