@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lowtide import HeadOptions, linear_cross_entropy
-from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs
-from lowtide.head.ignored import AFTER, LEAST, Calls, kept_tokens
+from lowtide.head import ignored
+from lowtide.head.call import CrossEntropyArgs, DivergenceArgs, TokenStatsArgs
+from lowtide.head.ignored import AFTER, LEAST, Calls, decided, kept_tokens
 
 
 def chosen(shares: list[float]) -> tuple[list[bool], list[tuple[int, int]]]:
@@ -82,3 +84,69 @@ def test_which_tokens_count() -> None:
     assert kept_tokens(loss, (torch.arange(8.0),), 8).tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
     empty = TokenStatsArgs(target=y[:, :0], want="", topk=0, ignore_index=-100)
     assert kept_tokens(empty, (None, entropy), 4).tolist() == [False, False, False, True]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU that skips tokens, as far as `decided` looks at it; ``captures`` says whether a graph is captured."""
+    gpu = SimpleNamespace(captures=False, share=0.0, counted=0)
+    monkeypatch.setattr(ignored, "_calls", {})
+    monkeypatch.setattr(ignored, "skips_ignored", lambda _: True)
+    monkeypatch.setattr(ignored, "watched", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.captures)
+
+    def share(kept: torch.Tensor, _: torch.Tensor) -> Callable[[], float]:
+        assert not gpu.captures, "counting needs events, which a graph that is captured does not allow"
+        gpu.counted += 1
+        found = 1 - float(kept.float().mean())
+        return lambda: found
+
+    monkeypatch.setattr(ignored, "_share", share)
+    return gpu
+
+
+def call(gpu: SimpleNamespace, *, args: type = CrossEntropyArgs, alone: bool = True) -> str:
+    """Return what one call of a kind does, and end it."""
+    x = SimpleNamespace(device=torch.device("cuda", 0))
+    w = SimpleNamespace(shape=torch.Size((11, 8)))
+    kept = torch.arange(100) >= 100 * gpu.share
+    way, after = decided(("name", args, "mean"), (x, w, x), lambda: kept, alone=alone)  # type: ignore[arg-type]
+    if after is not None:
+        after()
+    return way
+
+
+def test_the_first_call_waits_and_later_ones_follow(hopper: SimpleNamespace) -> None:
+    assert [call(hopper) for _ in range(10)] == ["compute"] * 10
+    hopper.share = 0.5
+    ways = [call(hopper) for _ in range(AFTER + 10)]
+    assert "skip" not in ways[:AFTER]
+    assert ways[AFTER + 3 :] == ["skip"] * (len(ways) - AFTER - 3)
+    assert hopper.counted < 12
+
+
+def test_a_captured_graph_does_what_the_last_call_did(hopper: SimpleNamespace) -> None:
+    hopper.captures = True
+    assert call(hopper) == "skip"  # nothing is known
+    hopper.captures = False
+    assert call(hopper) == "compute"
+    hopper.captures = True
+    assert [call(hopper) for _ in range(20)] == ["compute"] * 20
+    assert hopper.counted == 1
+
+
+def test_what_is_never_decided_by_counts(hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper.share = 0.5
+    assert call(hopper, alone=False) == "auto"
+    assert call(hopper, args=DivergenceArgs) == "auto"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert call(hopper) == "skip"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(ignored._calls.values())
+    monkeypatch.setattr(ignored, "MOST_KINDS", 1)
+    assert call(hopper) == "skip"
+    assert call(hopper, args=TokenStatsArgs) == "skip"
+    assert len(ignored._calls) == 1
+    assert hopper.counted == 2
