@@ -126,20 +126,20 @@ def test_compiled_layers(family: str, adapted: tuple[str, ...], compiled: bool) 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_models_run_fused_and_save_no_more(whole: bool) -> None:
-    """The whole model or each layer: no logits, and not a stock layer's activations."""
+    """Compiled layers than eager ones; the whole model, for which transformers makes a mask, than stock's logits."""
     stock, kept = build("Llama", torch.bfloat16), []
     _, true = gradients(stock)
     for compiled in (False, True):
         model = copy.deepcopy(stock)
-        report = lowtide.patch(model)
-        for module in [*([model] if whole else layers_of(model))] * compiled:
+        report = lowtide.patch(model) if compiled or not whole else None
+        for module in [model] * whole + [*layers_of(model)] * (compiled and not whole):
             module.compile(dynamic=False)
         assert distance(gradients(model)[1], true) < 1e-3
         step = functools.partial(lambda run, inputs: run(**inputs).loss, model, batch(model, 1024))
         step().backward()
         kept.append(kept_above(step, "cuda"))
-        assert (report.calls_fused, report.calls_materialised) == (3, 0), str(report)
-    assert kept[1] <= 1.02 * kept[0]
+        assert report is None or (report.calls_fused, report.calls_materialised) == (3, 0), str(report)
+    assert kept[1] <= (0.9 if whole else 1.02) * kept[0]
 
 
 WITH_DROPOUT = [(MLP, dropout, dtype) for dropout in (0.0, 0.1) for dtype in (torch.bfloat16, torch.float32)]

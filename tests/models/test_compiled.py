@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import UnsupportedError
+from lowtide.models import traced_calls
 from lowtide.models.lazy_logits import LazyLogits
 from models.compiled_losses import WITH_LOGITS, WITHOUT_LOGITS, Graphs, Tiny, V, of_rows
 from models.conftest import (
@@ -331,6 +332,23 @@ def test_logits_in_a_checkpoint():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same_training(model, stock, lambda m: m(ids, ids)[0], through=compiled)
     assert report.calls_materialised > 0
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_compiler_that_forgets_to_recompute(forgets, patched, batch, monkeypatch):
+    """Where it saves what autograd functions in a checkpoint save, as PyTorch 2.11 does, the stock parts run there."""
+    monkeypatch.setattr(traced_calls, "_FORGETS", forgets)
+    model, stock, report = patched("llama", settings={"num_hidden_layers": 1})
+    for checkpointed in (False, True):
+        if checkpointed:
+            for m in (model, stock):
+                m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        graphs = Graphs()
+        assert_same_training(model, stock, batch, through=torch.compile(model, backend=graphs))
+        fused = {"lowtide.swiglu", "lowtide.rotary"} & graphs.operators
+        assert bool(fused) == (not (forgets and checkpointed))
+        assert "lowtide.cross_entropy" in graphs.operators
+    expect_calls(report, 2)
 
 
 def test_gradient_checkpointing(patched, batch):

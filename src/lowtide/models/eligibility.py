@@ -20,6 +20,7 @@ from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
 from lowtide.models.stock_functions import is_defined_in
+from lowtide.models.traced_calls import loses_a_checkpoint
 
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
 # change the logits.
@@ -192,7 +193,7 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
         if type(p) is not nn.Parameter:
             return False
     if torch.compiler.is_compiling():
-        return not is_exporting()
+        return not is_exporting() and not loses_a_checkpoint()
     return (
         not is_function_mode_active()
         and not torch._C._are_functorch_transforms_active()

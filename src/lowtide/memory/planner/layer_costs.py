@@ -28,9 +28,6 @@ THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the M
 # percent. A layer that saves attention looks at every operator; norms on the heads add kernels, either way.
 HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.4e-3, 2.4e-3, 2.2e-3
 HOST_ATTENTION, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
-# Tensors of the MLP's product's size that a compiled layer with keep="all" saves beyond what it does in eager. On an
-# H100 it was 1 (benchmarks/results, 2026-11-26-step-compiled-32768-h100); on the CPU none is.
-COMPILED_PRODUCTS = 0
 HIDDEN = 0.01  # share of the quicker of GPU and host that counts: where the host sets the pace, another may not
 
 
@@ -110,7 +107,6 @@ def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
         saved["gate, up, activation and product"] = (3 + copies("down_proj") - recomputed) * inner
     elif mlp_level == 0:
         saved["gate and up"] = 2 * inner
-        saved["the product, compiled"] = COMPILED_PRODUCTS * inner * recomputed
     if adapters is not None:
         saved["adapters' inner outputs"] = adapters.rank * n * len(_adapters_apart(job, adapters))
     return saved
