@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.models.lazy_logits import LazyLogits
 from models.conftest import assert_same_training, expect_calls
@@ -91,3 +92,33 @@ def test_odd_caps_are_what_they_are_in_stock(cap, patched, batch):
     model, stock, report = patched("gemma2", settings={"final_logit_softcapping": cap}, mlp=False)
     torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
     expect_calls(report, 1)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda z, _: z.square().mean(),
+        lambda z, _: (2 * z).float().softmax(-1).square().sum(),
+        lambda z, y: torch.nn.functional.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+        lambda z, y: z[:, 1:].log_softmax(-1).gather(-1, y[:, 1:, None]).mean(),
+    ],
+)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_loss_of_yours_under_a_checkpoint(use_reentrant, read, patched, batch):
+    """The logits are built once, so its recompute has fewer tensors to save than the first run would have saved."""
+    model, stock, _ = patched("llama", mlp=False)
+
+    def loss(m):
+        return checkpoint(read, m(**batch).logits, batch["input_ids"], use_reentrant=use_reentrant)
+
+    assert_same_training(model, stock, loss)
+
+
+def test_a_change_in_place_under_a_checkpoint_is_an_error(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
+    for m in (model, stock):
+        loss = checkpoint(lambda z: z.square().mean(), m(**batch).logits, use_reentrant=False)
+        with torch.no_grad():
+            m.lm_head.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"in place|inplace"):
+            loss.backward()

@@ -6,15 +6,17 @@ Legend: hidden [..., D], logits [..., V].
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
-from lowtide.errors import UnsupportedError
+from lowtide.errors import UnsupportedError, message
 from lowtide.models.lazy_operations import COMMUTATIVE
 from lowtide.models.lazy_operations import OPERATIONS as _OPERATIONS
 from lowtide.models.recorded_logits import RecordedLogits, too_late
@@ -45,10 +47,11 @@ class LazyLogits(RecordedLogits):
             return self._passed_on().materialise(why)
         if self._real is None:
             modes = {"grad_mode": self.grad_mode, "inference": self.inference}
-            if self.viewed is None:
-                self._real = self.call.logits(self.steps, why, **modes)
-            else:
-                self._real = self.call.view(self.viewed.materialise(why), self.steps[-1], **modes)
+            with _saved_outside_of_checkpoints():
+                if self.viewed is None:
+                    self._real = self.call.logits(self.steps, why, **modes)
+                else:
+                    self._real = self.call.view(self.viewed.materialise(why), self.steps[-1], **modes)
         return self._real
 
     def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
@@ -162,6 +165,30 @@ class LazyLogits(RecordedLogits):
         # C++ and custom autograd functions arrive here without __torch_function__. Autograd is above this and goes
         # through `_LogitsNode`, so that values are enough.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
+
+
+def _saved_outside_of_checkpoints() -> AbstractContextManager[Any]:
+    """Return a context in which autograd saves tensors itself where a checkpoint would recompute them.
+
+    The logits are kept, so its recompute does not build them again.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or getattr(hooks[0], "__module__", None) != checkpoint.__name__:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_with_version, _of_version)
+
+
+def _with_version(tensor: Tensor) -> tuple[Tensor, int | None]:
+    return tensor, None if tensor.is_inference() else tensor._version
+
+
+def _of_version(saved: tuple[Tensor, int | None]) -> Tensor:
+    tensor, version = saved
+    if version is not None and tensor._version != version:
+        got = f"one of shape {list(tensor.shape)} that was changed in place"
+        expected = "what a patched model's logits were built from unchanged until backward"
+        raise UnsupportedError(message("logits", expected, got, "Change it after backward."))
+    return tensor
 
 
 def _keep_from_compiling(function: Any) -> None:
