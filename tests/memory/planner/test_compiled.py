@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import lowtide
 from lowtide.errors import ArgumentTypeError
+from lowtide.measure.timing import peak_above
 from lowtide.memory import ActivationPolicy, apply_policy, plan_memory
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
@@ -66,7 +70,39 @@ def test_the_gradients_of_attentions_input_are_added_in_one_pass() -> None:
     passes = 2 * 2 * 65536 * 2048 / step.gpu.bandwidth
     assert eager.forward == compiled.forward
     assert passes <= eager.backward - compiled.backward <= 1.2 * passes
-    assert pair(policy, job("phi3", 65536))[0] == pair(policy, job("phi3", 65536))[1]  # one projection
+    eager, compiled = pair(policy, job("phi3", 65536))  # one projection
+    assert eager.backward == compiled.backward
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
+@pytest.mark.parametrize("keep", ["all", "input"])
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_a_compiled_mlp_holds_in_backward(keep: str, level: int) -> None:
+    """At level 0 gradients of gate and up of their own: in eager they overwrite gate and up."""
+    T, F = 512, 1024
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
+    settings = {"model_type": "llama", "intermediate_size": F, "num_hidden_layers": 1, "use_cache": False, **small}
+    policy, config = ActivationPolicy(keep=keep, mlp_level=level), AutoConfig.for_model(**settings)  # type: ignore[arg-type]
+    peaks = []
+    for compiled in (False, True):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        lowtide.patch(model)
+        apply_policy(model, policy)
+        if compiled:
+            torch._dynamo.reset()
+            model.model.layers[0].compile(dynamic=False, backend="aot_eager_decomp_partition")
+        step = partial(train, model, torch.randint(0, 64, (1, T)))
+        step()
+        peaks.append(peak_above(step, "cpu"))
+    eager, compiled_cost = pair(policy, Job(read_shape(settings), T, 1, GPUS["h100"], torch.bfloat16, "adamw"))
+    assert compiled_cost.backward_bytes - eager.backward_bytes == (level == 0) * 2 * T * F * 2
+    assert peaks[1] - peaks[0] == pytest.approx((level == 0) * 2 * T * F * 2, abs=0.1 * T * F)
+
+
+def train(model: Any, ids: torch.Tensor) -> None:
+    """Run a step without an optimizer, from no gradients to none."""
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
 
 
 def test_a_recompute_is_launched_faster() -> None:

@@ -161,14 +161,14 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     """Return the most bytes that a layer's backward holds beyond its activations and its weights' gradients.
 
     In the MLP: the gradients of its output and input, and that of the product, in whose place the product comes; level
-    1 builds gate and up besides. In attention, when the MLP's activations are gone: the gradients of the stream, of its
-    output, of queries (summed in float32 beside), keys and values.
+    1 builds gate and up besides, and a compiled layer at level 0 their gradients, which eager ones write over them. In
+    attention, when the MLP's activations are gone: the gradients of the stream, of its output, of queries (summed in
+    float32 beside), keys and values.
     """
     shape, n, width, at_a_time = job.shape, job.narrow, job.shape.token_mlp_width, _at_a_time(job, policy)
     saves_gate = _level(policy) == 0
-    mlp = (
-        at_a_time * width * (1 if saves_gate and job.fused_mlp else 3) * n + job.tokens * 2 * shape.hidden * job.element
-    )
+    in_place = saves_gate and job.fused_mlp and not job.compile_layers
+    mlp = at_a_time * width * (1 if in_place else 3) * n + job.tokens * 2 * shape.hidden * job.element
     if at_a_time < job.tokens and job.adapters is None:
         mlp += 4 * shape.mlp_params  # the weights' gradients are summed in float32, and rounded one by one
     # gradients of keys and values for each query head, before those that share one are added
