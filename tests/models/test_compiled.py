@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import UnsupportedError
-from lowtide.models import traced_calls
+from lowtide.models import eligibility
 from lowtide.models.lazy_logits import LazyLogits
 from models.compiled_losses import WITH_LOGITS, WITHOUT_LOGITS, Graphs, Tiny, V, of_rows
 from models.conftest import (
@@ -337,7 +337,7 @@ def test_logits_in_a_checkpoint():
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_compiler_that_forgets_to_recompute(forgets, patched, batch, monkeypatch):
     """Where it saves what autograd functions in a checkpoint save, as PyTorch 2.11 does, the stock parts run there."""
-    monkeypatch.setattr(traced_calls, "_FORGETS", forgets)
+    monkeypatch.setattr(eligibility, "_FORGETS", forgets)
     model, stock, report = patched("llama", settings={"num_hidden_layers": 1})
     for checkpointed in (False, True):
         if checkpointed:

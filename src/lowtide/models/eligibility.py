@@ -20,7 +20,6 @@ from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
 from lowtide.models.stock_functions import is_defined_in
-from lowtide.models.traced_calls import loses_a_checkpoint
 
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
 # change the logits.
@@ -28,6 +27,7 @@ _HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.ut
 # accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
 _ACCELERATE = "accelerate.hooks"
 _MOVES = ("AlignDevicesHook", "CpuOffload")
+_FORGETS = torch.__version__ < "2.12"  # in a checkpoint, to recompute what autograd functions save
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 LINEAR = Code((nn.Linear,))
@@ -193,7 +193,7 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
         if type(p) is not nn.Parameter:
             return False
     if torch.compiler.is_compiling():
-        return not is_exporting() and not loses_a_checkpoint()
+        return not is_exporting() and not _loses_a_checkpoint()
     return (
         not is_function_mode_active()
         and not torch._C._are_functorch_transforms_active()
@@ -208,6 +208,27 @@ def is_exporting() -> bool:
     By the flag: within a graph, compilers before PyTorch 2.13 take `torch.compiler.is_exporting` for True.
     """
     return torch.compiler._is_exporting_flag
+
+
+def _loses_a_checkpoint() -> bool:
+    """Whether torch.compile traces what a checkpoint runs, and would save what fused parts save in it."""
+    inside = False
+    if _FORGETS:
+        from torch._dynamo.comptime import comptime
+
+        comptime(_look_for_a_checkpoint)
+    return inside
+
+
+def _look_for_a_checkpoint(context: Any) -> None:
+    """While torch.compile traces `_loses_a_checkpoint`: set its ``inside``."""
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    tracer, around = tx.output.current_tracer, []
+    while tracer is not None:
+        around.append(type(tracer.source_target).__name__)
+        tracer = tracer.parent
+    constant = type(tx.symbolic_locals["inside"])
+    tx.symbolic_locals["inside"] = constant.create("TagActivationCheckpoint" in around)
 
 
 def has_nothing_to_save(x: object) -> bool:

@@ -20,30 +20,6 @@ class _Traced:
 _traced = _Traced()
 
 
-_FORGETS = torch.__version__ < "2.12"  # in a checkpoint, to recompute what autograd functions save
-
-
-def loses_a_checkpoint() -> bool:
-    """Whether torch.compile traces what a checkpoint runs, and would save what fused parts save in it."""
-    inside = False
-    if _FORGETS:
-        from torch._dynamo.comptime import comptime
-
-        comptime(_look_for_a_checkpoint)
-    return inside
-
-
-def _look_for_a_checkpoint(context: Any) -> None:
-    """While torch.compile traces `loses_a_checkpoint`: set its ``inside``."""
-    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    tracer, around = tx.output.current_tracer, []
-    while tracer is not None:
-        around.append(type(tracer.source_target).__name__)
-        tracer = tracer.parent
-    constant = type(tx.symbolic_locals["inside"])
-    tx.symbolic_locals["inside"] = constant.create("TagActivationCheckpoint" in around)
-
-
 def call_of_model(model: nn.Module, state: Any, forward: Callable[[nn.Module], Any], *, awaited: bool) -> Any:
     """Trace the stock ``forward`` of a patched model; ``awaited``: whether a loss is, and the head's logits are lazy.
 
