@@ -265,7 +265,7 @@ def _liger(task: StatsTask) -> Function:
 
 
 def _liger_scaled(task: StatsTask) -> Function:
-    """Liger's CuTe kernels for Hopper; elsewhere it would take plain PyTorch in chunks without a word."""
+    """Liger's CuTe kernels for Hopper; elsewhere it would silently run plain PyTorch in chunks."""
     _one_target(task)
     head, entropy = task.head, ENTROPY in task.names
     needs_cuda(head.device)
