@@ -200,6 +200,18 @@ def test_by_default_the_faster_of_both_runs() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_evaluation_before_training() -> None:
+    """In inference mode: what the counts arrive in can be written by training."""
+    x, w = (torch.randn(n, 128, device="cuda").to(NARROW).requires_grad_() for n in (700, 1003))
+    y = torch.randint(0, 1003, (700,), device="cuda")
+    with torch.inference_mode():
+        expected = linear_cross_entropy(x, w, y)
+    for _ in range(8):
+        loss = linear_cross_entropy(x, w, y)
+        loss.backward()
+        assert loss.item() == expected.item()
+
+
 @pytest.mark.parametrize("out", ["token", "sum"])
 def test_a_mask_on_the_host_saves_the_wait(out: str) -> None:
     x, w = (torch.randn(n, 128, device="cuda").to(NARROW).requires_grad_() for n in (500, 999))

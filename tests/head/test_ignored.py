@@ -95,8 +95,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(ignored, "watched", lambda _: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.captures)
 
-    def share(kept: torch.Tensor, _: torch.Tensor) -> Callable[[], float]:
+    def share(kept: torch.Tensor, number: torch.Tensor) -> Callable[[], float]:
         assert not gpu.captures, "counting needs events, which a graph that is captured does not allow"
+        number.fill_(gpu.counted)
         gpu.counted += 1
         found = 1 - float(kept.float().mean())
         return lambda: found
@@ -123,6 +124,13 @@ def test_the_first_call_waits_and_later_ones_follow(hopper: SimpleNamespace) -> 
     assert "skip" not in ways[:AFTER]
     assert ways[AFTER + 3 :] == ["skip"] * (len(ways) - AFTER - 3)
     assert hopper.counted < 12
+
+
+def test_inference_before_training(hopper: SimpleNamespace) -> None:
+    with torch.inference_mode():
+        assert call(hopper) == "compute"
+    assert [call(hopper) for _ in range(5)] == ["compute"] * 5
+    assert hopper.counted > 1
 
 
 def test_a_captured_graph_does_what_the_last_call_did(hopper: SimpleNamespace) -> None:

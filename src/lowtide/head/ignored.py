@@ -32,7 +32,9 @@ class Calls:
     """The calls of one kind: whether the next skips ignored tokens."""
 
     def __init__(self) -> None:
-        self.numbers = torch.empty(AT_ONCE, dtype=torch.int64, pin_memory=torch.cuda.is_available())  # as they arrive
+        with torch.inference_mode(mode=False):  # a tensor of inference could not be written in training
+            pinned = torch.cuda.is_available()
+            self.numbers = torch.empty(AT_ONCE, dtype=torch.int64, pin_memory=pinned)  # as they arrive
         self._number = 0
         self._counted: deque[tuple[int, Share]] = deque()
         self._shares: deque[float] = deque(maxlen=NUMBERS)
