@@ -39,7 +39,7 @@ slow: $(VENV)/.test
 	$(VENV)/bin/python -m pytest --numprocesses auto --slow $(ARGS)
 	$(if $(ARGS),,$(MAKE) oldest)
 
-# A second environment has the oldest torch, and the oldest transformers and peft for training, that pyproject.toml allows.
+# A second environment has the oldest torch that pyproject.toml allows, and the oldest transformers and peft for training.
 # Compilers differ most between versions of torch.
 compiled := tests/models/test_compiled.py tests/head/contract/test_compile.py
 oldest: $(VENV)-oldest/.test

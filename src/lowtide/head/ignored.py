@@ -32,7 +32,7 @@ class Calls:
     """The calls of one kind: whether the next skips ignored tokens."""
 
     def __init__(self) -> None:
-        with torch.inference_mode(mode=False):  # a tensor of inference could not be written in training
+        with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
             pinned = torch.cuda.is_available()
             self.numbers = torch.empty(AT_ONCE, dtype=torch.int64, pin_memory=pinned)  # as they arrive
         self._number = 0
@@ -108,7 +108,7 @@ def _launched(calls: Calls, count: Callable[[Tensor], Share]) -> None:
 
 
 def kept_tokens(args: Any, upstream: Sequence[Tensor | None], tokens: int) -> Tensor:
-    """Return which tokens have a target, and in backward something that flows back, as otherwise none: bool [N, *]."""
+    """Return which tokens have a target, and in backward an upstream gradient that is not 0: bool [N, *]."""
     kept_NK: Tensor = args.target != args.ignore_index
     flows = [g.reshape(tokens, -1) != 0 for g in upstream if g is not None and g.dim()]
     if not flows:

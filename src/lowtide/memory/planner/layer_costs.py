@@ -5,8 +5,8 @@ what GEMMs read and write: the same, but 2 under autocast. Layers are those of a
 norms, rotary embedding and MLP), with attention that stores no scores. A GEMM's operations are 2 per multiplication;
 causal attention's are counted without the half that is masked.
 
-lowtide's operators, GEMMs and attention are the same in a compiled layer; what it saves in time is in `_thin_bytes`
-and `_host_seconds`. A layer that offloads runs in eager even so.
+lowtide's operators, GEMMs and attention are the same in a compiled layer; the time that compiling saves is in
+`_thin_bytes` and `_host_seconds`. A layer that offloads runs in eager even so.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
 def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
     """Return what the host takes to launch a layer's forward, and its backward with the recompute.
 
-    A compiled layer looks at no operator, and its recompute launches what forward does, without the checkpoint's
+    In a compiled layer no operator is inspected, and the recompute launches what forward does, without the checkpoint's
     checks. For the rest it was as quick as in eager where tiny layers were timed on a CPU.
     """
     norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
