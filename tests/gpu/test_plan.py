@@ -36,7 +36,7 @@ def test_a_step_takes_what_is_planned(share: float, host_gib: float) -> None:
 
 
 # The temporaries of autocast were never calibrated on a GPU; what layers save is tested on the CPU, to the byte.
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo's, of torch 2.11
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
 @pytest.mark.parametrize(
     ("change", "near"),
     [

@@ -112,7 +112,7 @@ class SweepBenchConfig(PeerSettings):
         None, "do not start a shape that would end later; the same command continues from there", metavar="S"
     )
     fresh: bool = setting(False, "start over where the folder has an unfinished result of the same sweep")
-    warm: int = setting(1, "rounds that do not count", last=True, least=0)
+    warm: int = setting(2, "rounds that do not count", last=True, least=0)
     reps: int = setting(4, "rounds that count; each runs every peer once, beside the limit", last=True, least=1)
 
     def __post_init__(self) -> None:

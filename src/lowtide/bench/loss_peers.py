@@ -158,7 +158,9 @@ def one_loss(problem: Problem) -> None:
 def _quack(problem: Problem) -> Loss:
     needs_cuda(problem.device)
     one_loss(problem)
-    return on_cuda("quack.linear_cross_entropy", "chunked_linear_cross_entropy")(problem)
+    # 0.6.5 takes no chunks of as many rows as the hidden size has numbers
+    options = {"chunk_size": 2048} if problem.shape.D == 4096 else {}
+    return on_cuda("quack.linear_cross_entropy", "chunked_linear_cross_entropy", **options)(problem)
 
 
 def _liger_sm90(problem: Problem) -> Loss:

@@ -101,7 +101,14 @@ class Function:
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         if not (torch.is_grad_enabled() and trained):
             return self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
-        return (self.recomputed if recompute else self.stored).apply(*fields, ranks)  # type: ignore[no-any-return]
+        if recompute:
+            return self.recomputed.apply(*fields, ranks)  # type: ignore[no-any-return]
+        found = None
+        if not torch.compiler.is_compiling():  # the GPU begins before autograd has made its node
+            wanted = [tensor is not None and tensor.requires_grad for tensor in head[:3]]
+            with torch.no_grad():
+                found = self.run(ranks, (*fields, *wanted, False))
+        return self.stored.apply(*fields, ranks, found)  # type: ignore[no-any-return]
 
     def _split(self, fields: Sequence[Any], ranks: Ranks | None = None) -> tuple[Head, Any, Wanted]:
         head = Head(*(*fields[:_HEAD], Alone(fields[1].shape[0]) if ranks is None else ranks))
@@ -157,14 +164,15 @@ def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor
 def _nodes(function: Function) -> tuple[Any, Any]:
     """Return the two nodes of a function: one stores the gradients in forward, one recomputes the logits in backward.
 
-    Both get the fields of both records, then the ranks.
+    Both get the fields of both records, then the ranks; the first also what forward found, None where it is to run.
     """
     tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(function.args)))
     returned, known = len(function.returned), tuple(map(function.names.index, function.known))
 
     def store(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *fields, ranks = args
-        found = function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
+        *fields, ranks, found = args
+        if found is None:
+            found = function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
         keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
         return found[:returned]
 
