@@ -496,7 +496,9 @@ def trls_functions() -> None:
             for one in filter(None, (theirs, engine)):
                 report = lowtide.patch_trl() if one is engine else None
                 last = next(m for name, m in one.module.named_modules() if name.endswith("layers.1"))
-                last.register_full_backward_pre_hook(lambda *_, e=one, seen=seen: seen.setdefault(e, []).append(gathered(e)))
+                last.register_full_backward_pre_hook(
+                    lambda *_, e=one, seen=seen: seen.setdefault(e, []).append(gathered(e))
+                )
                 alike(what, [step(one, batch_of(rank + 7 * i)) for i in range(3)], expected)
             del active
         lowtide.unpatch_trl()
