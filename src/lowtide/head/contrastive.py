@@ -177,9 +177,7 @@ def _of_pairs(y_QP: Tensor, every_NP: Tensor, own_Q: Tensor, keys: int) -> tuple
     is_key, ids = (y >= 0) & (y < keys), y.clamp(0, keys - 1)
     counts = torch.zeros(keys, dtype=torch.long, device=y.device)
     counts = counts.index_add(0, every.clamp(0, keys - 1), ((every >= 0) & (every < keys)).long())
-    target = own_Q.repeat_interleave(y_QP.shape[1])
-    # what is no query either: its loss is NaN
-    target = torch.where(is_key, target, torch.where(y == NONE, NONE, len(every_NP)))
+    target = own_Q.repeat_interleave(y_QP.shape[1]).where(is_key, NONE)  # of what is no key the first loss is NaN
     return target, counts[ids].where(is_key, 0), ids
 
 
