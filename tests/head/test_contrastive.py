@@ -17,6 +17,7 @@ from head.test_flop_counter import counted
 from lowtide import HeadOptions, linear_contrastive
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, TargetIndexError, UnsupportedError
 from lowtide.measure.allocations import track_allocations
+from lowtide.replay import facts, replayed
 from support import assert_same_gradients, in_float64, relative_error
 
 Q, D = 21, 8
@@ -281,6 +282,21 @@ def test_one_graph(case: dict[str, Any]) -> None:
     got, want = (f(kwargs["queries"], kwargs["keys"], **given) for f in (compiled, step))
     torch.testing.assert_close(got, want)
     assert_same_gradients(got, want, leaves)
+
+
+@pytest.mark.parametrize("case", [{}, {"P": 3}, {"P": 0, "symmetric": True}], ids=str)
+def test_calls_repeated_from_a_record(
+    case: dict[str, Any], keep_rows: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, and with other masks: a record holds none."""
+    keep_rows(True)
+    monkeypatch.setattr(facts, "DEVICES", frozenset({"cpu"}))
+    programs, program_of = [], replayed.program_of
+    monkeypatch.setattr(replayed, "program_of", lambda *args: programs.append(program_of(*args)) or programs[-1])
+    for seed in range(4):
+        check(arguments(case | {"K": 40, "mask": "some"}, torch.float32, seed), 2e-6)
+    assert programs
+    assert None not in programs
 
 
 def test_second_derivatives_are_refused() -> None:

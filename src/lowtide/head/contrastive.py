@@ -132,7 +132,7 @@ def _contrastive(
     y = y.view(Q, -1)
     every = y if group is None else gathered_rows(y, group)
     target, counts, ids = _of_pairs(y, every, own, ranks * K)
-    # not all_keys[ids], whose gradient is summed in no order on a GPU
+    # not index_select, whose gradient is summed in no fixed order on a GPU
     call = _call(F.embedding(ids, all_keys), all_queries, scale, options)
     share = torch.where(counts > 0, 1 / counts.clamp(min=1).to(call[0].wide), 0)
     args = CrossEntropyArgs(target, token_weight=share, num_items=share.sum(), ignore_index=NONE, mask=mask)
