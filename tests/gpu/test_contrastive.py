@@ -85,7 +85,7 @@ def test_no_host_waits_and_the_same_bits(case: str) -> None:
 def test_a_mask_rules_out_exponentials_and_nothing_else_does() -> None:
     options = HeadOptions(backend="exp")
     kwargs = arguments({}, torch.bfloat16)
-    if torch.cuda.get_device_capability() >= (9, 0):
+    if (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
         assert linear_contrastive(**kwargs, options=options).isfinite()
     with pytest.raises(UnsupportedError, match="each token's distribution lacks others"):
         linear_contrastive(**arguments({"masked": True}, torch.bfloat16), options=options)
@@ -94,12 +94,12 @@ def test_a_mask_rules_out_exponentials_and_nothing_else_does() -> None:
 
 @pytest.mark.parametrize("case", ["in-batch", "several", "masked", "symmetric"])
 def test_memory(case: str) -> None:
-    """An eighth of the similarities in float32 at most, beyond inputs and gradients."""
-    N = 16384
-    kwargs = arguments(CASES[case], torch.bfloat16, (N, N, 256))
+    """The workspace, and a few tensors of the embeddings' shape, beside inputs and gradients, not similarities' 1 GiB."""
+    N, hidden, options = 16384, 256, HeadOptions(workspace_mib=64)
+    kwargs = arguments(CASES[case], torch.bfloat16, (N, N, hidden))
     leaves = [kwargs[name] for name in ("queries", "keys", "temperature")]
-    peak = peak_beyond_gradients(lambda: linear_contrastive(**kwargs).backward(), *leaves)
-    assert peak < N * N * 4 / 8 + 3 * N * 256 * 4
+    peak = peak_beyond_gradients(lambda: linear_contrastive(**kwargs, options=options).backward(), *leaves)
+    assert peak < 64 * 2**20 + 6 * N * hidden * 4
 
 
 def test_a_wrong_id_is_nan() -> None:
