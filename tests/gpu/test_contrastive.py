@@ -94,7 +94,7 @@ def test_a_mask_rules_out_exponentials_and_nothing_else_does() -> None:
 
 @pytest.mark.parametrize("case", ["in-batch", "several", "masked", "symmetric"])
 def test_memory(case: str) -> None:
-    """The workspace and a few tensors of the embeddings' shape, beyond inputs and gradients; similarities take 1 GiB."""
+    """The workspace and a few tensors as large as the embeddings, beyond inputs and gradients: no similarities."""
     N, hidden, options = 16384, 256, HeadOptions(workspace_mib=64)
     kwargs = arguments(CASES[case], torch.bfloat16, (N, N, hidden))
     leaves = [kwargs[name] for name in ("queries", "keys", "temperature")]

@@ -271,17 +271,30 @@ def test_options_are_heeded() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("case", [{}, {"P": 3, "symmetric": True, "mask": "some", "temperature": "trained"}], ids=str)
-def test_one_graph(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", [{}, {"symmetric": True}, {"P": 3, "symmetric": True, "mask": "some"}], ids=str)
+def test_one_graph_for_any_sizes_and_temperature(case: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    kwargs = arguments(case | {"K": 40}, torch.float32)
+    torch._dynamo.utils.counters.clear()
     step = lambda q, k, **more: linear_contrastive(q * 2, k, **more) * 2  # noqa: E731
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    given = {name: value for name, value in kwargs.items() if name not in ("queries", "keys")}
-    leaves = [value for value in kwargs.values() if isinstance(value, Tensor) and value.requires_grad]
-    got, want = (f(kwargs["queries"], kwargs["keys"], **given) for f in (compiled, step))
-    torch.testing.assert_close(got, want)
-    assert_same_gradients(got, want, leaves)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for K, temperature in ((40, 0.5), (50, 0.4)):
+        kwargs = arguments(case | {"K": K, "temperature": temperature}, torch.float32)
+        leaves = kwargs["queries"], kwargs["keys"]
+        given = {name: value for name, value in kwargs.items() if name not in ("queries", "keys")}
+        got, want = (f(*leaves, **given) for f in (compiled, step))
+        torch.testing.assert_close(got, want)
+        assert_same_gradients(got, want, leaves, bound=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+def test_a_trained_temperature_in_one_graph() -> None:
+    torch._dynamo.reset()
+    kwargs = arguments({"temperature": "trained", "P": 0}, torch.float32)
+    leaves = [kwargs[name] for name in ("queries", "keys", "temperature")]
+    step = lambda q, k, t: linear_contrastive(q, k, kwargs["positives"], temperature=t * 2)  # noqa: E731
+    got, want = (f(*leaves) for f in (torch.compile(step, fullgraph=True, backend="aot_eager"), step))
+    assert_same_gradients(got, want, leaves, bound=1e-6)
 
 
 @pytest.mark.parametrize("case", [{}, {"P": 3}, {"P": 0, "symmetric": True}], ids=str)

@@ -268,8 +268,9 @@ class CrossEntropyArgs(NamedTuple):
     num_items: Tensor | None = None  # scalar
     reduction: str = "mean"
     ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    # not 0.0, of which torch.compile(dynamic=True) makes a variable, and fails where two calls have it
+    label_smoothing: float = 0
+    z_loss: float = 0
     mask: Tensor | None = None  # [N, V] bool: classes that a token's distribution lacks, where they are no target
 
 

@@ -123,7 +123,7 @@ def _contrastive(
     if not symmetric or not Q:
         return loss
     all_queries = queries if group is None else gathered_rows(queries, group)
-    own = torch.arange(rank * Q, (rank + 1) * Q, device=queries.device)
+    own = rank * Q + torch.arange(Q, device=queries.device)
     if mask is not None:
         mask = _mask_of_keys(mask, positives, Q, K, group)
     if positives is None:
