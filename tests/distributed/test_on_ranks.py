@@ -27,6 +27,8 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("megatron", 2, "megatron.core"),
     ("sets", 3, "triton"),
     ("term", 3, "torch"),
+    ("contrastive", 3, "torch"),
+    ("contrastive", 2, "torch"),
 ]
 ONLY = {  # the same cases on other numbers of ranks, where these run other options
     ("fsdp", 3): ("functional_head",),
