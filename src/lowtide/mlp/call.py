@@ -176,12 +176,6 @@ class Wanted(NamedTuple):
     down_a: bool = False
     down_b: bool = False
 
-    def of_both(self, joined: str) -> "Wanted":
-        """Return the flags of gate and up apart, those of one projection for both."""
-        if not joined:
-            return self
-        return self._replace(up_weight=self.gate_weight, up_bias=self.gate_bias, up_a=self.gate_a, up_b=self.gate_b)
-
     @property
     def gate(self) -> bool:
         """Return whether the gradient of ``gate = x Wg^T + bg`` is needed for another."""
@@ -208,6 +202,14 @@ class Wanted(NamedTuple):
         return self.gate_weight or self.up_weight or self.gate_a or self.gate_b or self.up_a or self.up_b
 
 
+def of_both(wanted: Wanted, joined: str) -> Wanted:
+    """Return the flags of gate and up apart, those of one projection for both."""
+    if not joined:
+        return wanted
+    weight, bias, a, b = wanted.gate_weight, wanted.gate_bias, wanted.gate_a, wanted.gate_b
+    return wanted._replace(up_weight=weight, up_bias=bias, up_a=a, up_b=b)
+
+
 # The FLOP of the GEMMs, by formula: two per token and element of each weight that is read.
 
 
@@ -227,7 +229,7 @@ def backward_flop(call: SwigluCall, wanted: Wanted, *, saved: bool) -> int:
     """Return the FLOP of the gradients that are ``wanted``."""
     if not wanted.projections:
         return 0
-    wanted = wanted.of_both(call.joined)
+    wanted = of_both(wanted, call.joined)
     gate, up, down = call.projections
     flop = 0 if saved else projections_flop(call)
     if wanted.gate or wanted.up:

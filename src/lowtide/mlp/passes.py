@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowtide.mlp.call import SwigluCall, Wanted
+from lowtide.mlp.call import SwigluCall, Wanted, of_both
 from lowtide.mlp.elementwise import gated, gated_backward
 from lowtide.mlp.low_rank import LowRank
 from lowtide.mlp.products import RowSum, Sum, multiply
@@ -70,7 +70,7 @@ def backward_tiles(
         for i, (t, flag) in enumerate(zip(call.trained[1:], wanted[1:], strict=True))
     ]
     _give_sums(call, projections, sums)
-    wanted = wanted.of_both(call.joined)
+    wanted = of_both(wanted, call.joined)
     has_saved = saved[0].dim() == 2
     x_ND, dy_ND = _rows(call.input), _rows(upstream)
     dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted.input else None
