@@ -184,8 +184,9 @@ def test_compiled_layers(backend, patched, batch, ran):
     torch._dynamo.reset()
     for layer in model.model.layers:
         layer.compile(backend=backend, fullgraph=True)
-    assert_same_training(model, stock, batch)
-    assert_same_training(model, stock, batch)
+    for _ in range(2):
+        assert_same_training(model, stock, batch)
+    assert ran["adapted_mlp"] > 0
 
 
 def test_autocast(patched, batch, ran):
@@ -289,7 +290,7 @@ def test_adapters_with_dropout_drop_the_same_in_a_checkpoint(reentrant, pair, ra
     model, stock = (wrapped(m, lora(TARGETS["both"], lora_dropout=0.5)) for m in pair("phi3"))
     lowtide.patch(model)
     mlp, theirs = (m.get_base_model().model.layers[0].mlp for m in (model, stock))
-    x, upstream = torch.randn(400, 16, requires_grad=True), torch.randn(400, 16)
+    x = torch.randn(400, 16, requires_grad=True)
     outputs, drawn = (torch.stack([m(x) for _ in range(6)]).detach() for m in (mlp, theirs))
     assert ran["adapted_mlp"] == 6
     assert outputs.var(0).mean().item() == pytest.approx(drawn.var(0).mean().item(), rel=0.1), "as noisy as stock's"
@@ -297,7 +298,7 @@ def test_adapters_with_dropout_drop_the_same_in_a_checkpoint(reentrant, pair, ra
     for run in (mlp, functools.partial(checkpoint, mlp, use_reentrant=reentrant)):
         mlp.zero_grad()
         torch.manual_seed(4)
-        run(x).backward(upstream)
+        run(x).square().sum().backward()
         grads.append([p.grad for p in mlp.parameters() if p.requires_grad])
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
