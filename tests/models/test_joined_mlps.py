@@ -111,6 +111,14 @@ def test_a_forward_of_two_inputs(build):
     assert "takes more than one input" in lowtide.patch(Holder(mlp)).parts["mlp"].outcome
 
 
+def test_a_child_that_is_none_is_no_projection(pair, batch, ran):
+    model, stock = pair("llama")
+    model.model.layers[0].mlp.register_module("gate_up_proj", None)
+    lowtide.patch(model)
+    assert_same_training(model, stock, batch)
+    assert ran["swiglu_mlp"] == 2
+
+
 CHANGES = {
     "hook": lambda mlp: mlp.gate_up_proj.register_forward_hook(lambda module, args, output: output * 0.5),
     "hook on the activation": lambda mlp: mlp.activation_fn.register_forward_hook(lambda module, args, out: out + 0.5),

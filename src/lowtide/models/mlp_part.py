@@ -83,7 +83,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str, tuple[type,
 
 def _names(mlp: nn.Module) -> tuple[str, ...]:
     """Return the names of the projections: of gate, up and down, or of gate and up together and down."""
-    return _JOINED if _JOINED[0] in mlp._modules else _PROJECTIONS
+    return _PROJECTIONS if mlp._modules.get(_JOINED[0]) is None else _JOINED
 
 
 def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
