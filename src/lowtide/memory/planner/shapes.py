@@ -20,8 +20,8 @@ _UNPLANNED = (
 _MEASURE = "Measure its step instead, with `lowtide profile`."
 # Activations, as configs name them, that `lowtide.swiglu_mlp` has.
 _FUSED = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
-_PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 _JOINED = {"gate_up_proj", "down_proj"}
+_PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTIONS = ("full_attention", "sliding_attention")
 
 
