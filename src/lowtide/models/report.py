@@ -111,6 +111,7 @@ _counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
 # Reasons for building logits, and what stands for none.
 FUSED = ""
 NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
+ONE_TOKEN = "one token of each sequence, as in generation"
 WITHOUT_LABELS = "the model was called in training without labels, shift_labels and num_items_in_batch"
 
 
