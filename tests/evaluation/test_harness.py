@@ -15,6 +15,7 @@ from lowtide.measure.allocations import track_allocations
 pytest.importorskip("lm_eval")
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from lowtide.train.model import pretrained_model
 from lowtide.train.tokenizer import load_tokenizer
@@ -28,9 +29,10 @@ def model(model_folder):
 
 
 def evaluated(model: Any, folder: Any, names: list[str], **settings: Any) -> dict[str, Any]:
-    """What the harness makes of each request: log-probabilities and whether they are greedy, or texts; and the metrics."""
+    """What the harness makes of each request (log-probabilities, whether they are greedy, texts), and the metrics."""
     lm = HFLM(pretrained=model, tokenizer=load_tokenizer(folder), batch_size=4, max_length=128, **settings)
-    found = simple_evaluate(lm, tasks=names, bootstrap_iters=0)
+    manager = TaskManager(include_defaults=False)  # to read the thousands that there are takes seconds
+    found = simple_evaluate(lm, tasks=names, bootstrap_iters=0, task_manager=manager)
     assert found is not None
     answers = {name: [one["resps"] for one in samples] for name, samples in found["samples"].items()}
     return {"answers": answers, "results": found["results"]}
@@ -51,7 +53,9 @@ def test_scores_are_those_of_stock_and_no_logits_are_built(task, logits_cache, m
     expected, true = (evaluated(m, model_folder, names, **settings) for m in (stock, exact))
     ours, stocks, exacts = (flat(one["answers"][task]) for one in (got, expected, true))
     assert [x for x in ours if isinstance(x, bool)] == [x for x in stocks if isinstance(x, bool)]
-    numbers = [torch.tensor([x for x in one if type(x) is float], dtype=torch.float64) for one in (ours, stocks, exacts)]
+    numbers = [
+        torch.tensor([x for x in one if type(x) is float], dtype=torch.float64) for one in (ours, stocks, exacts)
+    ]
     assert len(numbers[0]) > 8
     error, stocks_error = (numbers[0] - numbers[2]).abs().max(), (numbers[1] - numbers[2]).abs().max()
     assert error <= 2 * stocks_error + 1e-7 * numbers[2].abs().max()

@@ -20,7 +20,8 @@ import lowtide
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "lazy", "arguments", "swap", "code", "samples", "measure", "replay", "graph", "kernel_launch", "head",
-    "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "train", "bench", "profile", "cli",
+    "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "train", "bench", "profile",
+    "evaluation", "cli",
     "__main__",
 ]  # fmt: skip
 
