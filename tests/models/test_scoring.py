@@ -16,6 +16,7 @@ from lowtide.measure.allocations import track_allocations
 from lowtide.models import lazy_results, row_scores
 from lowtide.models.instance import part_of
 from lowtide.models.lazy_logits import LazyLogits
+from lowtide.models.steps import ReturnedLogprobs, Step
 from models.conftest import DYNAMO, assert_same_training, expect_calls, types_of
 
 V = 97
@@ -132,6 +133,9 @@ READ = {
     "repeated rows": lambda z, ids: z.log_softmax(-1)[:1].expand(3, T, V).gather(
         -1, torch.arange(3 * T).view(3, T, 1)
     ),
+    "copies of all rows": lambda z, ids: z.log_softmax(-1).unsqueeze(1).expand(2, 3, -1, -1).gather(
+        -1, torch.arange(6 * T).remainder(V).view(2, 3, T, 1)
+    ),
     "negative, of a row": lambda z, ids: (-z.log_softmax(-1))[0].gather(-1, ids[0, :, None]),
     "scaled, of a row": lambda z, ids: (z / 0.7).log_softmax(-1)[0, 3:6].gather(-1, ids[0, 3:6, None]),
     "two scales of a row": lambda z, ids: (
@@ -209,6 +213,16 @@ def test_log_probabilities_read_and_then_built_compare_as_in_stock(dtype, compar
     with lowtide.scoring(model.eval()), torch.no_grad():
         got = COMPARED[compare](model(input_ids=ids).logits.log_softmax(-1), ids)
         assert torch.equal(got, COMPARED[compare](stock.eval()(input_ids=ids).logits.log_softmax(-1), ids))
+
+
+def test_log_probabilities_of_copies_are_not_put_into_one_row():
+    """Which of them it would be is not determined on a GPU."""
+    returned = ReturnedLogprobs(torch.Size([2]))
+    steps = (Step(torch.log_softmax, (-1,)),)
+    copies = Step(torch.Tensor.expand, (2, -1), lambda x: x[:1].expand(2, -1), repeats=True)
+    returned.add((*steps, copies), torch.tensor([[3], [4]]), torch.tensor([[-5.0], [-6.0]]), sign=1)
+    logits = torch.randn(2, V)
+    assert torch.equal(returned.replay(logits, steps), logits.log_softmax(-1))
 
 
 def large(build, dtype=torch.float32):
