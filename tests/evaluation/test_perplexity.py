@@ -191,7 +191,9 @@ def test_a_file_is_replaced_when_it_is_whole(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old.json", "rows.jsonl"]
     assert "json: expected a file that can be written" in capsys.readouterr().err
     assert main(arguments) == 0
-    assert json.loads(file.read_text())["machine"]["torch"] == torch.__version__
+    found = json.loads(file.read_text())
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["command"] == f"lowtide eval --model {model_folder} --data {data}"
 
 
 ERRORS = {

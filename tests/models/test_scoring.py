@@ -218,7 +218,7 @@ def test_log_probabilities_read_and_then_built_compare_as_in_stock(dtype, compar
 def test_log_probabilities_of_copies_are_not_put_into_one_row():
     """Which of them it would be is not determined on a GPU."""
     returned = ReturnedLogprobs(torch.Size([2]))
-    steps = (Step(torch.log_softmax, (-1,)),)
+    steps = (Step(torch._C.TensorBase.log_softmax, (-1,)),)
     copies = Step(torch.Tensor.expand, (2, -1), lambda x: x[:1].expand(2, -1), repeats=True)
     returned.add((*steps, copies), torch.tensor([[3], [4]]), torch.tensor([[-5.0], [-6.0]]), sign=1)
     logits = torch.randn(2, V)

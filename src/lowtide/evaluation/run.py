@@ -105,7 +105,8 @@ def run(config: EvalConfig, say: Say) -> None:
         result["why_built"] = report.why_materialised
         say(_calls(report))
     if config.json is not None:
-        _write(Path(config.json), {"config": config.recorded(), **result, "machine": describe_machine()})
+        about = {"command": config.command(), "config": config.recorded()}
+        _write(Path(config.json), {**about, **result, "machine": describe_machine(("lm-eval", "datasets"))})
         say(f"written: {config.json}\n")
 
 
