@@ -14,6 +14,7 @@ from lowtide.lazy import on_first_use
 if TYPE_CHECKING:
     from lowtide import distributed, layers, losses, memory, nn
     from lowtide.head.apply import linear_apply
+    from lowtide.head.contrastive import linear_contrastive
     from lowtide.head.cross_entropy import linear_cross_entropy
     from lowtide.head.divergence import TeacherTopK, linear_divergence
     from lowtide.head.options import HeadOptions
@@ -41,6 +42,7 @@ __all__ = [
     "errors",
     "layers",
     "linear_apply",
+    "linear_contrastive",
     "linear_cross_entropy",
     "linear_divergence",
     "linear_logprobs",
@@ -63,6 +65,7 @@ __getattr__, __dir__ = on_first_use(
     {
         "lowtide.distributed": (),
         "lowtide.head.apply": ("linear_apply",),
+        "lowtide.head.contrastive": ("linear_contrastive",),
         "lowtide.head.cross_entropy": ("linear_cross_entropy",),
         "lowtide.head.divergence": ("TeacherTopK", "linear_divergence"),
         "lowtide.head.options": ("HeadOptions",),

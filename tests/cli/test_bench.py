@@ -20,17 +20,30 @@ from lowtide.bench import harness
 from lowtide.bench.config import HEAD_PEERS, SweepBenchConfig
 from lowtide.bench.harness import Run
 from lowtide.bench.settings import RunSettings
-from lowtide.bench.shapes import APPLY_SHAPES, MLPS, PAIR_SHAPES, SHAPES
+from lowtide.bench.shapes import APPLY_SHAPES, BATCH_SHAPES, MLPS, PAIR_SHAPES, SHAPES
 from lowtide.cli import _parser, bench, main
 from lowtide.cli.parser import given
 from lowtide.errors import ArgumentValueError
 
 CONFIGS = {config.benchmark: config for config in bench.BENCHMARKS}
-KINDS = ("head", "sweep", "stats", "divergence", "apply", "layers", "step", "longest", "mlp", "models", "tune")
+KINDS = (
+    "head",
+    "sweep",
+    "stats",
+    "divergence",
+    "contrastive",
+    "apply",
+    "layers",
+    "step",
+    "longest",
+    "mlp",
+    "models",
+    "tune",
+)
 WRITING = [kind for kind in KINDS if kind != "tune"]
 SHAPED = {
-    "head": SHAPES, "sweep": SHAPES, "stats": SHAPES, "divergence": PAIR_SHAPES, "apply": APPLY_SHAPES,
-    "mlp": (*MLPS.named, *MLPS.groups),
+    "head": SHAPES, "sweep": SHAPES, "stats": SHAPES, "divergence": PAIR_SHAPES, "contrastive": BATCH_SHAPES,
+    "apply": APPLY_SHAPES, "mlp": (*MLPS.named, *MLPS.groups),
 }  # fmt: skip
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
@@ -40,6 +53,7 @@ SMALL = {
     "sweep": "--shape 9,4,30 --tokens 9 --hidden none --vocab none --only lowtide naive --no-error",
     "stats": "--shape 32,8,64 --work logprob --only lowtide naive --no-error",
     "divergence": "--shape 32,8,64,12 --work jsd --only lowtide naive --no-error",
+    "contrastive": "--shape 32,8,64 --work masked --only lowtide naive --no-error",
     "apply": "--shape 32,8,64 --only focal",
     "layers": "--op norm --only lowtide eager --tokens 64 --hidden 32",
     "step": "--tokens 16 --model lowtide-small --peer stock --policy all",
@@ -49,7 +63,7 @@ SMALL = {
 }
 MEASURED = {"ms", "peak_mib"}
 IN_ROWS = {
-    **dict.fromkeys(("head", "stats", "divergence"), MEASURED | {"name", "limit_ms", "share", "spread"}),
+    **dict.fromkeys(("head", "stats", "divergence", "contrastive"), MEASURED | {"name", "limit_ms", "share", "spread"}),
     "sweep": MEASURED | {"name", "limit_ms", "tflops"},
     "apply": MEASURED | {"function", "name", "of_naive", "value", "value_error", "dx_error", "dw_error", "db_error"},
     "layers": {"op", "peer", "forward_ms", "ms", "forward_gb_per_s", "gb_per_s", "kept_mib", "error"},
@@ -64,7 +78,8 @@ def rows_of(kind: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a result, wherever its benchmark has them."""
     if kind == "sweep":
         return [row for point in told["points"] for row in point["rows"]]
-    tables = {"head": "table", "apply": "rows", "mlp": "rows", "stats": "tables", "divergence": "tables"}
+    tables = {"head": "table", "apply": "rows", "mlp": "rows"}
+    tables |= dict.fromkeys(("stats", "divergence", "contrastive"), "tables")
     if kind not in tables:
         return told["rows"]
     found = [row for shape in told["shapes"] for row in shape[tables[kind]]]
@@ -186,6 +201,7 @@ BAD = {
     },
     "stats": {**COMMON, **TOKENS},
     "divergence": {**COMMON, **TOKENS},
+    "contrastive": {**COMMON, **TOKENS},
     "layers": {
         **COMMON,
         "--op mlp": "op: expected names out of norm",
@@ -401,6 +417,7 @@ def test_what_is_known_is_written_at_once(kind: str, tmp_path: Path, monkeypatch
         ("head", (), ["llama-1b"]), ("head", ("all",), [*SHAPES]), ("head", ("llama-1b", "llama-1b"), ["llama-1b"]),
         ("stats", (), ["qwen-4k"]), ("stats", ("all",), [*SHAPES]),
         ("divergence", (), ["llama-8b-to-1b"]), ("divergence", ("all",), ["llama-8b-to-1b", "llama-8b-to-8b"]),
+        ("contrastive", (), ["batch-64k"]), ("contrastive", ("all",), ["batch-64k", "batch-16k"]),
         ("apply", (), ["4x4096"]), ("apply", ("all",), ["4x4096", "64x512"]),
         ("mlp", (), ["llama-8b-32k"]), ("mlp", ("published",), [f"published-{i}" for i in range(1, 6)]),
         ("mlp", ("models", "llama-8b-8k"), ["llama-8b-8k", "llama-8b-32k", "llama-70b-8k", "llama-70b-32k"]),

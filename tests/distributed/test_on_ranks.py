@@ -24,8 +24,11 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("mesh", 4, "transformers"),
     ("data", 3, "transformers"),
     ("bench", 2, "torch"),
+    ("megatron", 2, "megatron.core"),
     ("sets", 3, "triton"),
     ("term", 3, "torch"),
+    ("contrastive", 3, "torch"),
+    ("contrastive", 2, "torch"),
 ]
 ONLY = {  # the same cases on other numbers of ranks, where these run other options
     ("fsdp", 3): ("functional_head",),
@@ -37,7 +40,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on C
 
 @pytest.mark.parametrize(("cases", "ranks", "needed"), RUNS, ids=lambda value: str(value))
 def test_on_ranks(cases: str, ranks: int, needed: str) -> None:
-    if find_spec(needed) is None:
+    if find_spec(needed.partition(".")[0]) is None or find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
     if needed == "triton" and torch.cuda.is_available():
         pytest.skip("on GPUs tests/gpu runs this path")

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -434,6 +435,81 @@ def adapters() -> None:
         assert gathered(engine) == set(), saved
         layer = engine.module.base_model.model.model.layers[0].mlp
         assert len(layer._external_params) == 9, "the MLP was not fused"
+
+
+class Distilled(nn.Module):
+    """A student's divergence from a frozen teacher, by TRL's function in the student's forward."""
+
+    def __init__(self, student: Any, teacher: Any) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+        heads: list[Any] = []
+        for model in (self.student, self.teacher):
+            head = model.get_output_embeddings()
+            heads += [model.base_model(input_ids).last_hidden_state.flatten(0, 1), head.weight, head.bias]
+        found, entropy = function.apply(*heads, 0.3, 0.7)
+        assert not entropy.requires_grad
+        return SimpleNamespace(loss=found[labels.flatten() != -100].mean())
+
+
+class Scored(nn.Module):
+    """The mean log-probability and entropy that TRL's fused head returns, within the model's forward."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        found = self.model(input_ids=input_ids, labels=labels, fused_lm_head=True)
+        return SimpleNamespace(loss=found.loss - 0.1 * found.entropy.mean())
+
+
+def scored(*, tied: bool = False) -> nn.Module:
+    model = model_of("llama" if tied else "phi", tie_word_embeddings=tied)
+    importlib.import_module("trl.trainer.utils").add_fused_lm_head(model, 0.8, outputs=("log_probs", "entropy"))
+    return Scored(model)
+
+
+def distilled() -> nn.Module:
+    return Distilled(model_of("phi"), model_of("phi", hidden_size=8, head_dim=2))
+
+
+def trls_functions() -> None:
+    """TRL's two functions by lowtide's heads are TRL's on whole weights, and no more is gathered than for TRL's own."""
+    pytest.importorskip("trl")
+    rank, ways = dist.get_rank(), {"head": scored, "tied head": functools.partial(scored, tied=True)}
+    for what, build in {
+        **ways,
+        "divergence": distilled,
+    }.items():  # TRL's own of the last fails: its graph has no weight
+        stock, engine, theirs = Plain(build()), zero(build()), zero(build()) if what in ways else None
+        expected = [step(stock, batch_of(rank + 7 * i)) for i in range(3)]
+        assert expected[0] != expected[2], "nothing was trained"
+        seen: dict[Any, list[set[str]]] = {}
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+            file.flush()
+            active = HfDeepSpeedConfig(file.name)  # while it lives, TRL gathers the heads
+            for one in filter(None, (theirs, engine)):
+                report = lowtide.patch_trl() if one is engine else None
+                last = next(m for name, m in one.module.named_modules() if name.endswith("layers.1"))
+                last.register_full_backward_pre_hook(
+                    lambda *_, e=one, seen=seen: seen.setdefault(e, []).append(gathered(e))
+                )
+                alike(what, [step(one, batch_of(rank + 7 * i)) for i in range(3)], expected)
+            del active
+        lowtide.unpatch_trl()
+        assert report is not None
+        assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 3), report
+        want = weights(stock)
+        for name, weight in weights(engine).items():
+            alike(f"{what} {name}", weight, want[name], 1e-4, 1e-5)
+        most = seen[theirs] if theirs else [set()] * 3
+        assert all(mine <= other for mine, other in zip(seen[engine], most, strict=True)), f"{what} {seen}"
+        assert gathered(engine) == set(), what
 
 
 def memory() -> None:

@@ -25,6 +25,7 @@ FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "data": ((2, 4), ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"]),
     "mesh": ((4,), ["fsdp_and_vocabulary", "patched", "hybrid_sharding"]),
     "tensor_parallel_models": ((2, 4), [case for case in PARALLEL if case not in ON_A_CPU]),
+    "contrastive": ((2, 4), ["every_option", "gradients_of_keys_alone", "what_is_exchanged"]),
     "zero": ((2,), ZERO),
 }
 ON_RANKS = [("rank", n) for n in (1, 2, 4)] + [(file, n) for file, (ranks, _) in FOR_ALL.items() for n in ranks]

@@ -62,6 +62,7 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
 
     def loss_plan(head: Any, args: Any, n: int, wanted: Any, known: bool = False) -> HeadPlan:
         exp = head.dtype == torch.float32 and not (head.softcap is not None and args.label_smoothing)
+        exp &= args.mask is None
         plan = of_loss(head, args, n, wanted, known)
         if not (exp or head.ranks.alone):
             return plan
@@ -81,7 +82,8 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks", *, skips:
 
     def stats_plan(head: Any, *args: Any) -> HeadPlan:
         plan = of_stats(head, *args)
-        return plan if head.dtype != torch.float32 else small(plan, "exp", head.dtype, "blocks")
+        exp = head.dtype == torch.float32 and args[0].mask is None
+        return small(plan, "exp", head.dtype, "blocks") if exp else plan
 
     def poisoned(*args: Any, **kwargs: Any) -> Gradients:
         into = gradient_buffers(*args, **kwargs)

@@ -20,9 +20,8 @@ import lowtide
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "lazy", "arguments", "swap", "code", "samples", "measure", "replay", "graph", "kernel_launch", "head",
-    "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "train", "bench", "profile",
-    "evaluation", "cli",
-    "__main__",
+    "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "stacks", "train", "bench", "profile",
+    "evaluation", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The code blocks of the pages, and the names that a page may use without having made them.
 
 A block is run as it stands there, after those above it on its page. One that cannot run in a test has a comment above
-it, which readers do not see: `<!-- needs: cuda -->` (or `two processes`, `network`); its imports are checked.
+it, which readers do not see: `<!-- needs: cuda -->` (or `two processes`, `network`, `Megatron-Core`); its imports are
+checked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import lowtide
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-NEEDS = ("cuda", "two processes", "network")
+NEEDS = ("cuda", "two processes", "network", "Megatron-Core")
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"<!-- needs: (?P<what>[^>]*?) -->\s*\Z")

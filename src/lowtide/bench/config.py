@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowtide.bench.settings import PeerSettings, RunSettings, Settings, ShapeSettings, numbers, setting
-from lowtide.bench.shapes import APPLY, CHUNK, MLPS, PAIRS, TOKENS, Shape
+from lowtide.bench.shapes import APPLY, BATCHES, CHUNK, MLPS, PAIRS, TOKENS, Shape
 from lowtide.bench.shapes import HEADS as SHAPES
 from lowtide.bench.way import HEADS
 
@@ -209,6 +209,28 @@ class DivergenceBenchConfig(TokenBenchConfig):
         "--shape all": "a Llama of 8B teaches one of 1B, and one of its own size",
         "--shape 8192,1024,151936,2560 --work jsd": "your own shape: tokens, student's D, vocabulary, teacher's D",
         "--shape 64,32,1000,48 --device cpu --skip compile liger-chunked": "a quick run without a GPU",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveBenchConfig(TokenBenchConfig):
+    """Time, peak memory and errors of the contrastive loss of Q queries among K keys, forward and backward, from
+    normalised embeddings: in-batch, and with a mask of 1% of the keys; of lowtide and every peer that can be imported,
+    interleaved in one process with the limit, the three bare GEMMs. cached-mnrl is the loss step of
+    sentence-transformers' CachedMultipleNegativesRankingLoss in its mini-batches of 32 queries. Peaks, errors and rows
+    are those of lowtide bench stats.
+    """
+
+    benchmark, summary = "contrastive", "InfoNCE without the similarities"
+    choice = BATCHES
+    known: ClassVar = {
+        "peers": ("lowtide", "naive", "compile", "checkpoint", "cached-mnrl", "cached-mnrl-1024"),
+        "works": ("in-batch", "masked"),
+    }
+    examples: ClassVar = {
+        "": "65536 queries and keys with every peer",
+        "--shape 32768,768,65536 --only lowtide cached-mnrl --no-error": "a hard negative for each query, two peers",
+        "--shape 256,64,512 --device cpu --skip compile": "a quick run without a GPU",
     }
 
 

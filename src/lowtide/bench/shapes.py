@@ -88,6 +88,10 @@ PAIR_SHAPES = _by_name(
     PairShape("llama-8b-to-1b", 8192, 2048, 128256, 4096),
     PairShape("llama-8b-to-8b", 4096, 4096, 128256, 4096),
 )
+BATCH_SHAPES = _by_name(
+    Shape("batch-64k", 65536, 1024, 65536),  # queries, size of the embeddings, keys
+    Shape("batch-16k", 16384, 768, 16384),
+)
 PUBLISHED = (
     MlpShape("published-1", 16, 128, 512, 2048, 2),
     MlpShape("published-2", 32, 128, 512, 2048, 2),
@@ -137,6 +141,7 @@ CHUNK = Choice(Shape, "C,D,V", "", {})  # rows of one, hidden size, vocabulary
 TOKENS = dataclasses.replace(HEADS, usual="qwen-4k")
 APPLY = Choice(Shape, "N,D,V", "4x4096", APPLY_SHAPES)
 PAIRS = Choice(PairShape, "N,D,V,D of the teacher", "llama-8b-to-1b", PAIR_SHAPES)
+BATCHES = Choice(Shape, "Q,D,K", "batch-64k", BATCH_SHAPES)
 MLPS = Choice(
     MlpShape,
     "batch,seq,hidden,intermediate,layers",

@@ -4,9 +4,10 @@ Outside of these calls such a Parameter has no elements, and DeepSpeed has its a
 DeepSpeed: where there is such a Parameter, it is imported.
 """
 
+import importlib
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ def shape_of(parameter: Tensor) -> torch.Size:
     """Return the full shape of a Parameter, also of one that is not gathered."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
+
+
+def mark_gathered(args: Iterable[Any]) -> None:
+    """Give tensors that ZeRO-3 does not shard the state of those that it has gathered, for code that asks for it."""
+    states = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
+    for tensor in args:
+        if isinstance(tensor, Tensor):
+            tensor.ds_status = states.AVAILABLE  # type: ignore[attr-defined]
 
 
 def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
@@ -91,3 +100,80 @@ def keep_for_backward(parameters: Iterable[Any]) -> None:
     """
     kept = Kept(parameters)
     torch.autograd.Variable._execution_engine.queue_callback(kept.let_go)
+
+
+class _Whole:
+    """Parameters that are gathered while this is entered: by it, or by others before."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self._parameters = list({id(p): p for p in parameters if is_partitioned(p)}.values())
+        self._kept: tuple[Kept, ...] = ()  # of others' too, and of its own
+
+    def __enter__(self) -> Self:
+        if not self._kept:
+            missing = [p for p in self._parameters if p.ds_status.name != "AVAILABLE"]
+            if missing:
+                missing[0].all_gather(missing)
+            self._kept = Kept(self._parameters), Kept(missing)
+        return self
+
+    def close(self) -> None:
+        """Partition what it gathered, and nothing else needs."""
+        if self._kept:
+            (all_of_them, own), self._kept = self._kept, ()
+            all_of_them.release()
+            own.let_go()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Gathers(torch.autograd.Function):
+    """Returns results as they are, and gathers Parameters in backward, before that of what returned them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: _Whole, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.whole = whole
+        ctx.set_materialize_grads(False)
+        found = tuple(None if x is None else x.view_as(x) for x in results)
+        pairs = zip(results, found, strict=True)
+        ctx.mark_non_differentiable(*(new for x, new in pairs if x is not None and not x.requires_grad))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        if any(g is not None for g in upstream):
+            whole = ctx.whole.__enter__()
+            torch.autograd.Variable._execution_engine.queue_callback(whole.close)  # where `_Partitions` has no backward
+        return None, *upstream
+
+
+class _Partitions(torch.autograd.Function):
+    """Returns hidden states as they are, and partitions Parameters once their gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: _Whole, hidden: Tensor) -> Tensor:
+        ctx.whole = whole
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        ctx.whole.close()
+        return None, upstream
+
+
+def called_whole(function: Callable[..., tuple[Tensor | None, ...]], args: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Return ``function(*args)`` with the Parameters among ``args`` gathered in it, and again in its backward.
+
+    For a call outside of the module that they belong to, which needs them in backward. The first of ``args`` are the
+    hidden states. Where no Parameter is sharded, the function is called, and nothing else happens.
+    """
+    whole = _Whole(args)
+    if not any(map(is_partitioned, args)):
+        return function(*args)
+    hidden, *others = args
+    if torch.is_grad_enabled() and hidden.requires_grad:
+        hidden = _Partitions.apply(whole, hidden)  # type: ignore[no-untyped-call]
+    with whole:
+        results = function(hidden, *others)
+    return _Gathers.apply(whole, *results)  # type: ignore[no-any-return, no-untyped-call]

@@ -268,8 +268,10 @@ class CrossEntropyArgs(NamedTuple):
     num_items: Tensor | None = None  # scalar
     reduction: str = "mean"
     ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    # not 0.0, of which torch.compile(dynamic=True) makes a variable, and fails where two calls have it
+    label_smoothing: float = 0
+    z_loss: float = 0
+    mask: Tensor | None = None  # [N, V] bool: classes that a token's distribution lacks, where they are no target
 
 
 class TokenStatsArgs(NamedTuple):
@@ -280,6 +282,7 @@ class TokenStatsArgs(NamedTuple):
     topk: int
     ignore_index: int
     dead: Tensor | None = None  # [V] bool: classes of which there are none
+    mask: Tensor | None = None  # [N, V] bool: classes that a token's distribution lacks, where they are no target
 
     @property
     def wanted(self) -> frozenset[str]:

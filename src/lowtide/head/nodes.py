@@ -164,15 +164,14 @@ def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor
 def _nodes(function: Function) -> tuple[Any, Any]:
     """Return the two nodes of a function: one stores the gradients in forward, one recomputes the logits in backward.
 
-    Both get the fields of both records, then the ranks; the first also what forward found, None where it is to run.
+    Both get the fields of both records, then the ranks; the first also what the pass found, None before it.
     """
     tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(function.args)))
     returned, known = len(function.returned), tuple(map(function.names.index, function.known))
 
     def store(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *fields, ranks, found = args
-        if found is None:
-            found = function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
+        *fields, ranks, given = args
+        found: tuple[Tensor, ...] = given or function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
         keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
         return found[:returned]
 

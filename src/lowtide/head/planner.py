@@ -43,7 +43,7 @@ PAIR_CHUNKS = 4  # the weight's gradient is added to so often
 PAIR_ROWS = 1024  # of a chunk, at least
 PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: reading both weights takes longer
 # Exponentials.
-EXP_NEAR = 1.015  # times the least time, by `cost`: what the default takes, however much memory it needs
+EXP_NEAR = 1.01  # times the least time, by `cost`: what the default takes, however much memory it needs
 EXP_PERCENT = 128 * MIB  # within that, what it pays for one percent of the time
 MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
 EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.arguments import is_autocast_on
+from lowtide.distributed.zero import shape_of
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import linear_token_stats
@@ -120,7 +121,7 @@ class DivergenceCall(NamedTuple):
             return why
         if self.student_logit_scale != self.teacher_logit_scale:
             return "student and teacher scale their logits differently, which linear_divergence does not"
-        if self.student_weight.shape[0] != self.teacher_weight.shape[0]:
+        if shape_of(self.student_weight)[0] != shape_of(self.teacher_weight)[0]:
             return "student and teacher have different vocabularies, which TRL cuts to the student's"
         return _why_not_together(student, teacher)
 
@@ -198,8 +199,6 @@ def _why_not_tensors(side: str, head: Head) -> str | None:
             continue
         if type(tensor) not in (Tensor, nn.Parameter):
             return f"{side}{name} is a {type(tensor).__name__}"
-        if hasattr(tensor, "ds_status"):  # gathered for the call alone, and gone before backward
-            return f"{side}{name} is partitioned by DeepSpeed ZeRO-3"
     hidden, dtypes = head[0], _dtypes(head)
     if is_autocast_on(hidden.device.type):
         return f"{side}hidden, weight or bias is float64 under autocast" if torch.float64 in dtypes else None

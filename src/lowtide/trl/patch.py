@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.distributed.zero import called_whole, mark_gathered
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.trl.calls import DivergenceCall, LogProbCall
@@ -89,7 +90,9 @@ class StandIn:
         why_not = call.why_not()
         if not torch.compiler.is_compiling():  # a count in the graph would recompile it each time
             self.report.count(self.stock.__name__, why_not)
-        return self.stock.apply(*args) if why_not is not None else call.run(self.options)
+        if why_not is not None:
+            return self.stock.apply(*args)
+        return called_whole(lambda *given: self.call(*given).run(self.options), call)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying and pickling read some before there is a stock
@@ -194,6 +197,8 @@ def _stock_function(module: str, name: str, call: Any, version: str) -> Any:
     if got != expected:
         raise UnsupportedError(message(where, f"arguments {expected}", f"{got} in TRL {version}", hint))
     small = call.probe()
+    if importlib.import_module("transformers.integrations.deepspeed").is_deepspeed_zero3_enabled():
+        mark_gathered(small)  # TRL asks each weight
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         theirs, ours = stock.apply(*small), small.run(None)
     if len(theirs) != len(ours) or not all(map(_agree, theirs, ours)):

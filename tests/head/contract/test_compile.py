@@ -23,6 +23,7 @@ from head.contract.cases import (
     total,
     trained,
 )  # fmt: skip
+from lowtide import linear_logprobs
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
 pytestmark = [
@@ -59,6 +60,16 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], kwargs: Arguments, **n
     leaves = [kwargs[n] for n in trained(kwargs)]
     for g, e in zip(torch.autograd.grad(total(got), leaves), torch.autograd.grad(total(want), leaves), strict=True):
         torch.testing.assert_close(g, e, **near)
+
+
+def test_log_probabilities_twice_in_one_graph_for_any_shape() -> None:
+    """As of a policy and of its reference."""
+    step = torch.compile(
+        lambda x, w, y: linear_logprobs(x, w, y) - linear_logprobs(x.detach(), w.detach(), y),
+        fullgraph=True, backend="aot_eager", dynamic=True,
+    )  # fmt: skip
+    x, w, y = torch.randn(5, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True), torch.randint(33, (5,))
+    torch.testing.assert_close(step(x, w, y), torch.zeros(5))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class VocabShard:
     largest: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group", _group_of(self.group))
+        object.__setattr__(self, "group", group_of(self.group))
         if min(self.first, self.rows) < 0 or self.first + self.rows > self.vocab:
             got = f"first={self.first}, rows={self.rows}, vocab={self.vocab}"
             raise ArgumentValueError(message("VocabShard", "first and rows of 0 or more that end within vocab", got))
@@ -100,7 +100,7 @@ class VocabShard:
             group: A process group. None: all ranks.
         """
         rows = check_tensor("linear_weight", linear_weight).shape[0]
-        group = _group_of(group)
+        group = group_of(group)
         sizes = [size for (size,) in _exchanged([rows], group, linear_weight.device)]
         first = sum(sizes[: group.rank()])
         return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
@@ -111,7 +111,8 @@ class VocabShard:
         return -(-self.vocab // self.group.size()) if self.largest is None else self.largest
 
 
-def _group_of(group: Any) -> Any:
+def group_of(group: Any) -> Any:
+    """Return a process group that this rank is in, all ranks for None; raise for what is none."""
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         hint = "Call torch.distributed.init_process_group first, and this on the group's ranks alone."

@@ -135,12 +135,12 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
         return {}
     factor_n, into = (loss.unit, Gradients()) if factors is None else factors()
     if plan.backend == "row":
-        terms: Terms = RowLoss(head, loss)
+        terms = loss.over_its_classes(RowLoss(head, loss))
         if head.dtype == torch.float16 and into.weight_VD is not None:
             terms.lift = weight_lift(factor_n, head.scale, loss.class_weight)
         return run(head, rows, plan, terms, into, upstream=None if factors is None else lambda _, part: factor_n[part])
     want = frozenset({"mean"} if loss.label_smoothing else ())
-    terms = Statistics(head, plan, loss.y[:, None], want, loss.class_weight)
+    terms = loss.over_its_classes(Statistics(head, plan, loss.y[:, None], want, loss.class_weight))
     if known is not None:
         known = {"lse": known["lse"], "logprob": -known["miss"][:, None]}
         known = known if rows.kept is None else silenced(known, rows.kept)
@@ -212,6 +212,7 @@ def _plan(
     return Loss(
         rows=replace(rows, kept=kept), y=y, unit=unit, counted=counted if args.reduction == "mean" else None,
         class_weight=q, total=total, own_n=own_n, label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V,
+        mask=args.mask,
     ), plan  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lowtide.head.engine import Numbers
+from lowtide.head.engine import Numbers, Terms
 from lowtide.head.gradients import Gradients
 from lowtide.head.rows import Rows
+from lowtide.head.terms.masked import Masked
 from lowtide.head.terms.statistics import Upstream
 
 # Returns the factor of each row's loss in the gradients [n], and the memory of these; called once both are needed.
@@ -33,6 +34,11 @@ class Loss:
     label_smoothing: float
     z_loss: float
     vocab: int  # V
+    mask: Tensor | None = None  # [N, V] of all tokens: see `CrossEntropyArgs`
+
+    def over_its_classes(self, terms: Terms) -> Terms:
+        """Return a term over the classes of each row's distribution."""
+        return terms if self.mask is None else Masked(terms, self.mask, self.rows, self.y[:, None])
 
     @cached_property
     def denominator(self) -> Tensor | None:

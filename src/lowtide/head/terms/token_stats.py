@@ -11,13 +11,14 @@ from torch import Tensor
 
 from lowtide.graph import is_last_backward
 from lowtide.head.call import Head, TokenStatsArgs, Wanted
-from lowtide.head.engine import gradient_buffers, run
+from lowtide.head.engine import Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
-from lowtide.head.plan import plan_token_stats, skips_tokens
+from lowtide.head.plan import HeadPlan, plan_token_stats, skips_tokens
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes, put_last
+from lowtide.head.terms.masked import Masked
 from lowtide.head.terms.statistics import SomeClasses, Statistics, Upstream, silenced
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
@@ -49,7 +50,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dic
             rows = put_last(rows, kept_NK.any(1))
         found = TileStatistics(head, rows.of(y_NK), plan, rows).forward(_names(args), args.topk)
     else:
-        terms = _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"}, topk=args.topk)
+        terms = _terms(args, rows, head, plan, rows.of(y_NK), _names(args), topk=args.topk)
         found = run(head, rows, plan, terms)
     found = {name: rows.among_all(x) for name, x in found.items()}
     found |= {name: found.pop(computed) for name, computed in COMPUTED.items() if computed in found}
@@ -91,7 +92,7 @@ def backward(
     else:
         if not (head.drops_tokens and head.ranks.alone):
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
-        g_n, terms = g.of(rows.of), _terms(args, head, plan, rows.of(y_NK), _names(args) | {"top"})
+        g_n, terms = g.of(rows.of), _terms(args, rows, head, plan, rows.of(y_NK), _names(args))
         known = rows.of_each(numbers)
         run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
     if is_last_backward():
@@ -99,7 +100,12 @@ def backward(
     return into
 
 
-def _terms(args: TokenStatsArgs, *given: Any, **more: Any) -> Statistics:
+def _terms(
+    args: TokenStatsArgs, rows: Rows, head: Head, plan: HeadPlan, y_nK: Tensor, names: frozenset[str], **more: Any
+) -> Terms:
+    given = head, plan, y_nK, names | {"top"}
+    if args.mask is not None:
+        return Masked(Statistics(*given, **more), args.mask, rows, y_nK)
     return Statistics(*given, **more) if args.dead is None else SomeClasses(args.dead, *given, **more)
 
 

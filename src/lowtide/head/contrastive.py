@@ -1,0 +1,260 @@
+"""Contrastive losses of queries and keys, without their similarities in memory.
+
+Q queries and K keys on this rank, W ranks that gather them (1 without a group), P positives a query, D hidden size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.arguments import (
+    check_device,
+    check_flag,
+    check_tensor,
+    is_dtensor,
+    positive_scalar,
+    refuse_transforms,
+)
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError, message
+from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_head, checked_call
+from lowtide.head.options import HeadOptions, check_options
+from lowtide.head.plan import choose_gradient
+from lowtide.head.ranks.exchange import classes_of_all_rows
+from lowtide.head.ranks.gathered import check_same, gathered_rows
+from lowtide.head.ranks.parallel import exchanges_between_ranks_run_in_eager
+from lowtide.head.ranks.shard import group_of
+from lowtide.head.rows import looks_at_numbers
+from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
+from lowtide.head.terms.token_stats import TOKEN_STATS
+
+NAMES = ("queries", "keys", "")
+NAIVE = "torch.nn.functional.cross_entropy(queries @ keys.T / temperature, positives)"
+NONE = -1  # a positive that is none
+
+
+def linear_contrastive(
+    queries: Tensor,
+    keys: Tensor,
+    positives: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    symmetric: bool = False,
+    group: Any = None,
+    options: HeadOptions | None = None,
+) -> Tensor:
+    """Return the contrastive loss (InfoNCE) of queries among keys, without the similarities [Q, K] in memory.
+
+    With logits ``z = queries @ keys.T / temperature`` and the positives y of query i, the loss is the mean over i of
+
+        mean_y (log(sum_k exp(z_ik)) - z_iy)    over keys k that are not masked for i, and all positives of i
+
+    The similarities are computed in chunks of queries, as the logits of `linear_cross_entropy` are: with one positive a
+    query, gradients are computed in forward (6QKD FLOP); with several, backward recomputes the similarities (8QKD). No
+    tensor of floating-point numbers of size [Q, K] exists. With normalised queries and keys the loss is that of
+    https://arxiv.org/abs/1807.03748, symmetric that of CLIP (https://arxiv.org/abs/2103.00020).
+
+    Args:
+        queries: [Q, D], any floating dtype and strides.
+        keys: [K, D], outside autocast of the same dtype. More keys than queries: the others are negatives alone.
+        positives: Ids of keys [Q], or [Q, P] padded with -1, an integer dtype; one that is listed twice counts twice.
+            None: key i is the positive of query i. Queries without a positive are left out, of the mean too.
+        temperature: Number above 0, or 0-d tensor (not inspected), by which the similarities are divided. A tensor that
+            requires a gradient gets it, in float16 at the cost of a float32 copy of ``queries``.
+        mask: bool [Q, K], any strides, True where a key is left out of a query's denominator, such as a false negative;
+            positives never are. On a GPU masked calls run the ``"row"`` or ``"torch"`` backend.
+        symmetric: Return the mean of this loss and of that of the keys among the queries, whose positives are the
+            queries that have the key as theirs, and whose mask is ``mask.T``. Keys without a query are left out. It
+            costs as much again; with ``positives`` it computes one row for each positive of a query, and with a mask
+            besides it has a bool tensor [Q, Q * P].
+        group: A `torch.distributed` process group whose ranks have Q queries and K keys each. The keys are those of all
+            ranks, in their order: ``positives`` are ids among W * K, ``mask`` is [Q, W * K], and with None query i has
+            its rank's key i. The second direction of ``symmetric`` is of the keys of this rank's queries, among the
+            queries of all ranks. Gradients flow back to the ranks that keys and queries come from.
+        options: Memory and implementation: see `HeadOptions`.
+
+    Returns:
+        Tensor: Scalar, float32, for float64 inputs float64: the mean over this rank's queries. The average over ranks
+        with as many valid queries each, which data parallelism takes of the gradients, is the mean over all queries.
+        NaN where no query has a positive.
+
+    Raises:
+        ArgumentValueError: A shape, device or number that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit, or a DTensor; also a `TypeError`.
+        TargetIndexError: On the CPU, a positive that is neither a key nor -1; also an `IndexError`. On other devices
+            the loss and its gradients are NaN.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an explicitly requested
+            implementation that cannot run; also a `RuntimeError`.
+
+    Example:
+        >>> queries, keys = torch.randn(8, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
+        >>> log_temperature = torch.tensor(-3.0, requires_grad=True)
+        >>> normed = torch.nn.functional.normalize(queries), torch.nn.functional.normalize(keys)
+        >>> linear_contrastive(*normed, temperature=log_temperature.exp()).backward()
+    """
+    refuse_transforms("linear_contrastive", queries, keys, temperature, instead=NAIVE)
+    given = queries, keys, positives, temperature, mask, symmetric, group, check_options(options)
+    if group is not None and torch.compiler.is_compiling():
+        return exchanges_between_ranks_run_in_eager(_contrastive, *given)
+    return _contrastive(*given)
+
+
+def _contrastive(
+    queries: Tensor, keys: Tensor, positives: Tensor | None, temperature: float | Tensor, mask: Tensor | None,
+    symmetric: bool, group: Any, options: HeadOptions,
+) -> Tensor:  # fmt: skip
+    check_flag("symmetric", symmetric)
+    _check_operands(queries, keys)
+    group = None if group is None else group_of(group)
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    Q, K = len(queries), len(keys)
+    if group is not None:
+        trained = [torch.is_grad_enabled() and x.requires_grad for x in (queries, keys)]
+        facts = {"requires_grad_of_keys": trained[1], "requires_grad_of_queries": trained[0] and symmetric}
+        check_same(group, queries.device, queries=Q, keys=K, hidden_size=keys.shape[1], symmetric=symmetric, **facts)
+    _check_positives(queries, positives, K, ranks * K)
+    _check_mask(queries, mask, ranks * K)
+    scale = _scale_of(temperature, queries)
+    all_keys = keys if group is None else gathered_rows(keys, group)
+    y = rank * K + torch.arange(Q, device=queries.device) if positives is None else positives.long()
+    loss = _mean_over_positives(_call(queries, all_keys, scale, options), y, mask)
+    if not symmetric or not Q:
+        return loss
+    all_queries = queries if group is None else gathered_rows(queries, group)
+    own = rank * Q + torch.arange(Q, device=queries.device)
+    if mask is not None:
+        mask = _mask_of_keys(mask, positives, Q, K, group)
+    if positives is None:
+        call = _call(keys[:Q], all_queries, scale, options)
+        return (loss + _cross_entropy(call, CrossEntropyArgs(own, ignore_index=NONE, mask=mask))) / 2
+    y = y.view(Q, -1)
+    every = y if group is None else gathered_rows(y, group)
+    target, counts, ids = _of_pairs(y, every, own, ranks * K)
+    # not index_select, whose gradient is summed in no fixed order on a GPU
+    call = _call(F.embedding(ids, all_keys), all_queries, scale, options)
+    share = torch.where(counts > 0, 1 / counts.clamp(min=1).to(call[0].wide), 0)
+    args = CrossEntropyArgs(target, token_weight=share, num_items=share.sum(), ignore_index=NONE, mask=mask)
+    return (loss + _cross_entropy(call, args)) / 2
+
+
+def _call(input: Tensor, weight: Tensor, scale: float | Tensor, options: HeadOptions) -> Call:
+    return checked_call("linear_contrastive", input, weight, None, scale, None, options, None)
+
+
+def _cross_entropy(call: Call, args: CrossEntropyArgs) -> Tensor:
+    head, _, options = call
+    recompute = choose_gradient(options, "mean", head.frozen) == "recompute"
+    (loss,) = CROSS_ENTROPY(head, args, recompute=recompute)
+    return loss
+
+
+def _mean_over_positives(call: Call, y: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean over queries of the mean over their positives y, [Q] or [Q, P], of minus the log-probability."""
+    if y.dim() == 1 or y.shape[1] == 1:
+        return _cross_entropy(call, CrossEntropyArgs(y.reshape(-1), ignore_index=NONE, mask=mask))
+    head, _, options = call
+    if options.gradient == "forward":
+        hint = "Each positive's upstream gradient is known in backward only."
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' with several positives", "'forward'", hint))
+    # in the places of padding the query's first positive, with weight 0: a class that is masked for it may not count
+    some = y != NONE
+    first = y.gather(1, some.int().argmax(1, keepdim=True))
+    args = TokenStatsArgs(y.where(some, first), "logprob", topk=0, ignore_index=NONE, mask=mask)
+    logprob = TOKEN_STATS(head, args, recompute=True)[TOKEN_STATS.returned.index("logprob")]
+    counts = some.sum(1, keepdim=True)
+    weights = some.to(logprob.dtype) / counts.clamp(min=1)
+    return -(logprob * weights).sum() / (counts > 0).sum()
+
+
+def _of_pairs(y_QP: Tensor, every_NP: Tensor, own_Q: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each of this rank's pairs of a query and its positive [Q * P] what the second direction needs.
+
+    Its target among all queries, how many queries have its key as theirs, 0 where it has none, and the key.
+    """
+    y, every = y_QP.flatten(), every_NP.flatten()
+    is_key, ids = (y >= 0) & (y < keys), y.clamp(0, keys - 1)
+    counts = torch.zeros(keys, dtype=torch.long, device=y.device)
+    counts = counts.index_add(0, every.clamp(0, keys - 1), ((every >= 0) & (every < keys)).long())
+    target = own_Q.repeat_interleave(y_QP.shape[1]).where(is_key, NONE)  # of what is no key the first loss is NaN
+    return target, counts[ids].where(is_key, 0), ids
+
+
+def _mask_of_keys(mask: Tensor, positives: Tensor | None, Q: int, K: int, group: Any) -> Tensor:
+    """Return the mask of the second direction, whose rows are keys and whose columns are all ranks' queries.
+
+    Queries that have a key as their positive are not left out of its denominator.
+    """
+    ranks = 1 if group is None else group.size()
+    if positives is None:
+        columns = mask.view(Q, ranks, K)[..., :Q].flatten(1) if ranks > 1 else mask[:, :Q]
+    else:
+        y = positives.view(Q, -1)
+        ids = (y if group is None else gathered_rows(y, group)).flatten().long()
+        columns = mask[:, ids.clamp(0, ranks * K - 1)]
+        for of_query in y.unbind(1):
+            columns &= of_query[:, None] != ids
+    if group is None:
+        return columns.T
+    sizes = [columns.shape[1] // ranks] * ranks
+    return classes_of_all_rows(columns.contiguous().view(torch.uint8), [Q] * ranks, sizes, group).view(torch.bool).T
+
+
+def _check_operands(queries: Tensor, keys: Tensor) -> None:
+    for name, tensor in (("queries", queries), ("keys", keys)):
+        if is_dtensor(check_tensor(name, tensor)):
+            hint = "Pass .to_local(), and the ranks that have the other keys as group."
+            raise ArgumentTypeError(message(name, "a plain tensor", "a DTensor", hint))
+        if tensor.dim() != 2:
+            shape = f"shape [{name[0].upper()}, D]"
+            raise ArgumentValueError(message(name, shape, str(list(tensor.shape))))
+    check_head(queries, keys, None, NAMES)
+    if not len(keys):
+        raise ArgumentValueError(message("keys", "at least one", str(list(keys.shape))))
+
+
+def _check_positives(queries: Tensor, positives: Tensor | None, own_keys: int, keys: int) -> None:
+    """Check ids of keys; on the CPU also that they are ids."""
+    Q = len(queries)
+    if positives is None:
+        if own_keys < Q:
+            expected, hint = f"at least {Q}, a key for each query", "Or pass positives, the ids of each query's keys."
+            raise ArgumentValueError(message("keys", expected, str(own_keys), hint))
+        return
+    check_tensor("positives", positives)
+    if positives.is_floating_point() or positives.is_complex() or positives.dtype == torch.bool:
+        hint = "Where similar pairs are a matrix, pass .nonzero() of its rows, padded with -1."
+        raise ArgumentTypeError(message("positives", "ids of keys, an integer dtype", str(positives.dtype), hint))
+    if positives.dim() not in (1, 2) or len(positives) != Q or (positives.dim() == 2 and not positives.shape[1]):
+        expected = f"shape [{Q}] or [{Q}, P] with P above 0, as queries is {list(queries.shape)}"
+        raise ArgumentValueError(message("positives", expected, str(list(positives.shape))))
+    check_device("positives", positives, queries)
+    if not looks_at_numbers(queries.device) or torch.compiler.is_compiling() or type(positives) is not Tensor:
+        return
+    wrong = (positives < NONE) | (positives >= keys)
+    if wrong.any():
+        where = wrong.nonzero()[0]
+        got = f"{int(positives[tuple(where)])} at {where.tolist()}"
+        raise TargetIndexError(message("positives", f"ids from 0 to {keys - 1}, or -1 for padding", got))
+
+
+def _check_mask(queries: Tensor, mask: Tensor | None, keys: int) -> None:
+    if mask is None:
+        return
+    if check_tensor("mask", mask).dtype != torch.bool:
+        expected = "a bool tensor, True where a key is left out"
+        raise ArgumentTypeError(message("mask", expected, str(mask.dtype)))
+    if mask.shape != (len(queries), keys):
+        expected = f"shape [{len(queries)}, {keys}], queries and keys"
+        raise ArgumentValueError(message("mask", expected, str(list(mask.shape))))
+    check_device("mask", mask, queries)
+
+
+def _scale_of(temperature: float | Tensor, queries: Tensor) -> float | Tensor:
+    """Return what the similarities are multiplied with: of a tensor in float32, or wider."""
+    scalar = positive_scalar("temperature", temperature, torch.float64)
+    if not isinstance(temperature, Tensor):
+        return 1 / temperature
+    wide = torch.promote_types(torch.promote_types(scalar.dtype, queries.dtype), torch.float32)
+    return 1 / scalar.to(wide)
