@@ -25,8 +25,8 @@ class EvalConfig(Settings):
     benchmark, program = "eval", "lowtide eval"
     folders = ("json",)
 
-    model: str = setting(
-        "",
+    model: str | None = setting(
+        None,
         "a folder with a pretrained model, or the name of one in the Hub's local cache (required)",
         metavar="NAME_OR_PATH",
     )
@@ -57,7 +57,7 @@ class EvalConfig(Settings):
         False, "join all documents to one sequence, an end-of-text token behind each; else each has its own windows"
     )
     batch_size: int = setting(8, "windows, or the harness's requests, per call of the model", least=1)
-    limit: int | None = setting(None, "the first N documents of the data, and of each task, alone", least=1)
+    limit: int | None = setting(None, "only the first N documents of the data, and of each task", least=1)
     dtype: Dtype = setting("auto", "of the weights; auto: as they are stored")  # noqa: RUF009 (a field, like the others)
     device: Device = setting("auto", "auto: the GPU if there is one")  # noqa: RUF009
     patch: bool = setting(True, "score without logits; --no-patch evaluates the stock model")
@@ -65,7 +65,7 @@ class EvalConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("model", self.model != "", "a folder with a pretrained model")
+        self._require("model", bool(self.model), "a folder with a pretrained model")
         self._require("data", bool(self.data or self.tasks), "--data, --tasks or both")
         self._require("data", "" not in self.data, "names that are not empty")
         self._require("stride", self.stride is None or self.stride <= self.seq_len, "at most --seq-len")
@@ -84,6 +84,7 @@ class EvalConfig(Settings):
         Raises:
             ArgumentValueError: there is no such model, data, task file or folder.
         """
+        assert self.model is not None
         if self.model in SHAPES:
             hint = "A built-in shape has no weights."
             raise ArgumentValueError(message("model", "a folder with a pretrained model", self.model, hint))

@@ -118,6 +118,7 @@ def _device(config: EvalConfig) -> torch.device:
 
 def _loaded(config: EvalConfig, device: torch.device) -> tuple[Any, Any]:
     """Return the model and its tokenizer, checked."""
+    assert config.model is not None
     folder = model_folder(config.model) or config_file(config.model).parent
     tokenizer = load_tokenizer(config.tokenizer or folder)
     model = pretrained_model(folder, dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype))

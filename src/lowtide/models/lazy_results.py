@@ -145,7 +145,9 @@ def argmax(input: RecordedLogits, dim: Any = None, keepdim: bool = False) -> Any
 
 def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
     folded = _fold_rows(input)
-    if folded is None or (folded.normalised and name != "argmax") or not is_last(input, dim):
+    if folded is None or not is_last(input, dim):
+        return NotImplemented
+    if folded.normalised and (name != "argmax" or input.call.sharded):
         return NotImplemented
     scores = row_scores(input, folded) if name == "argmax" else None
     if scores is not None:
