@@ -247,10 +247,17 @@ def checkpointed_layers() -> None:
 
 
 def kinds_of_model() -> None:
-    """bfloat16; a soft cap with tied weights; a frozen head; a head that is trained alone."""
+    """bfloat16; a soft cap with tied weights; gate and up in one projection; a frozen head; one trained alone."""
     dtype = torch.bfloat16
     trains_as_stock("bfloat16", model_of(dtype=dtype), engines=True, dtype=dtype, rtol=4e-2)
     trains_as_stock("gemma2", model_of("gemma2", tie_word_embeddings=True), options=RECOMPUTE)
+    for level in (0, 1):
+        engine, stock, report = pair(model_of("phi3"), options=RECOMPUTE)
+        for layer in engine.module.model.layers:
+            layer.mlp.checkpoint_level = level
+        same_steps(f"phi3 level {level}", engine, stock)
+        fused(report, 2, what="phi3")
+        assert len(engine.module.model.layers[0].mlp._external_params) == 2, "the MLP was not fused"
     for alone in (True, False):
         model = model_of()
         for name, p in model.named_parameters():

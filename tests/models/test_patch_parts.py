@@ -26,10 +26,12 @@ PARTS = ("mlp", "norm", "rope")
 # What of each model of conftest's MODELS is fused.
 FUSED = {
     "llama": PARTS, "llama-tied": PARTS, "qwen3": PARTS, "qwen3-moe": ("norm", "rope"), "gemma2": PARTS,
-    "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": ("norm", "rope"), "phi": ("rope",), "gpt2": (),
+    "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": PARTS, "phi": ("rope",), "gpt2": (),
     "mistral": PARTS, "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",),
-    "glm4": ("norm",),
+    "glm4": ("mlp", "norm"),
 }  # fmt: skip
+
+JOINED = ("phi3", "glm4")  # gate and up in one projection
 
 
 def fused_modules(model):
@@ -59,7 +61,8 @@ def test_each_part_alone_is_right_and_runs(name, part, dtype, patched, batch, ra
         assert_same_training(model, stock, batch, rtol=1e-6, atol=1e-6)
     else:
         assert_near_in_bfloat16(model, stock, [m(**batch).loss for m in (model, stock)])
-    count = ran[{"mlp": "swiglu_mlp", "norm": "rms_norm", "rope": "rotary"}[part]]
+    mlp = "swiglu_mlp" if name not in JOINED else "adapted_mlp"
+    count = ran[{"mlp": mlp, "norm": "rms_norm", "rope": "rotary"}[part]]
     lines = (report.parts[part], *report.parts[part].more)
     assert count == sum(line.count for line in lines if line.patched)
     assert ran.total() == count
@@ -98,7 +101,7 @@ def test_the_report_is_a_table_with_alike_modules_in_one_line(build):
     lines = str(report).splitlines()
     assert any(line.split()[:3] == ["norm", "model.layers.*.input_layernorm", "(2)"] for line in lines)
     assert any(line.split()[:2] == ["norm", "model.norm"] for line in lines)
-    assert "gate and up are one projection (gate_up_proj)" in report.parts["mlp"].outcome
+    assert "keeps gate and up, one projection (gate first)" in report.parts["mlp"].outcome
     assert report.parts["mlp"].count == 2
 
 

@@ -1,7 +1,7 @@
 """The arguments of the gated MLP's operators, and their FLOP. N tokens, D hidden size, F intermediate size."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,27 @@ class Projection(NamedTuple):
     adapter: Adapter | None = None
 
 
+# Of one projection, as plain tuples, which take the host less time: weight, bias, A, B, scale and dropout.
+Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float, float]
+
+# Where the rows of gate and of up are in one projection [2F, D] of both; empty: they are two projections.
+JOINED: dict[str, Callable[[int], tuple[slice | None, slice | None]]] = {
+    "": lambda _: (None, None),
+    "gate first": lambda F: (slice(0, F), slice(F, 2 * F)),
+    "up first": lambda F: (slice(F, 2 * F), slice(0, F)),
+    "interleaved": lambda F: (slice(0, 2 * F, 2), slice(1, 2 * F, 2)),
+}
+
+
 class SwigluCall(NamedTuple):
-    """The arguments of `lowtide.swiglu_mlp`, checked, as plain tensors and scalars."""
+    """The arguments of `lowtide.swiglu_mlp`, checked, as plain tensors and scalars.
+
+    With ``joined`` gate's weight, bias and B have the rows of both, 2F, and those of up are None.
+    """
 
     input: Tensor  # [..., D]
     gate_weight: Tensor  # [F, D]
-    up_weight: Tensor  # [F, D]
+    up_weight: Tensor | None  # [F, D]
     down_weight: Tensor  # [D, F]
     gate_bias: Tensor | None  # [F]
     up_bias: Tensor | None  # [F]
@@ -56,6 +71,7 @@ class SwigluCall(NamedTuple):
     up_dropout: float
     down_dropout: float
     seed: int  # of the dropouts
+    joined: str = ""  # a key of `JOINED`
 
     @classmethod
     def of(
@@ -67,6 +83,7 @@ class SwigluCall(NamedTuple):
         activation: str,
         checkpoint_level: int,
         tile_tokens: int | None,
+        joined: str = "",
     ) -> "SwigluCall":
         """Return a call, from the tensors from the input to the down projection's bias, and three adapters or none.
 
@@ -82,7 +99,7 @@ class SwigluCall(NamedTuple):
             low_rank_dtype = operand_dtype(next((side for side in sides if side is not None), tensors[0]))
             seed = int(torch.randint(2**48, (), device="cpu")) if any(dropouts) else 0
         settings = (dtype, activation, checkpoint_level, tile_tokens)
-        fields: list[Any] = [*tensors, *settings, *sides, low_rank_dtype, *scales, *dropouts, seed]
+        fields: list[Any] = [*tensors, *settings, *sides, low_rank_dtype, *scales, *dropouts, seed, joined]
         return cls(*fields)
 
     @property
@@ -97,6 +114,26 @@ class SwigluCall(NamedTuple):
         parameters = (self.gate_weight, self.up_weight, self.gate_bias, self.up_bias)
         adapters = (self.gate_a, self.gate_b, self.up_a, self.up_b)
         return tuple(t for t in (*parameters, *adapters) if t is not None)
+
+    @property
+    def rows(self) -> tuple[slice | None, slice | None]:
+        """Return the rows of gate and of up in their one projection; None: each has its own."""
+        return JOINED[self.joined](self.down_weight.shape[1])
+
+    @property
+    def projections(self) -> tuple[Parts, Parts, Parts]:
+        """Return gate, up and down. Gate and up of one projection are views of its rows, with the same A."""
+        gate = (self.gate_weight, self.gate_bias, self.gate_a, self.gate_b, self.gate_scale, self.gate_dropout)
+        down = (self.down_weight, self.down_bias, self.down_a, self.down_b, self.down_scale, self.down_dropout)
+        if self.up_weight is not None:
+            up = (self.up_weight, self.up_bias, self.up_a, self.up_b, self.up_scale, self.up_dropout)
+            return gate, up, down
+        weight, bias, a, b, scale, dropout = gate
+        first, second = (
+            (weight[rows], bias if bias is None else bias[rows], a, b if b is None else b[rows], scale, dropout)
+            for rows in self.rows
+        )
+        return first, second, down
 
     @property
     def tokens(self) -> int:
@@ -165,17 +202,26 @@ class Wanted(NamedTuple):
         return self.gate_weight or self.up_weight or self.gate_a or self.gate_b or self.up_a or self.up_b
 
 
+def of_both(wanted: Wanted, joined: str) -> Wanted:
+    """Return the flags of gate and up apart, those of one projection for both."""
+    if not joined:
+        return wanted
+    weight, bias, a, b = wanted.gate_weight, wanted.gate_bias, wanted.gate_a, wanted.gate_b
+    return wanted._replace(up_weight=weight, up_bias=bias, up_a=a, up_b=b)
+
+
 # The FLOP of the GEMMs, by formula: two per token and element of each weight that is read.
 
 
 def projections_flop(call: SwigluCall) -> int:
     """Return the FLOP of gate and up."""
-    return _flop(call, call.gate_weight, call.up_weight, call.gate_a, call.gate_b, call.up_a, call.up_b)
+    gate, up, _down = call.projections
+    return _of_output(call, gate) + _of_output(call, up)
 
 
 def forward_flop(call: SwigluCall, *, saved: bool) -> int:
     """Return the FLOP of the output from gate and up, or from the input if these are not ``saved``."""
-    output = _flop(call, call.down_weight, call.down_a, call.down_b)
+    output = _of_output(call, call.projections[2])
     return output if saved else output + projections_flop(call)
 
 
@@ -183,24 +229,33 @@ def backward_flop(call: SwigluCall, wanted: Wanted, *, saved: bool) -> int:
     """Return the FLOP of the gradients that are ``wanted``."""
     if not wanted.projections:
         return 0
+    wanted = of_both(wanted, call.joined)
+    gate, up, down = call.projections
     flop = 0 if saved else projections_flop(call)
     if wanted.gate or wanted.up:
-        flop += _flop(call, call.down_weight, call.down_a, call.down_b)
+        flop += _of_output(call, down)
     if wanted.down_weight:
         flop += _flop(call, call.down_weight)
     if wanted.product:
-        flop += _of_adapter(call, call.down_a, call.down_b, wanted.down_a, wanted.down_b, through=False)
-    for weight, a, b, of_weight, of_a, of_b in (
-        (call.gate_weight, call.gate_a, call.gate_b, wanted.gate_weight, wanted.gate_a, wanted.gate_b),
-        (call.up_weight, call.up_a, call.up_b, wanted.up_weight, wanted.up_a, wanted.up_b),
+        flop += _of_adapter(call, down, wanted.down_a, wanted.down_b, through=False)
+    for projection, of_weight, of_a, of_b in (
+        (gate, wanted.gate_weight, wanted.gate_a, wanted.gate_b),
+        (up, wanted.up_weight, wanted.up_a, wanted.up_b),
     ):
-        flop += (of_weight + wanted.input) * _flop(call, weight)
-        flop += _of_adapter(call, a, b, of_a, of_b, through=wanted.input)
+        flop += (of_weight + wanted.input) * _flop(call, projection[0])
+        flop += _of_adapter(call, projection, of_a, of_b, through=wanted.input)
     return flop
 
 
-def _of_adapter(call: SwigluCall, a: Tensor | None, b: Tensor | None, of_a: bool, of_b: bool, *, through: bool) -> int:
+def _of_output(call: SwigluCall, projection: Parts) -> int:
+    """Return the FLOP of a projection's output, or of its gradient with respect to the projection's input."""
+    weight, _bias, a, b, *_ = projection
+    return _flop(call, weight, a, b)
+
+
+def _of_adapter(call: SwigluCall, projection: Parts, of_a: bool, of_b: bool, *, through: bool) -> int:
     """Return the FLOP of an adapter's gradients, and with ``through`` of its part of the input's."""
+    _weight, _bias, a, b, *_ = projection
     reads_b = of_b + (of_a or through)  # dy^T (x A^T); dy B
     reads_a = of_b + of_a + through  # x A^T; (dy B)^T x; (dy B) A
     return reads_a * _flop(call, a) + reads_b * _flop(call, b)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowtide.mlp.call import SwigluCall
-from lowtide.mlp.products import Sum
+from lowtide.mlp.products import RowSum, Sum
 
 # Elements: an adapter with another dtype than its projection, or with dropout, copies this much of its wider side.
 PIECE = 2**24
@@ -23,21 +22,8 @@ class LowRank:
     def __init__(self, a: Tensor, b: Tensor, scale: float, dropout: float, seed: int) -> None:
         self.a, self.b = a, b
         self.scale, self.dropout, self.seed = scale, dropout, seed
-        self.sums: tuple[Sum | None, Sum | None] = (None, None)  # of A and B, before s; None: not needed
-
-    @classmethod
-    def of(cls, call: SwigluCall) -> "list[LowRank | None]":
-        """Return the adapters of gate, up and down, None for a projection without one."""
-        dtype = call.low_rank_dtype
-        adapters = (
-            (call.gate_a, call.gate_b, call.gate_scale, call.gate_dropout),
-            (call.up_a, call.up_b, call.up_scale, call.up_dropout),
-            (call.down_a, call.down_b, call.down_scale, call.down_dropout),
-        )
-        return [
-            None if a is None or b is None else cls(a.to(dtype), b.to(dtype), scale, dropout, call.seed + place)
-            for place, (a, b, scale, dropout) in enumerate(adapters)
-        ]
+        # of A and B, before s; None: not needed
+        self.sums: tuple[Sum | RowSum | None, Sum | RowSum | None] = (None, None)
 
     def add_output(self, x: Tensor, out: Tensor, start: int) -> None:
         """Add the adapter's output for the rows ``x`` [C, in], the first of which is row ``start`` of all."""
@@ -69,12 +55,6 @@ class LowRank:
                 dx[part].add_(through, alpha=self.scale)
             else:
                 self._add(d_inner, self.a, dx[part])
-
-    def scale_sums(self) -> None:
-        """Multiply the sums by s, once, after the last tile."""
-        for total in self.sums:
-            if total is not None and total.total is not None and self.scale != 1:
-                total.total.mul_(self.scale)
 
     def _add(self, left: Tensor, right: Tensor, into: Tensor) -> None:
         if into.dtype == left.dtype:

@@ -4,14 +4,15 @@ C rows of a tile (all N tokens, or ``tile_tokens`` of them), D hidden size, F in
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lowtide.mlp.call import SwigluCall, Wanted
+from lowtide.mlp.call import SwigluCall, Wanted, of_both
 from lowtide.mlp.elementwise import gated, gated_backward
 from lowtide.mlp.low_rank import LowRank
-from lowtide.mlp.products import Sum, multiply
+from lowtide.mlp.products import RowSum, Sum, multiply
 
 
 def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
@@ -22,7 +23,8 @@ def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
     if len(tiles) == 1:
         x = _operand(x_ND, call.dtype)
         return gate.output(x, None, 0), up.output(x, None, 0)
-    gate_NF, up_NF = (x_ND.new_empty((call.tokens, len(call.gate_weight)), dtype=call.dtype) for _ in range(2))
+    shape = (call.tokens, call.down_weight.shape[1])
+    gate_NF, up_NF = (x_ND.new_empty(shape, dtype=call.dtype) for _ in range(2))
     for tile in tiles:
         x = _operand(x_ND[tile], call.dtype)
         gate.output(x, gate_NF[tile], tile.start)
@@ -67,10 +69,8 @@ def backward_tiles(
         Sum(t, call.wide if len(tiles) > 1 or t.dim() == 1 or i >= 6 else t.dtype) if flag and t is not None else None
         for i, (t, flag) in enumerate(zip(call.trained[1:], wanted[1:], strict=True))
     ]
-    for i, projection in enumerate(projections):
-        projection.weight_sum, projection.bias_sum = sums[i], sums[3 + i]
-        if projection.adapter is not None:
-            projection.adapter.sums = sums[6 + 2 * i], sums[7 + 2 * i]
+    _give_sums(call, projections, sums)
+    wanted = of_both(wanted, call.joined)
     has_saved = saved[0].dim() == 2
     x_ND, dy_ND = _rows(call.input), _rows(upstream)
     dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted.input else None
@@ -81,13 +81,27 @@ def backward_tiles(
         x, dy = _part(x_ND, tile), _part(dy_ND, tile)
         dx = None if dx_ND is None else _part(dx_ND, tile)
         _backward_tile(call, wanted, projections, (x, dy, dx), sides, tile.start, in_place=in_place)
-    for projection in projections:
-        if projection.adapter is not None:
-            projection.adapter.scale_sums()
+    scales = (*[1.0] * 6, *[s for s in (call.gate_scale, call.up_scale, call.down_scale) for _ in range(2)])
     return (
         None if dx_ND is None else dx_ND.view(call.input.shape),
-        *[None if total is None else total.finished() for total in sums],
+        *[None if total is None else total.finished(s) for total, s in zip(sums, scales, strict=True)],
     )
+
+
+def _give_sums(call: SwigluCall, projections: "list[_Projection]", sums: Sequence[Sum | None]) -> None:
+    """Give each projection the sums of its own gradients, gate and up of one projection their rows of that one's."""
+    for i, (projection, rows) in enumerate(zip(projections, (*call.rows, None), strict=True)):
+        of = i if rows is None else 0
+        weight: Sum | RowSum | None = sums[of]
+        bias: Sum | RowSum | None = sums[3 + of]
+        b: Sum | RowSum | None = sums[7 + 2 * of]
+        if rows is not None:
+            weight, bias, b = [
+                None if s is None else RowSum(s, rows) for s in (sums[of], sums[3 + of], sums[7 + 2 * of])
+            ]
+        projection.weight_sum, projection.bias_sum = weight, bias
+        if projection.adapter is not None:
+            projection.adapter.sums = sums[6 + 2 * of], b
 
 
 def _backward_tile(
@@ -154,8 +168,8 @@ class _Projection:
     def __init__(self, weight: Tensor, bias: Tensor | None, adapter: LowRank | None, dtype: torch.dtype) -> None:
         self._stored, self._bias, self.adapter, self._dtype = weight, bias, adapter, dtype
         self._operand: Tensor | None = None
-        self.weight_sum: Sum | None = None
-        self.bias_sum: Sum | None = None
+        self.weight_sum: Sum | RowSum | None = None
+        self.bias_sum: Sum | RowSum | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -189,12 +203,12 @@ class _Projection:
 
 def _projections(call: SwigluCall) -> "list[_Projection]":
     """Return gate, up and down."""
-    weights = (call.gate_weight, call.up_weight, call.down_weight)
-    biases = (call.gate_bias, call.up_bias, call.down_bias)
-    return [
-        _Projection(w, b, low_rank, call.dtype)
-        for w, b, low_rank in zip(weights, biases, LowRank.of(call), strict=True)
-    ]
+    seeds = (call.seed, call.seed + (not call.joined), call.seed + 2)  # of one projection there is one dropout
+    found, dtype = [], call.low_rank_dtype
+    for (weight, bias, a, b, scale, dropout), seed in zip(call.projections, seeds, strict=True):
+        adapter = None if a is None or b is None else LowRank(a.to(dtype), b.to(dtype), scale, dropout, seed)
+        found.append(_Projection(weight, bias, adapter, call.dtype))
+    return found
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -29,11 +29,39 @@ class Sum:
         part = rows.sum(0, dtype=self.dtype)
         self.total = part if self.total is None else self.total.add_(part)
 
-    def finished(self) -> Tensor:
-        """Return the sum, to which something was added, in the dtype of ``of``."""
+    def finished(self, scale: float) -> Tensor:
+        """Return ``scale`` times the sum, to which something was added, in the dtype of ``of``."""
         total, self.total = self.total, None
         assert total is not None
+        if scale != 1:
+            total.mul_(scale)
         return total if total.dtype == self.of.dtype else total.to(self.of.dtype)
+
+
+@dataclass
+class RowSum:
+    """Rows of a `Sum`, written into its tensor: the gradient of gate or up where they are one projection."""
+
+    whole: Sum
+    rows: slice
+    begun: bool = False
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add ``a @ b``, the weight's gradient."""
+        multiply(a, b, self._place(), add=self.begun)
+        self.begun = True
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add the sum of all rows, the bias's gradient."""
+        part, place = rows.sum(0, dtype=self.whole.dtype), self._place()
+        place.copy_(place + part if self.begun else part)
+        self.begun = True
+
+    def _place(self) -> Tensor:
+        whole = self.whole
+        if whole.total is None:
+            whole.total = torch.empty(whole.of.shape, dtype=whole.dtype, device=whole.of.device)
+        return whole.total[self.rows]
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:

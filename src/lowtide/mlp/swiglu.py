@@ -103,14 +103,18 @@ def swiglu_mlp(
 def adapted_mlp(
     input: Tensor,
     gate: Projection,
-    up: Projection,
+    up: Projection | None,
     down: Projection,
     *,
     activation: str,
     checkpoint_level: int,
     tile_tokens: int | None = None,
+    joined: str = "",
 ) -> Tensor:
-    """Return ``(act(gate(x)) * up(x))`` through ``down``: `lowtide.swiglu_mlp` with adapters.
+    """Return ``(act(gate(x)) * up(x))`` through ``down``: `lowtide.swiglu_mlp` with adapters or a joined projection.
+
+    If gate and up are one projection, it is passed as ``gate``, with ``up=None`` and in ``joined`` the places of their
+    rows, a key of `lowtide.mlp.call.JOINED`. The gradient of its weight is one tensor, whose rows the GEMMs write.
 
     The adapters' outputs are added to those of the weights in place. It saves for backward what `swiglu_mlp` saves with
     frozen weights: at level 0 gate and up, and the input if an adapter of theirs is trained; at level 1 the input.
@@ -124,15 +128,18 @@ def adapted_mlp(
     """
     projections = (gate, up, down)
     # A record of its own for each call: see `SwigluCall.of`.
-    adapters = [Adapter(None, None, 1.0, 0.0) if p.adapter is None else p.adapter for p in projections]
+    none = Adapter(None, None, 1.0, 0.0)
+    adapters = [none if p is None or p.adapter is None else p.adapter for p in projections]
+    weights, biases = ([None if p is None else p[i] for p in projections] for i in range(2))
     return run(
         SwigluCall.of(
-            (input, *(p.weight for p in projections), *(p.bias for p in projections)),
+            (input, *weights, *biases),
             adapters,
             dtype=operand_dtype(input),
             activation=activation,
             checkpoint_level=check_level(checkpoint_level),
             tile_tokens=check_tile(tile_tokens),
+            joined=joined,
         )
     )
 

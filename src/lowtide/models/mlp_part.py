@@ -1,10 +1,12 @@
 """The part `mlp` of `lowtide.patch`: gated MLPs that run as `lowtide.swiglu_mlp`.
 
-An MLP is a module with children gate_proj, up_proj and down_proj; a probe finds what it computes with them.
+An MLP is a module with children gate_proj, up_proj and down_proj, or gate_up_proj and down_proj; a probe finds what it
+computes with them, and which rows of gate_up_proj are gate's.
 """
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from lowtide.arguments import is_autocast_on
 from lowtide.distributed.zero import gather_for, gathers_for
+from lowtide.mlp.call import JOINED
 from lowtide.mlp.swiglu import adapted_mlp, swiglu_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
@@ -25,7 +28,8 @@ from lowtide.models.parallel_style import why_not_agreed
 LEVEL = "checkpoint_level"
 TILE = "tile_tokens"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_SIZES = ((10, 6), (10, 6), (6, 10))  # of the twin's projections
+_JOINED = ("gate_up_proj", "down_proj")
+_HIDDEN, _WIDE = 6, 10  # of the twin
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -36,15 +40,13 @@ _HOOKED = "a child has hooks or a forward of its own"
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether the module's children have the names of a gated MLP's."""
-    children = dict(module.named_children())
-    return all(name in children for name in _PROJECTIONS) or {"gate_up_proj", "down_proj"} <= children.keys()
+    children = dict(module.named_children()).keys()
+    return set(_PROJECTIONS) <= children or set(_JOINED) <= children
 
 
-def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...], probe.Settings]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str, tuple[type, ...], probe.Settings]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
-    children = dict(module.named_children())
-    if "gate_up_proj" in children:
-        return "gate and up are one projection (gate_up_proj)"
+    children, names = dict(module.named_children()), _names(module)
     layers = _layers(module)
     if isinstance(layers, str):  # adapters of another form, or quantised
         return layers
@@ -58,29 +60,36 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
         return why_not
     states = ((child.parameters, child.buffers, child is not module) for child in (*others, module))
     if any(True for parameters, buffers, recurse in states for _ in (*parameters(recurse), *buffers(recurse))):
-        return "it has weights or buffers beside its three projections"
+        return "it has weights or buffers beside its projections"
     if LEVEL in vars(module) and part_of(module) is None:
         return f"it has a {LEVEL} of its own"
     why_not = why_not_forward(module, base, inputs=1)
     if why_not is not None:
         return why_not
-    activation = _activation(module, base, children, layers)
-    if activation not in _ACTIVATIONS:
-        return activation
-    adapted = [name for name, layer in zip(_PROJECTIONS, layers, strict=True) if layer.adapters]
+    formula = _formula(module, base, children, layers)
+    if isinstance(formula, str):
+        return formula
+    activation, joined = formula
+    adapted = [name for name, layer in zip(names, layers, strict=True) if layer.adapters]
     with_what = f", LoRA on {', '.join(adapted)} with it" if adapted else ""
     if mesh is not None:
         with_what = ", each rank with its part of them, unless one has hooks there"
     types = tuple(map(type, others))
     found = probe.settings_of((module, *others), probe.code_of((base, *types)))
-    what = f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up{with_what}"
-    return what, (activation, types, found)
+    kept = f"gate and up, one projection ({joined})" if joined else "gate and up"
+    what = f"runs as lowtide.swiglu_mlp ({activation}), which keeps {kept}{with_what}"
+    return what, (activation, joined, types, found)
+
+
+def _names(mlp: nn.Module) -> tuple[str, ...]:
+    """Return the names of the projections: of gate, up and down, or of gate and up together and down."""
+    return _PROJECTIONS if mlp._modules.get(_JOINED[0]) is None else _JOINED
 
 
 def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
     """Return what the projections would run, or which of them is not a linear layer, and why."""
     found = []
-    for name in _PROJECTIONS:
+    for name in _names(mlp):
         layer = adapted_linear(getattr(mlp, name))
         if isinstance(layer, str):
             return f"{name} {layer}"
@@ -89,53 +98,60 @@ def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
 
 
 def _are_plain(layers: tuple[AdaptedLinear, ...], others: tuple[nn.Module, ...]) -> bool:
-    gate, up, down = layers
-    return are_plain_linears(_linears(layers), (*others, *gate.around, *up.around, *down.around))
+    return are_plain_linears(_linears(layers), (*others, *(module for layer in layers for module in layer.around)))
 
 
 def _linears(layers: tuple[AdaptedLinear, ...]) -> tuple[nn.Linear, ...]:
-    gate, up, down = layers
-    return (*gate.linears, *up.linears, *down.linears)
+    return tuple(linear for layer in layers for linear in layer.linears)
 
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
     """Return the children beside the projections: the activation, as a rule."""
-    children = module._modules.items()
-    return tuple(child for name, child in children if name not in _PROJECTIONS and child is not None)
+    children, names = module._modules.items(), _names(module)
+    return tuple(child for name, child in children if name not in names and child is not None)
 
 
-def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module], layers: tuple[AdaptedLinear, ...]) -> str:
-    """Return the name of the activation that makes the module's twin what swiglu_mlp computes, or why none does."""
-    biases = [layer.base.bias is not None for layer in layers]
-    twins = zip(_SIZES, (1, 2, 3), biases, strict=True)
-    gate, up, down = (probe.linear(*sizes, seed, bias=bias) for sizes, seed, bias in twins)
-    others = {name: copy.deepcopy(child) for name, child in children.items() if name not in _PROJECTIONS}
-    small = dict(zip(_PROJECTIONS, (gate, up, down), strict=True))
+def _formula(
+    module: nn.Module, base: Any, children: dict[str, nn.Module], layers: tuple[AdaptedLinear, ...]
+) -> tuple[str, str] | str:
+    """Return the activation, and the places of gate and up, with which swiglu_mlp is the module; or why it is not."""
+    names, biases = _names(module), [layer.base.bias is not None for layer in layers]
+    wide = [2 * _WIDE] if names is _JOINED else [_WIDE] * 2
+    into = [probe.linear(wide[i], _HIDDEN, 1 + i, bias=biases[i]) for i in range(len(wide))]
+    down = probe.linear(_HIDDEN, _WIDE, 3, bias=biases[-1])
+    others = {name: copy.deepcopy(child) for name, child in children.items() if name not in names}
+    small = dict(zip(names, (*into, down), strict=True))
     twin = probe.twin_of(module, base, modules={**others, **small}, parameters={})
-    x = 2 * probe.rows(6)
+    x = 2 * probe.rows(_HIDDEN)
     got = probe.outcomes(base, twin, x)
     for one in got:
         if isinstance(one, Exception):
             return f"its forward does not run on its projections alone ({type(one).__name__})"
 
-    def formula(act: Callable[[Tensor], Tensor]) -> Tensor:
-        y: Tensor = down(act(gate(x)) * up(x))
+    def formula(act: Callable[[Tensor], Tensor], joined: str) -> Tensor:
+        outputs = [layer(x) for layer in into]
+        gate, up = [outputs[0][..., rows] for rows in JOINED[joined](_WIDE)] if joined else outputs
+        y: Tensor = down(act(gate) * up)
         return y
 
-    for name, act in _ACTIVATIONS.items():
-        expected = probe.outcome(functools.partial(formula, act))
+    places = [joined for joined in JOINED if bool(joined) == (names is _JOINED)]
+    for (name, act), joined in itertools.product(_ACTIVATIONS.items(), places):
+        expected = probe.outcome(functools.partial(formula, act, joined))
         if all(probe.agree(one, expected, _TOLERANCE) for one in got):
-            return name
+            return name, joined
     return "it is not down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
 
 
-def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: probe.Settings) -> dict[str, Any]:
+def overrides(
+    base: Any, activation: str, joined: str, other_types: tuple[type, ...], found: probe.Settings
+) -> dict[str, Any]:
     """Return what a patched MLP does differently from ``base``.
 
+    ``joined`` is where gate and up are in their one projection, empty if they are two (`lowtide.mlp.call.JOINED`).
     ``other_types`` are the classes of the children beside the projections, and ``found`` the settings of the MLP and of
     these children.
     """
-    args = (activation, other_types, found)
+    args = (activation, joined, other_types, found)
     confirm = lambda mlp: find(mlp, base)[1:] == (args,)  # noqa: E731
     probed = probe.ProbedCode(base, lambda: probe.code_of((base, *other_types), found), found, confirm)
 
@@ -153,6 +169,9 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: 
         if mesh is not None:
             return run_sharded(args[0], layers, mesh, activation, level, tile)
         settings: Any = {"activation": activation, "checkpoint_level": level, "tile_tokens": tile}
+        if joined:
+            gate_up, down_only = low_rank_projections(layers)
+            return adapted_mlp(args[0], gate_up, None, down_only, joined=joined, **settings)
         if any(layer.adapters for layer in layers):
             return adapted_mlp(args[0], *low_rank_projections(layers), **settings)
         gate, up, down = (layer.base for layer in layers)
@@ -167,7 +186,7 @@ def _drops(mlp: Any) -> bool:
 
     A reentrant checkpoint runs a layer without gradients first and with them later, and both must drop the same.
     """
-    if not any(_may_drop(getattr(mlp, name)) for name in _PROJECTIONS):
+    if not any(_may_drop(getattr(mlp, name)) for name in _names(mlp)):
         return False
     layers = _layers(mlp)
     return not isinstance(layers, str) and any(adapter.drops for layer in layers for adapter in layer.adapters)
@@ -206,4 +225,5 @@ def _projections(
 
 
 def _fits(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> bool:
-    return x.is_floating_point() and (x.dtype == layers[0].base.weight.dtype or is_autocast_on(x.device.type))
+    alike = all(layer.base.weight.dtype == x.dtype for layer in layers)
+    return x.is_floating_point() and (alike or is_autocast_on(x.device.type))

@@ -24,6 +24,8 @@ def mesh_of_mlp(layers: Sequence[AdaptedLinear]) -> Any:
     styles: list[Any] = [linear_style(layer.base) for layer in layers]
     if not any(styles):
         return None
+    if len(layers) == 2:
+        return "gate and up are one projection (gate_up_proj), and sharded"
     if any(layer.adapters or layer.around for layer in layers):
         return "adapters are on sharded projections"
     kinds = ("ColwiseParallel", "ColwiseParallel", "RowwiseParallel")

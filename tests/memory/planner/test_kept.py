@@ -22,6 +22,7 @@ from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy import word_of
+from lowtide.mlp import elementwise
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,6 +132,8 @@ for name, autocast in (("all/0", True), ("all/1", False), ("attention/0", True))
 for keep, autocast, packed in (("all", False, False), ("all", True, True), ("attention", True, False)):
     phi3 = Case("phi3", ActivationPolicy(keep=keep), WIDE, autocast, packed=packed, fused_mlp=False)  # type: ignore[arg-type]
     CASES += [dataclasses.replace(phi3, sizes=(("num_key_value_heads", groups),)) for groups in (2, 8)]
+CASES += [Case("phi3", POLICIES[name], dtype) for name in EVERY for dtype in (WIDE, torch.bfloat16)]
+CASES += [Case("phi3", POLICIES[name], WIDE, autocast=True) for name in EVERY]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -230,6 +233,31 @@ def test_gradients_of_a_large_vocabulary_meet_as_planned(tied: bool, keep_gradie
     planned = max(phase.bytes for phase in phases if phase.name in ("backward", "embedding")) - there
     # the tiny layers' activations, when backward begins, are 4% of it
     assert forward.events[-1].total_bytes + backward.peak_bytes == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_gradients_of_an_mlp_of_few_tokens_meet_as_planned(
+    model_type: str, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of gate and up one after the other, that of a stacked projection whole with gate's."""
+    monkeypatch.setattr(elementwise, "PIECE", 1)
+    wide = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 1024, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **wide, "num_hidden_layers": 2})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    lowtide.patch(model)
+    policy = ActivationPolicy(mlp_level=level)
+    apply_policy(model, policy)
+    ids = torch.randint(1, 160, (1, 64))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad(set_to_none=False)
+    gc.collect()
+    with track_allocations() as seen:
+        model(input_ids=ids, labels=ids).loss.backward()
+    memory = StepCosts(Job(read_shape(config), 64, 1, GPUS["h100"], torch.float32, "sgd", keep_gradients=True))
+    there = memory.weights + memory.other + memory.all_gradients
+    planned = max(phase.bytes for phase in memory.phases([(policy, 2)]) if phase.name == "backward") - there
+    assert seen.peak_bytes == pytest.approx(planned, rel=0.01)
 
 
 def test_a_layer_that_saves_attention_overwrites_gate_and_up_in_backward_like_any_other() -> None:

@@ -90,7 +90,8 @@ def test_windows_are_each_layer_s_own() -> None:
         ("gemma", {"hidden_act": "relu", "hidden_activation": "silu"}, "their activation is relu"),
         ("gemma3_text", {"hidden_act": "relu", **TYPES["gemma3_text"]}, ""),
         ("gemma3_text", {"hidden_activation": "gelu", **TYPES["gemma3_text"]}, "their activation is gelu"),
-        ("phi3", {"pad_token_id": 0}, "gate and up are one projection"),
+        ("phi3", {"pad_token_id": 0}, ""),
+        ("phi3", {"pad_token_id": 0, "hidden_act": "gelu"}, "their activation is gelu"),
     ],
 )
 def test_mlps_that_a_patch_leaves_alone_are_planned_as_they_are(
@@ -110,8 +111,10 @@ def test_mlps_that_a_patch_leaves_alone_are_planned_as_they_are(
 
 def test_projections_by_other_names_are_not_fused() -> None:
     """Of a type that the planner's list lacks, it looks at the model."""
+    for model_type, settings in (("granite", {}), ("glm", {"attention_bias": False, "pad_token_id": 0})):
+        model = on_meta(transformers.AutoConfig.for_model(model_type, **SMALL, **settings))
+        assert not read_shape(model).stock_mlp
     model = on_meta(transformers.AutoConfig.for_model("granite", **SMALL))
-    assert not read_shape(model).stock_mlp
     for layer in model.model.layers:
         layer.mlp.gate = layer.mlp.gate_proj
         del layer.mlp.gate_proj

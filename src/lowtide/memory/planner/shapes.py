@@ -20,6 +20,7 @@ _UNPLANNED = (
 _MEASURE = "Measure its step instead, with `lowtide profile`."
 # Activations, as configs name them, that `lowtide.swiglu_mlp` has.
 _FUSED = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
+_JOINED = {"gate_up_proj", "down_proj"}
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTIONS = ("full_attention", "sliding_attention")
 
@@ -151,7 +152,8 @@ def read_shape(model_or_config: Any) -> ModelShape:
     if model is None:
         return shape
     _compare(shape, model)
-    named = sum({name for name, _ in module.named_children()} >= _PROJECTIONS for module in model.modules())
+    children = [{name for name, _ in module.named_children()} for module in model.modules()]
+    named = sum(names >= _PROJECTIONS or names >= _JOINED for names in children)
     if named < shape.layers and not shape.stock_mlp and not shape.experts:
         return replace(shape, stock_mlp=f"they have no {', '.join(sorted(_PROJECTIONS))}")
     return shape
@@ -285,7 +287,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=int(settings.get("max_position_embeddings") or 0),
         activation=activation,
-        stock_mlp="gate and up are one projection" if kind.stacked else stock_mlp,
+        stock_mlp=stock_mlp,
         part_of=str(settings.get("part_of", "")),
     )
 

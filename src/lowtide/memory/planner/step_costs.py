@@ -97,9 +97,12 @@ class StepCosts:
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
         waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
         # Beside the MLP's product stands the gradient of the weight behind it. When that of gate's weight comes, the
-        # product is gone, and when that of up's comes, gate is too: with few tokens those later moments hold more.
+        # product is gone, and when that of up's comes, gate is too: with few tokens those later moments hold more. A
+        # stacked projection's gradient comes whole with gate's.
         mlp, product = shape.mlp_params * e if numbers is None else 0, N * shape.token_mlp_width * job.narrow
-        self._mlp_gradients = mlp if shape.experts else mlp // 3 + 2 * max(0, mlp // 3 - product)
+        one = mlp // 3
+        later = max(0, 2 * one - product) if shape.stacked else 2 * max(0, one - product)
+        self._mlp_gradients = mlp if shape.experts else one + later
         self._new = self._mlp_gradients + waiting if job.keep_gradients else 0
         self._stream = N * shape.hidden * e
         # The head holds gradients until its backward. An accumulator's is made when the scratch is gone.

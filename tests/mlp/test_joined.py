@@ -1,0 +1,306 @@
+"""The gated MLP with gate and up in one projection: values, the weight's one gradient, what is kept and allocated."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lowtide import graph
+from lowtide.errors import UnsupportedError
+from lowtide.measure.allocations import track_allocations
+from lowtide.mlp import elementwise, low_rank
+from lowtide.mlp.call import JOINED, Adapter, Projection, SwigluCall, Wanted
+from lowtide.mlp.swiglu import adapted_mlp
+from mlp.calls import call, grads, in_float64, plain_mlp
+from mlp.test_low_rank import plain as plain_with_adapters
+from mlp.test_swiglu_memory import after_forward
+from support import mlp, mlp_slack, relative_error
+
+# dynamo's
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+
+PLACES = [joined for joined in JOINED if joined]
+SCALES = (0.5, 1.7)  # as test_low_rank scales gate and up differently, one of the joined and one of down
+
+
+def joined_leaves(
+    N: int | tuple[int, ...], D: int, FF: int, dtype: torch.dtype = torch.float32, *, bias: bool = True
+) -> list[Any]:
+    """Return x, the joined weight [2F, D], down's, and the joined bias [2F] and down's, as leaves."""
+    x, gate, up, down, *biases = mlp(N, D, FF, dtype=dtype)
+    both = torch.cat([gate, up]).detach().requires_grad_()
+    if not bias:
+        return [x, both, down, None, None]
+    return [x, both, down, torch.cat(biases[:2]).detach().requires_grad_(), biases[2]]
+
+
+def joined_adapters(D: int, FF: int, dtype: torch.dtype = torch.float32, rank: int = 3) -> list[Any]:
+    """Return A and B of the joined projection and of down, as leaves."""
+    g = torch.Generator().manual_seed(7)
+    shapes = ((rank, D), (2 * FF, rank), (rank + 1, FF), (D, rank + 1))
+    return [(torch.randn(*s, generator=g) / s[1] ** 0.5).to(dtype).requires_grad_() for s in shapes]
+
+
+def run(
+    leaves: list[Any], joined: str = "gate first", level: int = 0, tile: int | None = None, *,
+    ab: tuple[Any, ...] | list[Any] = (None,) * 4, dropout: float = 0.0, activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    x, both, down, both_bias, down_bias = leaves
+    pairs = [None if ab[i] is None else Adapter(ab[i], ab[i + 1], SCALES[i // 2], dropout) for i in (0, 2)]
+    gate_up, down = Projection(both, both_bias, pairs[0]), Projection(down, down_bias, pairs[1])
+    settings: Any = {"activation": activation, "checkpoint_level": level, "tile_tokens": tile, "joined": joined}
+    return adapted_mlp(x, gate_up, None, down, **settings)
+
+
+def apart(leaves: list[Any], joined: str) -> list[Any]:
+    """Return the seven tensors of two projections, as functions of the joined ones: without `JOINED`."""
+    x, both, down, both_bias, down_bias = leaves
+
+    def halves(t: Tensor | None) -> tuple[Any, Any]:
+        if t is None:
+            return None, None
+        first, second = t.chunk(2) if joined != "interleaved" else (t.unflatten(0, (-1, 2))[:, i] for i in range(2))
+        return (second, first) if joined == "up first" else (first, second)
+
+    return [x, *halves(both), down, *halves(both_bias), down_bias]
+
+
+def plain(leaves: list[Any], joined: str, *, ab: Any = (None,) * 4, activation: str = "silu") -> Tensor:
+    if ab[0] is None:
+        return plain_mlp(apart(leaves, joined), activation)
+    x, both, down, both_bias, down_bias = leaves
+    both = both + SCALES[0] * ab[1] @ ab[0]
+    return plain_mlp(apart([x, both, down + SCALES[1] * ab[3] @ ab[2], both_bias, down_bias], joined), activation)
+
+
+@pytest.mark.parametrize("joined", PLACES)
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("tile", [None, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_float64(joined: str, level: int, tile: int | None, adapted: bool, activation: str) -> None:
+    ab = joined_adapters(7, 11, torch.float64) if adapted else [None] * 4
+    for shape in ((2, 5), (1,), (0,)):
+        leaves = joined_leaves(shape, 7, 11, torch.float64)
+        y = run(leaves, joined, level, tile, ab=ab, activation=activation)
+        expected = plain(leaves, joined, ab=ab, activation=activation)
+        torch.testing.assert_close(y, expected)
+        upstream = torch.randn(*shape, 7, dtype=torch.float64)
+        for got, want in zip(
+            grads(y, [*leaves, *ab], upstream), grads(expected, [*leaves, *ab], upstream), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+            assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("joined", PLACES)
+def test_every_subset_of_what_is_trained(joined: str, level: int) -> None:
+    leaves, ab = joined_leaves(5, 4, 6, torch.float64), joined_adapters(4, 6, torch.float64)
+    everything, upstream = [*leaves, *ab], torch.randn(5, 4, dtype=torch.float64)
+    for flags in itertools.product((True, False), repeat=len(everything)):
+        for tensor, flag in zip(everything, flags, strict=True):
+            tensor.requires_grad_(flag)
+        y = run(leaves, joined, level, ab=ab)
+        assert y.requires_grad == any(flags)
+        if any(flags):
+            first, second = grads(y, everything, upstream, retain_graph=True), grads(y, everything, upstream)
+            for g, again, e in zip(
+                first, second, grads(plain(leaves, joined, ab=ab), everything, upstream), strict=True
+            ):
+                torch.testing.assert_close(g, e)
+                assert torch.equal(g, again)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "adapters", "autocast"),
+    [
+        (torch.float32, None, None),
+        (torch.bfloat16, None, None),
+        (torch.float16, None, None),
+        (torch.float32, None, torch.bfloat16),
+        (torch.bfloat16, torch.float32, None),  # what peft makes of a bfloat16 model
+        (torch.float32, torch.float32, torch.bfloat16),
+    ],
+)
+def test_no_further_from_the_truth_than_two_projections(level: int, dtype: Any, adapters: Any, autocast: Any) -> None:
+    leaves, none = joined_leaves(67, 64, 96, dtype), (None,) * 4
+    ab = none if adapters is None else joined_adapters(64, 96, adapters, rank=4)
+    true = in_float64([*leaves, *ab])
+    upstream = torch.randn(67, 64)
+    exact = plain(true[:5], "gate first", ab=true[5:])
+    wanted = [exact, *grads(exact, true, upstream.double())]
+    found = []
+    for joined in (True, False):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            if joined:
+                y = run(leaves, "gate first", level, 20, ab=ab)
+            elif adapters is None:
+                y = plain(leaves, "gate first")
+            else:
+                halves = ab[1].chunk(2)
+                sides = [SCALES[0] / 0.5 * ab[0], halves[0], SCALES[0] / 1.7 * ab[0], halves[1]]
+                y = plain_with_adapters(apart(leaves, "gate first"), [*sides, SCALES[1] / 2.0 * ab[2], ab[3]])
+        found.append([y, *grads(y, [*leaves, *ab], upstream.to(y.dtype))])
+    slack = mlp_slack(autocast or dtype, leaves)
+    for tensor, ours, theirs, e in zip([y, *(t for t in [*leaves, *ab] if t is not None)], *found, wanted, strict=True):
+        assert ours.dtype == tensor.dtype
+        assert relative_error(ours, e) <= 1.3 * relative_error(theirs, e) + slack
+
+
+N, D, FF = 512, 48, 160
+SLACK = 2**16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tile", [None, 100])
+def test_kept_after_forward_is_that_of_two_projections(dtype: torch.dtype, tile: int | None) -> None:
+    leaves = joined_leaves(N, D, FF, dtype, bias=False)
+    token = N * dtype.itemsize
+    kept = [after_forward(lambda k=k: run(leaves, level=k, tile=tile)) for k in (0, 1)]  # type: ignore[misc]
+    assert kept == [2 * FF * token, 0]
+    two = mlp(N, D, FF, dtype=dtype, bias=False)
+    assert kept == [after_forward(lambda k=k: call(two, checkpoint_level=k)) for k in (0, 1)]  # type: ignore[misc]
+    assert after_forward(lambda: plain(leaves, "gate first")) == 4 * FF * token, (
+        "the measure must see the textbook's four"
+    )
+
+
+@pytest.mark.parametrize("joined", PLACES)
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("tile", [None, 128])
+def test_the_gradient_of_the_weight_is_one_tensor_written_once(
+    joined: str, level: int, tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other tensor of its size or of a half's is allocated in backward."""
+    monkeypatch.setattr(elementwise, "PIECE", 2**11)
+    x, both, down, *_ = leaves = joined_leaves(N, D, FF, bias=False)
+    y, upstream = run(leaves, joined, level, tile), torch.ones(N, D)
+    with track_allocations() as seen:
+        y.backward(upstream)
+    sizes = [event.bytes for event in seen.events if event.bytes > 0]
+    assert sizes.count(both.nbytes) == 1
+    assert sizes.count(both.nbytes // 2) == 1, "down's own"
+    assert both.grad.is_contiguous()
+    assert both.grad.untyped_storage().nbytes() == both.nbytes
+    assert both.grad.data_ptr() != both.data_ptr()
+    rows, weights = tile or N, both.nbytes + down.nbytes
+    assert seen.peak_bytes <= 4 * (rows * FF * (1 if level == 0 else 3) + D * N) + weights + SLACK
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("joined", PLACES)
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_formulas_of_operations_say_what_is_inside(
+    joined: str, level: int, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton where there is one
+
+    ab: list[Any] = joined_adapters(4, 6) if adapted else [None] * 4
+    leaves = joined_leaves(5, 4, 6)
+    tensors = [t for t in (*leaves, *ab) if t is not None]
+
+    def counted(function: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            y = function()
+            if y.requires_grad:
+                y.sum().backward()
+        return counter.get_total_flops()
+
+    ours = partial(run, leaves, joined, level, ab=ab)
+    for trained in ((False,) * len(tensors), *torch.rand(20, len(tensors)).gt(0.6).tolist(), (True,) * len(tensors)):
+        for tensor, flag in zip(tensors, trained, strict=True):
+            tensor.requires_grad_(flag)
+        formula = counted(ours)
+        with monkeypatch.context() as inside:
+            inside.setattr(graph, "watched", lambda _: False)
+            assert formula == counted(ours) > 0, trained
+    if not adapted:
+        assert formula == counted(partial(call, mlp(5, 4, 6), checkpoint_level=level)), "that of two projections"
+
+
+@pytest.mark.parametrize("joined", PLACES)
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_operators(joined: str, dropout: float) -> None:
+    leaves, ab = ([t.detach() for t in ts] for ts in (joined_leaves((2, 5), 7, 11), joined_adapters(7, 11)))
+    x, both, down, both_bias, down_bias = leaves
+    adapters = [Adapter(*ab[:2], 0.5, dropout), Adapter(None, None, 1.0, 0.0), Adapter(*ab[2:], 2.0, dropout)]
+    tensors, settings = (x, both, None, down, both_bias, None, down_bias), {"activation": "silu", "tile_tokens": 4}
+    fields = SwigluCall.of(tensors, adapters, dtype=x.dtype, checkpoint_level=0, joined=joined, **settings)
+    wanted = Wanted(*[t is not None for t in fields.trained])
+    torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(fields))
+    kept = torch.ops.lowtide.swiglu_projections(*fields)
+    torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, *kept))
+    torch.library.opcheck(torch.ops.lowtide.swiglu_backward.default, (*fields, *wanted, torch.randn(2, 5, 7), *kept))
+
+
+@pytest.mark.parametrize(("level", "dynamic"), [(0, None), (1, None), (1, True)])
+def test_compiled(level: int, dynamic: bool | None) -> None:
+    leaves, ab = joined_leaves((2, 5), 7, 11), joined_adapters(7, 11)
+    torch._dynamo.reset()
+    how: Any = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}
+    compiled = torch.compile(lambda *t: run(list(t[:5]), "gate first", level, ab=t[5:]), **how)
+    y, expected = compiled(*leaves, *ab), run(leaves, "gate first", level, ab=ab)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(grads(y.sum(), [*leaves, *ab]), grads(expected.sum(), [*leaves, *ab]))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint(level: int, reentrant: bool) -> None:
+    leaves, ab = joined_leaves((2, 5), 7, 11), joined_adapters(7, 11)
+
+    def block(*tensors: Tensor) -> Tensor:
+        return run(list(tensors[:5]), "gate first", level, ab=tensors[5:], dropout=0.3)
+
+    torch.manual_seed(3)
+    expected = grads(block(*leaves, *ab).square().sum(), [*leaves, *ab])
+    torch.manual_seed(3)
+    checkpoint(block, *leaves, *ab, use_reentrant=reentrant).square().sum().backward()
+    assert all(torch.equal(t.grad, e) for t, e in zip([*leaves, *ab], expected, strict=True))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("joined", PLACES)
+def test_gate_and_up_of_one_adapter_drop_the_same(joined: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As peft's layer does, which drops values of its input once."""
+    leaves, ab = joined_leaves(9, 7, 11, torch.float64), joined_adapters(7, 11, torch.float64)
+    drawn: dict[tuple[int, int], Tensor] = {}
+    stock = low_rank.LowRank._factors
+
+    def watch(self: Any, like: Tensor, first: int) -> Tensor:
+        factors = stock(self, like, first)
+        assert torch.equal(drawn.setdefault((self.a.data_ptr(), first), factors), factors), "others are dropped"
+        return factors
+
+    monkeypatch.setattr(low_rank.LowRank, "_factors", watch)
+    y = run(leaves, joined, level, ab=ab, dropout=0.25)
+    upstream = torch.randn(9, 7, dtype=torch.float64)
+    ours = grads(y, [*leaves, *ab], upstream)
+    x_mask, p_mask = (drawn[ab[i].data_ptr(), 0] for i in (0, 2))
+    assert len(drawn) == 2
+    x, both, down, both_bias, down_bias = leaves
+    z = torch.nn.functional.linear(x, both, both_bias) + SCALES[0] * (x * x_mask) @ ab[0].T @ ab[1].T
+    one, other = z.chunk(2, -1) if joined != "interleaved" else (z[:, ::2], z[:, 1::2])
+    gate, up = (other, one) if joined == "up first" else (one, other)
+    p = torch.nn.functional.silu(gate) * up
+    expected = torch.nn.functional.linear(p, down, down_bias) + SCALES[1] * (p * p_mask) @ ab[2].T @ ab[3].T
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(ours, grads(expected, [*leaves, *ab], upstream))
+
+
+def test_a_write_between_forward_and_backward_is_seen() -> None:
+    x, both, down, *biases = joined_leaves(5, 4, 6)
+    weight = torch.nn.Parameter(both.detach())
+    y = run([x, weight, down, *biases], level=1).sum()
+    weight.data[7] += 1  # a row of up's
+    with pytest.raises(UnsupportedError, match="the same weights in backward"):
+        y.backward()

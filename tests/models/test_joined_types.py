@@ -1,0 +1,117 @@
+"""Every model type whose MLPs have gate and up in one projection (gate_up_proj), beside stock."""
+
+import contextlib
+import copy
+import importlib
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.bench import models_case
+from lowtide.bench.tiny import HEAD_DIMS, tiny_model
+from lowtide.models import mlp_part
+from lowtide.models.instance import part_of
+from models.conftest import types_of
+from models.joined import OTHER_FORM, Holder, assert_same_mlp, joined_mlps, with_levels
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what models of all ages say when they are built
+BESIDE = "it has weights or buffers beside its projections"
+# Each type: how many of its MLPs are fused, and why its others are not.
+TYPES = {
+    ("causal", "glm"): (2, None),
+    ("causal", "glm4"): (2, None),
+    ("causal", "phi3"): (2, None),
+    ("causal", "phi4_multimodal"): (2, BESIDE),  # of audio: a norm inside
+    ("image-text", "glm46v"): (2, None),
+    ("image-text", "glm4v"): (2, None),
+    ("image-text", "glm_ocr"): (2, None),
+    ("image-text", "glmga"): (2, None),
+    ("causal", "minimax_m3_vl_text"): (0, OTHER_FORM),  # clamps
+    ("image-text", "minimax_m3_vl"): (0, OTHER_FORM),
+}
+# MLPs of models that are none of the three kinds: of images, of sound, of proteins.
+CLASSES = {
+    "dia.DiaMLP": {"hidden_size": 6, "intermediate_size": 10, "hidden_act": "silu"},
+    "dots3_note.Dots3NoteAudioMLP": {"hidden_size": 6, "intermediate_size": 10, "hidden_act": "silu"},
+    "glm_image.GlmImageTextMLP": {"hidden_size": 6, "intermediate_size": 10, "hidden_act": "gelu_pytorch_tanh"},
+    "esmfold2.EsmFold2SwiGLU": None,
+}
+
+
+@pytest.mark.parametrize(("kind", "model_type"), TYPES, ids=str)
+def test_each_type_trains_as_stock(kind, model_type, ran):
+    """In float32, at both levels, to 20 times what an ulp in each weight does."""
+    count, why = TYPES[kind, model_type]
+    make, extra = models_case._maker(kind, model_type, 0)
+    stock, model = make(), make()
+    lowtide.patch(model, loss=False, norm=False, rope=False)
+    fused = [name for name, module in joined_mlps(model).items() if part_of(module) == "mlp"]
+    reasons = {mlp_part.find(m, type(m)) for name, m in joined_mlps(model).items() if name not in fused}
+    assert (len(fused), reasons) == (count, {why} if why else set())
+    batch = {**models_case.batch(0), **extra}
+    noise = models_case._noise(stock, make(), batch)
+    expected = models_case._run(stock, batch)
+    for level in (0, 1):
+        with_levels(model, level)
+        ran.clear()
+        assert models_case.difference(models_case._run(model, batch), expected, noise) is None
+        assert ran["adapted_mlp"] == count
+    lowtide.unpatch(model)
+    assert types_of(model) == types_of(stock)
+    assert all("checkpoint_level" not in vars(module) for module in model.modules())
+
+
+def test_a_type_that_does_not_run_tiny_falls_back():
+    model = on_meta("causal", "zamba2")
+    lowtide.patch(model)
+    assert {mlp_part.find(m, type(m)) for m in joined_mlps(model).values()} == {BESIDE}  # adapters of its own
+
+
+def on_meta(kind, model_type):
+    """Return a tiny model without weights, None where the default config makes none."""
+    auto = getattr(transformers, models_case.KINDS[kind][0])
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    for head_dim in HEAD_DIMS:
+        with torch.device("meta"), contextlib.suppress(Exception):
+            return tiny_model(auto, config, head_dim=head_dim, decoder=kind == "causal", seed=0)
+    return None
+
+
+@pytest.mark.parametrize(("kind", "model_type"), [key for key, (count, _) in TYPES.items() if count], ids=str)
+@pytest.mark.parametrize(("level", "tile"), [(0, None), (1, None), (1, 4)])
+def test_each_types_mlp_in_float64(kind, model_type, level, tile):
+    model = models_case._maker(kind, model_type, 0)[0]().double()
+    stock = copy.deepcopy(model)
+    lowtide.patch(model, loss=False, norm=False, rope=False)
+    with_levels(model, level, tile)
+    name, ours = next((n, m) for n, m in joined_mlps(model).items() if part_of(m) == "mlp")
+    assert_same_mlp(ours, stock.get_submodule(name), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_mlps_of_other_models(name, ran):
+    module, kind = name.split(".")
+    file = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    settings = CLASSES[name]
+    torch.manual_seed(0)
+    args = (6, 10) if settings is None else (type("Config", (), settings)(),)
+    model = Holder(getattr(file, kind)(*args)).double()
+    stock = copy.deepcopy(model)
+    report = lowtide.patch(model)
+    assert report.parts["mlp"].patched, str(report)
+    for level in (0, 1):
+        model.mlp.checkpoint_level = level
+        assert_same_mlp(model.mlp, stock.mlp, rtol=1e-12)
+    assert ran["adapted_mlp"] == 2
+
+
+@pytest.mark.slow
+def test_no_type_is_missing():
+    """Every type is built without weights."""
+    every = [(kind, model_type) for kind in models_case.KINDS for model_type in models_case.types(kind)]
+    models = {key: on_meta(*key) for key in every}
+    found = {key for key, model in models.items() if model is not None and joined_mlps(model)}
+    assert found == {*TYPES, ("causal", "zamba2")}
