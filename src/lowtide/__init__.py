@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lowtide.head.ranks.shard import VocabShard
     from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
     from lowtide.mlp.swiglu import swiglu_mlp
-    from lowtide.models import PatchReport, patch, unpatch
+    from lowtide.models import PatchReport, patch, scoring, unpatch
     from lowtide.models.callback import PatchCallback
     from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
@@ -54,6 +54,7 @@ __all__ = [
     "patch_trl",
     "plan_divergence",
     "plan_head",
+    "scoring",
     "swiglu_mlp",
     "unpatch",
     "unpatch_trl",
@@ -75,7 +76,7 @@ __getattr__, __dir__ = on_first_use(
         "lowtide.losses": (),
         "lowtide.memory": (),
         "lowtide.mlp.swiglu": ("swiglu_mlp",),
-        "lowtide.models": ("PatchReport", "patch", "unpatch"),
+        "lowtide.models": ("PatchReport", "patch", "scoring", "unpatch"),
         "lowtide.models.callback": ("PatchCallback",),
         "lowtide.nn": (),
         "lowtide.trl": ("TrlReport", "patch_trl", "unpatch_trl"),

@@ -27,7 +27,7 @@ from lowtide.train.options import parse
 from lowtide.train.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
-SUBCOMMANDS = ("train", "plan", "profile", "bench")
+SUBCOMMANDS = ("train", "eval", "plan", "profile", "bench")
 SCRIPT = Path(sys.executable).parent / "lowtide"
 TINY = {
     "model_type": "llama",
@@ -145,7 +145,7 @@ def test_an_error_begins_with_the_command_that_was_typed(capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("lowtide bench head: tokens: expected")
 
 
-@pytest.mark.parametrize("name", ["train", "plan", "profile", "bench"])
+@pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_the_examples_of_a_help_are_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each in lines that end in a backslash where it goes on, none with a pretrained model at the small run's rate."""
     with pytest.raises(SystemExit):
@@ -203,8 +203,8 @@ def test_a_package_that_is_missing_is_one_line(
 def test_the_packages_whose_lack_is_explained_are_those_of_the_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     extras["train"] += extras["hf"]
-    listed = {(name, re.split(r"[>=<]", line)[0]) for name in ("train", "trl", "peft") for line in extras[name]}
-    modules = {"pyyaml": "yaml"}
+    listed = {(name, re.split(r"[>=<]", line)[0]) for name in ("train", "trl", "peft", "eval") for line in extras[name]}
+    modules = {"pyyaml": "yaml", "lm-eval": "lm_eval"}
     named = {(modules.get(package, package), name) for name, package in listed if not package.startswith("lowtide")}
     assert named | {("datasets", "trl")} == {(name, extra.split(",")[-1]) for name, extra in EXTRAS.items()}
 
@@ -236,6 +236,7 @@ from lowtide.cli import main
 plan = sys.argv[1:]
 for words in (
     ["--help"], ["--version"], ["train", "--help"], ["plan", "--help"],
+    ["eval", "--help"], ["eval", "--model", "/nobody", "--data", "/nobody"], ["eval", "--model", "x"],
     ["plan", "--model", "/nobody", "--seq-len", "1"],
     [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
     ["profile", "--help"], ["profile", "--impl", "stock:some"], ["profile", "--model", "/nobody"],

@@ -21,7 +21,7 @@ ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "lazy", "arguments", "swap", "code", "samples", "measure", "replay", "graph", "kernel_launch", "head",
     "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "stacks", "train", "bench", "profile",
-    "cli", "__main__",
+    "evaluation", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ _UNIT = re.compile(r"(?<=\d )s\b|\b(ms|seconds|GB/s|MiB|GiB|GB|tokens/s|errors?|
 _LINK = re.compile(r"benchmarks/results/([\w.-]+\.json)")
 _MARK = re.compile(r"<!-- not measured: (\w+) -->\s*\Z")
 _COMMAND = re.compile(
-    r"`(?:lowtide (?:bench|plan|profile|train)|python benchmarks/|torchrun [^`]*benchmarks/|make train|pytest)"
+    r"`(?:lowtide (?:bench|eval|plan|profile|train)|python benchmarks/|torchrun [^`]*benchmarks/|make train|pytest)"
 )
 _NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?%?(?![\w.])")
 

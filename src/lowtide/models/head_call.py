@@ -62,6 +62,7 @@ class HeadCall:
     only_loss = False  # cross entropy alone can be computed without logits
     sharded = False  # each rank has a shard of the classes
     gives_dtensor = False
+    scores = False  # the model was called without labels: rows may be read a few at a time
 
     def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
         self.head = head
@@ -72,6 +73,7 @@ class HeadCall:
         self.built = False
         self.passed = False  # something with a graph was computed past the logits
         self.stale = False  # changed since, by the graph of torch.compile that had this call
+        self.row_scores: list[Any] = []  # of all rows, as computed for the first of them: see `row_scores`
         self.hooked = False  # a gradient hook is on logits that are built
         self.weight_dtype = head.weight.dtype
         self.partitioned = any(map(is_partitioned, self.tensors))  # by ZeRO-3

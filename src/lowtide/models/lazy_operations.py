@@ -8,7 +8,8 @@ Legend: hidden [..., D], logits [..., V].
 
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.steps import DTYPES, Step
 
 
-def _shown(meta: Tensor, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor | None:
+def _shown(meta: Tensor, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return what ``function`` gives, on no device; None where it is an error, which the real logits then raise."""
     try:
         return function(meta, *args)
@@ -37,10 +38,14 @@ def _recorded(
     of_hidden: Callable[[Tensor], Tensor] | None = None,
     *,
     view: bool = False,
+    repeats: bool = False,
 ) -> Any:
-    """Record ``function(logits, *args)``; ``of_hidden`` does the same to hidden states, if it moves or selects rows."""
+    """Record ``function(logits, *args)``; ``of_hidden`` does the same to hidden states, if it moves or selects rows.
+
+    ``repeats``: it may select a row more than once.
+    """
     like = _shown(input.meta(), function, args)
-    return NotImplemented if like is None else input.then(Step(function, args, of_hidden), like, view=view)
+    return NotImplemented if like is None else input.then(Step(function, args, of_hidden, repeats), like, view=view)
 
 
 def _unary(function: Callable[..., Tensor], *, view: bool = False) -> Callable[..., Any]:
@@ -105,6 +110,10 @@ def _to(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
     return input if isinstance(to, str | torch.device) and torch.device(to) == input.device else NotImplemented
 
 
+def _cpu(input: RecordedLogits) -> Any:
+    return input if input.is_cpu else NotImplemented
+
+
 def _contiguous(input: RecordedLogits) -> Any:
     return input if input.is_contiguous() else _recorded(input, TensorBase.contiguous)
 
@@ -140,7 +149,7 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
         if like is None or like.dim() == 0 or like.shape[-1] != input.shape[-1]:
             return NotImplemented
         rows = like.shape[:-1]
-        step = Step(reshape, args, lambda x: x.reshape(*rows, x.shape[-1]), True)
+        step = Step(reshape, args, lambda x: x.reshape(*rows, x.shape[-1]), keeps_rows=True)
         # ``_is_view`` is always False in inference mode.
         view = bool(like.untyped_storage()._cdata == meta.untyped_storage()._cdata)
         return input.then(step, like, view=view)
@@ -195,6 +204,44 @@ def _getitem(input: RecordedLogits, index: Any) -> Any:
     return _recorded(input, TensorBase.__getitem__, (full,), lambda x: x[chosen], view=True)
 
 
+def _unbind(input: RecordedLogits, dim: Any = 0) -> Any:
+    """The rows of an axis one by one, as by iterating."""
+    return _along(input, dim, lambda meta: range(meta.shape[dim]))
+
+
+def _chunk(input: RecordedLogits, chunks: Any, dim: Any = 0) -> Any:
+    return _along(input, dim, lambda meta: _bounds(meta.chunk(chunks, dim), dim))
+
+
+def _split(input: RecordedLogits, split_size: Any, dim: Any = 0) -> Any:
+    return _along(input, dim, lambda meta: _bounds(torch.split(meta, split_size, dim), dim))
+
+
+def _bounds(parts: Sequence[Tensor], dim: int) -> list[slice]:
+    ends = itertools.accumulate((part.shape[dim] for part in parts), initial=0)
+    return list(itertools.starmap(slice, itertools.pairwise(ends)))
+
+
+def _along(input: RecordedLogits, dim: Any, indices: Callable[[Tensor], Any]) -> Any:
+    """Return views of the logits, one for each index that ``indices`` returns for an axis of a meta tensor."""
+    # With gradients PyTorch's own are views that may not be changed in place, which those of `_getitem` may.
+    if torch.is_grad_enabled() and input.requires_grad:
+        return NotImplemented
+    if type(dim) is not int or not -input.dim() <= dim < input.dim() or is_last(input, dim):
+        return NotImplemented
+    taken = _shown(input.meta(), indices, ())
+    before = (slice(None),) * (dim % input.dim())
+    return NotImplemented if taken is None else tuple(_getitem(input, (*before, index)) for index in taken)
+
+
+def _expand(input: RecordedLogits, *sizes: Any) -> Any:
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    if any(type(size) is not int for size in sizes) or not sizes or sizes[-1] not in (-1, input.shape[-1]):
+        return NotImplemented
+    rows = sizes[:-1]
+    return _recorded(input, TensorBase.expand, sizes, lambda x: x.expand(*rows, x.shape[-1]), view=True, repeats=True)
+
+
 def _masked(input: RecordedLogits, mask: Tensor) -> Any:
     if not 0 < mask.dim() < input.dim() or mask.shape != input.shape[: mask.dim()] or mask.device != input.device:
         return NotImplemented
@@ -229,6 +276,7 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.half: functools.partial(_to, dtype=torch.float16),
     Tensor.bfloat16: functools.partial(_to, dtype=torch.bfloat16),
     Tensor.to: _to,
+    Tensor.cpu: _cpu,
     Tensor.contiguous: _contiguous,
     **dict.fromkeys(_named("clone"), _clone),
     **dict.fromkeys(_named("detach"), _unary(TensorBase.detach, view=True)),
@@ -236,6 +284,10 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: _reshaped(function) for function in _RESHAPES},
     **dict.fromkeys(_named("transpose", "swapaxes"), _transpose),
     **dict.fromkeys(_named("permute"), _permute),
+    **dict.fromkeys(_named("unbind"), _unbind),
+    **dict.fromkeys(_named("chunk"), _chunk),
+    **dict.fromkeys(_named("split"), _split),
+    Tensor.expand: _expand,
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
     **dict.fromkeys(_named("gather"), gather),

@@ -21,6 +21,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models.head_kinds import adapted_cross_entropy, plain_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
+from lowtide.models.row_scores import UNFOLDED, changing, in_torch, is_rounded, rounded, row_scores
 from lowtide.models.steps import NO_CLASS, LogitArguments, Step, fold
 
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
@@ -101,9 +102,15 @@ def gather(input: RecordedLogits, dim: Any, index: Any) -> Any:
         return NotImplemented
 
     one = index.shape[-1] == 1
+    scores = row_scores(input, folded) if one else None
 
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        return linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_IGNORE_NOTHING, **kwargs)
+        if scores is None:
+            target = index[..., 0] if one else index
+            return linear_logprobs(hidden, head, target, ignore_index=_IGNORE_NOTHING, **kwargs)
+        logit = linear_token_stats(hidden, head, want=("lse",), support=index, **kwargs).lse  # of one class
+        assert logit is not None
+        return logit - scores.lse_of(input)
 
     result = _of_rows(input, folded, logprobs, input.dtype, keepdim=one)
     input.call.returned.add(input.steps, index, result, sign=folded.sign)
@@ -138,7 +145,14 @@ def argmax(input: RecordedLogits, dim: Any = None, keepdim: bool = False) -> Any
 
 def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
     folded = _fold_rows(input)
-    if folded is None or folded.normalised or not is_last(input, dim):
+    if folded is None or not is_last(input, dim):
+        return NotImplemented
+    if folded.normalised and (name != "argmax" or input.call.sharded):
+        return NotImplemented
+    scores = row_scores(input, folded) if name == "argmax" else None
+    if scores is not None:
+        return scores.argmax_of(input)[..., None] if keepdim else scores.argmax_of(input)
+    if folded.sign != 1 and not is_rounded(input):
         return NotImplemented
 
     def stat(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
@@ -146,26 +160,22 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
         values: Tensor = getattr(stats, name)
         return values
 
-    def rounded(hidden: Tensor, head: Tensor, *, linear_bias: Any, options: HeadOptions | None, **_: Any) -> Tensor:
-        options = None if options is None else dataclasses.replace(options, backend="auto")
-        settings = (name, input.call.dtype(), [step for step in input.steps if step.of_hidden is None])
+    def rounded_stat(hidden: Tensor, head: Tensor, *, linear_bias: Any, options: Any, **_: Any) -> Tensor:
+        settings = (name, input.call.dtype(), changing(input.steps))
         values: Tensor = linear_apply(
-            _rounded_stat, hidden, head, linear_bias=linear_bias, params=settings, options=options
+            _rounded_stat, hidden, head, linear_bias=linear_bias, params=settings, options=in_torch(options)
         )
         return values
 
     dtype, function = gives(input, lambda z: TensorBase.logsumexp(z, -1)), cast("Callable[..., Tensor]", stat)
-    if input.call.dtype().itemsize < 4 and not input.call.sharded:
-        folded, function = LogitArguments(1.0, None, (), normalised=False, sign=1), rounded
+    if is_rounded(input):
+        folded, function = UNFOLDED, rounded_stat
     return _of_rows(input, folded, function, dtype, keepdim=keepdim, differentiable=name != "argmax")
 
 
-def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: list[Step]) -> Tensor:
+def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: tuple[Step, ...]) -> Tensor:
     """Return a statistic of rows of logits as they are in their own dtype: it is compared with these, or has ties."""
-    z = logits.to(dtype)
-    for step in steps:
-        args = tuple(x.flatten() if isinstance(x, Tensor) and x.dim() else x for x in step.args)  # a vector [V]
-        z = step.function(z, *args)
+    z = rounded(logits, dtype, steps)
     return TensorBase.logsumexp(z, -1) if name == "lse" else TensorBase.argmax(z, -1)
 
 

@@ -34,13 +34,13 @@ class PartReport:
 class PatchReport:
     """What was patched, what was left alone and why, and live counts of what became of the logits.
 
-    The counts go on as the model runs with labels. Reading ``outputs.logits`` after a fused loss builds them, and adds
-    to the second count as well. Calls without labels are counted in training only. Those of a compiled model count as
-    eager ones do.
+    The counts go on as the model runs with labels, and without them where it scores. Reading ``outputs.logits`` after a
+    fused loss builds them, and adds to the second count as well. Other calls without labels are counted in training
+    only. Those of a compiled model count as eager ones do.
 
     Args:
         parts: One `PartReport` a part, by the part's name; what was patched comes before what was not.
-        calls_fused: Calls of the output layer whose loss was computed without logits.
+        calls_fused: Calls of the output layer whose loss, or scores, were computed without logits.
         calls_materialised: Calls of the output layer whose logits were built after all.
         why_materialised: How often each reason for building them came up.
         exchanged: Functions, forwards and settings that changed after `patch`, each once: modules that use them run
@@ -111,6 +111,7 @@ _counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
 # Reasons for building logits, and what stands for none.
 FUSED = ""
 NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
+ONE_TOKEN = "one token of each sequence, as in generation"
 WITHOUT_LABELS = "the model was called in training without labels, shift_labels and num_items_in_batch"
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import TensorBase
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Step:
     args: tuple[Any, ...] = ()
     # the same for hidden states, if it moves or selects rows and leaves the V columns alone
     of_hidden: Callable[[Tensor], Tensor] | None = None
+    repeats: bool = False  # it may select a row more than once
     keeps_rows: bool = False  # the rows are the same, in the same order; their shape may differ
 
 
@@ -113,6 +115,7 @@ class _Returned(NamedTuple):
     steps: tuple[Step, ...]
     classes: Tensor  # [..., K], `NO_CLASS` for all K of a row where none was returned
     values: Tensor  # [..., K]
+    extent: range  # of the rows' numbers
 
 
 class ReturnedLogprobs:
@@ -129,26 +132,29 @@ class ReturnedLogprobs:
     def add(self, steps: tuple[Step, ...], classes: Tensor, values: Tensor, *, sign: int) -> None:
         """Record ``values`` [..., K], ``sign`` times the log-probabilities of ``classes``, after ``steps``.
 
-        Those that were returned before get the values that they had then, in place. The steps choose each row at most
-        once; ``classes`` are `NO_CLASS` for all K of a row or for none.
+        Those that were returned before get the values that they had then, in place. ``classes`` are `NO_CLASS` for all
+        K of a row or for none.
         """
         values = values.data
-        for before in self._alike(steps):
+        for before in self._alike(steps, self._extent(steps)):
             known, given = self._of_rows(before, steps, values.device)
             order = known.sort(-1)
             at = torch.searchsorted(order.values, classes).clamp(max=known.shape[-1] - 1)
             found = (order.values.gather(-1, at) == classes) & (classes != NO_CLASS)
             given = sign * given.gather(-1, order.indices.gather(-1, at)).to(values.dtype)
             values.copy_(given.where(found, values))
-        # Copies: the caller may change its classes, and the values that it gets, in place.
-        self._returned.append(_Returned(steps, classes.clone(), sign * values))
+        if not self._repeats_rows(steps, classes.device):
+            # Copies: the caller may change its classes, and the values that it gets, in place.
+            self._returned.append(_Returned(steps, classes.clone(), sign * values, self._extent(steps)))
 
     def replay(self, logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
         """Return ``logits`` after the steps, with the returned values where these are the same log-probabilities."""
-        ends = range(len(steps), 0, -1) if self._returned else ()
+        # what repeats rows gives tensors that cannot be written to
+        once = next((n for n, step in enumerate(steps) if step.repeats), len(steps))
+        ends = range(once, 0, -1) if self._returned else ()
         end = next((n for n in ends if (folded := fold(steps[:n])) is not None and folded.normalised), 0)
         logits = replay(logits, steps[:end])
-        for before in self._alike(steps[:end]) if end else ():
+        for before in self._alike(steps[:end], self._extent(steps[:end])) if end else ():
             folded = fold(steps[:end])
             assert folded is not None
             classes, given = self._of_rows(before, steps[:end], logits.device)
@@ -156,20 +162,55 @@ class ReturnedLogprobs:
             _put(logits.data, classes, (folded.sign * given).to(logits.dtype))
         return replay(logits, steps[end:])
 
-    def _alike(self, steps: tuple[Step, ...]) -> list[_Returned]:
-        """Return those of the same scale, bias and soft cap, latest first: the first ones are written last."""
-        return [given for given in reversed(self._returned) if _same(_changes(given.steps), _changes(steps))]
+    def _alike(self, steps: tuple[Step, ...], rows: range) -> list[_Returned]:
+        """Return those of the same scale, bias and soft cap, latest first: the first ones are written last.
+
+        Without those whose rows are all before or behind ``rows``.
+        """
+        near = [each for each in reversed(self._returned) if _overlap(each.extent, rows)]
+        return [given for given in near if _same(_changes(given.steps), _changes(steps))]
+
+    def _extent(self, steps: tuple[Step, ...]) -> range:
+        """Return a range that has the numbers of all rows that went through ``steps``."""
+        every = range(self._leading.numel())
+        numbers = torch.empty(*self._leading, 1, device="meta")
+        moves = _moves(steps)
+        if any(isinstance(x, Tensor) for x in tree_leaves([step.args for step in moves])):
+            return every  # a mask
+        rows = rows_of(numbers, moves)
+        if rows.untyped_storage()._cdata != numbers.untyped_storage()._cdata or rows.numel() == 0:
+            return every  # a copy
+        last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
+        return range(rows.storage_offset(), rows.storage_offset() + last + 1)
+
+    def _repeats_rows(self, steps: tuple[Step, ...], device: torch.device) -> bool:
+        """Whether a row is chosen more than once."""
+        if not any(step.repeats for step in steps):
+            return False
+        rows = rows_of(self._numbers(device), _moves(steps))
+        return len(set(rows.flatten().tolist())) < rows.numel()
+
+    def _numbers(self, device: torch.device) -> Tensor:
+        """Return the rows' numbers [*leading, 1]."""
+        return torch.arange(self._leading.numel(), device=device).view(*self._leading, 1)
 
     def _of_rows(self, given: _Returned, steps: tuple[Step, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return classes and values [..., K] of the rows of logits that went through ``steps``."""
-        numbers = torch.arange(self._leading.numel(), device=device).view(*self._leading, 1)
+        numbers = self._numbers(device)
         K = given.classes.shape[-1]
-        moves = ([step for step in each if step.of_hidden is not None] for each in (given.steps, steps))
-        to, rows = (rows_of(numbers, each)[..., 0] for each in moves)
+        to, rows = (rows_of(numbers, _moves(each))[..., 0] for each in (given.steps, steps))
         classes = given.classes.new_full((numbers.numel(), K), NO_CLASS)
         values = given.values.new_zeros(numbers.numel(), K)
         classes[to], values[to] = given.classes, given.values
         return classes[rows], values[rows]
+
+
+def _overlap(ours: range, others: range) -> bool:
+    return max(ours.start, others.start) < min(ours.stop, others.stop)
+
+
+def _moves(steps: Iterable[Step]) -> list[Step]:
+    return [step for step in steps if step.of_hidden is not None]
 
 
 def _put(values: Tensor, classes: Tensor, given: Tensor) -> None:
@@ -198,6 +239,12 @@ def _changes(steps: Sequence[Step]) -> list[Any]:
         if step.of_hidden is None and step.function not in KEEPS_VALUES:
             changes += [step.function, *step.args]
     return changes
+
+
+def same_steps(ours: Sequence[Step], others: Sequence[Step]) -> bool:
+    """Whether two sequences of steps have the same functions and arguments."""
+    values = ([x for step in steps for x in (step.function, *step.args)] for steps in (ours, others))
+    return _same(*values)
 
 
 def _same(ours: list[Any], others: list[Any]) -> bool:

@@ -45,6 +45,8 @@ def original(function: Any) -> Any:
     for owner in () if isinstance(function, _OF_C) else _OWNERS:
         for name, value in vars(owner).items():
             if value is function:
+                if is_defined_in(function, torch.functional, name):  # PyTorch's own, as torch.split
+                    return function
                 found = _defined_in(owner, name)
                 if found is not None:
                     return _by_code.setdefault(found.__code__, found)

@@ -135,10 +135,7 @@ class TrainConfig:
         self._require("lr", self.lr is None or 0 < self.lr < math.inf, "a number above 0")
         self._require("parallel", self.parallel in get_args(Parallel), " or ".join(get_args(Parallel)))
         self._require("workspace_mib", self.workspace_mib is None or self.workspace_mib > 0, "a number above 0")
-        for pair in self.columns:
-            name, equals, column = pair.partition("=")
-            expected = f"FORMAT=COLUMN with a format of {', '.join(COLUMNS)}"
-            self._require("columns", bool(equals and column) and name in COLUMNS, expected)
+        columns_of(self.columns)
         self._check_memory()
 
     def _check_memory(self) -> None:
@@ -171,7 +168,7 @@ class TrainConfig:
     @property
     def named_columns(self) -> dict[str, str]:
         """The data's columns by the name of what they hold."""
-        return dict(pair.split("=", 1) for pair in self.columns)
+        return columns_of(self.columns)
 
     @property
     def resumes_from(self) -> str | None:
@@ -205,6 +202,23 @@ class TrainConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in known}
         return cls(**given)
+
+
+def columns_of(pairs: tuple[str, ...]) -> dict[str, str]:
+    """Return the columns of ``FORMAT=COLUMN`` by the name of what they hold.
+
+    Raises:
+        ArgumentValueError: one is not of that form, or the format is not known.
+    """
+    columns = {}
+    for pair in pairs:
+        name, _, column = pair.partition("=")
+        if not column or name not in COLUMNS:
+            raise ArgumentValueError(
+                message("columns", f"FORMAT=COLUMN with a format of {', '.join(COLUMNS)}", repr(pairs))
+            )
+        columns[name] = column
+    return columns
 
 
 def flag(name: str) -> str:

@@ -1,0 +1,1 @@
+"""How well a model predicts text, and lm-evaluation-harness's tasks, without logits: ``lowtide eval``."""
