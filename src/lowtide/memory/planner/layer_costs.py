@@ -50,17 +50,6 @@ class LayerCost:
         return (0, self.saved + PAGES) if moves else (self.saved, 0)
 
 
-class LayerCosts(dict[ActivationPolicy, LayerCost]):
-    """The costs of a job's layer by policy, each computed when it is first read."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __missing__(self, policy: ActivationPolicy) -> LayerCost:
-        cost = self[policy] = layer_cost(self._job, policy)
-        return cost
-
-
 def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
     """Return the bytes per token that a layer with ``keep="all"`` saves, by what they are; each tensor once.
 
@@ -267,8 +256,8 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
         whole=full_bytes(job, _level(policy)),
         forward_bytes=forward_transients(job, policy),
         backward_bytes=backward_transients(job, policy),
-        forward=_slower(forward, host_forward),
-        backward=_slower(backward + recompute, host_backward),
+        forward=slower(forward, host_forward),
+        backward=slower(backward + recompute, host_backward),
         transfer=saved / gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )
@@ -286,5 +275,6 @@ def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
     return forward, HOST_BACKWARD + norms_back + (again + norms if policy.keep != "all" else 0.0)
 
 
-def _slower(gpu: float, host: float) -> float:
+def slower(gpu: float, host: float) -> float:
+    """Return the seconds of a layer, from those of the GPU and of the host that launches its work."""
     return max(gpu, host) + HIDDEN * min(gpu, host)

@@ -1,0 +1,156 @@
+"""The costs of each kind of layer: by the formulas of `layer_costs`, or read from the layer itself.
+
+What is read is exact for what a layer saves: the layer's own code ran, on the meta device, at the planned size. Its
+time is its FLOP and traffic at the rates of the formulas.
+"""
+
+from __future__ import annotations
+
+from lowtide.memory.planner.gpus import HALF_LENGTH, HALF_RATE
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_costs import (
+    BACKWARD_ATTENTION,
+    HOST_ATTENTION,
+    HOST_BACKWARD,
+    HOST_FORWARD,
+    HOST_RECOMPUTE,
+    THIN,
+    LayerCost,
+    attention_flop,
+    gemm_sizes,
+    layer_cost,
+    slower,
+)
+from lowtide.memory.planner.meta_model import Reading, Way, Work, mixed, readings
+from lowtide.memory.policy import ActivationPolicy
+
+LAYER_OPERATORS = 13  # that a patched Llama's layer launches in forward, to which `HOST_FORWARD` belongs
+MOST_OPERATORS = 6000  # beyond these, in a layer with a loop over tokens, readings of `SHORT` sequences are extrapolated
+SHORT = (512, 1024, 1536)
+
+
+class LayerCosts(dict[ActivationPolicy, LayerCost]):
+    """The cost of a job's layer by policy, the mean over its layers; each computed when it is first read."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._each: dict[ActivationPolicy, tuple[LayerCost, ...]] = {}
+
+    def each(self, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
+        """Return the cost of a layer of each kind."""
+        if policy not in self._each:
+            job = self._job
+            self._each[policy] = (layer_cost(job, policy),) if job.shape.traced is None else _costs(job, policy)
+        return self._each[policy]
+
+    def __missing__(self, policy: ActivationPolicy) -> LayerCost:
+        each, kind_of = self.each(policy), self._job.shape.kind_of
+        cost = self[policy] = each[0] if len(each) == 1 else _mean([each[kind] for kind in kind_of])
+        return cost
+
+
+def flop_of_layers(job: Job) -> tuple[float, float]:
+    """Return the FLOP of all layers' GEMMs, and of their attention, in forward."""
+    shape = job.shape
+    if shape.traced is None:
+        return shape.layers * 2.0 * job.tokens * sum(map(sum, gemm_sizes(job))), shape.layers * attention_flop(job)
+    each = _readings(job, Way())
+    windowed = [_windowed(job, kind) for kind in range(len(each))]
+    every = [(each[kind].forward, windowed[kind]) for kind in shape.kind_of]
+    return sum(work.flop for work, _ in every), sum(work.attention * share for work, share in every)
+
+
+def _mean(costs: list[LayerCost]) -> LayerCost:
+    def mean(name: str) -> float:
+        return sum(getattr(cost, name) for cost in costs) / len(costs)
+
+    seconds = {name: mean(name) for name in ("forward", "backward", "transfer", "flop")}
+    sizes = ("saved", "whole", "forward_bytes", "backward_bytes")
+    return LayerCost(costs[0].policy, **{name: round(mean(name)) for name in sizes}, **seconds)
+
+
+def _readings(job: Job, way: Way) -> tuple[Reading, ...]:
+    """Return the readings of each kind of layer at the job's size."""
+    assert job.shape.traced is not None
+    config = job.shape.traced.config
+
+    def at(seq_len: int) -> tuple[Reading, ...]:
+        return readings(config, job.dtype, job.fused_mlp, job.batch_size, seq_len, way)
+
+    T = job.seq_len
+    if T > SHORT[0]:
+        few, more = (sum(one.forward.operators for one in at(n)) for n in (SHORT[0] // 2, SHORT[0]))
+        if more + (more - few) * (T / (SHORT[0] // 2) - 2) > MOST_OPERATORS:
+            shares = [_lagrange(T, n) for n in SHORT]
+            return tuple(mixed(list(each), shares) for each in zip(*map(at, SHORT), strict=True))
+    return at(T)
+
+
+def _lagrange(T: int, at: int) -> float:
+    """Return the share of one of the three short readings in the parabola through them."""
+    share = 1.0
+    for other in SHORT:
+        share *= (T - other) / (at - other) if other != at else 1.0
+    return share
+
+
+def _windowed(job: Job, kind: int) -> float:
+    """Return the share of causal attention's pairs that the windows of a kind's layers leave, the mean over them."""
+    T, pairs = job.seq_len, 0.0
+    windows = [w for w, one in zip(job.shape.windows, job.shape.kind_of, strict=True) if one == kind]
+    for window in windows:
+        w = min(window or T, T)
+        pairs += (w * T - w * w / 2) / (T * T / 2)
+    return pairs / len(windows) if windows else 1.0
+
+
+def _costs(job: Job, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
+    way = Way(policy.mlp_level, frozen=job.adapters is not None, keep_gradients=job.keep_gradients)
+    return tuple(_cost(job, policy, one, _windowed(job, kind)) for kind, one in enumerate(_readings(job, way)))
+
+
+def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> LayerCost:
+    """Return what a layer with a policy takes, from its reading."""
+    recomputes = policy.keep != "all"
+    checkpoint = one.input + (one.attended if policy.keep == "attention" else 0)
+    saved = int(checkpoint if recomputes else one.saved)
+    attention, attention_back = _attention_seconds(job, one.forward, windowed)
+    forward = _seconds(job, one.forward) + attention
+    backward = _seconds(job, one.backward) + attention_back
+    flop, host = 0.0, HOST_BACKWARD
+    if recomputes:
+        again = attention if policy.keep == "input" else 0.0
+        backward += _seconds(job, one.recompute) + again
+        flop = one.recompute.flop + (one.recompute.attention * windowed if policy.keep == "input" else 0.0)
+        host += HOST_RECOMPUTE
+    elif policy.mlp_level == 1:
+        flop = max(0.0, one.backward.flop - 2 * one.forward.flop)
+    launches = max(1.0, one.forward.operators / LAYER_OPERATORS)
+    watched = HOST_ATTENTION if policy.keep == "attention" else 0.0
+    return LayerCost(
+        policy,
+        saved=saved,
+        whole=int(one.saved),
+        forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak),
+        backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak),
+        forward=slower(forward, launches * HOST_FORWARD + watched),
+        backward=slower(backward, launches * host),
+        transfer=saved / job.gpu.pcie if policy.offload else 0.0,
+        flop=flop,
+    )
+
+
+def _seconds(job: Job, work: Work) -> float:
+    """Return the seconds of GEMMs, small weights slower, and of what is between them; not of attention."""
+    gemms = (work.flop + 2 * HALF_RATE * work.rows) / job.gemm_rate
+    return gemms + work.thin / (job.gpu.bandwidth * THIN)
+
+
+def _attention_seconds(job: Job, work: Work, windowed: float) -> tuple[float, float]:
+    """Return the seconds of fused attention in forward and backward."""
+    gpu = job.gpu
+    reached = gpu.wide_head if job.shape.head_dim >= 96 else 1.0
+    reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm
+    reached *= job.seq_len / (job.seq_len + HALF_LENGTH)
+    flop = work.attention * windowed
+    return flop / (gpu.attention * reached), BACKWARD_ATTENTION * flop / (gpu.attention_backward * reached)

@@ -1,0 +1,244 @@
+"""One layer of each kind of a model, run on the meta device: what it saves, allocates and computes.
+
+The model is built from its config without weights and patched by `lowtide.patch`. Its own forward calls its layers, so
+that they get the arguments that they get in training; layers like one that has run return what that one returned.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowtide.memory.planner.meter import Meter, Work, fused_attention
+from lowtide.memory.stack import find_stack
+
+_INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # attributes in which equal layers differ
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_NO_WINDOW = 2**30  # tokens: longer than any sequence
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+class Reading(NamedTuple):
+    """What one layer took at one size: bytes, and the work of forward, of its recompute and of backward."""
+
+    input: float  # its hidden states
+    saved: float  # for backward, its input among them
+    attended: float  # the outputs of fused attention; 0: it ran none
+    forward_peak: float  # the most that lives within its forward beyond what it saves
+    checkpointed_peak: float  # the same where it saves nothing but its input
+    backward_peak: float  # the most that lives within its backward beyond what it saved, its weights' gradients too
+    forward: Work
+    recompute: Work  # up to the last tensor that is saved
+    backward: Work
+
+
+class Way(NamedTuple):
+    """How layers run."""
+
+    level: int | None = None  # of the fused MLPs; None: as patched
+    frozen: bool = False  # weights have no gradients
+    keep_gradients: bool = False  # gradients are there when backward begins
+
+
+def mixed(readings: list[Reading], shares: list[float]) -> Reading:
+    """Return a linear combination of readings, none of its figures below 0."""
+
+    def one(values: tuple[Any, ...]) -> Any:
+        if isinstance(values[0], Work):
+            return Work(*(one(each) for each in zip(*values, strict=True)))
+        return max(0.0, sum(value * share for value, share in zip(values, shares, strict=True)))
+
+    return Reading(*(one(values) for values in zip(*readings, strict=True)))
+
+
+class MetaModel:
+    """A causal language model without weights, of whose layers one of each kind is left.
+
+    Args:
+        settings: Its config's fields, ``model_type`` among them.
+        dtype: Of its parameters.
+        fused_mlp: Whether `lowtide.patch` fuses its MLPs.
+    """
+
+    def __init__(self, settings: dict[str, Any], dtype: torch.dtype, *, fused_mlp: bool = True) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(**settings)
+        text = config.get_text_config()
+        for part in (config, text):
+            part.use_cache = False
+            for name in _WINDOWS:
+                if type(getattr(part, name, None)) is int:
+                    setattr(part, name, _NO_WINDOW)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        self.model = model.train()
+        self.name = type(model).__name__
+        self.attention = str(getattr(text, "_attn_implementation", "") or "")
+        found = (getattr(text, name, None) for name in _EXPERTS)
+        self.experts = next((n for n in found if type(n) is int), 0)
+        self.params = sum(p.numel() for p in model.parameters())
+        layers = find_stack(model).layers
+        self.layer_params = _own_params(list(layers.values()))
+        keys = [_kind(layer) for layer in layers.values()]
+        kinds = list(dict.fromkeys(keys))
+        self.kind_of = tuple(map(kinds.index, keys))
+        self._outputs: dict[int, Any] = {}
+        self._layers = {}
+        for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
+            if kind in self._layers:
+                self._replace(name, self._double(layer, kind))
+            else:
+                self._layers[kind] = layer
+        # The room of models is above this one: `lowtide.patch` is looked up when it is needed.
+        patch: Callable[..., Any] = pkgutil.resolve_name("lowtide:patch")
+        patch(model, loss=False, mlp=fused_mlp)
+        self.has_levels = all(any(_levels(layer)) for layer in self._layers.values())
+
+    def readings(self, batch_size: int, seq_len: int, way: Way) -> tuple[Reading, ...]:
+        """Return what a layer of each kind takes.
+
+        Raises:
+            RuntimeError: The forward did not call one of them.
+        """
+        found: dict[int, Reading] = {}
+        self._outputs.clear()
+        for p in self.model.parameters():
+            p.requires_grad_(not way.frozen and p.is_floating_point())
+        for layer in self._layers.values():
+            for module in _levels(layer):
+                module.checkpoint_level = way.level or 0
+        ids = torch.ones(batch_size, seq_len, dtype=torch.long, device="meta")
+        with self._watched(found, way), torch.no_grad(), Meter(self.experts), fused_attention():
+            self.model(input_ids=ids)
+        self._outputs.clear()
+        if len(found) < len(self._layers):
+            raise RuntimeError(f"{self.name} ran {len(found)} of its {len(self._layers)} kinds of layers")
+        return tuple(found[kind] for kind in range(len(self._layers)))
+
+    @contextmanager
+    def _watched(self, found: dict[int, Reading], way: Way) -> Iterator[None]:
+        """Have the forward of each layer take its reading."""
+
+        def forward_of(kind: int, layer: Any) -> Callable[..., Any]:
+            stock = layer.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if kind not in found:
+                    with torch.enable_grad():
+                        found[kind], self._outputs[kind] = self._read(layer, stock, args, kwargs, way)
+                return self._outputs[kind]
+
+            return forward
+
+        try:
+            for kind, layer in self._layers.items():
+                vars(layer)["forward"] = forward_of(kind, layer)
+            yield
+        finally:
+            for layer in self._layers.values():
+                vars(layer).pop("forward", None)
+
+    def _read(
+        self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, way: Way
+    ) -> tuple[Reading, Any]:
+        """Return a layer's reading, and its outputs without their graph."""
+        hidden = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
+        leaf = hidden.detach().requires_grad_()
+        args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
+        with Meter(self.experts) as meter, saved_tensors_hooks(lambda _: None, lambda _: None):
+            forward(*args, **kwargs)
+        checkpointed = meter.peak
+        for p in layer.parameters():
+            p.grad = torch.empty_like(p) if way.keep_gradients and p.requires_grad else None
+        with Meter(self.experts) as meter:
+            until = [Work()]
+
+            def save(tensor: Tensor) -> Tensor:
+                until[0] = meter.work
+                return tensor
+
+            with saved_tensors_hooks(save, lambda x: x):
+                outputs = forward(*args, **kwargs)
+            output = next(x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad)
+            result = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
+            size, done, peak, live = output.nbytes, meter.work, meter.peak, meter.live
+            del outputs
+            meter.forget_peak()
+            output.backward(torch.empty_like(output))
+            backward = meter.work.plus(done, -1)
+        for p in layer.parameters():
+            p.grad = None
+        return Reading(
+            input=hidden.nbytes,
+            saved=live - size + hidden.nbytes,
+            attended=meter.attended,
+            forward_peak=peak - live + size,
+            checkpointed_peak=checkpointed,
+            backward_peak=meter.peak - live,
+            forward=done,
+            recompute=until[0],
+            backward=backward,
+        ), result
+
+    def _double(self, layer: nn.Module, kind: int) -> nn.Module:
+        """Return a layer without modules and parameters, which returns what the one of its kind has returned."""
+        double: Any = object.__new__(type(layer))
+        vars(double).update(vars(layer), _modules={}, _parameters={}, _buffers={})
+        vars(double)["forward"] = lambda *_, **__: self._outputs[kind]
+        return double  # type: ignore[no-any-return]
+
+    def _replace(self, name: str, layer: nn.Module) -> None:
+        parent, _, last = name.rpartition(".")
+        self.model.get_submodule(parent)._modules[last] = layer
+
+
+def _levels(layer: nn.Module) -> list[Any]:
+    """Return a layer's fused MLPs."""
+    return [module for module in layer.modules() if hasattr(module, "checkpoint_level")]
+
+
+def _own_params(layers: list[nn.Module]) -> tuple[int, ...]:
+    """Return the parameters of each layer that no layer before it has."""
+    seen, counts = set[int](), []
+    for layer in layers:
+        own = {id(p): p.numel() for p in layer.parameters() if id(p) not in seen}
+        seen |= own.keys()
+        counts.append(sum(own.values()))
+    return tuple(counts)
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Return what layers have in common that do the same: classes, sizes and plain settings of all their modules."""
+    return tuple(
+        (
+            name,
+            type(module).__qualname__,
+            tuple((key, p.shape) for key, p in module._parameters.items() if p is not None),
+            tuple((key, v) for key, v in vars(module).items() if type(v) in (bool, int, str) and key not in _INDICES),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+@lru_cache(maxsize=4)
+def meta_model(settings: str, dtype: torch.dtype, *, fused_mlp: bool = True) -> MetaModel:
+    """Return the model of a config in JSON."""
+    return MetaModel(json.loads(settings), dtype, fused_mlp=fused_mlp)
+
+
+@lru_cache(maxsize=64)
+def readings(
+    settings: str, dtype: torch.dtype, fused_mlp: bool, batch_size: int, seq_len: int, way: Way
+) -> tuple[Reading, ...]:
+    """Return the readings of a config's layers, one for each kind: see `MetaModel.readings`."""
+    return meta_model(settings, dtype, fused_mlp=fused_mlp).readings(batch_size, seq_len, way)

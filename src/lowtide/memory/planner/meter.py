@@ -1,0 +1,174 @@
+"""Counts what a layer does on the meta device: live bytes, FLOP, traffic and operators, with nothing computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lowtide.graph import flop_of
+from lowtide.memory.attention import is_attention
+
+_ATEN = torch.ops.aten
+# Operators of lowtide's MLP, whose scratch no dispatch mode sees: tensors of gate's size that live inside, by whether
+# gate and up were saved. Forward has the product; without them also gate and up, the product in gate's place. Backward
+# at level 0 has the product, and writes the gradients of gate and up over them.
+_SCRATCH = {"lowtide::swiglu": {True: 1, False: 2}, "lowtide::swiglu_backward": {True: 1, False: 3}}
+_ATTENTION_BACKWARD = "attention_backward"
+
+
+class Work(NamedTuple):
+    """Sums over the operators that ran."""
+
+    flop: float = 0.0  # of GEMMs
+    rows: float = 0.0  # of all GEMMs' outputs: what small weights add to their time
+    attention: float = 0.0  # FLOP of fused attention in forward, the masked half not counted
+    thin: float = 0.0  # bytes that all other operators read and write
+    operators: float = 0.0  # calls that launch a kernel
+
+    def plus(self, other: Work, sign: int = 1) -> Work:
+        """Return the sum, or with ``sign=-1`` the difference."""
+        return Work(*(a + sign * b for a, b in zip(self, other, strict=True)))
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every storage that operators create until it is freed, and adds up their `Work`.
+
+    What depends on data has no value on the meta device. A boolean that is read is True, a number 1. ``nonzero`` of a
+    mask has the rows of balanced routing: one for each of the experts, or an expert's share of the entries.
+
+    Args:
+        experts: Of a layer of the model; 0: none.
+    """
+
+    holds_no_outputs = True  # `lowtide.graph` reads it
+
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._experts, self._sizes = experts, dict[int, int]()
+        self.live = self.peak = self.attended = 0
+        self.work = Work()
+
+    def forget_peak(self) -> None:
+        """Have ``peak`` begin with what is live now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name if hasattr(func, "_schema") else str(func)
+        if name == "aten::_local_scalar_dense":
+            return True if args[0].dtype == torch.bool else 1
+        out = self._nonzero(args[0]) if name == "aten::nonzero" else func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        aliased = {x.untyped_storage()._cdata for x in given}
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        new = [x for x in made if x.untyped_storage()._cdata not in aliased]
+        for x in new:
+            self._follow(x)
+        if is_attention(func):
+            self.attended += sum(_bytes(x) for x in made if x.is_floating_point())
+        if saved := _SCRATCH.get(name):
+            scratch = saved[given[-1].dim() == 2] * _gate_bytes(args)
+            self.peak = max(self.peak, self.live + scratch)
+        self._add(func, name, args, kwargs, given, made, writes=bool(new) or name.endswith("_"))
+        return out
+
+    def _nonzero(self, mask: Tensor) -> Tensor:
+        every = mask.numel() if self._experts in (0, mask.numel()) else max(1, mask.numel() // self._experts)
+        return torch.empty(every, mask.dim(), dtype=torch.long, device="meta")
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._sizes:
+            return
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+    def _add(
+        self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], *, writes: bool
+    ) -> None:
+        if is_attention(func):
+            self.work = self.work.plus(Work(attention=_attention_flop(func, args, kwargs), operators=1))
+            return
+        if _ATTENTION_BACKWARD in name:  # a multiple of forward's
+            self.work = self.work.plus(Work(operators=1))
+            return
+        formula = flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
+        if formula is not None:
+            rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
+            flop = formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
+            self.work = self.work.plus(Work(flop=flop, rows=rows, operators=1))
+        elif writes:
+            self.work = self.work.plus(Work(thin=sum(map(_bytes, (*given, *made))), operators=1))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _gate_bytes(args: Any) -> int:
+    """Return the size of the gate of a call of lowtide's MLP: its tokens times the intermediate size."""
+    x, gate_weight = args[0], args[1]
+    return int(x.numel() // x.shape[-1] * gate_weight.shape[0] * x.element_size())
+
+
+def _attention_flop(func: Any, args: Any, kwargs: Any) -> float:
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    q, k, v, *_ = args
+    pairs = q.shape[-2] * k.shape[-2] / (2 if given.get("is_causal") else 1)
+    return float(2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1]))
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001 (the flash kernel shares keys in any case)
+) -> Tensor:
+    """Run `torch.nn.functional.scaled_dot_product_attention` as a GPU would, by a kernel that stores no scores.
+
+    A mask of bools is one that flash attention does without: causal, or of a window.
+    """
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask, is_causal = None, True
+    if attn_mask is None and query.shape[-1] == value.shape[-1]:
+        flash = _ATEN._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient = _ATEN._scaled_dot_product_efficient_attention
+    return efficient(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, compute_log_sumexp=True, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+    )[0]
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Have attention on the meta device run `_fused`: without it PyTorch would take the path that stores all scores."""
+    stock = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = stock

@@ -1,0 +1,98 @@
+"""A model's layers by kind, as its own code builds them from a config: for types that have no formula in `shapes`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.errors import ArgumentValueError, message
+
+MEASURE = "Measure its step instead, with `lowtide profile`."
+_TRIED = 64  # tokens of the sequence with which the layers are tried
+# Why a layer does not run without data, by the type of what it raised.
+_NO_DATA = "its layers read values that are there only with data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedLayers:
+    """What a model without weights shows of its layers; `meta_model` reads their costs."""
+
+    config: str  # the fields, as JSON
+    model_class: str
+    attention: str  # transformers' implementation
+    vocab: int  # rows of the output layer
+    hidden: int  # its columns
+    tied: bool
+    params: int
+    layer_params: tuple[int, ...]  # of each layer, without those that it shares with an earlier one
+    kind_of: tuple[int, ...]  # of each layer: layers of one kind cost the same
+    attends: bool  # every kind runs fused attention
+    levels: bool  # every kind has an MLP that `lowtide.patch` fuses
+
+    @property
+    def kinds(self) -> int:
+        """Return how many kinds there are."""
+        return max(self.kind_of) + 1
+
+
+def trace(settings: Mapping[str, Any]) -> TracedLayers:
+    """Return a model's layers, with the model built on the meta device and one layer of each kind tried there.
+
+    Raises:
+        ArgumentValueError: transformers is not installed, or the model cannot be built or run so; the error has what
+            the user can do.
+    """
+    model_type = str(settings["model_type"])
+    if settings.get("quantization_config"):
+        hint = "Plan its config without quantization_config; for 4-bit training give adapters."
+        raise ArgumentValueError(message("quantization_config", "unset", "quantised weights", hint))
+    try:
+        import torch
+        import transformers  # noqa: F401
+
+        from lowtide.memory.planner.meta_model import Way, meta_model, readings
+    except ImportError as error:
+        expected = "a type that the planner has formulas for, or transformers to build it"
+        hint = "pip install 'lowtide[hf]'"
+        raise ArgumentValueError(message("model_type", expected, f"{model_type!r} ({error})", hint)) from error
+    config = json.dumps(settings, default=str, sort_keys=True)
+    try:
+        model = meta_model(config, torch.bfloat16)
+        tried = readings(config, torch.bfloat16, True, 1, _TRIED, Way())
+    except Exception as error:  # of a config's checks, of transformers' code: without a common base
+        raise _refusal(model_type, error) from error
+    head: Any = model.model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None or weight.dim() != 2:
+        expected = "a model with an output layer that is one linear layer"
+        raise ArgumentValueError(message("model_type", expected, f"{model_type!r} without", MEASURE))
+    return TracedLayers(
+        config=config,
+        model_class=model.name,
+        attention=model.attention,
+        vocab=weight.shape[0],
+        hidden=weight.shape[1],
+        tied=model.model.get_input_embeddings().weight is weight,
+        params=model.params,
+        layer_params=model.layer_params,
+        kind_of=model.kind_of,
+        attends=all(one.attended > 0 for one in tried),
+        levels=model.has_levels,
+    )
+
+
+def _refusal(model_type: str, error: Exception) -> ArgumentValueError:
+    """Return the error for a model that cannot be built or run without weights."""
+    why = " ".join(str(error).split())[:160] or type(error).__name__
+    expected, hint = "a causal language model that transformers builds and runs without weights", MEASURE
+    if isinstance(error, NotImplementedError):
+        why = f"{_NO_DATA}: {why}"
+    elif "Unrecognized" in why:
+        hint = f"It has no AutoModelForCausalLM: pass the config of a part that has one. {MEASURE}"
+    elif "scalar type" in why:
+        why = f"it does not run in bfloat16: {why}"
+    else:
+        hint = f"Complete its config, if a field is missing. {MEASURE}"
+    return ArgumentValueError(message("model_type", expected, f"{model_type!r} ({why})", hint))
