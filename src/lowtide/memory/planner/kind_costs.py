@@ -22,11 +22,13 @@ from lowtide.memory.planner.layer_costs import (
     slower,
 )
 from lowtide.memory.planner.meta_model import Reading, Way, Work, mixed, readings
+from lowtide.memory.planner.traced import refused
 from lowtide.memory.policy import ActivationPolicy
 
 LAYER_OPERATORS = 13  # that a patched Llama's layer launches in forward, to which `HOST_FORWARD` belongs
+LAUNCH = 10e-6  # seconds of the host for each operator beyond these, an estimate; as much more in backward as for those
 MOST_OPERATORS = 6000  # beyond these, in a layer with a loop over tokens, readings of `SHORT` sequences are extrapolated
-SHORT = (512, 1024, 1536)
+SHORT = (256, 512, 768)
 
 
 class LayerCosts(dict[ActivationPolicy, LayerCost]):
@@ -70,24 +72,31 @@ def _mean(costs: list[LayerCost]) -> LayerCost:
 
 
 def _readings(job: Job, way: Way) -> tuple[Reading, ...]:
-    """Return the readings of each kind of layer at the job's size."""
+    """Return the readings of each kind of layer at the job's size.
+
+    A layer with a loop over tokens would take minutes at that size. Its figures are a + b N + c N T, with N tokens in
+    sequences of T: the coefficients follow from three short sequences.
+    """
     assert job.shape.traced is not None
+
+    def read(batch_size: int, seq_len: int, way: Way) -> tuple[Reading, ...]:
+        with refused(job.shape.model_type):
+            return readings(config, job.dtype, job.fused_mlp, batch_size, seq_len, way)
+
     config = job.shape.traced.config
-
-    def at(seq_len: int) -> tuple[Reading, ...]:
-        return readings(config, job.dtype, job.fused_mlp, job.batch_size, seq_len, way)
-
-    T = job.seq_len
-    if T > SHORT[0]:
-        few, more = (sum(one.forward.operators for one in at(n)) for n in (SHORT[0] // 2, SHORT[0]))
-        if more + (more - few) * (T / (SHORT[0] // 2) - 2) > MOST_OPERATORS:
-            shares = [_lagrange(T, n) for n in SHORT]
-            return tuple(mixed(list(each), shares) for each in zip(*map(at, SHORT), strict=True))
-    return at(T)
+    T, step = job.seq_len, SHORT[1] - SHORT[0]
+    if T > SHORT[-1]:
+        few, more = (sum(one.forward.operators for one in read(1, n, Way())) for n in SHORT[:2])
+        if few + (more - few) * (T - SHORT[0]) / step > MOST_OPERATORS:
+            at_0, at_T = ([_lagrange(n, at) for at in SHORT] for n in (0, T))
+            shares = [(1 - job.batch_size) * a + job.batch_size * b for a, b in zip(at_0, at_T, strict=True)]
+            short = [read(1, n, way) for n in SHORT]
+            return tuple(mixed(list(each), shares) for each in zip(*short, strict=True))
+    return read(job.batch_size, T, way)
 
 
 def _lagrange(T: int, at: int) -> float:
-    """Return the share of one of the three short readings in the parabola through them."""
+    """Return the share that the short sequence ``at`` has in the parabola through all three."""
     share = 1.0
     for other in SHORT:
         share *= (T - other) / (at - other) if other != at else 1.0
@@ -125,7 +134,7 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
         host += HOST_RECOMPUTE
     elif policy.mlp_level == 1:
         flop = max(0.0, one.backward.flop - 2 * one.forward.flop)
-    launches = max(1.0, one.forward.operators / LAYER_OPERATORS)
+    launches = LAUNCH * max(0.0, one.forward.operators - LAYER_OPERATORS) / HOST_FORWARD
     watched = HOST_ATTENTION if policy.keep == "attention" else 0.0
     return LayerCost(
         policy,
@@ -133,8 +142,8 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
         whole=int(one.saved),
         forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak),
         backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak),
-        forward=slower(forward, launches * HOST_FORWARD + watched),
-        backward=slower(backward, launches * host),
+        forward=slower(forward, (1 + launches) * HOST_FORWARD + watched),
+        backward=slower(backward, (1 + launches) * host),
         transfer=saved / job.gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )

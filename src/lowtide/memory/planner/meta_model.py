@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowtide.memory.planner.meter import Meter, Work, fused_attention
+from lowtide.memory.planner.meter import Meter, Work, stand_ins
 from lowtide.memory.stack import find_stack
 
 _INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # attributes in which equal layers differ
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _NO_WINDOW = 2**30  # tokens: longer than any sequence
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
 
 
 class Reading(NamedTuple):
@@ -81,19 +83,22 @@ class MetaModel:
                     setattr(part, name, _NO_WINDOW)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        self.model = model.train()
+        self.model = model.to("meta").train()  # also what was made on the CPU nevertheless
         self.name = type(model).__name__
         self.attention = str(getattr(text, "_attn_implementation", "") or "")
-        found = (getattr(text, name, None) for name in _EXPERTS)
-        self.experts = next((n for n in found if type(n) is int), 0)
+        self.experts, self.experts_per_token = (
+            next((n for n in (getattr(text, name, None) for name in names) if type(n) is int), 0)
+            for names in (_EXPERTS, _VISITED)
+        )
         self.params = sum(p.numel() for p in model.parameters())
         layers = find_stack(model).layers
         self.layer_params = _own_params(list(layers.values()))
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
         self.kind_of = tuple(map(kinds.index, keys))
-        self._outputs: dict[int, Any] = {}
-        self._layers = {}
+        self._layers: dict[int, Any] = {}
+        self._found: dict[int, tuple[torch.dtype, Reading, Any]] = {}  # with the input's dtype, and what it returned
+        self._way = Way()
         for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
             if kind in self._layers:
                 self._replace(name, self._double(layer, kind))
@@ -110,53 +115,55 @@ class MetaModel:
         Raises:
             RuntimeError: The forward did not call one of them.
         """
-        found: dict[int, Reading] = {}
-        self._outputs.clear()
+        self._found.clear()
+        self._way = way
         for p in self.model.parameters():
             p.requires_grad_(not way.frozen and p.is_floating_point())
         for layer in self._layers.values():
             for module in _levels(layer):
                 module.checkpoint_level = way.level or 0
+        visits = batch_size * seq_len * self.experts_per_token
         ids = torch.ones(batch_size, seq_len, dtype=torch.long, device="meta")
-        with self._watched(found, way), torch.no_grad(), Meter(self.experts), fused_attention():
+        with self._watched(), torch.no_grad(), Meter(self.experts), stand_ins(visits):
             self.model(input_ids=ids)
-        self._outputs.clear()
-        if len(found) < len(self._layers):
-            raise RuntimeError(f"{self.name} ran {len(found)} of its {len(self._layers)} kinds of layers")
-        return tuple(found[kind] for kind in range(len(self._layers)))
+        found, kinds = {kind: reading for kind, (_, reading, _) in self._found.items()}, len(self._layers)
+        self._found.clear()
+        if len(found) < kinds:
+            raise RuntimeError(f"a forward with tokens alone ran {len(found)} of its {kinds} kinds of layers")
+        return tuple(found[kind] for kind in range(kinds))
 
     @contextmanager
-    def _watched(self, found: dict[int, Reading], way: Way) -> Iterator[None]:
+    def _watched(self) -> Iterator[None]:
         """Have the forward of each layer take its reading."""
-
-        def forward_of(kind: int, layer: Any) -> Callable[..., Any]:
-            stock = layer.forward
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if kind not in found:
-                    with torch.enable_grad():
-                        found[kind], self._outputs[kind] = self._read(layer, stock, args, kwargs, way)
-                return self._outputs[kind]
-
-            return forward
-
+        self._forwards = {kind: layer.forward for kind, layer in self._layers.items()}
         try:
             for kind, layer in self._layers.items():
-                vars(layer)["forward"] = forward_of(kind, layer)
+                vars(layer)["forward"] = partial(self._answer, kind)
             yield
         finally:
             for layer in self._layers.values():
                 vars(layer).pop("forward", None)
 
-    def _read(
-        self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, way: Way
-    ) -> tuple[Reading, Any]:
+    def _answer(self, kind: int, *args: Any, **kwargs: Any) -> Any:
+        """Return what a layer of a kind returns, with its reading taken where it has not been for such an input.
+
+        Layers may widen the residual stream: all but the first then have the wide input, and theirs is the reading.
+        """
+        hidden = _hidden(args, kwargs)
+        if kind not in self._found or self._found[kind][0] != hidden.dtype:
+            with torch.enable_grad(), _disable_current_modes():
+                reading, outputs = self._read(self._layers[kind], self._forwards[kind], args, kwargs)
+            self._found[kind] = hidden.dtype, reading, outputs
+        return self._found[kind][2]
+
+    def _read(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Reading, Any]:
         """Return a layer's reading, and its outputs without their graph."""
-        hidden = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
+        hidden, way = _hidden(args, kwargs), self._way
         leaf = hidden.detach().requires_grad_()
         args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
         with Meter(self.experts) as meter, saved_tensors_hooks(lambda _: None, lambda _: None):
             forward(*args, **kwargs)
+        _cut_graphs((args, kwargs))
         checkpointed = meter.peak
         for p in layer.parameters():
             p.grad = torch.empty_like(p) if way.keep_gradients and p.requires_grad else None
@@ -170,12 +177,13 @@ class MetaModel:
             with saved_tensors_hooks(save, lambda x: x):
                 outputs = forward(*args, **kwargs)
             output = next(x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad)
-            result = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
+            result = tree_map(_detached, outputs)
             size, done, peak, live = output.nbytes, meter.work, meter.peak, meter.live
             del outputs
             meter.forget_peak()
             output.backward(torch.empty_like(output))
             backward = meter.work.plus(done, -1)
+        _cut_graphs((args, kwargs))
         for p in layer.parameters():
             p.grad = None
         return Reading(
@@ -194,12 +202,30 @@ class MetaModel:
         """Return a layer without modules and parameters, which returns what the one of its kind has returned."""
         double: Any = object.__new__(type(layer))
         vars(double).update(vars(layer), _modules={}, _parameters={}, _buffers={})
-        vars(double)["forward"] = lambda *_, **__: self._outputs[kind]
+        vars(double)["forward"] = partial(self._answer, kind)
         return double  # type: ignore[no-any-return]
 
     def _replace(self, name: str, layer: nn.Module) -> None:
         parent, _, last = name.rpartition(".")
         self.model.get_submodule(parent)._modules[last] = layer
+
+
+def _hidden(args: Any, kwargs: Any) -> Tensor:
+    """Return the hidden states among a layer's arguments: the first floating-point tensor."""
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _cut_graphs(given: Any) -> None:
+    """Detach what a layer has left in a dictionary among its arguments, such as keys that later layers read."""
+    for value in given if isinstance(given, tuple | list) else given.values():
+        if isinstance(value, MutableMapping):
+            value.update({key: tree_map(_detached, one) for key, one in value.items()})
+        if isinstance(value, tuple | list | MutableMapping):
+            _cut_graphs(value)
 
 
 def _levels(layer: nn.Module) -> list[Any]:
@@ -236,7 +262,7 @@ def meta_model(settings: str, dtype: torch.dtype, *, fused_mlp: bool = True) -> 
     return MetaModel(json.loads(settings), dtype, fused_mlp=fused_mlp)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def readings(
     settings: str, dtype: torch.dtype, fused_mlp: bool, batch_size: int, seq_len: int, way: Way
 ) -> tuple[Reading, ...]:

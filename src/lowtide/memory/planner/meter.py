@@ -22,6 +22,11 @@ _ATEN = torch.ops.aten
 # gate and up were saved. Forward has the product; without them also gate and up, the product in gate's place. Backward
 # at level 0 has the product, and writes the gradients of gate and up over them.
 _SCRATCH = {"lowtide::swiglu": {True: 1, False: 2}, "lowtide::swiglu_backward": {True: 1, False: 3}}
+# A matrix by those of all experts, or its transpose by a matrix: PyTorch's table lacks it.
+_FORMULAS: dict[str, Any] = {
+    "aten::_grouped_mm": lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+}
+_INDEXED = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _ATTENTION_BACKWARD = "attention_backward"
 
 
@@ -66,6 +71,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name if hasattr(func, "_schema") else str(func)
         if name == "aten::_local_scalar_dense":
             return True if args[0].dtype == torch.bool else 1
+        if name in _INDEXED:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
         out = self._nonzero(args[0]) if name == "aten::nonzero" else func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         aliased = {x.untyped_storage()._cdata for x in given}
@@ -84,6 +91,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, mask: Tensor) -> Tensor:
         every = mask.numel() if self._experts in (0, mask.numel()) else max(1, mask.numel() // self._experts)
         return torch.empty(every, mask.dim(), dtype=torch.long, device="meta")
+
+    def _without_masks(self, indices: list[Tensor | None]) -> list[Tensor | None]:
+        """Return indices with those in place of each mask of bools that it selects."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool
+            found += self._nonzero(index).unbind(1) if is_mask and index is not None else [index]
+        return found
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -107,7 +122,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _ATTENTION_BACKWARD in name:  # a multiple of forward's
             self.work = self.work.plus(Work(operators=1))
             return
-        formula = flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
+        formula = _FORMULAS.get(name) or flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
         if formula is not None:
             rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
             flop = formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
@@ -164,11 +179,24 @@ def _fused(
 
 
 @contextmanager
-def fused_attention() -> Iterator[None]:
-    """Have attention on the meta device run `_fused`: without it PyTorch would take the path that stores all scores."""
-    stock = F.scaled_dot_product_attention
+def stand_ins(visits: int) -> Iterator[None]:
+    """Replace two functions that have no form without data.
+
+    Attention runs `_fused`: on the meta device PyTorch would take the path that stores all scores. A list of numbers,
+    of tokens for each expert, has equal ones with the sum ``visits``.
+    """
+
+    def tolist(self: Tensor) -> Any:
+        if not self.is_meta:
+            return stock_list(self)
+        each, more = divmod(visits, self.numel())
+        return [each + (i < more) for i in range(self.numel())]
+
+    stock, stock_list = F.scaled_dot_product_attention, Tensor.tolist
     F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
+    Tensor.tolist = tolist  # type: ignore[method-assign]
     try:
         yield
     finally:
         F.scaled_dot_product_attention = stock
+        Tensor.tolist = stock_list  # type: ignore[method-assign]

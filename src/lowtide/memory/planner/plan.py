@@ -252,9 +252,10 @@ def _notes_on_traced(job: Job) -> dict[str, bool]:
     traced = job.shape.traced
     if traced is None:
         return {}
-    eager = traced.attention == "eager" and not traced.attends
+    eager = traced.attention == "eager" and job.shape.heads > 0 and not traced.attends
+    kinds = f"{traced.kinds} kind{'s' * (traced.kinds > 1)}"
     return {
-        f"{traced.kinds} kinds of layers, traced in {traced.model_class} without weights; experts get equal shares of"
+        f"layers of {kinds}, traced in {traced.model_class} without weights; experts get equal shares of"
         " the tokens, and code that kernels of other packages would replace runs as transformers has it": True,
         f"not every layer of {job.shape.model_type} runs fused attention: keep='attention' is not planned": (
             not traced.attends

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ from lowtide.errors import ArgumentValueError, message
 
 MEASURE = "Measure its step instead, with `lowtide profile`."
 _TRIED = 64  # tokens of the sequence with which the layers are tried
-# Why a layer does not run without data, by the type of what it raised.
-_NO_DATA = "its layers read values that are there only with data"
+_OTHER_DTYPE = "scalar type"  # in the error of an operator whose operands differ
+_LETTERS = 180  # of what a model raised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
     """Return a model's layers, with the model built on the meta device and one layer of each kind tried there.
 
     Raises:
-        ArgumentValueError: transformers is not installed, or the model cannot be built or run so; the error has what
+        ArgumentValueError: transformers is not installed, or the model cannot be built or run so; the error says what
             the user can do.
     """
     model_type = str(settings["model_type"])
@@ -58,11 +59,16 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
         hint = "pip install 'lowtide[hf]'"
         raise ArgumentValueError(message("model_type", expected, f"{model_type!r} ({error})", hint)) from error
     config = json.dumps(settings, default=str, sort_keys=True)
-    try:
-        model = meta_model(config, torch.bfloat16)
-        tried = readings(config, torch.bfloat16, True, 1, _TRIED, Way())
-    except Exception as error:  # of a config's checks, of transformers' code: without a common base
-        raise _refusal(model_type, error) from error
+    with refused(model_type):
+        try:
+            tried = readings(config, torch.bfloat16, True, 1, _TRIED, Way())
+            dtype = torch.bfloat16
+        except RuntimeError as error:
+            if _OTHER_DTYPE not in str(error):
+                raise
+            tried = readings(config, torch.float32, True, 1, _TRIED, Way())
+            dtype = torch.float32
+    model = meta_model(config, dtype)
     head: Any = model.model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or weight.dim() != 2:
@@ -83,16 +89,29 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
     )
 
 
-def _refusal(model_type: str, error: Exception) -> ArgumentValueError:
-    """Return the error for a model that cannot be built or run without weights."""
-    why = " ".join(str(error).split())[:160] or type(error).__name__
-    expected, hint = "a causal language model that transformers builds and runs without weights", MEASURE
-    if isinstance(error, NotImplementedError):
-        why = f"{_NO_DATA}: {why}"
-    elif "Unrecognized" in why:
-        hint = f"It has no AutoModelForCausalLM: pass the config of a part that has one. {MEASURE}"
-    elif "scalar type" in why:
-        why = f"it does not run in bfloat16: {why}"
-    else:
-        hint = f"Complete its config, if a field is missing. {MEASURE}"
-    return ArgumentValueError(message("model_type", expected, f"{model_type!r} ({why})", hint))
+@contextmanager
+def refused(model_type: str) -> Iterator[None]:
+    """Turn what a model raises that is built and run without weights into an error that names its type.
+
+    Raises:
+        ArgumentValueError: Something was raised inside.
+    """
+    try:
+        yield
+    except Exception as error:  # of a config's checks, of transformers' code: without a common base
+        why = " ".join(str(error).split())
+        why = why if len(why) <= _LETTERS else why[:_LETTERS].rpartition(" ")[0] + " ..."
+        expected, hint = "a causal language model that transformers builds and runs without weights", ""
+        if isinstance(error, ArgumentValueError):  # of `find_stack`
+            why = f"not one list of layers: {why}"
+            hint = "Policies are for the layers of one list. "
+        elif isinstance(error, NotImplementedError):
+            why = f"its layers read values that are there only with data: {why}"
+        elif "Unrecognized" in why:
+            hint = "transformers has no AutoModelForCausalLM for it: pass the config of a part that has one. "
+        elif _OTHER_DTYPE in why:
+            hint = "Plan it in float32: --dtype float32, in Python dtype='float32'. "
+        else:
+            hint = "If its config lacks a field or allows fewer tokens, change that. "
+        got = f"{model_type!r} ({why or type(error).__name__})"
+        raise ArgumentValueError(message("model_type", expected, got, hint + MEASURE)) from error
