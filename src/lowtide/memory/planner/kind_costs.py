@@ -13,6 +13,7 @@ from lowtide.memory.planner.layer_costs import (
     HOST_ATTENTION,
     HOST_BACKWARD,
     HOST_FORWARD,
+    HOST_HEAD_NORMS,
     HOST_RECOMPUTE,
     THIN,
     LayerCost,
@@ -21,13 +22,14 @@ from lowtide.memory.planner.layer_costs import (
     layer_cost,
     slower,
 )
-from lowtide.memory.planner.meta_model import Reading, Way, Work, mixed, readings
+from lowtide.memory.planner.readings import Reading, Way, Work, mixed
 from lowtide.memory.planner.traced import refused
 from lowtide.memory.policy import ActivationPolicy
 
 LAYER_OPERATORS = 13  # that a patched Llama's layer launches in forward, to which `HOST_FORWARD` belongs
-LAUNCH = 10e-6  # seconds of the host for each operator beyond these, an estimate; as much more in backward as for those
-MOST_OPERATORS = 6000  # beyond these, in a layer with a loop over tokens, readings of `SHORT` sequences are extrapolated
+LAYER_OURS = 5  # of lowtide's among these: a further one takes the host as long as a norm on heads
+LAUNCH = 10e-6  # seconds of the host for any other operator beyond these, an estimate
+MOST_OPERATORS = 6000  # beyond these, a layer has a loop over tokens, and is read with `SHORT` sequences
 SHORT = (256, 512, 768)
 
 
@@ -64,11 +66,19 @@ def flop_of_layers(job: Job) -> tuple[float, float]:
 
 def _mean(costs: list[LayerCost]) -> LayerCost:
     def mean(name: str) -> float:
-        return sum(getattr(cost, name) for cost in costs) / len(costs)
+        return float(sum(getattr(cost, name) for cost in costs) / len(costs))
 
-    seconds = {name: mean(name) for name in ("forward", "backward", "transfer", "flop")}
-    sizes = ("saved", "whole", "forward_bytes", "backward_bytes")
-    return LayerCost(costs[0].policy, **{name: round(mean(name)) for name in sizes}, **seconds)
+    return LayerCost(
+        costs[0].policy,
+        saved=round(mean("saved")),
+        whole=round(mean("whole")),
+        forward_bytes=round(mean("forward_bytes")),
+        backward_bytes=round(mean("backward_bytes")),
+        forward=mean("forward"),
+        backward=mean("backward"),
+        transfer=mean("transfer"),
+        flop=mean("flop"),
+    )
 
 
 def _readings(job: Job, way: Way) -> tuple[Reading, ...]:
@@ -77,22 +87,32 @@ def _readings(job: Job, way: Way) -> tuple[Reading, ...]:
     A layer with a loop over tokens would take minutes at that size. Its figures are a + b N + c N T, with N tokens in
     sequences of T: the coefficients follow from three short sequences.
     """
+    from lowtide.memory.planner.meta_model import readings_of  # it imports Triton, as PyTorch's table of FLOP does
+
     assert job.shape.traced is not None
 
     def read(batch_size: int, seq_len: int, way: Way) -> tuple[Reading, ...]:
         with refused(job.shape.model_type):
-            return readings(config, job.dtype, job.fused_mlp, batch_size, seq_len, way)
+            return readings_of(config, job.dtype, job.fused_mlp, batch_size, seq_len, way)
 
     config = job.shape.traced.config
     T, step = job.seq_len, SHORT[1] - SHORT[0]
-    if T > SHORT[-1]:
+    if max(SHORT) < T:
         few, more = (sum(one.forward.operators for one in read(1, n, Way())) for n in SHORT[:2])
         if few + (more - few) * (T - SHORT[0]) / step > MOST_OPERATORS:
             at_0, at_T = ([_lagrange(n, at) for at in SHORT] for n in (0, T))
             shares = [(1 - job.batch_size) * a + job.batch_size * b for a, b in zip(at_0, at_T, strict=True)]
             short = [read(1, n, way) for n in SHORT]
-            return tuple(mixed(list(each), shares) for each in zip(*short, strict=True))
+            of_any_batch = zip(*short, strict=True)
+            return tuple(_launched(mixed(list(each), shares), mixed(list(each), at_T)) for each in of_any_batch)
     return read(job.batch_size, T, way)
+
+
+def _launched(one: Reading, other: Reading) -> Reading:
+    """Return a reading with the operators of another: a larger batch launches no more of them."""
+    works = {name: (getattr(one, name), getattr(other, name)) for name in ("forward", "recompute", "backward")}
+    counted = {name: work._replace(operators=o.operators, ours=o.ours) for name, (work, o) in works.items()}
+    return one._replace(**counted)
 
 
 def _lagrange(T: int, at: int) -> float:
@@ -126,27 +146,38 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
     attention, attention_back = _attention_seconds(job, one.forward, windowed)
     forward = _seconds(job, one.forward) + attention
     backward = _seconds(job, one.backward) + attention_back
-    flop, host = 0.0, HOST_BACKWARD
+    flop = 0.0
+    if policy.mlp_level == 1:  # the MLP itself recomputes
+        gradients = 1 if job.adapters is not None else 2
+        flop = max(0.0, one.backward.flop - gradients * one.forward.flop)
     if recomputes:
         again = attention if policy.keep == "input" else 0.0
         backward += _seconds(job, one.recompute) + again
-        flop = one.recompute.flop + (one.recompute.attention * windowed if policy.keep == "input" else 0.0)
-        host += HOST_RECOMPUTE
-    elif policy.mlp_level == 1:
-        flop = max(0.0, one.backward.flop - 2 * one.forward.flop)
-    launches = LAUNCH * max(0.0, one.forward.operators - LAYER_OPERATORS) / HOST_FORWARD
-    watched = HOST_ATTENTION if policy.keep == "attention" else 0.0
+        flop += one.recompute.flop + (one.recompute.attention * windowed if policy.keep == "input" else 0.0)
+    host, host_back = _host_seconds(one, policy)
     return LayerCost(
         policy,
         saved=saved,
         whole=int(one.saved),
         forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak),
         backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak),
-        forward=slower(forward, (1 + launches) * HOST_FORWARD + watched),
-        backward=slower(backward, (1 + launches) * host),
+        forward=slower(forward, host),
+        backward=slower(backward, host_back),
         transfer=saved / job.gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )
+
+
+def _host_seconds(one: Reading, policy: ActivationPolicy) -> tuple[float, float]:
+    """Return what the host takes to launch a layer's forward, and its backward with the recompute."""
+    expected = LAYER_OURS - (policy.mlp_level == 1)  # whose forward has no operator for gate and up
+    ours = max(0.0, one.forward.ours - expected) / 2  # of the two norms that `HOST_HEAD_NORMS` is for
+    others = LAUNCH * max(0.0, one.forward.operators - one.forward.ours - LAYER_OPERATORS + LAYER_OURS)
+    others_back = LAUNCH * max(0.0, one.backward.operators - one.backward.ours - 2 * LAYER_OPERATORS)
+    more, more_back = HOST_HEAD_NORMS[0] * ours + others, HOST_HEAD_NORMS[1] * ours + others_back
+    watched = HOST_ATTENTION if policy.keep == "attention" else 0.0
+    again = HOST_RECOMPUTE + more if policy.keep != "all" else 0.0
+    return HOST_FORWARD + more + watched, HOST_BACKWARD + more_back + again
 
 
 def _seconds(job: Job, work: Work) -> float:

@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS, Adapters
-from lowtide.memory.planner.gpus import HALF_LENGTH, HALF_RATE
+from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR, HALF_LENGTH, HALF_RATE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.policy import ActivationPolicy
 
 PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
-FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum
 BACKWARD_ATTENTION = 2.5  # GEMMs of attention's backward for each of its forward's
 THIN = 0.9  # share of the copy's bandwidth that norms, rotary embedding and additions reach
 THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the MLP's product, nor the last addition

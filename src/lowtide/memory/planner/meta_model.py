@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowtide.memory.planner.meter import Meter, Work, stand_ins
+from lowtide.memory.planner.meter import Meter, stand_ins
+from lowtide.memory.planner.readings import Reading, Way, Work
 from lowtide.memory.stack import find_stack
 
 _INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # attributes in which equal layers differ
@@ -27,39 +28,6 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _NO_WINDOW = 2**30  # tokens: longer than any sequence
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
-
-
-class Reading(NamedTuple):
-    """What one layer took at one size: bytes, and the work of forward, of its recompute and of backward."""
-
-    input: float  # its hidden states
-    saved: float  # for backward, its input among them
-    attended: float  # the outputs of fused attention; 0: it ran none
-    forward_peak: float  # the most that lives within its forward beyond what it saves
-    checkpointed_peak: float  # the same where it saves nothing but its input
-    backward_peak: float  # the most that lives within its backward beyond what it saved, its weights' gradients too
-    forward: Work
-    recompute: Work  # up to the last tensor that is saved
-    backward: Work
-
-
-class Way(NamedTuple):
-    """How layers run."""
-
-    level: int | None = None  # of the fused MLPs; None: as patched
-    frozen: bool = False  # weights have no gradients
-    keep_gradients: bool = False  # gradients are there when backward begins
-
-
-def mixed(readings: list[Reading], shares: list[float]) -> Reading:
-    """Return a linear combination of readings, none of its figures below 0."""
-
-    def one(values: tuple[Any, ...]) -> Any:
-        if isinstance(values[0], Work):
-            return Work(*(one(each) for each in zip(*values, strict=True)))
-        return max(0.0, sum(value * share for value, share in zip(values, shares, strict=True)))
-
-    return Reading(*(one(values) for values in zip(*readings, strict=True)))
 
 
 class MetaModel:
@@ -161,7 +129,7 @@ class MetaModel:
         hidden, way = _hidden(args, kwargs), self._way
         leaf = hidden.detach().requires_grad_()
         args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
-        with Meter(self.experts) as meter, saved_tensors_hooks(lambda _: None, lambda _: None):
+        with Meter(self.experts) as meter, saved_tensors_hooks(_forgotten, _forgotten):
             forward(*args, **kwargs)
         _cut_graphs((args, kwargs))
         checkpointed = meter.peak
@@ -176,12 +144,14 @@ class MetaModel:
 
             with saved_tensors_hooks(save, lambda x: x):
                 outputs = forward(*args, **kwargs)
-            output = next(x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad)
+            output = next((x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad), None)
+            if output is None:
+                raise RuntimeError("its layers return no hidden states with a gradient")
             result = tree_map(_detached, outputs)
             size, done, peak, live = output.nbytes, meter.work, meter.peak, meter.live
             del outputs
             meter.forget_peak()
-            output.backward(torch.empty_like(output))
+            torch.autograd.backward(output, torch.empty_like(output))
             backward = meter.work.plus(done, -1)
         _cut_graphs((args, kwargs))
         for p in layer.parameters():
@@ -212,7 +182,16 @@ class MetaModel:
 
 def _hidden(args: Any, kwargs: Any) -> Tensor:
     """Return the hidden states among a layer's arguments: the first floating-point tensor."""
-    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
+    found = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
+    hidden = next(found, None)
+    if hidden is None:
+        raise RuntimeError("its layers take no hidden states")
+    return hidden
+
+
+def _forgotten(_: Any) -> Any:
+    """Save nothing."""
+    return None
 
 
 def _detached(value: Any) -> Any:
@@ -263,7 +242,7 @@ def meta_model(settings: str, dtype: torch.dtype, *, fused_mlp: bool = True) -> 
 
 
 @lru_cache(maxsize=256)
-def readings(
+def readings_of(
     settings: str, dtype: torch.dtype, fused_mlp: bool, batch_size: int, seq_len: int, way: Way
 ) -> tuple[Reading, ...]:
     """Return the readings of a config's layers, one for each kind: see `MetaModel.readings`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lowtide.graph import flop_of
 from lowtide.memory.attention import is_attention
+from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR
+from lowtide.memory.planner.readings import Work
 
 _ATEN = torch.ops.aten
 # Operators of lowtide's MLP, whose scratch no dispatch mode sees: tensors of gate's size that live inside, by whether
@@ -23,25 +25,9 @@ _ATEN = torch.ops.aten
 # at level 0 has the product, and writes the gradients of gate and up over them.
 _SCRATCH = {"lowtide::swiglu": {True: 1, False: 2}, "lowtide::swiglu_backward": {True: 1, False: 3}}
 # A matrix by those of all experts, or its transpose by a matrix: PyTorch's table lacks it.
-_FORMULAS: dict[str, Any] = {
-    "aten::_grouped_mm": lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-}
+_FORMULAS: dict[str, Any] = {"aten::_grouped_mm": lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]}
 _INDEXED = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _ATTENTION_BACKWARD = "attention_backward"
-
-
-class Work(NamedTuple):
-    """Sums over the operators that ran."""
-
-    flop: float = 0.0  # of GEMMs
-    rows: float = 0.0  # of all GEMMs' outputs: what small weights add to their time
-    attention: float = 0.0  # FLOP of fused attention in forward, the masked half not counted
-    thin: float = 0.0  # bytes that all other operators read and write
-    operators: float = 0.0  # calls that launch a kernel
-
-    def plus(self, other: Work, sign: int = 1) -> Work:
-        """Return the sum, or with ``sign=-1`` the difference."""
-        return Work(*(a + sign * b for a, b in zip(self, other, strict=True)))
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,15 +63,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         aliased = {x.untyped_storage()._cdata for x in given}
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        new = [x for x in made if x.untyped_storage()._cdata not in aliased]
-        for x in new:
-            self._follow(x)
+        for x in made:
+            if x.untyped_storage()._cdata not in aliased:
+                self._follow(x)
         if is_attention(func):
             self.attended += sum(_bytes(x) for x in made if x.is_floating_point())
-        if saved := _SCRATCH.get(name):
-            scratch = saved[given[-1].dim() == 2] * _gate_bytes(args)
-            self.peak = max(self.peak, self.live + scratch)
-        self._add(func, name, args, kwargs, given, made, writes=bool(new) or name.endswith("_"))
+        self.peak = max(self.peak, self.live + _scratch(name, args, given))
+        self.work = self.work.plus(_work(func, args, kwargs, given, made))
         return out
 
     def _nonzero(self, mask: Tensor) -> Tensor:
@@ -113,32 +97,41 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _freed(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
 
-    def _add(
-        self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], *, writes: bool
-    ) -> None:
-        if is_attention(func):
-            self.work = self.work.plus(Work(attention=_attention_flop(func, args, kwargs), operators=1))
-            return
-        if _ATTENTION_BACKWARD in name:  # a multiple of forward's
-            self.work = self.work.plus(Work(operators=1))
-            return
-        formula = _FORMULAS.get(name) or flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
-        if formula is not None:
-            rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
-            flop = formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
-            self.work = self.work.plus(Work(flop=flop, rows=rows, operators=1))
-        elif writes:
-            self.work = self.work.plus(Work(thin=sum(map(_bytes, (*given, *made))), operators=1))
+
+def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> Work:
+    """Return the work of one call, from the tensors that it was given and that it made."""
+    name = func._schema.name if hasattr(func, "_schema") else str(func)
+    if is_attention(func):
+        return Work(attention=_attention_flop(func, args, kwargs), operators=1)
+    if _ATTENTION_BACKWARD in name:  # its time is a multiple of forward's
+        return Work(operators=1)
+    ours = float(name.startswith("lowtide::"))
+    formula = _FORMULAS.get(name) or flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
+    if formula is not None:
+        rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
+        flop = formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
+        return Work(flop=flop, rows=rows, operators=1, ours=ours)
+    aliased = {x.untyped_storage()._cdata for x in given}
+    if name.endswith("_") or any(x.untyped_storage()._cdata not in aliased for x in made):
+        return Work(thin=sum(map(_bytes, (*given, *made))), operators=1, ours=ours)
+    return Work()  # a view
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _gate_bytes(args: Any) -> int:
-    """Return the size of the gate of a call of lowtide's MLP: its tokens times the intermediate size."""
-    x, gate_weight = args[0], args[1]
-    return int(x.numel() // x.shape[-1] * gate_weight.shape[0] * x.element_size())
+def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
+    """Return the bytes that live inside an operator, beside what it is given and returns."""
+    if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
+        x, gate_weight = args[0], args[1]
+        gate = x.numel() // x.shape[-1] * gate_weight.shape[0] * x.element_size()
+        return int(tensors[given[-1].dim() == 2] * gate)
+    if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
+        query, key = args[1], args[2]
+        shared = query.shape[1] != key.shape[1]
+        return int(query.numel() * (FLASH_ACCUMULATOR + 2 * query.element_size() * shared))
+    return 0
 
 
 def _attention_flop(func: Any, args: Any, kwargs: Any) -> float:
@@ -194,9 +187,9 @@ def stand_ins(visits: int) -> Iterator[None]:
 
     stock, stock_list = F.scaled_dot_product_attention, Tensor.tolist
     F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
-    Tensor.tolist = tolist  # type: ignore[method-assign]
+    Tensor.tolist = tolist  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         F.scaled_dot_product_attention = stock
-        Tensor.tolist = stock_list  # type: ignore[method-assign]
+        Tensor.tolist = stock_list

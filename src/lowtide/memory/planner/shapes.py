@@ -309,10 +309,10 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     types = settings.get("layer_types")
-    if types and settings.get("sliding_window") and settings.get("use_sliding_window") is not False:
-        if len(types) != layers or set(types) - set(_ATTENTIONS):
-            expected = f"{layers} times one of {', '.join(_ATTENTIONS)}"
-            raise ArgumentValueError(message("layer_types", expected, f"{types}"))
+    windowed = settings.get("sliding_window") and settings.get("use_sliding_window") is not False
+    if types and windowed and (len(types) != layers or set(types) - set(_ATTENTIONS)):
+        expected = f"{layers} times one of {', '.join(_ATTENTIONS)}"
+        raise ArgumentValueError(message("layer_types", expected, f"{types}"))
     return _windows_of(settings, layers)
 
 

@@ -128,6 +128,7 @@ class StepCosts:
         by_layer, self.vocab_gradients = [params * e for params in shape.params_of_layers], shape.vocab_params * e
         if numbers is not None:
             by_layer, self.vocab_gradients = [self.all_gradients // shape.layers] * shape.layers, 0
+        self.layer_gradients = max(by_layer)
         self._gradients_from = [*accumulate(reversed(by_layer), initial=0)][::-1]  # of a layer and all after it
         ids = 2 * 8 * N  # and labels
         positions = seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
@@ -253,7 +254,7 @@ class StepCosts:
         As many travel beside each layer: beside the one that has the least time left by its own checkpoint's copy.
         """
         layers = self.job.shape.layers
-        costs = [(one, run.moves) for run in self._runs(groups) for one, n in zip(run.costs, run.counts, strict=True) if n]
+        costs = [(run.costs[kind], run.moves) for run in self._runs(groups) for kind, n in enumerate(run.counts) if n]
         out = min(one.forward - one.transfer * moves for one, moves in costs)
         back = min(one.backward - one.transfer * moves for one, moves in costs)
         seconds = min(out / share_out(0, layers), back / share_back(1, layers))

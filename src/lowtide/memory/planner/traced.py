@@ -53,7 +53,8 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
         import torch
         import transformers  # noqa: F401
 
-        from lowtide.memory.planner.meta_model import Way, meta_model, readings
+        from lowtide.memory.planner.meta_model import meta_model, readings_of
+        from lowtide.memory.planner.readings import Way
     except ImportError as error:
         expected = "a type that the planner has formulas for, or transformers to build it"
         hint = "pip install 'lowtide[hf]'"
@@ -61,12 +62,12 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
     config = json.dumps(settings, default=str, sort_keys=True)
     with refused(model_type):
         try:
-            tried = readings(config, torch.bfloat16, True, 1, _TRIED, Way())
+            tried = readings_of(config, torch.bfloat16, True, 1, _TRIED, Way())
             dtype = torch.bfloat16
         except RuntimeError as error:
             if _OTHER_DTYPE not in str(error):
                 raise
-            tried = readings(config, torch.float32, True, 1, _TRIED, Way())
+            tried = readings_of(config, torch.float32, True, 1, _TRIED, Way())
             dtype = torch.float32
     model = meta_model(config, dtype)
     head: Any = model.model.get_output_embeddings()
