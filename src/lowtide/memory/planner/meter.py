@@ -185,11 +185,11 @@ def stand_ins(visits: int) -> Iterator[None]:
         each, more = divmod(visits, self.numel())
         return [each + (i < more) for i in range(self.numel())]
 
-    stock, stock_list = F.scaled_dot_product_attention, Tensor.tolist
-    F.scaled_dot_product_attention = _fused  # type: ignore[assignment]
-    Tensor.tolist = tolist  # type: ignore[method-assign, assignment]
+    functional: Any = F
+    tensors: Any = Tensor
+    stock, stock_list = functional.scaled_dot_product_attention, tensors.tolist
+    functional.scaled_dot_product_attention, tensors.tolist = _fused, tolist
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = stock
-        Tensor.tolist = stock_list
+        functional.scaled_dot_product_attention, tensors.tolist = stock, stock_list
