@@ -139,13 +139,8 @@ def plan_memory(
     if isinstance(adapters, Adapters) and (kind := numbers_alone(shape)):
         hint = "Count the parameters that are trained."
         raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
-    if autocast and (shape.experts or shape.traced):
-        kind = "a mixture of experts" if shape.experts else f"layers that are traced ({shape.model_type})"
-        hint = "Plan with dtype='bfloat16', or dtype='float32' for an upper bound."
-        raise ArgumentValueError(message("autocast", f"False for {kind}", "True", hint))
-    if attention_mask and shape.traced:
-        hint = "Plan without it: flash attention takes packed documents without a mask."
-        raise ArgumentValueError(message("attention_mask", f"False for {shape.model_type}", "True", hint))
+    if autocast and shape.experts:
+        raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
     return _plan(Search(job, host, offload_states=offload_states == "auto"), requested)
 
 

@@ -371,4 +371,6 @@ def _compare(shape: ModelShape, model: Any) -> None:
     if found != shape.params:
         expected = f"layers of attention, norms and a gated MLP, {shape.params:,} parameters by its config"
         hint = f"The planner has no formula for some part of its layers. {MEASURE}"
+        if shape.traced is not None:
+            expected, hint = f"the {shape.params:,} parameters of its config's model", f"It has other parts. {MEASURE}"
         raise ArgumentValueError(message("model_type", expected, f"{shape.model_type!r} with {found:,}", hint))
