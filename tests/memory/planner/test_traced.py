@@ -214,10 +214,15 @@ def test_another_dtype_is_named_where_a_model_needs_it() -> None:
     plan_memory(config, 64, 1, device="h100", dtype="float32")
 
 
-def test_quantised_weights_are_refused() -> None:
-    settings = {**settings_of("olmo2", 2), "quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(ArgumentValueError, match=r"quantization_config: expected unset.*without quantization_config"):
-        read_shape(settings)
+def test_weights_that_stay_quantised_are_refused_and_others_planned_in_16_bits() -> None:
+    settings = settings_of("olmo2", 2)
+    with pytest.raises(
+        ArgumentValueError, match=r"quantization_config: expected unset.*got gptq. Plan its config without"
+    ):
+        read_shape({**settings, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    plan = plan_memory({**settings, "quantization_config": {"quant_method": "fp8"}}, 64, 1, device="h100")
+    assert plan.peak_bytes == plan_memory(settings, 64, 1, device="h100").peak_bytes
+    assert "the checkpoint has fp8 weights: planned as loaded in bfloat16" in plan.notes
 
 
 def outcome(model_type: str) -> str | None:

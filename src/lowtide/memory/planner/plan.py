@@ -248,7 +248,7 @@ def _notes_on_traced(job: Job) -> dict[str, bool]:
     if traced is None:
         return {}
     eager = traced.attention == "eager" and job.shape.heads > 0 and not traced.attends
-    kinds = f"{traced.kinds} kind{'s' * (traced.kinds > 1)}"
+    kinds, dtype = f"{traced.kinds} kind{'s' * (traced.kinds > 1)}", str(job.dtype).removeprefix("torch.")
     return {
         f"layers of {kinds}, traced in {traced.model_class} without weights; experts get equal shares of"
         " the tokens, and code that kernels of other packages would replace runs as transformers has it": True,
@@ -257,6 +257,7 @@ def _notes_on_traced(job: Job) -> dict[str, bool]:
         ),
         "attention is transformers' eager one, which stores its scores: another attn_implementation saves less": eager,
         "compiled layers are planned as in eager": job.compile_layers,
+        f"the checkpoint has {traced.quantised} weights: planned as loaded in {dtype}": bool(traced.quantised),
     }
 
 

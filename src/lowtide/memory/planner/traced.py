@@ -13,6 +13,7 @@ from lowtide.errors import ArgumentValueError, message
 MEASURE = "Measure its step instead, with `lowtide profile`."
 _TRIED = 64  # tokens of the sequence with which the layers are tried
 _OTHER_DTYPE = "scalar type"  # in the error of an operator whose operands differ
+_DEQUANTISED = ("mxfp4", "fp8")  # of gpt-oss, and of DeepSeek-V3 and others
 _LETTERS = 180  # of what a model raised
 
 
@@ -31,6 +32,7 @@ class TracedLayers:
     kind_of: tuple[int, ...]  # of each layer: layers of one kind cost the same
     attends: bool  # every kind runs fused attention
     levels: bool  # every kind has an MLP that `lowtide.patch` fuses
+    quantised: str = ""  # how the checkpoint has its weights, which are planned as loaded in the job's dtype
 
     @property
     def kinds(self) -> int:
@@ -46,9 +48,8 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
             the user can do.
     """
     model_type = str(settings["model_type"])
-    if settings.get("quantization_config"):
-        hint = "Plan its config without quantization_config; for 4-bit training give adapters."
-        raise ArgumentValueError(message("quantization_config", "unset", "quantised weights", hint))
+    quantised = _quantised(settings)
+    settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     try:
         import torch
         import transformers  # noqa: F401
@@ -87,7 +88,25 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
         kind_of=model.kind_of,
         attends=all(one.attended > 0 for one in tried),
         levels=model.has_levels,
+        quantised=quantised,
     )
+
+
+def _quantised(settings: Mapping[str, Any]) -> str:
+    """Return how a checkpoint has its weights where they can be trained once loaded in 16 bits, "" for as usual.
+
+    Raises:
+        ArgumentValueError: They stay quantised.
+    """
+    config = settings.get("quantization_config")
+    if not config:
+        return ""
+    method = str(config.get("quant_method") if isinstance(config, Mapping) else config)
+    if method not in _DEQUANTISED:
+        expected = f"unset, or weights that transformers can load in 16 bits ({', '.join(_DEQUANTISED)})"
+        hint = "Plan its config without quantization_config: an upper bound, as no weights are planned in fewer bits."
+        raise ArgumentValueError(message("quantization_config", expected, method, hint))
+    return method
 
 
 @contextmanager
