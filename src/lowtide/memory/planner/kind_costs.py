@@ -29,8 +29,8 @@ from lowtide.memory.policy import ActivationPolicy
 LAYER_OPERATORS = 13  # that a patched Llama's layer launches in forward, to which `HOST_FORWARD` belongs
 LAYER_OURS = 5  # of lowtide's among these: a further one takes the host as long as a norm on heads
 LAUNCH = 10e-6  # seconds of the host for any other operator beyond these, an estimate
-MOST_OPERATORS = 6000  # beyond these, a layer has a loop over tokens, and is read with `SHORT` sequences
-SHORT = (256, 512, 768)
+MOST_OPERATORS = 2000  # beyond these, layers have a loop over tokens, and are read with three shorter sequences
+STEP = 256  # tokens: those are whole multiples, as chunks of linear attention and state spaces divide them
 
 
 class LayerCosts(dict[ActivationPolicy, LayerCost]):
@@ -95,30 +95,49 @@ def _readings(job: Job, way: Way) -> tuple[Reading, ...]:
         with refused(job.shape.model_type):
             return readings_of(config, job.dtype, job.fused_mlp, batch_size, seq_len, way)
 
-    config = job.shape.traced.config
-    T, step = job.seq_len, SHORT[1] - SHORT[0]
-    if max(SHORT) < T:
-        few, more = (sum(one.forward.operators for one in read(1, n, Way())) for n in SHORT[:2])
-        if few + (more - few) * (T - SHORT[0]) / step > MOST_OPERATORS:
-            at_0, at_T = ([_lagrange(n, at) for at in SHORT] for n in (0, T))
-            shares = [(1 - job.batch_size) * a + job.batch_size * b for a, b in zip(at_0, at_T, strict=True)]
-            short = [read(1, n, way) for n in SHORT]
-            of_any_batch = zip(*short, strict=True)
-            return tuple(_launched(mixed(list(each), shares), mixed(list(each), at_T)) for each in of_any_batch)
-    return read(job.batch_size, T, way)
+    config, T = job.shape.traced.config, job.seq_len
+    if T <= 3 * STEP:
+        return read(job.batch_size, T, way)
+    few, more = (sum(one.forward.operators for one in read(1, n * STEP, Way())) for n in (1, 2))
+    if more == few or few + (more - few) * (T / STEP - 1) <= MOST_OPERATORS:
+        return read(job.batch_size, T, way)
+    unit = max(1, int(((MOST_OPERATORS - few) / (more - few) + 1) / 3)) * STEP
+    points = (unit, 2 * unit, 3 * unit)
+
+    def extrapolated(way: Way) -> list[Reading]:
+        each = zip(*(read(1, n, way) for n in points), strict=True)
+        return [_extrapolated(list(short), points, job) for short in each]
+
+    # In short sequences the gradients of weights are the peak of backward; in long ones those of activations, so that
+    # it is at least what it would be with frozen weights, which save less.
+    found = zip(extrapolated(way), extrapolated(way._replace(frozen=True)), strict=True)
+    least = [(one, bare.backward_peak + bare.saved - one.saved) for one, bare in found]
+    return tuple(one._replace(backward_peak=max(one.backward_peak, peak)) for one, peak in least)
 
 
-def _launched(one: Reading, other: Reading) -> Reading:
-    """Return a reading with the operators of another: a larger batch launches no more of them."""
-    works = {name: (getattr(one, name), getattr(other, name)) for name in ("forward", "recompute", "backward")}
+def _extrapolated(short: list[Reading], points: tuple[int, ...], job: Job) -> Reading:
+    """Return a reading at the job's size from three of one short sequence each.
+
+    A peak is the largest of several sums: a line through the longer two extrapolates it. A larger batch launches no
+    more operators.
+    """
+    T, B = job.seq_len, job.batch_size
+
+    def shares(points: tuple[int, ...]) -> list[float]:
+        return [(1 - B) * _lagrange(0, at, points) + B * _lagrange(T, at, points) for at in points]
+
+    one, line = mixed(short, shares(points)), mixed(short[1:], shares(points[1:]))
+    launched = mixed(short, [_lagrange(T, at, points) for at in points])
+    works = {name: (getattr(one, name), getattr(launched, name)) for name in ("forward", "recompute", "backward")}
     counted = {name: work._replace(operators=o.operators, ours=o.ours) for name, (work, o) in works.items()}
-    return one._replace(**counted)
+    peaks = {name: getattr(line, name) for name in ("forward_peak", "checkpointed_peak", "backward_peak")}
+    return one._replace(**counted, **peaks)
 
 
-def _lagrange(T: int, at: int) -> float:
-    """Return the share that the short sequence ``at`` has in the parabola through all three."""
+def _lagrange(T: int, at: int, points: tuple[int, ...]) -> float:
+    """Return the share that one of several points has in the polynomial through them."""
     share = 1.0
-    for other in SHORT:
+    for other in points:
         share *= (T - other) / (at - other) if other != at else 1.0
     return share
 
