@@ -101,6 +101,11 @@ class Operator:
             return (self._replayed or self._compute)(*args)
 
 
+def flop_of(operator: Any) -> Callable[..., int] | None:
+    """Return the formula of one of lowtide's operators, called as those of `torch.utils.flop_counter.flop_registry`."""
+    return _FLOP.get(operator)
+
+
 def _tell_counters() -> None:
     """Add our formulas to active FlopCounterModes: they copied PyTorch's table, whose module is slow to import."""
     counting = sys.modules.get("torch.utils.flop_counter")

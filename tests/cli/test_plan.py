@@ -98,6 +98,24 @@ def test_every_named_shape_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
 
 
+@pytest.mark.filterwarnings("ignore")  # what transformers says of its own code
+def test_a_model_of_the_hubs_cache_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its name, and by its layers where the planner has no formula for them."""
+    folder = tmp_path / "models--org--name" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    settings = {"model_type": "olmo2", "vocab_size": 131, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6}
+    (folder / "config.json").write_text(json.dumps({**settings, **sizes, "tie_word_embeddings": False}))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    run = ["plan", "--model", "org/name", "--seq-len", "64", "--gpu", "l4", "--budget", "0.25GiB", "--layers", "2"]
+    report = as_json(capsys, command=run)
+    assert report["model"]["traced"]["model_class"] == "Olmo2ForCausalLM"
+    assert len(report["model"]["traced"]["kind_of"]) == report["model"]["layers"] == 2
+    assert [each["policy"] for each in report["ladder"]][:2] == ["all/0", "all/1"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -110,9 +110,10 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     job = plan.job
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
+    attention = "sdpa" if job.shape.traced is None else job.shape.traced.attention
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation="sdpa").train()
+            model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation=attention).train()
     except ValueError as error:  # capped scores, for one
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error

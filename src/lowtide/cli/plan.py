@@ -15,7 +15,8 @@ from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
 from lowtide.memory.planner.gpus import GPUS, gpu_named
 from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS
-from lowtide.memory.planner.shapes import read_settings, read_shape, with_layers
+from lowtide.memory.planner.settings import read_settings
+from lowtide.memory.planner.shapes import read_shape, with_layers
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 

@@ -22,7 +22,7 @@ from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
 from lowtide.memory.planner.gpus import DEFAULT as ANY_GPU
 from lowtide.memory.planner.gpus import GPUS, known_as
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import attention_flop, gemm_sizes
+from lowtide.memory.planner.kind_costs import flop_of_layers
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.profile.config import AUTO, NO_PLOT, ProfileConfig
 from lowtide.profile.page import write_page
@@ -170,14 +170,14 @@ def step_flop(
     job = Job(  # the formulas read neither GPU, dtype nor optimizer
         shape=shape, seq_len=seq_len, batch_size=batch_size, gpu=GPUS[ANY_GPU], dtype=torch.bfloat16, optimizer="adamw"
     )
-    gemms, attention = 2 * job.tokens * sum(map(sum, gemm_sizes(job))), attention_flop(job)
+    gemms, attention = flop_of_layers(job)
     head = 2.0 * job.tokens * shape.vocab_params
     gradients = 1 if lora else 2
     flop = {
-        FORWARD: shape.layers * (gemms + attention),
+        FORWARD: gemms + attention,
         HEAD: head,
         HEAD_BACKWARD: gradients * head,
-        BACKWARD: shape.layers * (gradients * gemms + 2 * attention),
+        BACKWARD: gradients * gemms + 2 * attention,
     }
     return flop, None
 

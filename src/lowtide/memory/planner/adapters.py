@@ -53,6 +53,8 @@ class Adapters:
 
 def numbers_alone(shape: ModelShape) -> str:
     """Return the kind of model whose adapters are planned by their number of parameters; empty: by their layers."""
+    if shape.traced is not None:
+        return "a model whose layers are traced"
     if shape.stacked:
         return "a model of stacked projections"
     return "a mixture of experts" if shape.experts else ""

@@ -16,6 +16,7 @@ DEFAULT = "h100"
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
 HALF_RATE = 0.3e6  # numbers of a weight at which a GEMM of many tokens runs at half the rate of large ones
 HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half the rate of long ones
+FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum, inside attention's backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.memory.planner.adapters import Adapters
@@ -16,7 +17,11 @@ from lowtide.memory.planner.shapes import ModelShape
 
 @dataclass(frozen=True)
 class Job:
-    """A training step that is planned; the fields are `plan_memory`'s arguments."""
+    """A training step that is planned; the fields are `plan_memory`'s arguments.
+
+    Raises:
+        ArgumentValueError: Autocast or a mask, for layers that are traced.
+    """
 
     shape: ModelShape
     seq_len: int
@@ -31,6 +36,17 @@ class Job:
     attention_mask: bool = False
     fused_mlp: bool = True  # the MLPs are lowtide's, and have levels
     compile_layers: bool = False  # each layer goes through torch.compile by itself
+
+    def __post_init__(self) -> None:
+        if self.shape.traced is None:
+            return
+        layers = f"False for {self.shape.model_type}, whose layers are traced"
+        if self.autocast:
+            hint = "Plan with dtype='bfloat16', or dtype='float32' for an upper bound."
+            raise ArgumentValueError(message("autocast", layers, "True", hint))
+        if self.attention_mask:
+            hint = "Plan without it: flash attention takes packed documents without a mask."
+            raise ArgumentValueError(message("attention_mask", layers, "True", hint))
 
     @property
     def trained_adapters(self) -> int | None:

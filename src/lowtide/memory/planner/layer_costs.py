@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS, Adapters
-from lowtide.memory.planner.gpus import HALF_LENGTH, HALF_RATE
+from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR, HALF_LENGTH, HALF_RATE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.policy import ActivationPolicy
 
 PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
-FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum
 BACKWARD_ATTENTION = 2.5  # GEMMs of attention's backward for each of its forward's
 THIN = 0.9  # share of the copy's bandwidth that norms, rotary embedding and additions reach
 THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the MLP's product, nor the last addition
@@ -48,17 +47,6 @@ class LayerCost:
     def places(self, *, moves: bool) -> tuple[int, int]:
         """Return the bytes that it saves on the GPU and on the host, where what it saves ``moves`` there or not."""
         return (0, self.saved + PAGES) if moves else (self.saved, 0)
-
-
-class LayerCosts(dict[ActivationPolicy, LayerCost]):
-    """The costs of a job's layer by policy, each computed when it is first read."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __missing__(self, policy: ActivationPolicy) -> LayerCost:
-        cost = self[policy] = layer_cost(self._job, policy)
-        return cost
 
 
 def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
@@ -267,8 +255,8 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
         whole=full_bytes(job, _level(policy)),
         forward_bytes=forward_transients(job, policy),
         backward_bytes=backward_transients(job, policy),
-        forward=_slower(forward, host_forward),
-        backward=_slower(backward + recompute, host_backward),
+        forward=slower(forward, host_forward),
+        backward=slower(backward + recompute, host_backward),
         transfer=saved / gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )
@@ -286,5 +274,6 @@ def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
     return forward, HOST_BACKWARD + norms_back + (again + norms if policy.keep != "all" else 0.0)
 
 
-def _slower(gpu: float, host: float) -> float:
+def slower(gpu: float, host: float) -> float:
+    """Return the seconds of a layer, from those of the GPU and of the host that launches its work."""
     return max(gpu, host) + HIDDEN * min(gpu, host)

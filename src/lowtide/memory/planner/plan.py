@@ -222,11 +222,12 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
             bool(shape.stock_mlp) and not shape.experts
         ),
         f"{shape.model_type}: assumes that lowtide.patch fuses its norms, rotary embedding and MLP": (
-            shape.model_type not in KINDS
+            shape.model_type not in KINDS and shape.traced is None
         ),
+        **_notes_on_traced(job),
         "the config has no hidden_act: assumes an activation that lowtide.patch fuses; with another the MLPs save more:"
         " --no-fused-mlp, in Python fused_mlp=False, plans that": (
-            not (shape.activation or shape.stock_mlp or shape.experts)
+            not (shape.activation or shape.stock_mlp or shape.experts or shape.traced)
         ),
         "float32: assumes attention that stores no scores, which PyTorch lacks for grouped queries": (
             job.operand == torch.float32
@@ -238,6 +239,25 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
             any(0 < window < job.seq_len for window in shape.windows)
         ),
         "attention caps its scores: assumes a kernel that does so without storing them": shape.capped_scores,
+    }
+
+
+def _notes_on_traced(job: Job) -> dict[str, bool]:
+    """Return the notes on layers that were traced."""
+    traced = job.shape.traced
+    if traced is None:
+        return {}
+    eager = traced.attention == "eager" and job.shape.heads > 0 and not traced.attends
+    kinds, dtype = f"{traced.kinds} kind{'s' * (traced.kinds > 1)}", str(job.dtype).removeprefix("torch.")
+    return {
+        f"layers of {kinds}, traced in {traced.model_class} without weights; experts get equal shares of"
+        " the tokens, and code that kernels of other packages would replace runs as transformers has it": True,
+        f"not every layer of {job.shape.model_type} runs fused attention: keep='attention' is not planned": (
+            not traced.attends
+        ),
+        "attention is transformers' eager one, which stores its scores: another attn_implementation saves less": eager,
+        "compiled layers are planned as in eager": job.compile_layers,
+        f"the checkpoint has {traced.quantised} weights: planned as loaded in {dtype}": bool(traced.quantised),
     }
 
 

@@ -12,6 +12,7 @@ from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
 from lowtide.memory.planner.search import Candidate, Search
+from lowtide.memory.planner.shapes import ModelShape
 from lowtide.memory.planner.step_costs import PARTS, Phase
 from lowtide.memory.policy import ActivationPolicy, word_of
 
@@ -142,7 +143,7 @@ class MemoryPlan:
         flags = ("autocast", "attention_mask", "fused_mlp", "compile_layers", "keep_gradients")
         settings = ("seq_len", "batch_size", *flags, "optimizer")
         return {
-            "model": asdict(job.shape),
+            "model": _model(job.shape),
             "params": job.shape.params,
             "gpu": job.gpu.name,
             "dtype": str(job.dtype).removeprefix("torch."),
@@ -260,6 +261,14 @@ def _constructor(value: Any, *always: str) -> str:
     every = [(f.name, getattr(value, f.name), f.default) for f in fields(value)]
     given = [f"{name}={now!r}" for name, now, default in every if name in always or now != default]
     return f"{type(value).__name__}({', '.join(given)})".replace("'", '"')
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    """Return a shape's fields; of traced layers their parameters and kinds, and not the whole config."""
+    fields_of = asdict(shape)
+    if shape.traced is not None:
+        del fields_of["traced"]["config"]
+    return fields_of
 
 
 def _candidate(one: Candidate) -> dict[str, Any]:

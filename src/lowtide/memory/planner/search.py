@@ -1,6 +1,6 @@
 """Which layer saves what: all mixtures of up to three policies, the fastest that fits, and the front of the others.
 
-Layers are alike, so a mixture is a number of layers for each policy. Those that save less come first: backward reaches
+A mixture is a number of layers for each policy. Those that save less come first: backward reaches
 them last, when what the others saved is free again, and offloaded ones have the longest time to travel. Each is tried
 with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up.
 """
@@ -49,9 +49,18 @@ class Candidate:
 
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
-    """Return the policies of a layer, from what saves the most on the GPU to what saves the least."""
-    levels = (0, 1) if job.fused_mlp and not job.shape.experts else (None,)
-    recomputing = [(keep, place) for place in (False, True)[: 1 + offload] for keep in ("attention", "input")]
+    """Return the policies of a layer, from what saves the most on the GPU to what saves the least.
+
+    Attention's output can be saved only where all layers run fused attention.
+    """
+    levels = (0, 1) if job.fused_mlp and job.shape.has_levels else (None,)
+    attends = job.shape.traced is None or job.shape.traced.attends
+    recomputing = [
+        (keep, place)
+        for place in (False, True)[: 1 + offload]
+        for keep in ("attention", "input")
+        if attends or keep == "input"
+    ]
     rungs: Any = [("all", False), *recomputing]
     return [ActivationPolicy(keep=keep, mlp_level=level, offload=place) for keep, place in rungs for level in levels]
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.errors import ArgumentValueError, message
+from lowtide.memory.planner.settings import is_module, read_settings
+from lowtide.memory.planner.traced import MEASURE, TracedLayers, trace
 
-# Fields of parts of a layer whose bytes the planner has no formula for. It refuses a config that sets one.
+# Fields of parts of a layer whose bytes the planner has no formula for: layers of a config that sets one are traced.
 _UNPLANNED = (
     "kv_lora_rank", "q_lora_rank", "ssm_state_size", "state_size", "mamba_d_state", "linear_num_value_heads",
     "cross_attention_layers", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
     "mlp_only_layers", "num_nextn_predict_layers", "is_encoder_decoder", "num_kv_shared_layers",
     "hidden_size_per_layer_input", "attn_output_gate", "quantization_config",
 )  # fmt: skip
-_MEASURE = "Measure its step instead, with `lowtide profile`."
 # Activations, as configs name them, that `lowtide.swiglu_mlp` has.
 _FUSED = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
 _JOINED = {"gate_up_proj", "down_proj"}
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
+_LAYER_TYPES = ("layer_types", "layers_block_type")
 _ATTENTIONS = ("full_attention", "sliding_attention")
 
 
@@ -64,7 +65,10 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(_Layout):
-    """The sizes of a decoder-only language model that memory and time follow from; all its layers are alike."""
+    """The sizes of a decoder-only language model that memory and time follow from.
+
+    All its layers are alike, and the planner has formulas for them; or they are ``traced``.
+    """
 
     model_type: str  # as in the config
     layers: int
@@ -86,6 +90,22 @@ class ModelShape(_Layout):
     activation: str = ""  # of the MLP; empty: not where the planner looks for it, and a fused one is assumed
     stock_mlp: str = ""  # why `lowtide.patch` does not fuse the MLPs; empty: it does
     part_of: str = ""  # the type of the larger model, with vision or audio, whose text part this is
+    traced: TracedLayers | None = None  # what formulas lack is read from layers of the model itself
+
+    @property
+    def kind_of(self) -> tuple[int, ...]:
+        """Return the kind of each layer; without ``traced`` there is one."""
+        return (0,) * self.layers if self.traced is None else self.traced.kind_of
+
+    @property
+    def params_of_layers(self) -> tuple[int, ...]:
+        """Return the parameters of each layer."""
+        return (self.layer_params,) * self.layers if self.traced is None else self.traced.layer_params
+
+    @property
+    def has_levels(self) -> bool:
+        """Return whether `lowtide.patch` fuses an MLP in every layer, whose level a policy can set."""
+        return not (self.experts or self.stock_mlp) if self.traced is None else self.traced.levels
 
     @property
     def query_width(self) -> int:
@@ -106,13 +126,17 @@ class ModelShape(_Layout):
 
     @property
     def mlp_params(self) -> int:
-        """Return the parameters of a layer's MLP, or of its router and experts."""
+        """Return the parameters of a layer's MLP, or of its router and experts; 0 for those of ``traced`` layers."""
+        if self.traced is not None:
+            return 0
         one = 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
         return self.experts * (one + self.hidden) if self.experts else one
 
     @property
     def layer_params(self) -> int:
-        """Return the parameters of one layer."""
+        """Return the parameters of one layer, of ``traced`` ones the mean."""
+        if self.traced is not None:
+            return sum(self.traced.layer_params) // self.layers
         norms = self.layer_norms * self.hidden + 2 * self.head_dim * self.head_norms
         return self.projection_params + norms + self.mlp_params
 
@@ -124,6 +148,8 @@ class ModelShape(_Layout):
     @property
     def params(self) -> int:
         """Return all parameters."""
+        if self.traced is not None:
+            return self.traced.params
         return self.layers * self.layer_params + self.vocab_params * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -144,8 +170,30 @@ def read_shape(model_or_config: Any) -> ModelShape:
     """
     if isinstance(model_or_config, ModelShape):
         return model_or_config
-    model = model_or_config if _is_module(model_or_config) else None
+    model = model_or_config if is_module(model_or_config) else None
     settings = read_settings(model_or_config)
+    try:
+        return _by_formulas(settings, model)
+    except _NoFormulaError as error:
+        lacking: ArgumentValueError = error
+    except ArgumentValueError as error:
+        if settings["model_type"] in KINDS:
+            raise
+        lacking = error
+    if find_spec("transformers") is None:
+        raise lacking
+    shape = _by_layers(settings)
+    if model is not None:
+        _compare(shape, model)
+    return shape
+
+
+class _NoFormulaError(ArgumentValueError):
+    """A config sets a field of a part that the planner has no formula for."""
+
+
+def _by_formulas(settings: Mapping[str, Any], model: Any) -> ModelShape:
+    """Return the shape of a model whose layers the formulas describe, compared with the model if its type is new."""
     shape = _from_settings(settings)
     if model is None and shape.model_type not in KINDS:
         model = _on_meta(settings, shape.model_type)
@@ -159,55 +207,31 @@ def read_shape(model_or_config: Any) -> ModelShape:
     return shape
 
 
-def read_settings(model_or_config: Any) -> dict[str, Any]:
-    """Return a config's fields, completed by transformers' defaults where it is installed.
+def _by_layers(settings: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of a model whose layers are traced; sizes that its config lacks are 0."""
+    traced = trace(settings)
 
-    Args:
-        model_or_config: As for `read_shape`.
+    def size(name: str, default: int = 0) -> int:
+        value = settings.get(name)
+        return value if type(value) is int and value > 0 else default
 
-    Raises:
-        ArgumentTypeError: As there.
-        ArgumentValueError: As there.
-    """
-    config: Any = getattr(model_or_config, "config", None) if _is_module(model_or_config) else model_or_config
-    if isinstance(config, (str, Path)):
-        config = _read_file(Path(config).expanduser())
-    if callable(getattr(config, "get_text_config", None)):
-        return _of_text(config.to_dict(), _text_part(config).to_dict())
-    if not isinstance(config, Mapping):
-        expected = "a transformers model or config, a dictionary, or the path of a config.json"
-        raise ArgumentTypeError(message("model_or_config", expected, type(model_or_config).__name__))
-    text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
-    if not isinstance(text.get("model_type"), str):
-        raise ArgumentValueError(message("model_type", "the name of an architecture in the config", "none"))
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        return _of_text(config, text)
-    try:
-        whole = AutoConfig.for_model(**(config if isinstance(config.get("model_type"), str) else text))
-    except Exception as error:  # transformers' checks of configs have no common base
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ArgumentValueError(message("model_or_config", "a config that transformers accepts", why)) from error
-    return _of_text(whole.to_dict(), _text_part(whole).to_dict())
-
-
-def _text_part(config: Any) -> Any:
-    try:
-        return config.get_text_config()
-    except ValueError as error:  # it has several
-        got, hint = f"{config.model_type}, which has several", "Pass the config of the one to plan."
-        raise ArgumentValueError(message("model_or_config", "one part for text", got, hint)) from error
-
-
-def _of_text(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model's text part, with the larger model's type as ``part_of`` where there is one."""
-    settings = dict(text)
-    if whole.get("model_type") != text.get("model_type"):
-        settings["part_of"] = str(whole.get("model_type"))
-        if settings.get("tie_word_embeddings") is None:  # of the whole alone, as its output layer is
-            settings["tie_word_embeddings"] = whole.get("tie_word_embeddings")
-    return settings
+    heads, layers = size("num_attention_heads"), len(traced.kind_of)
+    return ModelShape(
+        model_type=str(settings["model_type"]),
+        layers=layers,
+        hidden=traced.hidden,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", traced.hidden // heads if heads else 0),
+        intermediate=size("intermediate_size"),
+        vocab=traced.vocab,
+        tied=traced.tied,
+        windows=_windows_of(settings, layers),
+        capped_scores=bool(settings.get("attn_logit_softcapping")),
+        positions=size("max_position_embeddings"),
+        part_of=str(settings.get("part_of", "")),
+        traced=traced,
+    )
 
 
 def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -222,35 +246,28 @@ def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """
     if layers < 1:
         raise ArgumentValueError(message("layers", "at least 1", str(layers)))
-    types = settings.get("layer_types")
-    repeated = {"layer_types": (types * -(-layers // len(types)))[:layers]} if isinstance(types, list) and types else {}
+    old = settings.get("num_hidden_layers")
+    lists = {name: value for name, value in settings.items() if _is_by_layer(name, value, old)}
+    repeated = {name: (value * -(-layers // len(value)))[:layers] for name, value in lists.items()}
     return {**settings, **repeated, "num_hidden_layers": layers}
 
 
-def _read_file(path: Path) -> Any:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        hint = (
-            "Nothing is fetched from the network: pass transformers' config or model, or the path of a downloaded one."
-            " Names such as llama-3.2-1b are for lowtide plan --model."
-        )
-        expected = "the path of a readable config.json"
-        raise ArgumentValueError(message("model_or_config", expected, f"{file} ({error})", hint)) from error
-    if not isinstance(settings, dict):
-        raise ArgumentValueError(message("model_or_config", "a JSON object", f"something else in {file}"))
-    return settings
+def _is_by_layer(name: str, value: Any, layers: int | None) -> bool:
+    """Return whether a config's field has the kind of each layer: a name or a switch."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    kinds = all(isinstance(one, str) or one in (0, 1) for one in value)
+    return name in _LAYER_TYPES or (kinds and "layer" in name and len(value) == layers)
 
 
 def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
     model_type = str(settings["model_type"])
     for name in _UNPLANNED:
         if settings.get(name):
-            hint = f"The planner has no formula for this part of {model_type}. {_MEASURE}"
-            raise ArgumentValueError(message(name, "unset", f"{settings[name]!r}", hint))
+            hint = f"The planner has no formula for this part of {model_type}. {MEASURE}"
+            raise _NoFormulaError(message(name, "unset", f"{settings[name]!r}", hint))
     if settings.get("decoder_sparse_step", 1) != 1:
-        raise ArgumentValueError(message("decoder_sparse_step", "1: all layers alike", settings["decoder_sparse_step"]))
+        raise _NoFormulaError(message("decoder_sparse_step", "1: all layers alike", settings["decoder_sparse_step"]))
     kind = KINDS.get(model_type, _PLAIN)
     heads, hidden = _size(settings, "num_attention_heads"), _size(settings, "hidden_size")
     layers = _size(settings, "num_hidden_layers")
@@ -293,20 +310,27 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
 
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    window = settings.get("sliding_window")
-    if not window or settings.get("use_sliding_window") is False:
-        return (0,) * layers
-    types = settings.get("layer_types") or ["sliding_attention"] * layers
-    if len(types) != layers or set(types) - set(_ATTENTIONS):
+    types = settings.get("layer_types")
+    windowed = settings.get("sliding_window") and settings.get("use_sliding_window") is not False
+    if types and windowed and (len(types) != layers or set(types) - set(_ATTENTIONS)):
         expected = f"{layers} times one of {', '.join(_ATTENTIONS)}"
         raise ArgumentValueError(message("layer_types", expected, f"{types}"))
-    return tuple(int(window) if name == "sliding_attention" else 0 for name in types)
+    return _windows_of(settings, layers)
+
+
+def _windows_of(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the window of each layer, 0 where its type is none that has one."""
+    window = settings.get("sliding_window")
+    if type(window) is not int or window < 1 or settings.get("use_sliding_window") is False:
+        return (0,) * layers
+    types = settings.get("layer_types") or ["sliding_attention"] * layers
+    return tuple(window * (name == "sliding_attention") for name in types) if len(types) == layers else (0,) * layers
 
 
 def _size(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = default if settings.get(name) is None else settings[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        hint = f"The planner is for decoders like Llama; {settings['model_type']!r} may be another. {_MEASURE}"
+        hint = f"The planner is for decoders like Llama; {settings['model_type']!r} may be another. {MEASURE}"
         expected = "a whole number of at least 1 in the config"
         raise ArgumentValueError(message(name, expected, f"{value!r}", hint if value is None else ""))
     return value
@@ -318,11 +342,6 @@ def _tied(settings: Mapping[str, Any]) -> bool:
         hint = "Write it into the config, or install transformers, which has the default."
         raise ArgumentValueError(message("tie_word_embeddings", "true or false in the config", f"{value!r}", hint))
     return value
-
-
-def _is_module(x: object) -> bool:
-    """Return whether it is a model, without an import of torch."""
-    return callable(getattr(x, "named_modules", None))
 
 
 def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
@@ -353,5 +372,7 @@ def _compare(shape: ModelShape, model: Any) -> None:
     found = sum(parameter.numel() for parameter in model.parameters())
     if found != shape.params:
         expected = f"layers of attention, norms and a gated MLP, {shape.params:,} parameters by its config"
-        hint = f"The planner has no formula for some part of its layers. {_MEASURE}"
+        hint = f"The planner has no formula for some part of its layers. {MEASURE}"
+        if shape.traced is not None:
+            expected, hint = f"the {shape.params:,} parameters of its config's model", f"It has other parts. {MEASURE}"
         raise ArgumentValueError(message("model_type", expected, f"{shape.model_type!r} with {found:,}", hint))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back, share_out
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import PAGES, LayerCost, LayerCosts
+from lowtide.memory.planner.kind_costs import LayerCosts
+from lowtide.memory.planner.layer_costs import PAGES, LayerCost
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.policy import ActivationPolicy
 
@@ -73,6 +75,44 @@ def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
     return found
 
 
+class _Run(NamedTuple):
+    """Layers one after the other with one policy."""
+
+    costs: tuple[LayerCost, ...]  # of each kind of layer
+    counts: tuple[int, ...]  # of each kind, in the run
+    first: int
+    moves: bool  # what they save goes to the host
+
+    @property
+    def on_gpu(self) -> int:
+        """Return the bytes that all of them save on the GPU."""
+        return 0 if self.moves else sum(n * one.saved for n, one in zip(self.counts, self.costs, strict=True))
+
+    @property
+    def on_host(self) -> int:
+        """Return the bytes that all of them save on the host."""
+        costs = zip(self.counts, self.costs, strict=True)
+        return sum(n * one.places(moves=True)[1] for n, one in costs) if self.moves else 0
+
+
+def _counts_before(kind_of: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return for each layer, and for the end, how many layers of each kind come before it."""
+    counts, found = [0] * (max(kind_of) + 1), []
+    for kind in kind_of:
+        found.append(tuple(counts))
+        counts[kind] += 1
+    return [*found, tuple(counts)]
+
+
+def _nearest(kind_of: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return for each layer the nearest of each kind from it on; where there is none, the number of layers."""
+    nearest, found = [len(kind_of)] * (max(kind_of) + 1), []
+    for layer in range(len(kind_of) - 1, -1, -1):
+        nearest[kind_of[layer]] = layer
+        found.append(tuple(nearest))
+    return found[::-1]
+
+
 class StepCosts:
     """The bytes and the seconds of one job, whichever policies its layers have."""
 
@@ -85,9 +125,11 @@ class StepCosts:
         count, size = (shape.params, e) if numbers is None else (numbers, 4)
         self.weights, self.all_gradients = shape.params * e + 4 * (numbers or 0), count * size
         self.states = int(count * (kind.states * size + kind.bytes_each))
-        self.layer_gradients, self.vocab_gradients = shape.layer_params * e, shape.vocab_params * e
+        by_layer, self.vocab_gradients = [params * e for params in shape.params_of_layers], shape.vocab_params * e
         if numbers is not None:
-            self.layer_gradients, self.vocab_gradients = self.all_gradients // shape.layers, 0
+            by_layer, self.vocab_gradients = [self.all_gradients // shape.layers] * shape.layers, 0
+        self.layer_gradients = max(by_layer)
+        self._gradients_from = [*accumulate(reversed(by_layer), initial=0)][::-1]  # of a layer and all after it
         ids = 2 * 8 * N  # and labels
         positions = seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
         # The masks that all layers share: one of bools, and another for those with a window.
@@ -114,6 +156,9 @@ class StepCosts:
         embedding += self.vocab_gradients if shape.tied or job.keep_gradients else 0  # not the first gradient there
         step = kind.temporary * self.all_gradients
         layers = shape.layers
+        self._counts = _counts_before(shape.kind_of)
+        back = _nearest(shape.kind_of[::-1])[::-1]
+        self._ahead, self._behind = _nearest(shape.kind_of), [[shape.layers - 1 - n for n in each] for each in back]
         self._shares = [(share_away(k, layers), 1 - share_back(layers - 1 - k, layers)) for k in range(layers)]
         self._turns = (1, layers_to_leave(layers) - 1)
         self._last = [
@@ -133,7 +178,7 @@ class StepCosts:
 
     def host(self, groups: Groups) -> int:
         """Return the bytes that layers save in host memory."""
-        return sum(n * one.places(moves=moves)[1] for one, n, moves in self._runs(groups))
+        return sum(run.on_host for run in self._runs(groups))
 
     def states_on_host(self, states: int) -> int:
         """Return the host memory that so many bytes of optimizer states take."""
@@ -152,23 +197,25 @@ class StepCosts:
         return [phase._replace(optimizer=phase.optimizer - n) for phase, n in zip(found, away, strict=True)]
 
     def _phases(self, groups: Groups) -> Iterator[Phase]:
-        layers, first, upto, leaving = self.job.shape.layers, 0, 0, 0
-        for cost, n, moves in self._runs(groups):
-            on_gpu, on_host = cost.places(moves=moves)
-            again = 0 if cost.policy.keep == "all" else cost.whole - on_gpu
-            last, transients = first + n - 1, cost.backward_bytes + self._new
-            for layer in sorted({first, last, *(min(max(first, at), last) for at in self._turns)}):
-                saved = upto + (layer + 1 - first) * on_gpu
+        upto, leaving, kind_of = 0, 0, self.job.shape.kind_of
+        for run in self._runs(groups):
+            first, last = run.first, run.first + sum(run.counts) - 1
+            ends = (*self._ahead[first], *self._behind[last], *self._turns)  # the first and last of each kind
+            for layer in sorted({min(max(first, at), last) for at in ends}):
+                cost = run.costs[kind_of[layer]]
+                on_gpu, on_host = cost.places(moves=run.moves)
+                again = 0 if cost.policy.keep == "all" else cost.whole - on_gpu
+                saved = upto + self._run(cost.policy, first, layer + 1, moves=run.moves).on_gpu
                 # On their way: the checkpoint of the layer before, fetched ahead; in forward its own as well.
-                before = leaving if layer == first else on_host
+                before = leaving if layer == first else run.costs[kind_of[layer - 1]].places(moves=run.moves)[1]
                 away, not_back = self._shares[layer]
                 forward, held = saved + on_host + before, saved + again + before
                 yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away)
-                done = (layers - 1 - layer) * self.layer_gradients + self.vocab_gradients + self._mlp_gradients
+                done = self._gradients_from[layer + 1] + self.vocab_gradients + self._mlp_gradients
+                transients = cost.backward_bytes + self._new
                 yield self._phase("backward", layer, done, held, 0, transients, not_back, 1.0)
-            leaving = on_host
-            upto += n * on_gpu
-            first += n
+            leaving = run.costs[kind_of[last]].places(moves=run.moves)[1]
+            upto += run.on_gpu
         saved = upto + 2 * self._stream  # and the final norm's input and output
         yield self._phase("head", -1, 0, saved, self._head, 0, 1.0, 1.0)
         yield from self._last
@@ -179,9 +226,17 @@ class StepCosts:
             gradients = self.all_gradients
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
 
-    def _runs(self, groups: Groups) -> list[tuple[LayerCost, int, bool]]:
-        """Return the cost of a layer of each run, their number, and whether what they save goes to the host."""
-        return [(self.layers[policy], n, moves) for policy, n, moves in placed(groups)]
+    def _runs(self, groups: Groups) -> list[_Run]:
+        """Return the runs of layers with one policy, from the first layer on."""
+        found, first = [], 0
+        for policy, n, moves in placed(groups):
+            found.append(self._run(policy, first, first + n, moves=moves))
+            first += n
+        return found
+
+    def _run(self, policy: ActivationPolicy, first: int, stop: int, *, moves: bool) -> _Run:
+        counts = tuple(after - before for before, after in zip(self._counts[first], self._counts[stop], strict=True))
+        return _Run(self.layers.each(policy), counts, first, moves)
 
     def seconds(self, groups: Groups) -> float:
         """Return the seconds of a step, all optimizer states on the GPU.
@@ -190,9 +245,10 @@ class StepCosts:
         from the other's rate.
         """
         seconds = self.fixed_seconds
-        for one, n, moves in self._runs(groups):
-            copy = one.transfer * moves
-            seconds += n * (max(one.forward, copy) + max(one.backward, copy) + 2 * BESIDE * copy)
+        for run in self._runs(groups):
+            for one, n in zip(run.costs, run.counts, strict=True):
+                copy = one.transfer * run.moves
+                seconds += n * (max(one.forward, copy) + max(one.backward, copy) + 2 * BESIDE * copy)
         return seconds
 
     def travels(self, groups: Groups) -> int:
@@ -200,9 +256,10 @@ class StepCosts:
 
         As many travel beside each layer: beside the one that has the least time left by its own checkpoint's copy.
         """
-        runs, layers = self._runs(groups), self.job.shape.layers
-        out = min(one.forward - one.transfer * moves for one, _, moves in runs)
-        back = min(one.backward - one.transfer * moves for one, _, moves in runs)
+        layers = self.job.shape.layers
+        costs = [(run.costs[kind], run.moves) for run in self._runs(groups) for kind, n in enumerate(run.counts) if n]
+        out = min(one.forward - one.transfer * moves for one, moves in costs)
+        back = min(one.backward - one.transfer * moves for one, moves in costs)
         seconds = min(out / share_out(0, layers), back / share_back(1, layers))
         return int(max(0.0, seconds) * ON_TIME * self.job.gpu.pcie)
 

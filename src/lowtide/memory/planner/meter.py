@@ -1,0 +1,195 @@
+"""Counts what a layer does on the meta device: live bytes, FLOP, traffic and operators, with nothing computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lowtide.graph import flop_of
+from lowtide.memory.attention import is_attention
+from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR
+from lowtide.memory.planner.readings import Work
+
+_ATEN = torch.ops.aten
+# Operators of lowtide's MLP, whose scratch no dispatch mode sees: tensors of gate's size that live inside, by whether
+# gate and up were saved. Forward has the product; without them also gate and up, the product in gate's place. Backward
+# at level 0 has the product, and writes the gradients of gate and up over them.
+_SCRATCH = {"lowtide::swiglu": {True: 1, False: 2}, "lowtide::swiglu_backward": {True: 1, False: 3}}
+# A matrix by those of all experts, or its transpose by a matrix: PyTorch's table lacks it.
+_FORMULAS: dict[str, Any] = {"aten::_grouped_mm": lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]}
+_INDEXED = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_ATTENTION_BACKWARD = "attention_backward"
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every storage that operators create until it is freed, and adds up their `Work`.
+
+    What depends on data has no value on the meta device. A boolean that is read is True, a number 1. ``nonzero`` of a
+    mask has the rows of balanced routing: one for each of the experts, or an expert's share of the entries.
+
+    Args:
+        experts: Of a layer of the model; 0: none.
+    """
+
+    holds_no_outputs = True  # `lowtide.graph` reads it
+
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._experts, self._sizes = experts, dict[int, int]()
+        self.live = self.peak = self.attended = 0
+        self.work = Work()
+
+    def forget_peak(self) -> None:
+        """Have ``peak`` begin with what is live now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name if hasattr(func, "_schema") else str(func)
+        if name == "aten::_local_scalar_dense":
+            return True if args[0].dtype == torch.bool else 1
+        if name in _INDEXED:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        out = self._nonzero(args[0]) if name == "aten::nonzero" else func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        aliased = {x.untyped_storage()._cdata for x in given}
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        for x in made:
+            if x.untyped_storage()._cdata not in aliased:
+                self._follow(x)
+        if is_attention(func):
+            self.attended += sum(_bytes(x) for x in made if x.is_floating_point())
+        self.peak = max(self.peak, self.live + _scratch(name, args, given))
+        self.work = self.work.plus(_work(func, args, kwargs, given, made))
+        return out
+
+    def _nonzero(self, mask: Tensor) -> Tensor:
+        every = mask.numel() if self._experts in (0, mask.numel()) else max(1, mask.numel() // self._experts)
+        return torch.empty(every, mask.dim(), dtype=torch.long, device="meta")
+
+    def _without_masks(self, indices: list[Tensor | None]) -> list[Tensor | None]:
+        """Return indices with those in place of each mask of bools that it selects."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool
+            found += self._nonzero(index).unbind(1) if is_mask and index is not None else [index]
+        return found
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._sizes:
+            return
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+
+def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> Work:
+    """Return the work of one call, from the tensors that it was given and that it made."""
+    name = func._schema.name if hasattr(func, "_schema") else str(func)
+    if is_attention(func):
+        return Work(attention=_attention_flop(func, args, kwargs), operators=1)
+    if _ATTENTION_BACKWARD in name:  # its time is a multiple of forward's
+        return Work(operators=1)
+    ours = float(name.startswith("lowtide::"))
+    formula = _FORMULAS.get(name) or flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
+    if formula is not None:
+        rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
+        flop = formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
+        return Work(flop=flop, rows=rows, operators=1, ours=ours)
+    aliased = {x.untyped_storage()._cdata for x in given}
+    if name.endswith("_") or any(x.untyped_storage()._cdata not in aliased for x in made):
+        return Work(thin=sum(map(_bytes, (*given, *made))), operators=1, ours=ours)
+    return Work()  # a view
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
+    """Return the bytes that live inside an operator, beside what it is given and returns."""
+    if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
+        x, gate_weight = args[0], args[1]
+        gate = x.numel() // x.shape[-1] * gate_weight.shape[0] * x.element_size()
+        return int(tensors[given[-1].dim() == 2] * gate)
+    if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
+        query, key = args[1], args[2]
+        shared = query.shape[1] != key.shape[1]
+        return int(query.numel() * (FLASH_ACCUMULATOR + 2 * query.element_size() * shared))
+    return 0
+
+
+def _attention_flop(func: Any, args: Any, kwargs: Any) -> float:
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    q, k, v, *_ = args
+    pairs = q.shape[-2] * k.shape[-2] / (2 if given.get("is_causal") else 1)
+    return float(2 * q.shape[0] * q.shape[1] * pairs * (q.shape[-1] + v.shape[-1]))
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001 (the flash kernel shares keys in any case)
+) -> Tensor:
+    """Run `torch.nn.functional.scaled_dot_product_attention` as a GPU would, by a kernel that stores no scores.
+
+    A mask of bools is one that flash attention does without: causal, or of a window.
+    """
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask, is_causal = None, True
+    if attn_mask is None and query.shape[-1] == value.shape[-1]:
+        flash = _ATEN._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient = _ATEN._scaled_dot_product_efficient_attention
+    return efficient(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, compute_log_sumexp=True, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+    )[0]
+
+
+@contextmanager
+def stand_ins(visits: int) -> Iterator[None]:
+    """Replace two functions that have no form without data.
+
+    Attention runs `_fused`: on the meta device PyTorch would take the path that stores all scores. A list of numbers,
+    of tokens for each expert, has equal ones with the sum ``visits``.
+    """
+
+    def tolist(self: Tensor) -> Any:
+        if not self.is_meta:
+            return stock_list(self)
+        each, more = divmod(visits, self.numel())
+        return [each + (i < more) for i in range(self.numel())]
+
+    functional: Any = F
+    tensors: Any = Tensor
+    stock, stock_list = functional.scaled_dot_product_attention, tensors.tolist
+    functional.scaled_dot_product_attention, tensors.tolist = _fused, tolist
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, tensors.tolist = stock, stock_list
