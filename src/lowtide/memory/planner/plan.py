@@ -54,6 +54,9 @@ def plan_memory(
     other operations read and write, of transfers where they are not hidden, and never less than what the host takes to
     launch it.
 
+    A type without formulas is built on the meta device by transformers, and one layer of each kind runs there: see
+    docs/plan.md, other models.
+
     It describes full training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, with
     attention that stores no scores (flash attention), on one GPU.
 
