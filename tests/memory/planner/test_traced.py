@@ -19,10 +19,13 @@ from lowtide.memory.planner import kind_costs
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts, flop_of_layers
+from lowtide.memory.planner.meter import Meter
 from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import ModelShape, read_settings, read_shape, with_layers
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.planner.traced import trace
+from lowtide.mlp.call import Projection
+from lowtide.mlp.swiglu import adapted_mlp
 from lowtide.train.shapes import SHAPES
 
 transformers = pytest.importorskip("transformers")
@@ -133,6 +136,24 @@ def test_traced_layers_cost_what_the_formulas_have(name: str, seq_len: int) -> N
         assert traced.peak(groups).bytes == pytest.approx(formulas.peak(groups).bytes, rel=0.01), policy
         assert traced.seconds(groups) == pytest.approx(formulas.seconds(groups), rel=0.05), policy
     assert flop_of_layers(traced.job) == pytest.approx(flop_of_layers(job), rel=1e-6)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_an_mlp_whose_gate_and_up_are_one_projection_takes_as_much(level: int) -> None:
+    D, F, peaks = 32, 48, []
+    for joined in ("", "gate first"):
+        x, down = (torch.empty(size, device="meta", requires_grad=True) for size in ((3, 40, D), (D, F)))
+        gate = torch.empty(2 * F if joined else F, D, device="meta", requires_grad=True)
+        up = None if joined else Projection(torch.empty(F, D, device="meta", requires_grad=True), None)
+        with Meter() as meter:
+            y = adapted_mlp(
+                x, Projection(gate, None), up, Projection(down, None), activation="silu", checkpoint_level=level,
+                joined=joined,
+            )  # fmt: skip
+            forward = meter.peak
+            y.backward(torch.empty_like(y))
+        peaks.append((forward, meter.peak))
+    assert peaks[0] == peaks[1]
 
 
 def test_experts_get_equal_shares() -> None:

@@ -124,8 +124,8 @@ def _bytes(tensor: Tensor) -> int:
 def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
     """Return the bytes that live inside an operator, beside what it is given and returns."""
     if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
-        x, gate_weight = args[0], args[1]
-        gate = x.numel() // x.shape[-1] * gate_weight.shape[0] * x.element_size()
+        x, down_weight = args[0], args[3]  # not gate's, which may have the rows of up too
+        gate = x.numel() // x.shape[-1] * down_weight.shape[1] * x.element_size()
         return int(tensors[given[-1].dim() == 2] * gate)
     if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
         query, key = args[1], args[2]
