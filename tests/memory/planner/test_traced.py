@@ -31,10 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what models of all ages say
 B, T = 2, 96
 HUGE = replace(GPUS["h200"], memory_gib=1e5)  # whose memory refuses no type
 # Mixtures of experts (three kinds of routers), latent attention, scores that are stored, linear attention, state
-# spaces, convolutions, layers of several kinds, norms behind attention, projections without gates.
+# spaces, convolutions, layers of several kinds, norms behind attention, projections without gates, a norm that saves
+# its input in float32 alone, keys that are broadcast to the queries' heads.
 COMPARED = [
     "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next", "mamba2", "falcon_h1", "nemotron_h", "lfm2", "olmo2", "gpt2",
-    "starcoder2",
+    "starcoder2", "cohere2", "falcon",
 ]  # fmt: skip
 MORE = {"lfm2": {"full_attn_idxs": None, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}}
 # Of the types that the planner refused before.

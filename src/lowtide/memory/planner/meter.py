@@ -149,12 +149,16 @@ def _fused(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001 (the flash kernel shares keys in any case)
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Run `torch.nn.functional.scaled_dot_product_attention` as a GPU would, by a kernel that stores no scores.
 
-    A mask of bools is one that flash attention does without: causal, or of a window.
+    A mask of bools is one that flash attention does without: causal, or of a window. Keys with fewer heads have no such
+    kernel where they are broadcast, as in Falcon, without ``enable_gqa``: PyTorch then stores the scores.
     """
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        stored = _ATEN.scaled_dot_product_attention
+        return stored(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask, is_causal = None, True
     if attn_mask is None and query.shape[-1] == value.shape[-1]:
