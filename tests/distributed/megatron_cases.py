@@ -91,7 +91,9 @@ def other_arguments_are_refused() -> None:
     with on_the_cpu(1):
         model = model_of(1, tied=False, sequence=False)
         for wrong in (torch.nn.Sequential(model), torch.nn.Linear(2, 2), None):
-            with pytest.raises(ArgumentTypeError, match="model: expected a GPTModel of Megatron-Core, not wrapped, got"):
+            with pytest.raises(
+                ArgumentTypeError, match="model: expected a GPTModel of Megatron-Core, not wrapped, got"
+            ):
                 fuse(wrong)
         with pytest.raises(ArgumentTypeError, match="options: expected"):
             fuse(model, options={})  # type: ignore[arg-type]

@@ -67,18 +67,18 @@ def traced_shape(settings: dict[str, Any]) -> ModelShape:
     return replace(read_shape(settings), traced=trace(settings))
 
 
-def planned(settings: dict[str, Any], policy: ActivationPolicy) -> int:
+def planned(settings: dict[str, Any], policy: ActivationPolicy, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes that all layers save, by the planner."""
     shape = read_shape(settings)
-    each = LayerCosts(job_of(shape)).each(policy)
+    each = LayerCosts(job_of(shape, dtype=dtype)).each(policy)
     return sum(each[kind].saved for kind in shape.kind_of)
 
 
-def measured(settings: dict[str, Any], policy: ActivationPolicy) -> int:
+def measured(settings: dict[str, Any], policy: ActivationPolicy, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes that a model's forward leaves, everything that is made once made in an earlier one."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
-    model = model.to(torch.bfloat16).train()
+    model = model.to(dtype).train()
     model.config.use_cache = False
     lowtide.patch(model)
     apply_policy(model, policy)
@@ -93,12 +93,12 @@ def measured(settings: dict[str, Any], policy: ActivationPolicy) -> int:
     return seen.events[-1].total_bytes - random_states * read_shape(settings).layers
 
 
-def compare(model_type: str, policies: list[ActivationPolicy]) -> None:
+def compare(model_type: str, policies: list[ActivationPolicy], dtype: torch.dtype = torch.bfloat16) -> None:
     """Compare the bytes of the layers that a model twice as deep has besides."""
     few, more = settings_of(model_type, 4), settings_of(model_type, 8)
     for policy in policies:
-        found = measured(more, policy) - measured(few, policy)
-        assert planned(more, policy) - planned(few, policy) == pytest.approx(found, rel=0.03), policy
+        found = measured(more, policy, dtype) - measured(few, policy, dtype)
+        assert planned(more, policy, dtype) - planned(few, policy, dtype) == pytest.approx(found, rel=0.03), policy
 
 
 @pytest.mark.parametrize("model_type", COMPARED)
@@ -106,6 +106,11 @@ def test_layers_save_what_is_planned(model_type: str) -> None:
     shape = read_shape(settings_of(model_type, 4))
     assert shape.traced is not None
     compare(model_type, ladder(job_of(shape), offload=False)[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_experts_in_another_dtype_save_what_is_planned(dtype: torch.dtype) -> None:
+    compare("glm4_moe", [ActivationPolicy(mlp_level=1)], dtype)
 
 
 @pytest.mark.slow
