@@ -182,6 +182,14 @@ def test_layers_of_several_kinds_are_counted_where_they_are() -> None:
     assert costs.layers[kept].saved == round((dense + 3 * mixture) / 4)
 
 
+def test_sizes_are_read_by_the_names_of_every_type() -> None:
+    settings = {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8}
+    shape = read_shape(settings)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.positions) == (4, 4, 16, 256)
+    notes = plan_memory(settings, 128, 1, budget_gib=4, device="h100").notes
+    assert any("eager" in note for note in notes)
+
+
 def test_frozen_weights_save_no_inputs() -> None:
     shape = read_shape(settings_of("olmo2", 2))
     policy = ActivationPolicy(keep="all", mlp_level=0)
