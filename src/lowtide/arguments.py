@@ -50,10 +50,10 @@ def detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def check_device(name: str, value: Tensor, input: Tensor) -> None:
-    """Check that a tensor is on the device of the hidden states."""
+def check_device(name: str, value: Tensor, input: Tensor, input_name: str = "input") -> None:
+    """Check that a tensor is on the device of the hidden states, which the caller has as ``input_name``."""
     if value.device != input.device:
-        raise ArgumentValueError(message(name, f"a tensor on {input.device}, as input is", str(value.device)))
+        raise ArgumentValueError(message(name, f"a tensor on {input.device}, as {input_name} is", str(value.device)))
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lowtide
 from distributed.launch import main
+from lowtide.errors import ArgumentTypeError
 from lowtide.measure.allocations import track_allocations
 
 with warnings.catch_warnings():
@@ -84,6 +85,18 @@ def losses_and_gradients() -> None:
                 torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6, msg=f"{what} {name}")
             with torch.no_grad():
                 assert torch.equal(fused(*inputs), stock(*inputs)), what  # logits, where there are no labels
+
+
+def other_arguments_are_refused() -> None:
+    with on_the_cpu(1):
+        model = model_of(1, tied=False, sequence=False)
+        for wrong in (torch.nn.Sequential(model), torch.nn.Linear(2, 2), None):
+            with pytest.raises(
+                ArgumentTypeError, match="model: expected a GPTModel of Megatron-Core, not wrapped, got"
+            ):
+                fuse(wrong)
+        with pytest.raises(ArgumentTypeError, match="options: expected"):
+            fuse(model, options={})  # type: ignore[arg-type]
 
 
 def no_logits() -> None:

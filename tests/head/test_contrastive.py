@@ -332,6 +332,14 @@ def test_wrong_ids_are_an_error_on_the_cpu_and_nan_elsewhere(keep_rows: Callable
             assert linear_contrastive(queries, keys, y, symmetric=symmetric, mask=mask).isnan()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16])
+def test_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    queries, keys = torch.randn(4, D), torch.randn(5, D)
+    y = torch.tensor([3, 0, 4, 0])
+    for ids in (y, y.view(4, 1), torch.stack((y, y.flip(0)), 1)):
+        assert torch.equal(linear_contrastive(queries, keys, ids.to(dtype)), linear_contrastive(queries, keys, ids))
+
+
 X = torch.randn(4, D)
 
 
@@ -353,7 +361,9 @@ X = torch.randn(4, D)
         ({"positives": [0, 1, 2, 3]}, ArgumentTypeError, "positives: expected a torch.Tensor"),
         ({"mask": torch.zeros(4, 4)}, ArgumentTypeError, "mask: expected a bool tensor"),
         ({"mask": torch.zeros(4, 5) > 0}, ArgumentValueError, r"mask: expected shape \[4, 4\]"),
-        ({"mask": torch.zeros(4, 4, device="meta") > 0}, ArgumentValueError, "mask: expected a tensor on cpu"),
+        ({"mask": torch.zeros(4, 4, device="meta") > 0}, ArgumentValueError, "mask: .* cpu, as queries is"),
+        ({"positives": torch.zeros(4, device="meta").long()}, ArgumentValueError, "positives: .* cpu, as queries is"),
+        ({"keys": X.to("meta")}, ArgumentValueError, "keys: expected a tensor on cpu, as queries is, got meta"),
         ({"temperature": 0}, ArgumentValueError, "temperature: expected a finite number above 0"),
         ({"temperature": -0.1}, ArgumentValueError, "temperature: expected a finite number above 0"),
         ({"temperature": torch.ones(1)}, ArgumentValueError, "temperature: expected a number or a 0-d tensor"),

@@ -186,7 +186,7 @@ def check_head(
             continue
         if not check_tensor(name, tensor).is_floating_point():
             raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
-        check_device(name, tensor, input)
+        check_device(name, tensor, input, input_name)
         if operand_dtype(tensor) != dtype:
             hint = "Cast one of them, or run under torch.autocast."
             raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as {input_name} has", str(tensor.dtype), hint))

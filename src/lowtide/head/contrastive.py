@@ -229,13 +229,14 @@ def _check_positives(queries: Tensor, positives: Tensor | None, own_keys: int, k
     if positives.dim() not in (1, 2) or len(positives) != Q or (positives.dim() == 2 and not positives.shape[1]):
         expected = f"shape [{Q}] or [{Q}, P] with P above 0, as queries is {list(queries.shape)}"
         raise ArgumentValueError(message("positives", expected, str(list(positives.shape))))
-    check_device("positives", positives, queries)
+    check_device("positives", positives, queries, NAMES[0])
     if not looks_at_numbers(queries.device) or torch.compiler.is_compiling() or type(positives) is not Tensor:
         return
-    wrong = (positives < NONE) | (positives >= keys)
+    ids = positives.long()  # in an unsigned dtype -1 is a large number
+    wrong = (ids < NONE) | (ids >= keys)
     if wrong.any():
         where = wrong.nonzero()[0]
-        got = f"{int(positives[tuple(where)])} at {where.tolist()}"
+        got = f"{int(ids[tuple(where)])} at {where.tolist()}"
         raise TargetIndexError(message("positives", f"ids from 0 to {keys - 1}, or -1 for padding", got))
 
 
@@ -248,7 +249,7 @@ def _check_mask(queries: Tensor, mask: Tensor | None, keys: int) -> None:
     if mask.shape != (len(queries), keys):
         expected = f"shape [{len(queries)}, {keys}], queries and keys"
         raise ArgumentValueError(message("mask", expected, str(list(mask.shape))))
-    check_device("mask", mask, queries)
+    check_device("mask", mask, queries, NAMES[0])
 
 
 def _scale_of(temperature: float | Tensor, queries: Tensor) -> float | Tensor:

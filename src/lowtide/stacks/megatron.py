@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.ranks.shard import VocabShard
 
 
@@ -36,8 +37,15 @@ def fuse(model: Any, *, options: HeadOptions | None = None) -> None:
         model: The model, before Megatron wraps it for data parallelism. A stage of a pipeline without an output layer
             is left as it is.
         options: How the head runs: see `HeadOptions`.
+
+    Raises:
+        ArgumentTypeError: ``model`` is another model or a wrapper, or ``options`` no HeadOptions; also a `TypeError`.
     """
-    if not getattr(model, "post_process", False):
+    check_options(options)
+    if not (hasattr(model, "post_process") and hasattr(model, "_postprocess")):
+        got, hint = type(model).__name__, "Of a wrapper pass its .module."
+        raise ArgumentTypeError(message("model", "a GPTModel of Megatron-Core, not wrapped", got, hint))
+    if not model.post_process:
         return
     layer = model.output_layer
     within: list[bool] = []  # whether the output is for a loss

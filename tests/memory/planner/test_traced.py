@@ -34,10 +34,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what models of all ages say
 B, T = 2, 96
 HUGE = replace(GPUS["h200"], memory_gib=1e5)  # whose memory refuses no type
 # Mixtures of experts (three kinds of routers), latent attention, scores that are stored, linear attention, state
-# spaces, convolutions, layers of several kinds, norms behind attention, projections without gates.
+# spaces, convolutions, layers of several kinds, norms behind attention, projections without gates, a norm that saves
+# its input in float32 alone, keys that are broadcast to the queries' heads.
 COMPARED = [
     "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next", "mamba2", "falcon_h1", "nemotron_h", "lfm2", "olmo2", "gpt2",
-    "starcoder2",
+    "starcoder2", "cohere2", "falcon",
 ]  # fmt: skip
 MORE = {"lfm2": {"full_attn_idxs": None, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}}
 # Of the types that the planner refused before.
@@ -69,18 +70,18 @@ def traced_shape(settings: dict[str, Any]) -> ModelShape:
     return replace(read_shape(settings), traced=trace(settings))
 
 
-def planned(settings: dict[str, Any], policy: ActivationPolicy) -> int:
+def planned(settings: dict[str, Any], policy: ActivationPolicy, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes that all layers save, by the planner."""
     shape = read_shape(settings)
-    each = LayerCosts(job_of(shape)).each(policy)
+    each = LayerCosts(job_of(shape, dtype=dtype)).each(policy)
     return sum(each[kind].saved for kind in shape.kind_of)
 
 
-def measured(settings: dict[str, Any], policy: ActivationPolicy) -> int:
+def measured(settings: dict[str, Any], policy: ActivationPolicy, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes that a model's forward leaves, everything that is made once made in an earlier one."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings))
-    model = model.to(torch.bfloat16).train()
+    model = model.to(dtype).train()
     model.config.use_cache = False
     lowtide.patch(model)
     apply_policy(model, policy)
@@ -95,12 +96,12 @@ def measured(settings: dict[str, Any], policy: ActivationPolicy) -> int:
     return seen.events[-1].total_bytes - random_states * read_shape(settings).layers
 
 
-def compare(model_type: str, policies: list[ActivationPolicy]) -> None:
+def compare(model_type: str, policies: list[ActivationPolicy], dtype: torch.dtype = torch.bfloat16) -> None:
     """Compare the bytes of the layers that a model twice as deep has besides."""
     few, more = settings_of(model_type, 4), settings_of(model_type, 8)
     for policy in policies:
-        found = measured(more, policy) - measured(few, policy)
-        assert planned(more, policy) - planned(few, policy) == pytest.approx(found, rel=0.03), policy
+        found = measured(more, policy, dtype) - measured(few, policy, dtype)
+        assert planned(more, policy, dtype) - planned(few, policy, dtype) == pytest.approx(found, rel=0.03), policy
 
 
 @pytest.mark.parametrize("model_type", COMPARED)
@@ -108,6 +109,11 @@ def test_layers_save_what_is_planned(model_type: str) -> None:
     shape = read_shape(settings_of(model_type, 4))
     assert shape.traced is not None
     compare(model_type, ladder(job_of(shape), offload=False)[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_experts_in_another_dtype_save_what_is_planned(dtype: torch.dtype) -> None:
+    compare("glm4_moe", [ActivationPolicy(mlp_level=1)], dtype)
 
 
 @pytest.mark.slow
@@ -195,6 +201,14 @@ def test_layers_of_several_kinds_are_counted_where_they_are() -> None:
     assert phases["backward of layer 0"].activations == dense
     assert phases["backward of layer 0"].gradients == 2 * (sum(shape.params_of_layers[1:]) + shape.vocab_params)
     assert costs.layers[kept].saved == round((dense + 3 * mixture) / 4)
+
+
+def test_sizes_are_read_by_the_names_of_every_type() -> None:
+    settings = {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8}
+    shape = read_shape(settings)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.positions) == (4, 4, 16, 256)
+    notes = plan_memory(settings, 128, 1, budget_gib=4, device="h100").notes
+    assert any("eager" in note for note in notes)
 
 
 def test_frozen_weights_save_no_inputs() -> None:

@@ -177,7 +177,7 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
     return LayerCost(
         policy,
         saved=saved,
-        whole=int(one.saved),
+        whole=int(one.with_input if recomputes else one.saved),
         forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak),
         backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak),
         forward=slower(forward, host),

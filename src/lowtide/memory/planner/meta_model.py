@@ -136,10 +136,11 @@ class MetaModel:
         for p in layer.parameters():
             p.grad = torch.empty_like(p) if way.keep_gradients and p.requires_grad else None
         with Meter(self.experts) as meter:
-            until = [Work()]
+            until, saved_input = [Work()], [False]
 
             def save(tensor: Tensor) -> Tensor:
                 until[0] = meter.work
+                saved_input[0] |= tensor.untyped_storage()._cdata == leaf.untyped_storage()._cdata
                 return tensor
 
             with saved_tensors_hooks(save, lambda x: x):
@@ -156,11 +157,15 @@ class MetaModel:
         _cut_graphs((args, kwargs))
         for p in layer.parameters():
             p.grad = None
+        # Cohere's norm saves its input in float32 alone: the input itself then lives as long as forward.
+        with_input = live - size + hidden.nbytes
+        saved = with_input if saved_input[0] else live - size
         return Reading(
             input=hidden.nbytes,
-            saved=live - size + hidden.nbytes,
+            saved=saved,
+            with_input=with_input,
             attended=meter.attended,
-            forward_peak=peak - live + size,
+            forward_peak=peak + hidden.nbytes - saved,
             checkpointed_peak=checkpointed,
             backward_peak=meter.peak - live,
             forward=done,

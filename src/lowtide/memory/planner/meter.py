@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.graph import flop_of
@@ -25,7 +25,8 @@ _ATEN = torch.ops.aten
 # at level 0 has the product, and writes the gradients of gate and up over them.
 _SCRATCH = {"lowtide::swiglu": {True: 1, False: 2}, "lowtide::swiglu_backward": {True: 1, False: 3}}
 # A matrix by those of all experts, or its transpose by a matrix: PyTorch's table lacks it.
-_FORMULAS: dict[str, Any] = {"aten::_grouped_mm": lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]}
+_GROUPED = "aten::_grouped_mm"
+_FORMULAS: dict[str, Any] = {_GROUPED: lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]}
 _INDEXED = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _ATTENTION_BACKWARD = "attention_backward"
 
@@ -59,7 +60,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True if args[0].dtype == torch.bool else 1
         if name in _INDEXED:
             args = (args[0], self._without_masks(args[1]), *args[2:])
-        out = self._nonzero(args[0]) if name == "aten::nonzero" else func(*args, **kwargs)
+        if name == "aten::nonzero":
+            out = self._nonzero(args[0])
+        elif name == _GROUPED:
+            out = _of_dtype(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         aliased = {x.untyped_storage()._cdata for x in given}
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
@@ -96,6 +102,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, key: int) -> None:
         self.live -= self._sizes.pop(key, 0)
+
+
+def _of_dtype(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Return the result of a grouped GEMM: on the meta device PyTorch has it for bfloat16 alone."""
+    given, dtype = (args, kwargs), args[0].dtype
+    narrow = tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, given)
+    out: Tensor = func(*narrow[0], **narrow[1])
+    return out.to(dtype)
 
 
 def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> Work:
@@ -149,12 +163,16 @@ def _fused(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001 (the flash kernel shares keys in any case)
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Run `torch.nn.functional.scaled_dot_product_attention` as a GPU would, by a kernel that stores no scores.
 
-    A mask of bools is one that flash attention does without: causal, or of a window.
+    A mask of bools is one that flash attention does without: causal, or of a window. Keys with fewer heads have no such
+    kernel where they are broadcast, as in Falcon, without ``enable_gqa``: PyTorch then stores the scores.
     """
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        stored = _ATEN.scaled_dot_product_attention
+        return stored(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask, is_causal = None, True
     if attn_mask is None and query.shape[-1] == value.shape[-1]:

@@ -85,7 +85,7 @@ def plan_memory(
             other: T^2 numbers of each sequence in each layer with ``keep="all"``, beside keys and values that are
             repeated for each query head.
         fused_mlp: False for ``lowtide.patch(model, mlp=False)``. Stock MLPs save twice as much, and have no levels; so
-            do those that it cannot fuse (Phi-3's, or with another activation), which the plan detects, and notes.
+            do those that it cannot fuse (with another activation, say), which the plan detects, and notes.
         compile_layers: Whether each decoder layer is compiled by itself (``layer.compile(dynamic=False)``, after
             `apply_policy`). Layers that offload run in eager even so.
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host

@@ -24,7 +24,8 @@ class Reading(NamedTuple):
     """What one layer took at one size: bytes, and the work of forward, of its recompute and of backward."""
 
     input: float  # its hidden states
-    saved: float  # for backward, its input among them
+    saved: float  # for backward, its input among them where an operator of its saves that
+    with_input: float  # the same, always with its input, which a checkpoint keeps
     attended: float  # the outputs of fused attention; 0: it ran none
     forward_peak: float  # the most that lives within its forward beyond what it saves
     checkpointed_peak: float  # the same where it saves nothing but its input

@@ -210,9 +210,12 @@ def _by_formulas(settings: Mapping[str, Any], model: Any) -> ModelShape:
 def _by_layers(settings: Mapping[str, Any]) -> ModelShape:
     """Return the shape of a model whose layers are traced; sizes that its config lacks are 0."""
     traced = trace(settings)
+    from transformers import AutoConfig
+
+    own_names = AutoConfig.for_model(**settings).get_text_config().attribute_map  # n_head for num_attention_heads, say
 
     def size(name: str, default: int = 0) -> int:
-        value = settings.get(name)
+        value = settings.get(name, settings.get(own_names.get(name, name)))
         return value if type(value) is int and value > 0 else default
 
     heads, layers = size("num_attention_heads"), len(traced.kind_of)
