@@ -91,6 +91,38 @@ def test_the_dtype_of_the_softmax_and_autocast_are_those_of_stock(softmax_dtype,
     torch.testing.assert_close(each, expected[2], rtol=2e-2, atol=2e-2)
 
 
+ROUNDED = {
+    "logits": lambda z: z.bfloat16().float(),
+    "logits of some": lambda z: z[:, 3:].bfloat16().float(),
+    "log-probabilities": lambda z: z.log_softmax(-1, dtype=torch.bfloat16).float(),
+}
+
+
+@pytest.mark.parametrize("made", ROUNDED)
+def test_the_argmax_is_the_first_of_those_that_were_rounded_to_the_same(made, pair):
+    model, stock = pair("llama")
+    with torch.no_grad():
+        for m in (model, stock):  # every class has a later one with a logit that is slightly higher
+            m.lm_head.weight[49:97] = m.lm_head.weight[:48] * 1.0001
+    ids = torch.arange(2 * T).view(2, T)
+    with lowtide.scoring(model.eval()) as report, torch.no_grad():
+        got = ROUNDED[made](model(input_ids=ids).logits).argmax(-1)
+        assert torch.equal(got, ROUNDED[made](stock.eval()(input_ids=ids).logits).argmax(-1))
+    expect_calls(report, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_computed_in_forward_are_those_of_the_loss_alone(dtype, pair, batch):
+    model, stock = pair("llama", dtype)
+    ids = batch["input_ids"]
+    report = lowtide.patch(model.eval(), scoring=True, options=HeadOptions(gradient="forward"))
+    with torch.no_grad():
+        got, expected = (harness(m(input_ids=ids).logits, ids) for m in (model, stock.eval()))
+    assert torch.equal(got[1], expected[1])
+    assert_as_exact_as_stock(got[2], expected[2], exact(stock, ids)[2])
+    expect_calls(report, 1)
+
+
 @pytest.mark.parametrize("argument", ["left padding", "logits_to_keep"])
 def test_padding_and_the_last_positions_alone(argument, pair, batch):
     model, stock = pair("llama")
@@ -171,6 +203,8 @@ BUILT = {
     "classes one by one": lambda z, ids: torch.stack(list(z.unbind(-1))[:3]),
     "argmax over tokens": lambda z, ids: z.argmax(1),
     "least likely": lambda z, ids: (-z.log_softmax(-1)).argmax(-1),
+    "infinite temperature": lambda z, ids: (z / 0.0).argmax(-1).float(),
+    "log-probabilities summed as integers": lambda z, ids: z.log_softmax(-1).sum(-1, dtype=torch.int64),
     "repeated, exponentials": lambda z, ids: z.log_softmax(-1)[:1].expand(3, -1, -1).exp(),
     "gathered, then repeated": lambda z, ids: (
         (lp := z.log_softmax(-1)).gather(-1, ids[..., None]),

@@ -71,7 +71,8 @@ def changing(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 def is_rounded(input: RecordedLogits) -> bool:
     """Whether the argmax of these logits depends on how they are rounded: some are equal then."""
-    return not input.call.sharded and min(input.call.dtype().itemsize, input.dtype.itemsize) < 4
+    between = [x for step in input.steps for x in step.args if isinstance(x, torch.dtype)]
+    return not input.call.sharded and any(x.itemsize < 4 for x in (input.call.dtype(), *between, input.dtype))
 
 
 def rounded(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -> Tensor:
@@ -82,8 +83,8 @@ def rounded(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -> Tensor
 def _computed(input: RecordedLogits, folded: LogitArguments, steps: tuple[Step, ...]) -> RowScores:
     lse: list[Tensor] = []
 
-    def stats(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        found = linear_token_stats(hidden, head, want=("lse", "argmax"), **kwargs)
+    def stats(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
+        found = linear_token_stats(hidden, head, want=("lse", "argmax"), options=of_tokens(options), **kwargs)
         assert found.lse is not None
         assert found.argmax is not None
         lse.append(found.lse)
@@ -119,8 +120,14 @@ def _of_chunks(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 
 def in_torch(options: HeadOptions | None) -> HeadOptions | None:
-    """Return options for `linear_apply`, whose backend cannot be chosen."""
-    return None if options is None else replace(options, backend="auto")
+    """Return options for `linear_apply` of tokens, whose backend cannot be chosen."""
+    return None if options is None else replace(options, backend="auto", gradient="auto")
+
+
+def of_tokens(options: HeadOptions | None) -> HeadOptions | None:
+    """Return options for values per token: only a loss that is one number can have its gradients in forward."""
+    in_forward = options is not None and options.gradient == "forward"
+    return replace(options, gradient="auto") if options is not None and in_forward else options
 
 
 def _rows(values: Tensor, input: RecordedLogits) -> Tensor:

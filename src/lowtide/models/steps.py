@@ -70,7 +70,7 @@ def fold(steps: tuple[Step, ...]) -> LogitArguments | None:
         elif function is TensorBase.mul or function is TensorBase.neg:
             factor = args[0] if args else -1.0
             above, cap = (above * factor, None) if cap is None else (above, cap * factor)
-        elif function is TensorBase.div:
+        elif function is TensorBase.div and (cap is None or _is_usable(args[0])):
             below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
         elif function is TensorBase.tanh and cap is None:
             cap = 1.0
