@@ -362,6 +362,34 @@ def test_the_context_leaves_an_earlier_patch_as_it_was(loss, patched, batch):
         assert type(model(input_ids=batch["input_ids"]).logits) is torch.Tensor
 
 
+@pytest.mark.parametrize("scoring", [True, False])
+def test_contexts_of_two_threads_end_in_any_order(scoring, build, batch):
+    model = build("llama").eval()
+    lowtide.patch(model, scoring=scoring)
+
+    def is_lazy():
+        with torch.no_grad():
+            return type(model(input_ids=batch["input_ids"]).logits) is LazyLogits
+
+    first, second = lowtide.scoring(model), lowtide.scoring(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_lazy()
+    second.__exit__(None, None, None)
+    assert is_lazy() is scoring
+
+
+def test_patching_inside_the_context_counts_from_its_end(build, batch):
+    model = build("llama").eval()
+    lowtide.patch(model, scoring=True)
+    with lowtide.scoring(model), torch.no_grad():
+        lowtide.patch(model)
+        assert type(model(input_ids=batch["input_ids"]).logits) is LazyLogits
+    with torch.no_grad():
+        assert type(model(input_ids=batch["input_ids"]).logits) is torch.Tensor
+
+
 def test_unpatched_inside_the_context(pair):
     model, _ = pair("llama")
     before = types_of(model)

@@ -170,13 +170,13 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
         finally:
             unpatch(model)
         return
-    before, line, has_loss = state.scoring, state.report.parts["loss"], part_of(target) is not None
+    line, has_loss = state.report.parts["loss"], part_of(target) is not None
     _patch_loss(target, state, model)
-    state.scoring = True
+    state.scoring_blocks += 1
     try:
         yield state.report
     finally:
-        state.scoring = before
+        state.scoring_blocks -= 1
         if not has_loss and part_of(target) is not None:
             _unpatch_loss(target, state)
             state.report.parts["loss"] = line
