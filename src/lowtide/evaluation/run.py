@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,11 @@ def run(config: EvalConfig, say: Say) -> None:
     """Evaluate as the config says, print the figures and write them.
 
     Raises:
-        ArgumentValueError: the model, the data or a task cannot be used.
+        ArgumentValueError: the model, the data or a task cannot be used, or the file not be written.
         UnsupportedError: memory ran out.
     """
+    if config.json is not None:
+        _check_writable(Path(config.json))
     device = _device(config)
     model, tokenizer = _loaded(config, device)
     result: dict[str, Any] = {}
@@ -171,6 +173,8 @@ def _perplexity(config: EvalConfig, model: Any, tokenizer: Any) -> Perplexity:
             nats += float(losses.double().sum())
         tokens += int((batch.targets != IGNORED).sum())
         count += len(targets)
+    if tokens == 0:
+        raise ArgumentValueError(message("data", "texts with at least one token", "none"))
     seconds = time.perf_counter() - begin
     peak = peak_bytes(model.device)
     return Perplexity(windows.documents, count, tokens, windows.bytes, nats, seconds, peak)
@@ -223,10 +227,30 @@ def _write(file: Path, content: dict[str, Any]) -> None:
     Raises:
         ArgumentValueError: it cannot be written.
     """
-    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    try:
+    with _beside(file) as aside:
         aside.write_text(json.dumps({**content, "commit": source_commit()}, indent=1, default=str) + "\n")
         aside.replace(file)
+
+
+def _check_writable(file: Path) -> None:
+    """Check that `_write` can write.
+
+    Raises:
+        ArgumentValueError: it cannot.
+    """
+    if file.is_dir():
+        raise ArgumentValueError(message("json", "a file", f"the folder {file}"))
+    with _beside(file) as aside:
+        aside.touch()
+        aside.unlink()
+
+
+@contextmanager
+def _beside(file: Path) -> Iterator[Path]:
+    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        yield aside
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # its name may be why
+            aside.unlink(missing_ok=True)
         raise ArgumentValueError(message("json", "a file that can be written", f"{file} ({error})")) from error
