@@ -179,6 +179,13 @@ def test_the_first_documents_alone(model_folder: Path, tmp_path: Path) -> None:
     assert (found["documents"], found["bytes"]) == (2, len("".join(DOCUMENTS[:2])))
 
 
+def test_rows_that_are_skipped_are_counted(model_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    rows = [*KINDS["conversations"], {"messages": CONVERSATION[:1]}]
+    found = figures("--model", model_folder, "--data", write_rows(tmp_path / "rows.jsonl", rows))
+    assert (found["data"]["documents"], found["data"]["skipped"]) == (1, 1)
+    assert "of 1 documents, in 1 windows; 1 rows skipped\n" in capsys.readouterr().out
+
+
 def test_a_file_is_replaced_when_it_is_whole(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -40,6 +40,7 @@ class Perplexity:
 
     Attributes:
         documents: how many there were.
+        skipped: rows without text, and conversations without a turn of the assistant.
         windows: how many the model was given.
         tokens: how many were scored.
         bytes: of the scored text in UTF-8.
@@ -49,6 +50,7 @@ class Perplexity:
     """
 
     documents: int
+    skipped: int
     windows: int
     tokens: int
     bytes: int
@@ -149,7 +151,7 @@ def _memory_suffices() -> Iterator[None]:
 def _perplexity(config: EvalConfig, model: Any, tokenizer: Any) -> Perplexity:
     from lowtide.train.rows import load_rows
 
-    rows, _ = load_rows(
+    rows, notes = load_rows(
         find_data(config.data),
         columns=columns_of(config.columns),
         text_field="text",
@@ -177,7 +179,7 @@ def _perplexity(config: EvalConfig, model: Any, tokenizer: Any) -> Perplexity:
         raise ArgumentValueError(message("data", "texts with at least one token", "none"))
     seconds = time.perf_counter() - begin
     peak = peak_bytes(model.device)
-    return Perplexity(windows.documents, count, tokens, windows.bytes, nats, seconds, peak)
+    return Perplexity(windows.documents, notes.skipped, count, tokens, windows.bytes, nats, seconds, peak)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -194,8 +196,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _text(found: Perplexity, device: torch.device) -> str:
+    skipped = f"; {found.skipped:,} rows skipped" if found.skipped else ""
     rows = (
-        ("tokens", f"{found.tokens:,} of {found.documents:,} documents, in {found.windows:,} windows"),
+        ("tokens", f"{found.tokens:,} of {found.documents:,} documents, in {found.windows:,} windows{skipped}"),
         ("mean loss", f"{found.mean_loss:.4f}"),
         ("perplexity", f"{found.perplexity:,.3f}"),
         ("bits per byte", f"{found.bits_per_byte:.4f}"),
