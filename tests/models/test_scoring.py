@@ -112,6 +112,21 @@ def test_the_argmax_is_the_first_of_those_that_were_rounded_to_the_same(made, pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_argmax_of_rows_with_a_logit_that_is_not_finite(bad, dtype, pair, batch):
+    model, stock = pair("phi", dtype)
+    with torch.no_grad():
+        for m in (model, stock):
+            m.lm_head.bias[60] = bad
+    with lowtide.scoring(model.eval()) as report, torch.no_grad():
+        got, expected = (m(input_ids=batch["input_ids"]).logits for m in (model, stock.eval()))
+        for rows in (slice(None), slice(3)):
+            assert torch.equal(got[:, rows].argmax(-1), expected[:, rows].argmax(-1))
+            assert torch.equal(got.log_softmax(-1)[:, rows].argmax(-1), expected.log_softmax(-1)[:, rows].argmax(-1))
+    expect_calls(report, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_computed_in_forward_are_those_of_the_loss_alone(dtype, pair, batch):
     model, stock = pair("llama", dtype)
     ids = batch["input_ids"]

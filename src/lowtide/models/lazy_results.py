@@ -20,7 +20,16 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models.head_kinds import adapted_cross_entropy, plain_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
-from lowtide.models.row_scores import UNFOLDED, changing, in_torch, is_rounded, of_tokens, rounded, row_scores
+from lowtide.models.row_scores import (
+    UNFOLDED,
+    changing,
+    in_torch,
+    is_rounded,
+    lse_and_argmax,
+    of_tokens,
+    rounded,
+    row_scores,
+)
 from lowtide.models.steps import NO_CLASS, LogitArguments, Step, fold
 
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
@@ -155,8 +164,11 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
         return scores.argmax_of(input)[..., None] if keepdim else scores.argmax_of(input)
     if folded.sign != 1 and not is_rounded(input):
         return NotImplemented
+    normalised = folded.normalised
 
     def stat(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        if normalised:
+            return lse_and_argmax(hidden, head, normalised=True, **kwargs)[1]
         stats: TokenStats = linear_token_stats(hidden, head, want=(name,), **kwargs)
         values: Tensor = getattr(stats, name)
         return values

@@ -84,11 +84,10 @@ def _computed(input: RecordedLogits, folded: LogitArguments, steps: tuple[Step, 
     lse: list[Tensor] = []
 
     def stats(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-        found = linear_token_stats(hidden, head, want=("lse", "argmax"), options=of_tokens(options), **kwargs)
-        assert found.lse is not None
-        assert found.argmax is not None
-        lse.append(found.lse)
-        return found.argmax
+        kwargs |= {"normalised": folded.normalised, "options": of_tokens(options)}
+        of_rows, argmax = lse_and_argmax(hidden, head, **kwargs)
+        lse.append(of_rows)
+        return argmax
 
     def of_rounded(hidden: Tensor, head: Tensor, *, linear_bias: Any, options: HeadOptions | None, **_: Any) -> Tensor:
         settings = (input.call.dtype(), steps)
@@ -103,6 +102,17 @@ def _computed(input: RecordedLogits, folded: LogitArguments, steps: tuple[Step, 
     else:
         argmax = input.call.without_logits((), folded, stats, differentiable=False)
     return RowScores(steps, lse[0], argmax)
+
+
+def lse_and_argmax(hidden: Tensor, head: Tensor, *, normalised: bool, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return of each row the logsumexp of its logits, and the argmax of these or, ``normalised``, of their log-softmax.
+
+    With a logit that is NaN or +inf the log-softmax of all classes is NaN, and its argmax the first class.
+    """
+    found = linear_token_stats(hidden, head, want=("lse", "argmax"), **kwargs)
+    assert found.lse is not None
+    assert found.argmax is not None
+    return found.lse, found.argmax.where(found.lse.isfinite(), 0) if normalised else found.argmax
 
 
 def _rounded_scores(logits: Tensor, dtype: torch.dtype, steps: tuple[Step, ...]) -> tuple[Tensor, Tensor]:
