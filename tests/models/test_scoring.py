@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 import lowtide
 from lowtide import HeadOptions
@@ -479,3 +480,19 @@ def test_a_compiled_model_scores_without_logits(fullgraph, patched, batch):
 
 
 test_a_compiled_model_scores_without_logits.pytestmark += DYNAMO
+
+
+def test_contexts_inside_each_other_compile_once(patched, batch):
+    model, _, _ = patched("llama", mlp=False, norm=False, rope=False)
+    counter = CompileCounter()
+    compiled, compilations = torch.compile(model.eval(), fullgraph=True, backend=counter), []
+    for blocks in (1, 2, 3):
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for _ in range(blocks):
+                stack.enter_context(lowtide.scoring(model))
+            assert type(compiled(input_ids=batch["input_ids"]).logits) is LazyLogits
+        compilations.append(counter.frame_count)
+    assert compilations == [1, 1, 1]
+
+
+test_contexts_inside_each_other_compile_once.pytestmark = [*DYNAMO]

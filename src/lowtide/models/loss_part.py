@@ -49,6 +49,7 @@ class LossState(Counter):
 
     scoring = False  # as `patch` was given it
     scoring_blocks = 0  # of `scoring`, that are open
+    scores = False  # calls without labels have lazy logits too; torch.compile would recompile for each number of blocks
 
     def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
         super().__init__()
@@ -59,10 +60,10 @@ class LossState(Counter):
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
-    @property
-    def scores(self) -> bool:
-        """Whether calls without labels have lazy logits too."""
-        return self.scoring or self.scoring_blocks > 0
+    def set_scoring(self, *, patched: bool, blocks: int) -> None:
+        """Set what `patch` was given as ``scoring`` and how many blocks of `scoring` are open."""
+        self.scoring, self.scoring_blocks = patched, blocks
+        self.scores = patched or blocks > 0
 
     def adopt(self, model: nn.Module) -> None:
         """Give the output embedding that ``model`` has now lazy logits."""
