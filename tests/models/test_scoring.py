@@ -265,6 +265,26 @@ def test_log_probabilities_read_and_then_built_compare_as_in_stock(dtype, compar
         assert torch.equal(got, COMPARED[compare](stock.eval()(input_ids=ids).logits.log_softmax(-1), ids))
 
 
+ROUNDED_BEFORE = {
+    "gathered": lambda z, ids: z.log_softmax(-1).gather(-1, ids[..., None]),
+    "cross entropy": lambda z, ids: F.cross_entropy(z.transpose(1, 2), ids, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("read", ROUNDED_BEFORE)
+def test_log_probabilities_that_were_rounded_are_not_put_into_those_of_more_bits(read, build, batch):
+    model, ids = build("llama", torch.bfloat16).eval(), batch["input_ids"]
+    with lowtide.scoring(model), torch.no_grad():
+        expected, z = (model(input_ids=ids).logits for _ in range(2))
+        assert ROUNDED_BEFORE[read](z, ids).dtype == torch.bfloat16
+        logprobs = z.float().log_softmax(-1)
+        got, expected = (x.gather(-1, ids[..., None]) for x in (logprobs, expected.float().log_softmax(-1)))
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        z = model(input_ids=ids).logits
+        ROUNDED_BEFORE[read](z, ids)
+        assert (z.float().log_softmax(-1).exp().sum(-1) - 1).abs().max() < 1e-5
+
+
 def test_log_probabilities_of_copies_are_not_put_into_one_row():
     """Which of them it would be is not determined on a GPU."""
     returned = ReturnedLogprobs(torch.Size([2]))
