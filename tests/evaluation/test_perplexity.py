@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from lowtide.cli import main
 from lowtide.evaluation.config import EvalConfig
@@ -174,6 +179,13 @@ def test_the_first_documents_alone(model_folder: Path, tmp_path: Path) -> None:
     assert (found["documents"], found["bytes"]) == (2, len("".join(DOCUMENTS[:2])))
 
 
+def test_rows_that_are_skipped_are_counted(model_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    rows = [*KINDS["conversations"], {"messages": CONVERSATION[:1]}]
+    found = figures("--model", model_folder, "--data", write_rows(tmp_path / "rows.jsonl", rows))
+    assert (found["data"]["documents"], found["data"]["skipped"]) == (1, 1)
+    assert "of 1 documents, in 1 windows; 1 rows skipped\n" in capsys.readouterr().out
+
+
 def test_a_file_is_replaced_when_it_is_whole(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -206,10 +218,22 @@ ERRORS = {
     "a length": (["--model", "{model}", "--data", "{rows}", "--seq-len", "1"], "seq_len: expected a whole number"),
     "columns": (["--model", "{model}", "--data", "{rows}", "--columns", "x"], "columns: expected FORMAT=COLUMN"),
     "no such folder": (["--model", "{model}", "--data", "{rows}", "--json", "/nobody/x"], "json: expected a file"),
+    "a folder": (["--model", "{model}", "--data", "{rows}", "--json", "{model}"], "json: expected a file, got the"),
+    "a long name": (["--model", "{model}", "--data", "{rows}", "--json", "x" * 250], "json: expected a file that can"),
+    "no tokens": (["--model", "{words}", "--data", "{blank}"], "data: expected texts with at least one token"),
     "no such task file": (["--model", "{model}", "--tasks", "nobody.yaml"], "tasks: expected a YAML file"),
     "no weights": (["--model", "{config}", "--data", "{rows}"], "model: expected a"),
     "no texts": (["--model", "{model}", "--data", "{other}"], "data: expected rows with a text"),
 }
+
+
+def _without_spaces(model_folder: Path, folder: Path) -> Path:
+    """The model with a tokenizer whose tokens are words."""
+    shutil.copytree(model_folder, folder)
+    words = Tokenizer(WordLevel({"<|unknown|>": 0, "<|endoftext|>": 1}, unk_token="<|unknown|>"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -222,6 +246,8 @@ def test_an_error_is_one_line(case: str, model_folder: Path, tmp_path: Path, cap
     names = {
         "{model}": model_folder,
         "{config}": tmp_path / "bare",
+        "{words}": _without_spaces(model_folder, tmp_path / "words"),
+        "{blank}": write_rows(tmp_path / "blank.jsonl", [{"text": "  "}]),
         "{rows}": write_rows(tmp_path / "rows.jsonl", KINDS["texts"]),
         "{other}": write_rows(tmp_path / "other.jsonl", [{"x": 1}]),
     }

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 import lowtide
 from lowtide import HeadOptions
@@ -91,6 +92,53 @@ def test_the_dtype_of_the_softmax_and_autocast_are_those_of_stock(softmax_dtype,
     torch.testing.assert_close(each, expected[2], rtol=2e-2, atol=2e-2)
 
 
+ROUNDED = {
+    "logits": lambda z: z.bfloat16().float(),
+    "logits of some": lambda z: z[:, 3:].bfloat16().float(),
+    "log-probabilities": lambda z: z.log_softmax(-1, dtype=torch.bfloat16).float(),
+}
+
+
+@pytest.mark.parametrize("made", ROUNDED)
+def test_the_argmax_is_the_first_of_those_that_were_rounded_to_the_same(made, pair):
+    model, stock = pair("llama")
+    with torch.no_grad():
+        for m in (model, stock):  # every class has a later one with a logit that is slightly higher
+            m.lm_head.weight[49:97] = m.lm_head.weight[:48] * 1.0001
+    ids = torch.arange(2 * T).view(2, T)
+    with lowtide.scoring(model.eval()) as report, torch.no_grad():
+        got = ROUNDED[made](model(input_ids=ids).logits).argmax(-1)
+        assert torch.equal(got, ROUNDED[made](stock.eval()(input_ids=ids).logits).argmax(-1))
+    expect_calls(report, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_argmax_of_rows_with_a_logit_that_is_not_finite(bad, dtype, pair, batch):
+    model, stock = pair("phi", dtype)
+    with torch.no_grad():
+        for m in (model, stock):
+            m.lm_head.bias[60] = bad
+    with lowtide.scoring(model.eval()) as report, torch.no_grad():
+        got, expected = (m(input_ids=batch["input_ids"]).logits for m in (model, stock.eval()))
+        for rows in (slice(None), slice(3)):
+            assert torch.equal(got[:, rows].argmax(-1), expected[:, rows].argmax(-1))
+            assert torch.equal(got.log_softmax(-1)[:, rows].argmax(-1), expected.log_softmax(-1)[:, rows].argmax(-1))
+    expect_calls(report, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_computed_in_forward_are_those_of_the_loss_alone(dtype, pair, batch):
+    model, stock = pair("llama", dtype)
+    ids = batch["input_ids"]
+    report = lowtide.patch(model.eval(), scoring=True, options=HeadOptions(gradient="forward"))
+    with torch.no_grad():
+        got, expected = (harness(m(input_ids=ids).logits, ids) for m in (model, stock.eval()))
+    assert torch.equal(got[1], expected[1])
+    assert_as_exact_as_stock(got[2], expected[2], exact(stock, ids)[2])
+    expect_calls(report, 1)
+
+
 @pytest.mark.parametrize("argument", ["left padding", "logits_to_keep"])
 def test_padding_and_the_last_positions_alone(argument, pair, batch):
     model, stock = pair("llama")
@@ -171,6 +219,8 @@ BUILT = {
     "classes one by one": lambda z, ids: torch.stack(list(z.unbind(-1))[:3]),
     "argmax over tokens": lambda z, ids: z.argmax(1),
     "least likely": lambda z, ids: (-z.log_softmax(-1)).argmax(-1),
+    "infinite temperature": lambda z, ids: (z / 0.0).argmax(-1).float(),
+    "log-probabilities summed as integers": lambda z, ids: z.log_softmax(-1).sum(-1, dtype=torch.int64),
     "repeated, exponentials": lambda z, ids: z.log_softmax(-1)[:1].expand(3, -1, -1).exp(),
     "gathered, then repeated": lambda z, ids: (
         (lp := z.log_softmax(-1)).gather(-1, ids[..., None]),
@@ -213,6 +263,26 @@ def test_log_probabilities_read_and_then_built_compare_as_in_stock(dtype, compar
     with lowtide.scoring(model.eval()), torch.no_grad():
         got = COMPARED[compare](model(input_ids=ids).logits.log_softmax(-1), ids)
         assert torch.equal(got, COMPARED[compare](stock.eval()(input_ids=ids).logits.log_softmax(-1), ids))
+
+
+ROUNDED_BEFORE = {
+    "gathered": lambda z, ids: z.log_softmax(-1).gather(-1, ids[..., None]),
+    "cross entropy": lambda z, ids: F.cross_entropy(z.transpose(1, 2), ids, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("read", ROUNDED_BEFORE)
+def test_log_probabilities_that_were_rounded_are_not_put_into_those_of_more_bits(read, build, batch):
+    model, ids = build("llama", torch.bfloat16).eval(), batch["input_ids"]
+    with lowtide.scoring(model), torch.no_grad():
+        expected, z = (model(input_ids=ids).logits for _ in range(2))
+        assert ROUNDED_BEFORE[read](z, ids).dtype == torch.bfloat16
+        logprobs = z.float().log_softmax(-1)
+        got, expected = (x.gather(-1, ids[..., None]) for x in (logprobs, expected.float().log_softmax(-1)))
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        z = model(input_ids=ids).logits
+        ROUNDED_BEFORE[read](z, ids)
+        assert (z.float().log_softmax(-1).exp().sum(-1) - 1).abs().max() < 1e-5
 
 
 def test_log_probabilities_of_copies_are_not_put_into_one_row():
@@ -328,6 +398,34 @@ def test_the_context_leaves_an_earlier_patch_as_it_was(loss, patched, batch):
         assert type(model(input_ids=batch["input_ids"]).logits) is torch.Tensor
 
 
+@pytest.mark.parametrize("scoring", [True, False])
+def test_contexts_of_two_threads_end_in_any_order(scoring, build, batch):
+    model = build("llama").eval()
+    lowtide.patch(model, scoring=scoring)
+
+    def is_lazy():
+        with torch.no_grad():
+            return type(model(input_ids=batch["input_ids"]).logits) is LazyLogits
+
+    first, second = lowtide.scoring(model), lowtide.scoring(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_lazy()
+    second.__exit__(None, None, None)
+    assert is_lazy() is scoring
+
+
+def test_patching_inside_the_context_counts_from_its_end(build, batch):
+    model = build("llama").eval()
+    lowtide.patch(model, scoring=True)
+    with lowtide.scoring(model), torch.no_grad():
+        lowtide.patch(model)
+        assert type(model(input_ids=batch["input_ids"]).logits) is LazyLogits
+    with torch.no_grad():
+        assert type(model(input_ids=batch["input_ids"]).logits) is torch.Tensor
+
+
 def test_unpatched_inside_the_context(pair):
     model, _ = pair("llama")
     before = types_of(model)
@@ -402,3 +500,19 @@ def test_a_compiled_model_scores_without_logits(fullgraph, patched, batch):
 
 
 test_a_compiled_model_scores_without_logits.pytestmark += DYNAMO
+
+
+def test_contexts_inside_each_other_compile_once(patched, batch):
+    model, _, _ = patched("llama", mlp=False, norm=False, rope=False)
+    counter = CompileCounter()
+    compiled, compilations = torch.compile(model.eval(), fullgraph=True, backend=counter), []
+    for blocks in (1, 2, 3):
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for _ in range(blocks):
+                stack.enter_context(lowtide.scoring(model))
+            assert type(compiled(input_ids=batch["input_ids"]).logits) is LazyLogits
+        compilations.append(counter.frame_count)
+    assert compilations == [1, 1, 1]
+
+
+test_contexts_inside_each_other_compile_once.pytestmark = [*DYNAMO]

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Perplexity:
 
     Attributes:
         documents: how many there were.
+        skipped: rows without text, and conversations without a turn of the assistant.
         windows: how many the model was given.
         tokens: how many were scored.
         bytes: of the scored text in UTF-8.
@@ -49,6 +50,7 @@ class Perplexity:
     """
 
     documents: int
+    skipped: int
     windows: int
     tokens: int
     bytes: int
@@ -82,9 +84,11 @@ def run(config: EvalConfig, say: Say) -> None:
     """Evaluate as the config says, print the figures and write them.
 
     Raises:
-        ArgumentValueError: the model, the data or a task cannot be used.
+        ArgumentValueError: the model, the data or a task cannot be used, or the file not be written.
         UnsupportedError: memory ran out.
     """
+    if config.json is not None:
+        _check_writable(Path(config.json))
     device = _device(config)
     model, tokenizer = _loaded(config, device)
     result: dict[str, Any] = {}
@@ -147,7 +151,7 @@ def _memory_suffices() -> Iterator[None]:
 def _perplexity(config: EvalConfig, model: Any, tokenizer: Any) -> Perplexity:
     from lowtide.train.rows import load_rows
 
-    rows, _ = load_rows(
+    rows, notes = load_rows(
         find_data(config.data),
         columns=columns_of(config.columns),
         text_field="text",
@@ -171,9 +175,11 @@ def _perplexity(config: EvalConfig, model: Any, tokenizer: Any) -> Perplexity:
             nats += float(losses.double().sum())
         tokens += int((batch.targets != IGNORED).sum())
         count += len(targets)
+    if tokens == 0:
+        raise ArgumentValueError(message("data", "texts with at least one token", "none"))
     seconds = time.perf_counter() - begin
     peak = peak_bytes(model.device)
-    return Perplexity(windows.documents, count, tokens, windows.bytes, nats, seconds, peak)
+    return Perplexity(windows.documents, notes.skipped, count, tokens, windows.bytes, nats, seconds, peak)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -190,8 +196,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _text(found: Perplexity, device: torch.device) -> str:
+    skipped = f"; {found.skipped:,} rows skipped" if found.skipped else ""
     rows = (
-        ("tokens", f"{found.tokens:,} of {found.documents:,} documents, in {found.windows:,} windows"),
+        ("tokens", f"{found.tokens:,} of {found.documents:,} documents, in {found.windows:,} windows{skipped}"),
         ("mean loss", f"{found.mean_loss:.4f}"),
         ("perplexity", f"{found.perplexity:,.3f}"),
         ("bits per byte", f"{found.bits_per_byte:.4f}"),
@@ -223,10 +230,30 @@ def _write(file: Path, content: dict[str, Any]) -> None:
     Raises:
         ArgumentValueError: it cannot be written.
     """
-    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    try:
+    with _beside(file) as aside:
         aside.write_text(json.dumps({**content, "commit": source_commit()}, indent=1, default=str) + "\n")
         aside.replace(file)
+
+
+def _check_writable(file: Path) -> None:
+    """Check that `_write` can write.
+
+    Raises:
+        ArgumentValueError: it cannot.
+    """
+    if file.is_dir():
+        raise ArgumentValueError(message("json", "a file", f"the folder {file}"))
+    with _beside(file) as aside:
+        aside.touch()
+        aside.unlink()
+
+
+@contextmanager
+def _beside(file: Path) -> Iterator[Path]:
+    aside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        yield aside
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # its name may be why
+            aside.unlink(missing_ok=True)
         raise ArgumentValueError(message("json", "a file that can be written", f"{file} ({error})")) from error

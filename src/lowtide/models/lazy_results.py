@@ -6,7 +6,6 @@ Each takes what PyTorch's function of that name takes, the lazy logits first, an
 Legend: hidden [..., D], logits [..., V].
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,7 +20,16 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models.head_kinds import adapted_cross_entropy, plain_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
-from lowtide.models.row_scores import UNFOLDED, changing, in_torch, is_rounded, rounded, row_scores
+from lowtide.models.row_scores import (
+    UNFOLDED,
+    changing,
+    in_torch,
+    is_rounded,
+    lse_and_argmax,
+    of_tokens,
+    rounded,
+    row_scores,
+)
 from lowtide.models.steps import NO_CLASS, LogitArguments, Step, fold
 
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
@@ -60,7 +68,7 @@ def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
         def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
             compute = adapted_cross_entropy if "adapters" in kwargs else linear_cross_entropy
             kwargs |= {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-            kwargs |= {"reduction": reduction, "options": _of_tokens(options) if reduction == "none" else options}
+            kwargs |= {"reduction": reduction, "options": of_tokens(options) if reduction == "none" else options}
             result = compute(hidden, head, target.reshape(hidden.shape[:-1]), **kwargs)
             return result if reduction != "none" else result.reshape(target.shape)
 
@@ -122,6 +130,8 @@ def row_sum(input: RecordedLogits, dim: Any = None, keepdim: bool = False, *, dt
     folded = _fold_rows(input)
     if folded is None or not folded.normalised or not is_last(input, _only(dim)):
         return NotImplemented
+    if dtype is not None and not dtype.is_floating_point:  # each one is rounded first
+        return NotImplemented
 
     def total(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         stats = linear_token_stats(hidden, head, want=("mean_logit", "lse"), **kwargs)
@@ -154,8 +164,11 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
         return scores.argmax_of(input)[..., None] if keepdim else scores.argmax_of(input)
     if folded.sign != 1 and not is_rounded(input):
         return NotImplemented
+    normalised = folded.normalised
 
     def stat(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        if normalised:
+            return lse_and_argmax(hidden, head, normalised=True, **kwargs)[1]
         stats: TokenStats = linear_token_stats(hidden, head, want=(name,), **kwargs)
         values: Tensor = getattr(stats, name)
         return values
@@ -191,19 +204,13 @@ def _of_rows(
     """Return a value per row, of the dtype that the real logits give it."""
 
     def values(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-        result = function(hidden, head, options=_of_tokens(options), **kwargs)
+        result = function(hidden, head, options=of_tokens(options), **kwargs)
         return result[..., None] if keepdim else result
 
     result: Tensor = input.call.without_logits(input.steps, folded, values, differentiable=differentiable)
     if not result.is_floating_point():
         return result
     return (result * float(folded.sign)).to(dtype)  # a tensor of its own: it may be changed in place
-
-
-def _of_tokens(options: HeadOptions | None) -> HeadOptions | None:
-    """Return options for values per token: only a loss that is one number can have its gradients in forward."""
-    in_forward = options is not None and options.gradient == "forward"
-    return dataclasses.replace(options, gradient="auto") if options is not None and in_forward else options
 
 
 def _only(dim: Any) -> Any:

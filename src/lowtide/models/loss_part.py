@@ -47,7 +47,9 @@ _GIVE_LABELS = (
 class LossState(Counter):
     """The state of a patched model: one attribute of the instance."""
 
-    scoring = False  # calls without labels have lazy logits too
+    scoring = False  # as `patch` was given it
+    scoring_blocks = 0  # of `scoring`, that are open
+    scores = False  # calls without labels have lazy logits too; torch.compile would recompile for each number of blocks
 
     def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
         super().__init__()
@@ -57,6 +59,11 @@ class LossState(Counter):
         self.head_calls = 0
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
+
+    def set_scoring(self, *, patched: bool, blocks: int) -> None:
+        """Set what `patch` was given as ``scoring`` and how many blocks of `scoring` are open."""
+        self.scoring, self.scoring_blocks = patched, blocks
+        self.scores = patched or blocks > 0
 
     def adopt(self, model: nn.Module) -> None:
         """Give the output embedding that ``model`` has now lazy logits."""
@@ -175,10 +182,10 @@ def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
                 self,
                 state,
                 lambda model: base.forward(model, *args, **kwargs),
-                awaited=awaited or state.scoring,
-                scores=not awaited and state.scoring,
+                awaited=awaited or state.scores,
+                scores=not awaited and state.scores,
             )
-        lazy = awaited or vars(self)[STATE].scoring
+        lazy = awaited or vars(self)[STATE].scores
         if eligibility.is_under_compile() or not lazy or getattr(self, "_is_replica", False):
             return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _logits_awaited(self, scores=not awaited):

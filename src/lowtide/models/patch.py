@@ -90,7 +90,8 @@ def patch(
     if scoring and not loss:
         raise ArgumentValueError(message("scoring", "loss=True beside it", "loss=False"))
     state: LossState = vars(target).get(STATE) or LossState(PatchReport(), options)
-    state.options, state.scoring = options, scoring
+    state.options = options
+    state.set_scoring(patched=scoring, blocks=state.scoring_blocks)
     parallel_style.forget(target)
     if loss:
         _patch_loss(target, state, model)
@@ -170,13 +171,13 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
         finally:
             unpatch(model)
         return
-    before, line, has_loss = state.scoring, state.report.parts["loss"], part_of(target) is not None
+    line, has_loss = state.report.parts["loss"], part_of(target) is not None
     _patch_loss(target, state, model)
-    state.scoring = True
+    state.set_scoring(patched=state.scoring, blocks=state.scoring_blocks + 1)
     try:
         yield state.report
     finally:
-        state.scoring = before
+        state.set_scoring(patched=state.scoring, blocks=state.scoring_blocks - 1)
         if not has_loss and part_of(target) is not None:
             _unpatch_loss(target, state)
             state.report.parts["loss"] = line

@@ -71,7 +71,8 @@ def changing(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 def is_rounded(input: RecordedLogits) -> bool:
     """Whether the argmax of these logits depends on how they are rounded: some are equal then."""
-    return not input.call.sharded and min(input.call.dtype().itemsize, input.dtype.itemsize) < 4
+    between = [x for step in input.steps for x in step.args if isinstance(x, torch.dtype)]
+    return not input.call.sharded and any(x.itemsize < 4 for x in (input.call.dtype(), *between, input.dtype))
 
 
 def rounded(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -> Tensor:
@@ -82,12 +83,11 @@ def rounded(logits: Tensor, dtype: torch.dtype, steps: Iterable[Step]) -> Tensor
 def _computed(input: RecordedLogits, folded: LogitArguments, steps: tuple[Step, ...]) -> RowScores:
     lse: list[Tensor] = []
 
-    def stats(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        found = linear_token_stats(hidden, head, want=("lse", "argmax"), **kwargs)
-        assert found.lse is not None
-        assert found.argmax is not None
-        lse.append(found.lse)
-        return found.argmax
+    def stats(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
+        kwargs |= {"normalised": folded.normalised, "options": of_tokens(options)}
+        of_rows, argmax = lse_and_argmax(hidden, head, **kwargs)
+        lse.append(of_rows)
+        return argmax
 
     def of_rounded(hidden: Tensor, head: Tensor, *, linear_bias: Any, options: HeadOptions | None, **_: Any) -> Tensor:
         settings = (input.call.dtype(), steps)
@@ -102,6 +102,17 @@ def _computed(input: RecordedLogits, folded: LogitArguments, steps: tuple[Step, 
     else:
         argmax = input.call.without_logits((), folded, stats, differentiable=False)
     return RowScores(steps, lse[0], argmax)
+
+
+def lse_and_argmax(hidden: Tensor, head: Tensor, *, normalised: bool, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return of each row the logsumexp of its logits, and the argmax of these or, ``normalised``, of their log-softmax.
+
+    With a logit that is NaN or +inf the log-softmax of all classes is NaN, and its argmax the first class.
+    """
+    found = linear_token_stats(hidden, head, want=("lse", "argmax"), **kwargs)
+    assert found.lse is not None
+    assert found.argmax is not None
+    return found.lse, found.argmax.where(found.lse.isfinite(), 0) if normalised else found.argmax
 
 
 def _rounded_scores(logits: Tensor, dtype: torch.dtype, steps: tuple[Step, ...]) -> tuple[Tensor, Tensor]:
@@ -119,8 +130,14 @@ def _of_chunks(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 
 def in_torch(options: HeadOptions | None) -> HeadOptions | None:
-    """Return options for `linear_apply`, whose backend cannot be chosen."""
-    return None if options is None else replace(options, backend="auto")
+    """Return options for `linear_apply` of tokens, whose backend cannot be chosen."""
+    return None if options is None else replace(options, backend="auto", gradient="auto")
+
+
+def of_tokens(options: HeadOptions | None) -> HeadOptions | None:
+    """Return options for values per token: only a loss that is one number can have its gradients in forward."""
+    in_forward = options is not None and options.gradient == "forward"
+    return replace(options, gradient="auto") if options is not None and in_forward else options
 
 
 def _rows(values: Tensor, input: RecordedLogits) -> Tensor:

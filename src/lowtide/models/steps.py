@@ -70,7 +70,7 @@ def fold(steps: tuple[Step, ...]) -> LogitArguments | None:
         elif function is TensorBase.mul or function is TensorBase.neg:
             factor = args[0] if args else -1.0
             above, cap = (above * factor, None) if cap is None else (above, cap * factor)
-        elif function is TensorBase.div:
+        elif function is TensorBase.div and (cap is None or _is_usable(args[0])):
             below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
         elif function is TensorBase.tanh and cap is None:
             cap = 1.0
@@ -136,7 +136,7 @@ class ReturnedLogprobs:
         K of a row or for none.
         """
         values = values.data
-        for before in self._alike(steps, self._extent(steps)):
+        for before in self._alike(steps, values.dtype):
             known, given = self._of_rows(before, steps, values.device)
             order = known.sort(-1)
             at = torch.searchsorted(order.values, classes).clamp(max=known.shape[-1] - 1)
@@ -154,7 +154,7 @@ class ReturnedLogprobs:
         ends = range(once, 0, -1) if self._returned else ()
         end = next((n for n in ends if (folded := fold(steps[:n])) is not None and folded.normalised), 0)
         logits = replay(logits, steps[:end])
-        for before in self._alike(steps[:end], self._extent(steps[:end])) if end else ():
+        for before in self._alike(steps[:end], logits.dtype) if end else ():
             folded = fold(steps[:end])
             assert folded is not None
             classes, given = self._of_rows(before, steps[:end], logits.device)
@@ -162,12 +162,14 @@ class ReturnedLogprobs:
             _put(logits.data, classes, (folded.sign * given).to(logits.dtype))
         return replay(logits, steps[end:])
 
-    def _alike(self, steps: tuple[Step, ...], rows: range) -> list[_Returned]:
+    def _alike(self, steps: tuple[Step, ...], dtype: torch.dtype) -> list[_Returned]:
         """Return those of the same scale, bias and soft cap, latest first: the first ones are written last.
 
-        Without those whose rows are all before or behind ``rows``.
+        Without those of fewer bits than ``dtype``, and those whose rows are all before or behind the ones of ``steps``.
         """
-        near = [each for each in reversed(self._returned) if _overlap(each.extent, rows)]
+        rows, eps = self._extent(steps), torch.finfo(dtype).eps
+        fine = [each for each in reversed(self._returned) if torch.finfo(each.values.dtype).eps <= eps]
+        near = [each for each in fine if _overlap(each.extent, rows)]
         return [given for given in near if _same(_changes(given.steps), _changes(steps))]
 
     def _extent(self, steps: tuple[Step, ...]) -> range:
