@@ -174,7 +174,7 @@ def _liger_sm90(problem: Problem) -> Loss:
 def _auto_chunker(problem: Problem) -> Loss:
     """Return the naive loss compiled with inductor's auto-chunker, which takes 8 chunks by itself.
 
-    Where it cannot chunk, it compiles without a word: hence the count, which graphs out of a cache are not in. The
+    Where it cannot chunk, it compiles silently: hence the count, which graphs out of a cache are not in. The
     caches are off while a number of tokens is compiled, and only then.
     """
     one_loss(problem)

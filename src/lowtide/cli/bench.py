@@ -11,7 +11,7 @@ from importlib import import_module
 from lowtide.bench import config as operations
 from lowtide.bench import train_config as models
 from lowtide.bench.settings import Settings
-from lowtide.cli.parser import OneLineParser, add_options, given
+from lowtide.cli.parser import OneLineParser, add_options, given, say
 
 BENCHMARKS: tuple[type[Settings], ...] = (
     operations.HeadBenchConfig, operations.SweepBenchConfig, operations.StatsBenchConfig,
@@ -64,9 +64,9 @@ def main(arguments: argparse.Namespace) -> int:
         )
     module = import_module(f"lowtide.bench.{name}")
     if name == "tune":  # which writes tile sizes and no result
-        return int(module.run(config, _say) is None)
+        return int(module.run(config, say) is None)
     benchmark = getattr(module, name.upper())
-    return int(benchmark.run(config, _say).status)
+    return int(benchmark.run(config, say).status)
 
 
 def _description(config: type[Settings]) -> str:
@@ -81,8 +81,3 @@ def _description(config: type[Settings]) -> str:
 def _examples(name: str, examples: Mapping[str, str]) -> str:
     lines = [f"  lowtide bench {name}{words}".rstrip() + f"\n      {about}" for words, about in examples.items()]
     return "\n".join(["examples:", *lines])
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

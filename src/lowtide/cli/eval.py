@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from importlib import import_module
 
-from lowtide.cli.parser import OneLineParser, add_options, given
+from lowtide.cli.parser import OneLineParser, add_options, given, say
 from lowtide.evaluation.config import EvalConfig
 from lowtide.train.quiet import quiet_transformers, stay_offline
 
@@ -55,10 +54,5 @@ def main(arguments: argparse.Namespace) -> int:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        run(config, _say)
+        run(config, say)
     return 0
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

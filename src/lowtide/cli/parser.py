@@ -116,3 +116,9 @@ def _plain(kind: Any) -> type:
         kind = next(k for k in get_args(kind) if k is not type(None))
     assert isinstance(kind, type)
     return kind
+
+
+def say(text: str) -> None:
+    """Print text at once, also into a pipe."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from lowtide.cli.parser import OneLineParser, add_options, given
+from lowtide.cli.parser import OneLineParser, add_options, given, say
 from lowtide.profile.config import ProfileConfig
 
 _DESCRIPTION = """\
@@ -50,9 +49,4 @@ def main(arguments: argparse.Namespace) -> int:
     config.check_here()  # before torch is loaded
     from lowtide.profile.run import PROFILE
 
-    return PROFILE.run(config, _say).status
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    return PROFILE.run(config, say).status

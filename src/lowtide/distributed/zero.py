@@ -168,10 +168,9 @@ def called_whole(function: Callable[..., tuple[Tensor | None, ...]], args: Seque
     For a call outside of the module that they belong to, which needs them in backward. The first of ``args`` are the
     hidden states. Where no Parameter is sharded, the function is called, and nothing else happens.
     """
-    whole = _Whole(args)
     if not any(map(is_partitioned, args)):
         return function(*args)
-    hidden, *others = args
+    whole, (hidden, *others) = _Whole(args), args
     if torch.is_grad_enabled() and hidden.requires_grad:
         hidden = _Partitions.apply(whole, hidden)  # type: ignore[no-untyped-call]
     with whole:

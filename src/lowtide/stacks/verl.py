@@ -66,7 +66,19 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies as verl's function of this name does, flat: [N]."""
+    """Return log-probabilities and entropies as verl's function of this name does, flat.
+
+    Args:
+        hidden: [..., D], N tokens.
+        weight: [V, D].
+        labels: The targets, [...].
+        temperature: Divides the logits.
+        reduction: Of the entropies; other than "none" goes to verl's own.
+        dist_process_group: The ranks that share the vocabulary; more than one go to verl's own.
+
+    Returns:
+        tuple[Tensor, Tensor]: Both [N] in float32.
+    """
     whole = dist_process_group is None or dist.get_world_size(dist_process_group) == 1
     if not whole or reduction != "none":
         theirs: tuple[Tensor, Tensor] = _TritonHead.apply(
