@@ -46,7 +46,7 @@ class HeadBenchConfig(PeerSettings, ShapeSettings):
         (), "the sweep's values (default: powers of two, from all logits down to a 64th)", metavar="MIB"
     )
     settings: bool = setting(
-        False, "also measure float32 accumulation, autocast, reduction none, a frozen head, and no gradient"
+        False, "also measure float32 accumulation, autocast, reduction none, a frozen head, no gradient, and a soft cap"
     )
     tokens: tuple[str, ...] = setting(
         (), "also measure lowtide with these numbers of tokens in place of N; all: 1024 to 262144", metavar="N"

@@ -102,7 +102,7 @@ def loss_task(problem: Problem) -> Task:
     """Return each token's cross entropy, or the tokens' mean, in a problem's setting."""
 
     def values_of(z: Tensor, rows: slice) -> Values:
-        return {"loss": F.cross_entropy(z, problem.y[rows], reduction="none")}
+        return {"loss": F.cross_entropy(problem.setting.cap(z), problem.y[rows], reduction="none")}
 
     return Task(head=problem, names=("loss",), upstream={"loss": problem.g}, values_of=values_of)
 
@@ -112,8 +112,8 @@ class LossBench(Bench):
 
     Their rows have ``setting`` and ``tokens``; ``loss_error``, the absolute difference of the loss (the mean one, of
     several); ``dx_error``, the relative error of the hidden states' gradient, and the same of the weight's. lowtide's
-    have the ``plan`` of `plan_head`, and in bfloat16 ``dx_floor`` and ``dw_floor``, the errors that the roundings alone
-    cause (float16 cannot hold the exponentials).
+    have the ``plan`` of `plan_head`, and in bfloat16 without a soft cap ``dx_floor`` and ``dw_floor``, the errors that
+    the roundings alone cause (float16 cannot hold the exponentials).
     """
 
     def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
@@ -134,7 +134,8 @@ class LossBench(Bench):
         if peer.options is not None:
             plan = plan_of(peer, problem)
             row["plan"] = dataclasses.asdict(plan)
-            if self.true is not None and "ms" in row and problem.dtype == torch.bfloat16:
+            rounds = problem.dtype == torch.bfloat16 and problem.setting.softcap is None
+            if self.true is not None and "ms" in row and rounds:
                 with reason_in(row):  # it needs memory of its own
                     row |= self.floor_of(plan)
                 release(problem.device)

@@ -79,14 +79,19 @@ def lowtide_peer(name: str, workspace_mib: Callable[[Problem], float | None]) ->
         return HeadOptions(workspace_mib=workspace_mib(problem), accumulate=problem.setting.accumulate)
 
     def make(problem: Problem) -> Loss:
-        chosen = options(problem)
-        return lambda x, w, y, reduction: linear_cross_entropy(x, w, y, reduction=reduction, options=chosen)
+        more: dict[str, Any] = {"options": options(problem), "softcap": problem.setting.softcap}
+        return lambda x, w, y, reduction: linear_cross_entropy(x, w, y, reduction=reduction, **more)
 
     return dataclasses.replace(_peer(name, make), options=options)
 
 
-def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy((x @ w.T).float(), y, reduction=reduction)
+def _naive(problem: Problem) -> Loss:
+    cap = problem.setting.cap
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(cap((x @ w.T).float()), y, reduction=reduction)
+
+    return loss
 
 
 def _torch(*, cutedsl: bool = False, **options: Any) -> Callable[[Problem], Loss]:
@@ -139,8 +144,9 @@ def on_cuda(module: str, function: str, **options: Any) -> Callable[[Problem], L
 
     def make(problem: Problem) -> Loss:
         needs_cuda(problem.device)
-        loss = getattr(importlib.import_module(module), function)
-        return lambda x, w, y, reduction: loss(x, w, y, reduction=reduction, **options)
+        loss, cap = getattr(importlib.import_module(module), function), problem.setting.softcap
+        more = options if cap is None else {**options, "softcap": cap}
+        return lambda x, w, y, reduction: loss(x, w, y, reduction=reduction, **more)
 
     return make
 
@@ -182,7 +188,7 @@ def _auto_chunker(problem: Problem) -> Loss:
         raise CannotError(f"torch {torch.__version__} has no auto-chunker. Install a newer torch")
     metrics: Any = importlib.import_module("torch._inductor.metrics")
     uncached = partial(importlib.import_module("torch.compiler.config").patch, force_disable_caches=True)
-    function, chunked = compiled(_naive, {"auto_chunker.enable": True}), set[torch.Size]()
+    function, chunked = compiled(_naive(problem), {"auto_chunker.enable": True}), set[torch.Size]()
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
         if x.shape in chunked:
@@ -244,9 +250,15 @@ def _triton(problem: Problem) -> ToGradient:
 LOSSES: dict[str, Callable[[Problem], Loss]] = {}  # by the name of the peer
 
 
+CAPS = {"naive", "compile", LIGER, "liger-large", "cce", "cce-exact"}  # and lowtide: know a soft cap
+
+
 def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer:
     def build(task: Task) -> Function:
-        head, loss = task.head, make(task.head)
+        head = task.head
+        if head.setting.softcap is not None and name not in CAPS and not name.startswith(LOWTIDE):
+            raise CannotError("measured here without a soft cap")
+        loss = make(head)
         return lambda: {"loss": loss(head.x, head.w, head.y, head.setting.reduction)}
 
     LOSSES[name] = make
@@ -257,8 +269,8 @@ def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer
 PEERS = by_name(
     lowtide_peer(LOWTIDE, lambda _: None),
     lowtide_peer(LOWTIDE_AT_LIGERS, liger_mib),
-    _peer("naive", lambda _: _naive),
-    _peer("compile", lambda _: compiled(_naive)),
+    _peer("naive", _naive),
+    _peer("compile", lambda problem: compiled(_naive(problem))),
     _peer("torch-4096", _torch(batch_chunk_size=4096, chunking_method=None)),
     _peer(LIGER, _liger()),
     _peer("liger-large", _liger(chunk_mem_const=8, accum_dtype=torch.float32), "liger-kernel"),

@@ -27,6 +27,7 @@ class Setting:
         frozen: the weight needs no gradient.
         grad: gradients are computed at all.
         accumulate: lowtide's option of that name.
+        softcap: of the logits, c tanh(z / c); None: there is none.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Setting:
     frozen: bool = False
     grad: bool = True
     accumulate: Accumulate = "auto"
+    softcap: float | None = None
+
+    def cap(self, z: Tensor) -> Tensor:
+        """Return the capped logits; without a cap the logits themselves."""
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 PLAIN = Setting(name="mean")
@@ -45,6 +51,7 @@ SETTINGS = (
     Setting(name="reduction none", gemms=4, reduction="none"),
     Setting(name="frozen head", gemms=2, frozen=True),
     Setting(name="no gradient", gemms=1, grad=False),
+    Setting(name="soft cap 15", softcap=15.0),  # nanochat's; modded-nanogpt's 30 sigmoid(z / 7.5) is this and 15
 )
 
 
