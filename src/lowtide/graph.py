@@ -146,7 +146,8 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
 
 def save_for_recompute(ctx: Any, *tensors: Any) -> None:
     """Save the tensors (or None) from which backward recomputes, with samples for `saved_for_recompute`."""
-    ctx.samples = Samples(() if torch.compiler.is_compiling() else (x for x in tensors if x is not None))
+    trusted = torch.compiler.is_compiling() or saved_by_hooks()
+    ctx.samples = Samples(() if trusted else (x for x in tensors if x is not None))
     ctx.save_for_backward(*tensors)
 
 
@@ -220,6 +221,15 @@ def _is_batch(tensor: Tensor | None) -> bool:
     if tensor is None:
         return False
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)  # type: ignore[no-any-return]
+
+
+def saved_by_hooks() -> bool:
+    """Return whether hooks, as a checkpoint's, save a node's tensors: backward then gets what they return.
+
+    A checkpoint recomputes with the weights as they are then, written to or not, with our functions and without.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    return hooks(True) is not None
 
 
 def is_last_backward() -> bool:

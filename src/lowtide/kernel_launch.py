@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from lowtide.replay.facts import RECORDING, launches_are_watched
@@ -44,6 +45,11 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 @cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+@cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
 
@@ -72,7 +78,7 @@ class Launcher:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         tape = RECORDING.tape
-        if not torch.cuda.is_available():
+        if not _has_gpu():
             if tape is not None:
                 tape.called(self.kernel[grid], args, constants)
             with nullcontext() if tape is None else _pop_mode_temporarily():
@@ -104,22 +110,19 @@ def _leading(compiled: Any, grid: tuple[int, ...], stream: int | None) -> tuple[
 
 def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> list[Any]:
     """Return the values to launch with; add what Triton specialises on to ``facts``, except for ``free`` arguments."""
-    values: list[Any] = []
+    values = list(args)
     for i, arg in enumerate(args):
-        if isinstance(arg, Tensor):
-            pointer = arg.data_ptr()
-            values.append(pointer)
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
+            values[i] = pointer = arg.data_ptr()
             facts += (arg.dtype, pointer % 16 == 0)
-            continue
-        if isinstance(arg, tuple):  # a record: Triton specialises on all of its numbers
-            values.append(tuple(_described(arg, (), facts)))
-            continue
-        values.append(arg)
-        if isinstance(arg, int):
+        elif kind is int or isinstance(arg, int):
             short = -(2**31) <= arg < 2**31
             facts += (short,) if i in free else (short, arg == 1, arg % 16 == 0)
         elif arg is None or isinstance(arg, float):
-            facts.append(type(arg))
+            facts.append(kind)
+        elif isinstance(arg, tuple):  # a record: Triton specialises on all of its numbers
+            values[i] = tuple(_described(arg, (), facts))
         else:  # a descriptor
             facts += (arg.base.dtype, *arg.block_shape)
     return values

@@ -130,9 +130,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[name] += 1
         return stock(*args, **kwargs)
 
-    operations = ((mlp_part, "swiglu_mlp"), (mlp_part, "adapted_mlp"), (norm_part, "rms_norm"), (rope_part, "rotary"))
-    for part, name in operations:
-        monkeypatch.setattr(part, name, functools.partial(counted, name, getattr(part, name)))
+    operations = (
+        (mlp_part, "plain_mlp", "swiglu_mlp"),
+        (mlp_part, "adapted_mlp", "adapted_mlp"),
+        (norm_part, "checked_rms_norm", "rms_norm"),
+        (rope_part, "checked_rotary", "rotary"),
+    )
+    for part, called, name in operations:
+        monkeypatch.setattr(part, called, functools.partial(counted, name, getattr(part, called)))
     return counts
 
 

@@ -165,7 +165,8 @@ def test_an_mlps_own_settings(change, build, monkeypatch):
     report = lowtide.patch(model)
     mlp, copied = model.model.layers[0].mlp, copy.deepcopy(model).model.layers[0].mlp
     calls = []
-    monkeypatch.setattr(mlp_part, "swiglu_mlp", lambda *a, **k: (calls.append(1), lowtide.swiglu_mlp(*a, **k))[1])
+    fused = mlp_part.plain_mlp
+    monkeypatch.setattr(mlp_part, "plain_mlp", lambda *a, **k: (calls.append(1), fused(*a, **k))[1])
     x = torch.randn(2, 5, 16)
     torch.testing.assert_close(mlp(x), stock(x))
     torch.testing.assert_close(copied(x), stock(x))  # a copy is what it was copied from

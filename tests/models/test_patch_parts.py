@@ -206,10 +206,10 @@ def test_hooks_of_a_fused_module_are_honoured(patched, batch):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
 def test_gradient_checkpointing_and_levels(name, patched, batch, ran, monkeypatch):
     levels = []
-    stock_mlp = lowtide.models.mlp_part.swiglu_mlp
+    stock_mlp = lowtide.models.mlp_part.plain_mlp
     monkeypatch.setattr(
         lowtide.models.mlp_part,
-        "swiglu_mlp",
+        "plain_mlp",
         lambda *args, **kwargs: (levels.append(kwargs["checkpoint_level"]), stock_mlp(*args, **kwargs))[1],
     )
     for reentrant, level in ((False, 0), (True, 0), (False, 1)):

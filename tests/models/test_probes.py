@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowtide.layers import rotary
 from lowtide.models import norm_part, rope_part
 from lowtide.models.instance import give_class
 
@@ -169,7 +168,8 @@ def test_a_rotation_is_what_its_numbers_say(turn, fused, monkeypatch):
     if not fused:
         return
     calls = []
-    monkeypatch.setattr(rope_part, "rotary", lambda *args, **kwargs: (calls.append(1), rotary(*args, **kwargs))[1])
+    fused = rope_part.checked_rotary
+    monkeypatch.setattr(rope_part, "checked_rotary", lambda *a, **k: (calls.append(1), fused(*a, **k))[1])
     give_class(module, "rope", rope_part.overrides, *found[1])
     q, k, cos, sin = (torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)))
     for tables in ((cos, sin), (cos[:, :, :6], sin[:, :, :6]), (cos[:1], sin[:1])):

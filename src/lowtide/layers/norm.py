@@ -62,6 +62,11 @@ def rms_norm(
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     weight = _check("rms_norm", input, weight, None, eps, offset, rounding)
+    return checked_rms_norm(input, weight, eps, offset, rounding)
+
+
+def checked_rms_norm(input: Tensor, weight: Tensor, eps: float, offset: float, rounding: Rounding) -> Tensor:
+    """Return `rms_norm` of arguments that the caller has checked: of short sequences the host's time is all."""
     return _run(_Call(input, None, weight, float(eps), float(offset), rounding == "before_weight"))[0]
 
 
@@ -114,7 +119,8 @@ class _Call(NamedTuple):
     @property
     def out_dtype(self) -> torch.dtype:
         """Return the result's dtype."""
-        return torch.promote_types(self.x.dtype, self.weight.dtype) if self.round_first else self.x.dtype
+        x, weight = self.x.dtype, self.weight.dtype
+        return torch.promote_types(x, weight) if self.round_first and x != weight else x
 
 
 class _BackwardCall(NamedTuple):
@@ -186,9 +192,9 @@ _FORWARD = "Tensor, Tensor, Tensor"  # result, sum (empty without a residual), r
 def _outputs(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     x = call.x
     return (
-        x.new_empty(x.shape, dtype=call.out_dtype),
-        x.new_empty(0 if call.residual is None else x.shape),
-        x.new_empty(math.prod(x.shape[:-1]), dtype=_wide(x)),
+        torch.empty(x.shape, dtype=call.out_dtype, device=x.device),
+        torch.empty(0 if call.residual is None else x.shape, dtype=x.dtype, device=x.device),
+        torch.empty(math.prod(x.shape[:-1]), dtype=_wide(x), device=x.device),
     )
 
 
@@ -202,7 +208,9 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` as rows with contiguous columns: a view if there is one."""
+    """Return ``x`` as rows with contiguous columns: a view if there is one; itself where it is contiguous."""
+    if x.is_contiguous():
+        return x
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

@@ -66,6 +66,13 @@ def rotary(
     if error is not None:
         raise error
     refuse_transforms("rotary", q, k, cos, sin, instead=_WRITTEN_OUT, way="rotate in plain PyTorch")
+    return checked_rotary(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, promote=promote)
+
+
+def checked_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int, promote: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `rotary` of arguments that the caller has checked."""
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)

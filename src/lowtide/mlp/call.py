@@ -109,6 +109,16 @@ class SwigluCall(NamedTuple):
         return (*self[:7], *adapters)
 
     @property
+    def scalars(self) -> tuple[Any, ...]:
+        """Return the other fields, in their order."""
+        return (*self[7:11], *self[17:])
+
+    @classmethod
+    def joined_from(cls, trained: Sequence[Tensor | None], scalars: Sequence[Any]) -> "SwigluCall":
+        """Return the call with these tensors, as in `trained`, and these `scalars`."""
+        return cls(*trained[:7], *scalars[:4], *trained[7:], *scalars[4:])  # type: ignore[arg-type]
+
+    @property
     def recomputed_from(self) -> tuple[Tensor, ...]:
         """Return the parameters that gate and up are computed from."""
         parameters = (self.gate_weight, self.up_weight, self.gate_bias, self.up_bias)

@@ -16,6 +16,7 @@ from lowtide.graph import (
     held_elsewhere,
     is_last_backward,
     node,
+    saved_by_hooks,
     schema_of,
     tensor_fields,
     undisturbed,
@@ -41,11 +42,7 @@ _WRITTEN_TO = (
 _CALL = schema_of(SwigluCall)
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 _SEVERAL = ", ".join(["Tensor"] * len(Wanted._fields))
-# The tensors among the fields: the MLP's own up to _OWN, its adapters' from _ADAPTERS to _END.
-_OWN, _ADAPTERS, _END = 7, 11, 17
-_TENSORS = tensor_fields(SwigluCall)
-assert (*range(_OWN), *range(_ADAPTERS, _END)) == _TENSORS
-assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in _TENSORS)
+assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in tensor_fields(SwigluCall))
 
 
 # Forward's two run under no_grad or in an autograd node: they record no graph.
@@ -131,11 +128,13 @@ def run(call: SwigluCall) -> Tensor:
         none = call.input.new_empty(0)
         y: Tensor = _SWIGLU(*call, none, none)
         return y
-    fields: list[Any] = [call]  # as one argument, whose tensors autograd does not see: they belong to the first node
+    # As one argument each, which takes the host less time; the call's tensors belong to the first node alone.
+    scalars: Sequence[Any] = (call.scalars,)
+    fields: Sequence[Any] = (call,)
     if torch.compiler.is_compiling():
         # before the first node: torch.compile(dynamic=True)'s variables for numbers belong to the first that reads them
-        fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
-    stand_in, gate, up = _NODE.apply(*call)  # type: ignore[no-untyped-call]
+        scalars, fields = call.scalars, [field.detach() if isinstance(field, Tensor) else field for field in call]
+    stand_in, gate, up = _NODE.apply(*call.trained, *scalars)  # type: ignore[no-untyped-call]
     output: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
     return output
 
@@ -160,23 +159,24 @@ def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns a tensor of the output's shape without its own memory, gate and up.
     """
-    call = SwigluCall(*args)
-    wanted = _wanted(ctx)
+    count = len(Wanted._fields)
+    ctx.scalars = args[count] if len(args) == count + 1 else args[count:]
+    call = SwigluCall.joined_from(args[:count], ctx.scalars)
+    wanted = Wanted(*ctx.needs_input_grad[:count])
     keep = call.checkpoint_level == 0 and wanted.projections
     if keep:
         gate, up = _PROJECTIONS(*call)
     else:
-        gate, up = call.input.new_empty(0), call.input.new_empty(0)
+        gate, up = call.input.new_empty(0), call.input.new_empty(0)  # two: an output is returned once
     tensors = list(call.trained)
     ctx.input_saved = wanted.reads_input if keep else wanted.projections
     if not ctx.input_saved:
         tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
     # Samples: the version of a weight does not show a write through .data.
-    sampled = () if keep or not wanted.projections or torch.compiler.is_compiling() else call.recomputed_from
-    ctx.samples = Samples(sampled)
-    ctx.save_for_backward(*tensors, gate, up)
+    trusted = keep or not wanted.projections or torch.compiler.is_compiling() or saved_by_hooks()
+    ctx.samples = Samples(() if trusted else call.recomputed_from)
+    ctx.save_for_backward(*tensors, *((gate, up) if keep else ()))  # a hook takes the host time for each
     ctx.mark_non_differentiable(gate, up)
-    ctx.scalars = call[_OWN:_ADAPTERS], call[_END:]
     # a dispatch mode, such as that of selective checkpointing, may hold what the operator returned
     ctx.shared = held_elsewhere()
     return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
@@ -184,14 +184,14 @@ def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gradients_of(ctx: Any, upstream: Tensor, *_: Any) -> Any:
     """Return every gradient from what was saved, and what they depend on: None if the input was not saved."""
-    *tensors, gate, up = ctx.saved_tensors
-    saved = [gate, up]
-    del gate, up
+    count = len(Wanted._fields)
+    tensors = list(ctx.saved_tensors)  # once: a checkpoint gives them no second time
+    saved, tensors = tensors[count:], tensors[:count]
     if ctx.samples.changed():
         raise UnsupportedError(_WRITTEN_TO)
-    of_mlp, of_adapters = ctx.scalars
-    call = SwigluCall(*tensors[:_OWN], *of_mlp, *tensors[_OWN:], *of_adapters)
-    wanted = _wanted(ctx)
+    call = SwigluCall.joined_from(tensors, ctx.scalars)
+    wanted = Wanted(*ctx.needs_input_grad[:count])
+    saved = saved or [call.input.new_empty(0)] * 2
     if watched((*tensors, upstream, *saved)):
         found = _SWIGLU_BACKWARD.registered(*call, *wanted, upstream, *saved)
     else:
@@ -199,12 +199,7 @@ def _gradients_of(ctx: Any, upstream: Tensor, *_: Any) -> Any:
         ctx.maybe_clear_saved_tensors()  # in the last backward, to free gate and up before the node ends
         found = _backward(call, wanted, upstream, saved, in_place=last and not ctx.shared)
     grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
-    return [*grads[:_OWN], *[None] * len(of_mlp), *grads[_OWN:]], tensors if ctx.input_saved else None
+    return grads, tensors if ctx.input_saved else None
 
 
 _NODE = node("SwigluMlp", "swiglu_mlp", _save, _gradients_of, TWICE)
-
-
-def _wanted(ctx: Any) -> Wanted:
-    flags = ctx.needs_input_grad
-    return Wanted(*flags[:_OWN], *flags[_ADAPTERS:_END])

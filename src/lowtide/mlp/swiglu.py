@@ -1,5 +1,7 @@
 """The gated MLP, which saves two of its intermediates for backward, or none."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from lowtide.arguments import check_device, check_index, operand_dtype, refuse_transforms, why_not_local
@@ -86,13 +88,21 @@ def swiglu_mlp(
         if tensor.dtype != input.dtype and operand_dtype(tensor) != dtype:
             hint = "Cast one of them, or run under torch.autocast."
             raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as input has", str(tensor.dtype), hint))
-    _check_shapes(*tensors)
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
+    return plain_mlp(*tensors, activation=activation, checkpoint_level=checkpoint_level, tile_tokens=tile_tokens)
+
+
+def plain_mlp(*tensors: Any, activation: str, checkpoint_level: int, tile_tokens: int | None) -> Tensor:
+    """Return `swiglu_mlp` of the tensors from the input to the down projection's bias.
+
+    Checked are the shapes, and level and tile, which users set as attributes: the caller has checked the rest.
+    """
+    _check_shapes(*tensors)
     return run(
         SwigluCall.of(
             tensors,
-            dtype=dtype,
+            dtype=operand_dtype(tensors[0]),
             activation=activation,
             checkpoint_level=check_level(checkpoint_level),
             tile_tokens=check_tile(tile_tokens),

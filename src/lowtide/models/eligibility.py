@@ -153,6 +153,8 @@ def is_under_compile() -> bool:
 
 def is_function_mode_active() -> bool:
     """Whether a ``TorchFunctionMode`` other than ``with device:`` reads, or changes, what functions do."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
     modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(type(mode).__name__ != "DeviceContext" for mode in modes)
 

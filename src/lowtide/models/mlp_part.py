@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.arguments import is_autocast_on
+from lowtide.arguments import FLOATS, is_autocast_on
 from lowtide.distributed.zero import gather_for, gathers_for
 from lowtide.mlp.call import JOINED
-from lowtide.mlp.swiglu import adapted_mlp, swiglu_mlp
+from lowtide.mlp.swiglu import adapted_mlp, plain_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
@@ -175,8 +175,8 @@ def overrides(
         if any(layer.adapters for layer in layers):
             return adapted_mlp(args[0], *low_rank_projections(layers), **settings)
         gate, up, down = (layer.base for layer in layers)
-        biases: Any = {"gate_bias": gate.bias, "up_bias": up.bias, "down_bias": down.bias}
-        return swiglu_mlp(args[0], gate.weight, up.weight, down.weight, **biases, **settings)
+        weights = gate.weight, up.weight, down.weight
+        return plain_mlp(args[0], *weights, gate.bias, up.bias, down.bias, **settings)
 
     return with_forward(base, forward, **{PROBED: probed})
 
@@ -226,4 +226,4 @@ def _projections(
 
 def _fits(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> bool:
     alike = all(layer.base.weight.dtype == x.dtype for layer in layers)
-    return x.is_floating_point() and (alike or is_autocast_on(x.device.type))
+    return x.dtype in FLOATS and x.layout == torch.strided and (alike or is_autocast_on(x.device.type))

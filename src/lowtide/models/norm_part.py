@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from lowtide.distributed.zero import shape_of
 from lowtide.layers import rms_norm
+from lowtide.layers.norm import checked_rms_norm
 from lowtide.models import probe
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import PROBED, why_not_forward, with_forward
 from lowtide.models.parallel_style import is_parallel_hook
 
 _EPSILONS = ("variance_epsilon", "eps")
+_NARROW = (torch.bfloat16, torch.float16, torch.float32)
 _CANDIDATES = tuple(itertools.product(("before_weight", "after_weight"), (0.0, 1.0)))
 _EQUAL = 0.97  # of the values in a narrow dtype: another order of rounding changes every fourth
 
@@ -99,7 +101,7 @@ def overrides(base: Any, rounding: Any, offset: float, name: str, found: probe.S
             return base.forward(self, *args, **kwargs)
         # Written here: a number that layers share is a variable of the first one's checkpoint to compile(dynamic=True).
         added = 1.0 if plus_one else 0.0
-        return rms_norm(args[0], self.weight, eps, offset=added, rounding=rounding)
+        return checked_rms_norm(args[0], self.weight, eps, added, rounding)
 
     return with_forward(base, forward, **{PROBED: probed})
 
@@ -107,6 +109,6 @@ def overrides(base: Any, rounding: Any, offset: float, name: str, found: probe.S
 def _is_ours(weight: nn.Parameter, x: Tensor) -> bool:
     if not is_ordinary((x,), (weight,)) or x.shape[-1:] != weight.shape or x.device != weight.device:
         return False
-    if not x.is_floating_point() or torch.float64 in (x.dtype, weight.dtype):
+    if x.dtype not in _NARROW or x.layout != torch.strided:
         return False
     return weight.dtype in (x.dtype, torch.float32)  # as probed

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowtide.code import Code, names_of
 from lowtide.layers import rotary
-from lowtide.layers.rope import why_not_rotary
+from lowtide.layers.rope import checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
 from lowtide.models.probe import DTYPES, ProbedCode, is_like, outcome, random
@@ -113,7 +113,7 @@ def _rotating(stock: FunctionType, promote: bool) -> FunctionType:
             return turn(*args, **kwargs)
         if not is_ordinary(args, ()) or why_not_rotary(*args, dim) is not None:
             return turn(*args, **kwargs)
-        return rotary(*args, unsqueeze_dim=dim, promote=promote)
+        return checked_rotary(*args, unsqueeze_dim=dim, promote=promote)
 
     # Without the module's name torch.compile looks names up here, and not in the module.
     own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}

@@ -82,11 +82,9 @@ def record(compute: Compute, args: Sequence[Any], device: torch.device) -> tuple
 
 def _surrounded(program: Compute, device: torch.device) -> Compute:
     """Return the program with kernels on its device and without autocast, for which nothing is done where it is so."""
-    main = threading.main_thread().ident
 
     def run(*args: Any) -> tuple[Tensor, ...]:
-        here = device.type != "cuda" or (torch.cuda.current_device() == device.index and threading.get_ident() == main)
-        if here and not torch.is_autocast_enabled(device.type):
+        if _is_here(device) and not torch.is_autocast_enabled(device.type):
             return program(*args)
         with without_autocast(device):
             return program(*args)
@@ -103,4 +101,15 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which kernels run on ``device``; also needed if that is current, for autograd's threads."""
-    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+    return _HERE if _is_here(device) else torch.cuda.device(device.index)
+
+
+_HERE = nullcontext()
+_MAIN = threading.main_thread().ident
+
+
+def _is_here(device: torch.device) -> bool:
+    """Return whether kernels run on ``device`` without a context: switching takes as long as a launch."""
+    if device.type != "cuda":
+        return True
+    return threading.get_ident() == _MAIN and torch.cuda.current_device() == device.index

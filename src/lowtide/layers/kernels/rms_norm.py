@@ -3,6 +3,8 @@
 N rows, D columns, P programs of the backward pass.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -69,6 +71,7 @@ def _backward(  # type: ignore[no-untyped-def]
         tl.store(partial_ptr + tl.program_id(0) * D + column, tl.sum(dw, 0), mask=column < D)
 
 
+@cache
 def _tile(D: int) -> dict[str, int]:
     block = power_of_2(D)
     rows = max(1, TILE // block)
@@ -88,16 +91,22 @@ def normalize_rows(
     """Write ``x * rstd * (weight + offset)`` with ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row, in float32.
 
     A residual is added to x first; the sum, rounded to its dtype, is what is normalised. ``round_first`` rounds
-    ``x * rstd`` to x's dtype before the weight. All float32, bfloat16 or float16; rows of x and residual of any stride,
-    columns contiguous, D up to `LONGEST`. ``into``: the result and the sum, contiguous, and rstd in float32.
+    ``x * rstd`` to x's dtype before the weight. All float32, bfloat16 or float16; x and residual contiguous [..., D],
+    or rows [N, D] of any stride with contiguous columns; D up to `LONGEST`. ``into``: the result and the sum,
+    contiguous, and rstd [N] in float32.
     """
-    N, D = x_ND.shape
     out_ND, sum_ND, rstd_N = into
+    N, D = len(rstd_N), len(weight_D)
     tile = _tile(D)
     _forward[(blocks_of(N, tile["ROWS"]),)](
-        x_ND, x_ND.stride(0), residual_ND, 0 if residual_ND is None else residual_ND.stride(0), sum_ND, weight_D,
+        x_ND, _stride(x_ND, D), residual_ND, _stride(residual_ND, D), sum_ND, weight_D,
         out_ND, rstd_N, N, D, float(eps), float(offset), ROUND=round_first, **tile,
     )  # fmt: skip
+
+
+def _stride(x_ND: Tensor | None, D: int) -> int:
+    """Return how many values lie between the beginnings of two rows."""
+    return 0 if x_ND is None else D if x_ND.is_contiguous() else x_ND.stride(0)
 
 
 def normalize_rows_backward(
@@ -115,18 +124,18 @@ def normalize_rows_backward(
         dx = rstd (h - n mean(n h)) + g_sum          dw = sum over rows of g n
 
     Sums are float32, in a fixed order: each of P programs sums its own rows, then the P partial sums are added. x are
-    the rows that were normalised, g and g_sum the gradients of the result and of the sum itself, in rows of any stride.
-    ``into``: dx, contiguous, and dw; None: not needed.
+    the rows that were normalised, g and g_sum the gradients of the result and of the sum itself, laid out as in
+    `normalize_rows`. ``into``: dx, contiguous, and dw; None: not needed.
     """
-    N, D = x_ND.shape
+    N, D = len(rstd_N), len(weight_D)
     dx_ND, dw_D = into
     tile = _tile(D)
     blocks = blocks_of(N, tile["ROWS"])
     programs = min(blocks, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_ND.device))
     partial = None if dw_D is None else torch.empty((programs, D), dtype=torch.float32, device=x_ND.device)
     _backward[(programs,)](
-        g_ND, g_ND.stride(0), g_sum_ND, 0 if g_sum_ND is None else g_sum_ND.stride(0), x_ND, x_ND.stride(0), weight_D,
-        rstd_N, dx_ND, partial, N, D, float(offset), **tile,
+        g_ND, _stride(g_ND, D), g_sum_ND, _stride(g_sum_ND, D), x_ND, _stride(x_ND, D), weight_D, rstd_N,
+        dx_ND, partial, N, D, float(offset), **tile,
     )  # fmt: skip
     if partial is not None and dw_D is not None:
         dw_D.copy_(partial.sum(0))
