@@ -147,7 +147,7 @@ class Function:
 
 
 def with_known_numbers(head: Head) -> Head:
-    """Return a float32 head whose hidden states or weight are known to be casts of bfloat16 tensors as one that says so.
+    """Return a float32 head with what is known of its operands: which are casts of bfloat16 tensors.
 
     Where they all are, its GEMMs' operands are bfloat16, as under autocast: casting back loses nothing.
     """

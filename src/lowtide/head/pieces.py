@@ -1,10 +1,10 @@
 """float32 GEMMs as bfloat16 GEMMs: a float32 number is the sum of three bfloat16 ones, its pieces.
 
-With pieces ``a = a_0 + a_1 + a_2`` and ``b`` likewise, each 2**-8 of the one before it, ``a b`` is the sum of ``a_i b_j``
-over ``i + j < n``, but for 2**-8n of it. The pieces stand side by side along the inner dimension, the smallest products
-first, so that one GEMM with float32 output sums them all:
+With pieces ``a = a_0 + a_1 + a_2`` and ``b`` likewise, each at most 2**-8 of the one before it, ``a b`` is the sum of
+``a_i b_j`` over ``i + j < n``, but for about 2**-8n of it. The pieces stand side by side along the inner dimension, the
+smallest products first, so that one GEMM with float32 output sums them all:
 
-    n = 3    [a_2 a_1 a_0 a_1 a_0 a_0] [b_0 b_1 b_2 b_0 b_1 b_0]^T    6 products, what is left out is 2**-24 of each
+    n = 3    [a_2 a_1 a_0 a_1 a_0 a_0] [b_0 b_1 b_2 b_0 b_1 b_0]^T    6 products, 2**-24 is left out
     n = 2    [a_1 a_0 a_0] [b_0 b_1 b_0]^T                            3 products, 2**-16
 
 An operand that holds bfloat16 numbers is its own first piece: the products with its other ones are left out.

@@ -120,8 +120,8 @@ class HeadPlan:
         ]
         if self.pieces:
             lines.append(
-                f"float32 GEMMs as bfloat16 GEMMs: {self.pieces} pieces of a number, {most_places(self.pieces)} products,"
-                f" {self.block_rows} rows of the weight at a time"
+                f"float32 GEMMs as bfloat16 GEMMs: {most_places(self.pieces)} products of {self.pieces} pieces of each"
+                f" number, {self.block_rows} rows of the weight at a time"
             )
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")

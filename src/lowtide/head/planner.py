@@ -21,6 +21,7 @@ GPU_TILE = 128  # rows
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, valid mask and index: what is held for all N tokens, not a chunk's
 # The workspace, if the user sets no limit.
 CPU_WORKSPACE = 160 * MIB  # 256 rows of a vocabulary of 128K; with 128 rows a step takes 6% longer on two cores
+PIECES_WORKSPACE = 2048 * MIB  # PIECES_ROWS of float32 for a vocabulary of 200K, and the pieces
 GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
 MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
 GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
@@ -118,6 +119,8 @@ class Work(NamedTuple):
             most = EXP_BLOCK_WORKSPACE if self.gradient == "recompute" else MOST_FOR_EXP * self.gpu.memory
             return int(min(most, MOST_FOR_EXP * self.gpu.memory))
         most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if self.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
+        if self.pieces and self.dtype == torch.float32 and not self.function:
+            most, share = PIECES_WORKSPACE, MOST_FOR_A_FUNCTION
         return min(most, int(self.gpu.memory * share))
 
     @property
@@ -195,11 +198,10 @@ def _cut_logits(work: Work) -> Cut:
     """Cut where a chunk's logits exist, and of two sides both."""
     (N, D, V), cpu, by_kernel = work.size, work.device.type == "cpu", work.choice[0] == "row"
     wide, narrow, budget, gemms = work.wide.itemsize, work.dtype.itemsize, work.budget(), gemms_of(work)
-    pieces = 2 * most_places(gemms["pieces"])  # bytes of a number's
-    of_block = pieces or wide + narrow
-    fixed = N * BYTES_PER_TOKEN + gemms["block_rows"] * D * of_block + 16 * V
+    of_number = 2 * most_places(gemms["pieces"])  # bytes of its pieces
+    fixed = N * BYTES_PER_TOKEN + gemms["block_rows"] * D * (of_number or wide + narrow) + 16 * V
     row = wide * padded(V) + D * (2 * wide + narrow) + (D * narrow + 64 if by_kernel else 24 * wide)
-    row += pieces * (D + gemms["block_rows"])
+    row += of_number * (D + gemms["block_rows"])
     more: dict[str, Any] = {}
     least, most = (FUNCTION_ROWS[cpu], FUNCTION_CHUNKS[cpu]) if work.function else (FEWEST_ROWS, FEWEST_CHUNKS)
     if gemms["pieces"] and not work.function:
@@ -243,9 +245,9 @@ def _bytes_of_teacher(work: Work) -> tuple[int, int]:
     (D, V, dtype), wide, of_student = work.teacher, work.wide.itemsize, padded(work.size[2])
     operands = D * (wide + dtype.itemsize)
     gemms = gemms_of(work, of_teacher=True)
-    pieces = 2 * most_places(gemms["pieces"])
-    fixed = gemms["block_rows"] * (D * pieces or operands) + 8 * V
-    operands += D * pieces
+    of_number = 2 * most_places(gemms["pieces"])
+    fixed = gemms["block_rows"] * (D * of_number or operands) + 8 * V
+    operands += D * of_number
     if work.choice[0] == "row":
         return fixed, wide * padded(V) + operands + 16 * wide
     if D:

@@ -15,7 +15,9 @@ LARGEST = tl.constexpr(3.3895313892515355e38)  # bfloat16's
 
 @Launcher
 @triton.jit(do_not_specialize=["R"])  # type: ignore[untyped-decorator]
-def _put_pieces(x_ptr, out_ptr, stride, R, S, PLACES: tl.constexpr, COUNT: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E501
+def _put_pieces(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, stride, R, S, PLACES: tl.constexpr, COUNT: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr
+):
     """``PLACES`` has the pieces' numbers, two bits each, the first place lowest; 3 is the first piece as it is."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
