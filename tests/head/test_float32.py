@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from lowtide.head.backends import float32_pieces, splits_float32
 from lowtide.head.call import Head
 from lowtide.head.planner import MIB
 from lowtide.head.ranks.parallel import Alone
-from support import doubled, head, relative_error
+from support import doubled, head, recorded_heads, relative_error, split_float32
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 UNIT = 2.0**-24  # float32's rounding error
@@ -34,29 +34,14 @@ UNIT = 2.0**-24  # float32's rounding error
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have float32 operands split into so many pieces, as on a GPU."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("lowtide.head")]
-
-    def split(n: int) -> None:
-        for module in modules:
-            if hasattr(module, "float32_pieces"):
-                monkeypatch.setattr(module, "float32_pieces", lambda *_: n)
-
-    return split
+    """See `split_float32`."""
+    return partial(split_float32, monkeypatch)
 
 
 @pytest.fixture
 def heads(monkeypatch: pytest.MonkeyPatch) -> list[Head]:
-    """The head of each call, as its operator gets it."""
-    found: list[Head] = []
-    known = nodes.with_known_numbers
-
-    def record(head: Head) -> Head:
-        found.append(known(head))
-        return found[-1]
-
-    monkeypatch.setattr(nodes, "with_known_numbers", record)
-    return found
+    """See `recorded_heads`."""
+    return recorded_heads(monkeypatch)
 
 
 # Of a head: each function's value, one number a token or one, from hidden states, weight, bias and targets.
