@@ -2,11 +2,12 @@
 
     pytest -s tests/gpu/test_float32.py
 
-prints the errors.
+writes the errors and peaks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -30,6 +31,10 @@ pytestmark = [
 BF16 = torch.bfloat16
 # n pieces: how far from float64 a logit may be, in units of a float32 GEMM's own error here, and beside that
 BOUNDS = {3: (8.0, 1e-6), 2: (8.0, 2e-5), 1: (8.0, 8e-3)}
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +80,9 @@ def test_errors_beside_float32_gemms(shape: tuple[int, int, int], monkeypatch: p
     torch.set_float32_matmul_precision("highest")
     split_float32(monkeypatch, 0)
     own = errors()
-    print(f"\n{shape}: relative errors of log-probability, entropy, dX, dW, db")
+    say(f"\n{shape}: relative errors of log-probability, entropy, dX, dW, db")
     for name, row in (("float32", own), *((f"{n} pieces", rows[n]) for n in rows)):
-        print(f"{name:>10}", *(f"{error:9.1e}" for error in row))
+        say(f"{name:>10}" + "".join(f" {error:9.1e}" for error in row))
     for n, (times, beside) in BOUNDS.items():
         for got, of_float32 in zip(rows[n], own, strict=True):
             assert got <= times * of_float32 + beside, n
@@ -97,7 +102,7 @@ def test_memory_is_as_planned(workspace_mib: float | None, precision: str) -> No
     plan = plan_head(*shape, torch.float32, "cuda", options)
     assert plan.pieces
     peak = peak_beyond_gradients(step, x, w)
-    print(f"\n{precision} {workspace_mib}: {peak / 2**20:.1f} MiB of {plan.scratch_bytes / 2**20:.1f} planned")
+    say(f"\n{precision} {workspace_mib}: {peak / 2**20:.1f} MiB of {plan.scratch_bytes / 2**20:.1f} planned")
     assert peak <= plan.scratch_bytes
 
 
@@ -105,7 +110,7 @@ def cast(*tensors: Tensor) -> list[Tensor]:
     return [t.float() for t in tensors]
 
 
-def test_no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_waits() -> None:
     x, w, _, y = on_gpu(300, 64, 3000, bias=False)
     x16, w16 = (t.detach().to(BF16).requires_grad_() for t in (x, w))
 
@@ -131,7 +136,7 @@ def test_casts_of_bfloat16_tensors_run_as_bfloat16(monkeypatch: pytest.MonkeyPat
     copies = doubled(x, w)
     true = F.cross_entropy(F.linear(*copies), y)
     exact = torch.autograd.grad(true, copies)
-    print(f"\nloss {abs(loss.item() - true.item()) / true.item():.1e}")
+    say(f"\nloss {abs(loss.item() - true.item()) / true.item():.1e}")
     assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
     for got, of_bf16, want in zip(found, own, exact, strict=True):
         assert relative_error(got, want) <= 1.1 * relative_error(of_bf16, want)

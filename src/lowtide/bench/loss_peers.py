@@ -57,6 +57,7 @@ from lowtide.head.planner import MIB
 Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # x [N, D], w [V, D], y [N], reduction
 TRL_TILE = (4096, 32768)  # tokens and classes of the logits (float32 for divergences) that TRL 1.16 holds at a time
 LOWTIDE_AT_LIGERS = "lowtide-liger-memory"
+FLOAT32_HEAD = "lowtide-float32-head"  # casts of the inputs: lowtide sees that they are
 _OPERATOR = "linear_cross_entropy_batch_chunked"  # part of the names of those behind F.linear_cross_entropy
 
 
@@ -83,6 +84,22 @@ def lowtide_peer(name: str, workspace_mib: Callable[[Problem], float | None]) ->
         return lambda x, w, y, reduction: linear_cross_entropy(x, w, y, reduction=reduction, options=chosen)
 
     return dataclasses.replace(_peer(name, make), options=options)
+
+
+def cast_to_float32(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and weight as trainers cast a head to float32."""
+    return x.float(), w.float()
+
+
+def not_float32(problem: Problem) -> None:
+    """Raise `CannotError` where hidden states are float32 already, for a peer that casts them."""
+    if problem.x.dtype == torch.float32:
+        raise CannotError("casts hidden states and weight of bfloat16, and these are float32")
+
+
+def _float32_head(problem: Problem) -> Loss:
+    not_float32(problem)
+    return lambda x, w, y, reduction: linear_cross_entropy(*cast_to_float32(x, w), y, reduction=reduction)
 
 
 def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -256,6 +273,7 @@ def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer
 
 PEERS = by_name(
     lowtide_peer(LOWTIDE, lambda _: None),
+    _peer(FLOAT32_HEAD, _float32_head),
     lowtide_peer(LOWTIDE_AT_LIGERS, liger_mib),
     _peer("naive", lambda _: _naive),
     _peer("compile", lambda _: compiled(_naive)),
