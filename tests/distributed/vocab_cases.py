@@ -314,7 +314,7 @@ def kinds_of_devices() -> None:
         assert on_gpus == (80 << 30, True, True, True)
         lowtide.VocabShard.of(torch.empty(4, 6), group)
         assert vocab_shard.limits_of(group, torch.device("cuda")) == on_gpus
-        assert vocab_shard.limits_of(group, torch.device("cpu")) == (None, False, False)
+        assert vocab_shard.limits_of(group, torch.device("cpu")) == (None, False, False, False)
     dist.destroy_process_group(group)
 
     x, w, _, y = head(LEADING, D, V, dtype=torch.float64, bias=False)
