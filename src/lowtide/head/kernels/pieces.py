@@ -31,7 +31,7 @@ def _put_pieces(  # type: ignore[no-untyped-def]
     third = (rest - second.to(tl.float32)).to(tl.bfloat16)
     raw = tl.where(finite, first.to(tl.float32), x).to(tl.bfloat16)
     for place in tl.static_range(COUNT):
-        kind: tl.constexpr = (PLACES // 4**place) % 4
+        kind = (PLACES >> (2 * place)) & 3
         piece = raw
         if kind == 0:
             piece = first
