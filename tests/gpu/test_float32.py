@@ -106,6 +106,21 @@ def test_memory_is_as_planned(workspace_mib: float | None, precision: str) -> No
     assert peak <= plan.scratch_bytes
 
 
+def test_the_setting_is_read_in_each_call() -> None:
+    """Also where a call is repeated from a record: from the third one with the same shapes on."""
+    x, w, _, y = on_gpu(300, 64, 3000, bias=False)
+    results: dict[str, list[Tensor]] = {}
+    for _ in range(4):
+        for name in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(name)
+            loss = linear_cross_entropy(x, w, y)
+            found = [loss.detach(), *torch.autograd.grad(loss, (x, w))]
+            assert all(map(torch.equal, found, results.setdefault(name, found)))
+    gradients = [results[name][1] for name in results]
+    assert not torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[1], gradients[2])
+
+
 def cast(*tensors: Tensor) -> list[Tensor]:
     return [t.float() for t in tensors]
 
