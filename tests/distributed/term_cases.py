@@ -40,6 +40,8 @@ def the_term_of_the_page() -> None:
         accumulate="auto",
         backend="torch",
         ignored_tokens="auto",
+        bf16_input=False,
+        bf16_weight=False,
         ranks=Ranks(shard, (N,), x.device, None, None, trained=True),
     )
     rows, plan = Rows(tokens=N), plan_head(N, D, shard.most_rows, x.dtype, x.device, head.options)

@@ -304,17 +304,17 @@ def kinds_of_devices() -> None:
     numbers_of_all = vocab_shard.exchange.numbers_of_all
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            vocab_shard, "_limits_here", lambda device: (80 << 30, 1, 1) if device.type == "cuda" else (0, 0, 0)
+            vocab_shard, "_limits_here", lambda device: (80 << 30, 1, 1, 1) if device.type == "cuda" else (0, 0, 0, 0)
         )
         patched.setattr(
             vocab_shard.exchange, "numbers_of_all", lambda numbers, its, _: numbers_of_all(numbers, its, DEVICE)
         )
         lowtide.VocabShard.of(torch.empty(4, 6), group)
         on_gpus = vocab_shard.limits_of(group, torch.device("cuda"))
-        assert on_gpus == (80 << 30, True, True)
+        assert on_gpus == (80 << 30, True, True, True)
         lowtide.VocabShard.of(torch.empty(4, 6), group)
         assert vocab_shard.limits_of(group, torch.device("cuda")) == on_gpus
-        assert vocab_shard.limits_of(group, torch.device("cpu")) == (None, False, False)
+        assert vocab_shard.limits_of(group, torch.device("cpu")) == (None, False, False, False)
     dist.destroy_process_group(group)
 
     x, w, _, y = head(LEADING, D, V, dtype=torch.float64, bias=False)

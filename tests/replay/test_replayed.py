@@ -92,6 +92,16 @@ def test_other_facts_are_another_call(other: Callable[[], tuple[Any, ...]]) -> N
         assert counted.runs == 2 + min(calls, 2)
 
 
+def test_the_precision_of_float32_gemms_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(views_and_writes)
+    replayed = Replayed(counted)
+    for name, runs in (("highest", 2), ("high", 4), ("highest", 4), ("high", 4)):
+        monkeypatch.setattr(facts, "matmul_precision", lambda name=name: name)
+        for _ in range(3):
+            replayed(drawn(7, 5), drawn(7, 5), 0.5)
+        assert counted.runs == runs
+
+
 def test_results_are_new_each_time_and_nothing_else_stays() -> None:
     replayed = Replayed(views_and_writes)
     args = drawn(7, 5), drawn(7, 5), 0.5

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowtide.bench.settings import PeerSettings, RunSettings, Settings, ShapeSettings, numbers, setting
+from lowtide.bench.settings import PeerSettings, Precision, RunSettings, Settings, ShapeSettings, numbers, setting
 from lowtide.bench.shapes import APPLY, BATCHES, CHUNK, MLPS, PAIRS, TOKENS, Shape
 from lowtide.bench.shapes import HEADS as SHAPES
 from lowtide.bench.way import HEADS
 
 HEAD_PEERS = (
-    "lowtide", "lowtide-liger-memory", "naive", "compile", "torch-4096", "liger", "liger-large", "cce", "cce-exact",
-    *HEADS,
+    "lowtide", "lowtide-float32-head", "lowtide-liger-memory", "naive", "compile", "torch-4096", "liger", "liger-large",
+    "cce", "cce-exact", *HEADS,
 )  # fmt: skip
 TOKEN_COUNTS = tuple(2**k for k in range(10, 19))
 AXES = {"tokens": "N", "hidden": "D", "vocab": "V"}  # of the sweep, by option
@@ -22,7 +22,18 @@ NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadBenchConfig(PeerSettings, ShapeSettings):
+class ErrorSettings(PeerSettings, ShapeSettings):
+    """What benchmarks of values and gradients share: what errors are against, and the precision of float32 GEMMs."""
+
+    error: bool = setting(True, "do not compute the errors of values and gradients")
+    float64: bool = setting(False, "errors against float64 GEMMs, not the next wider dtype's (float32 for bfloat16)")
+    matmul_precision: Precision = setting(  # noqa: RUF009
+        "highest", "torch.set_float32_matmul_precision, for lowtide and every peer"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadBenchConfig(ErrorSettings):
     """Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and every peer that can
     be imported, interleaved in one process with the limit: the bare GEMMs over chunks of 2048, 4096 or all rows,
     whichever is fastest. Peaks are above the inputs and include the gradients; errors are against GEMMs in a wider
@@ -52,7 +63,6 @@ class HeadBenchConfig(PeerSettings, ShapeSettings):
         (), "also measure lowtide with these numbers of tokens in place of N; all: 1024 to 262144", metavar="N"
     )
     table: bool = setting(True, "leave out the peers' table and measure only what other options request")
-    error: bool = setting(True, "do not compute the errors of losses and gradients")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,11 +160,10 @@ class SweepBenchConfig(PeerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBenchConfig(PeerSettings, ShapeSettings):
+class TokenBenchConfig(ErrorSettings):
     """What benchmarks of values for each token share; ``known`` has the names of their tables as ``works``."""
 
     work: tuple[str, ...] = setting((), "these tables alone: {works}", metavar="WORK", known="works")
-    error: bool = setting(True, "do not compute the errors of values and gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +181,9 @@ class StatsBenchConfig(TokenBenchConfig):
     choice = TOKENS
     known: ClassVar = {
         "peers": (
-            "lowtide", "lowtide-trl-memory", "naive", "compile", "trl", "trl-vocabulary", "verl-style", "liger-grpo",
-            "liger-scaled", "quack", "cce-exact", "torch", "torch-cutedsl", "auto-chunker", "checkpoint-8",
-            "checkpoint-compile-8", "torchtune-8",
+            "lowtide", "lowtide-float32-head", "lowtide-trl-memory", "naive", "compile", "trl", "trl-vocabulary",
+            "verl-style", "liger-grpo", "liger-scaled", "quack", "cce-exact", "torch", "torch-cutedsl", "auto-chunker",
+            "checkpoint-8", "checkpoint-compile-8", "torchtune-8",
         ),
         "works": (
             "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward",

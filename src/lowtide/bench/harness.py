@@ -261,7 +261,8 @@ class Benchmark(Generic[C]):
         files, result = begin(settings.output, stem, config.command(), device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:
-            self.measure(run)
+            with matmul_precision(getattr(settings, "matmul_precision", None)):
+                self.measure(run)
         finally:  # what is known was written, also before Ctrl-C
             if run.files.json.exists():
                 say(f"written: {run.files.json}\n")
@@ -270,6 +271,20 @@ class Benchmark(Generic[C]):
             say(f"requested explicitly, but cannot run here: {name}: {reason}\n")
         run.status = int(bool(unable) or any(map(self.failed, run.rows)))
         return run
+
+
+@contextlib.contextmanager
+def matmul_precision(name: str | None) -> Iterator[None]:
+    """Set the precision of float32 GEMMs; None: leave it."""
+    if name is None:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def append(row: Row, file: Path) -> None:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.config import HeadBenchConfig
+from lowtide.bench.config import ErrorSettings, HeadBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release, require_matplotlib
 from lowtide.bench.loss_peers import LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, relative_error
+from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, exact_of, relative_error
 from lowtide.bench.way import LIGER, LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
@@ -116,15 +116,18 @@ class LossBench(Bench):
     the roundings alone cause (float16 cannot hold the exponentials).
     """
 
-    def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
-        super().__init__(loss_task(problem), error=error, warm=warm, reps=reps)
+    def __init__(
+        self, problem: Problem, *, error: bool, warm: int, reps: int, exact: torch.dtype | None = None
+    ) -> None:
+        super().__init__(loss_task(problem), error=error, warm=warm, reps=reps, exact=exact)
+        self.exact = exact
         if self.true is not None:
             self._floor = cache(partial(rounding_floor, problem, self.true))
 
     def in_setting(self, setting: Setting) -> LossBench:
         """Return the bench of the same numbers in another setting."""
         problem = self.problem.in_setting(setting)
-        return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps)
+        return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps, exact=self.exact)
 
     def measure(self, peer: Peer) -> Row:
         """See `Bench`."""
@@ -151,8 +154,9 @@ class LossBench(Bench):
 def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
     """Return the bench of a shape's random inputs."""
     release(run.device)
-    problem = make_problem(shape, run.dtype, run.device, seed=run.config.seed)
-    return LossBench(problem, error=error, warm=run.config.warm, reps=run.config.reps)
+    problem, config = make_problem(shape, run.dtype, run.device, seed=run.config.seed), run.config
+    exact = exact_of(config) if isinstance(config, ErrorSettings) else None
+    return LossBench(problem, error=error, warm=config.warm, reps=config.reps, exact=exact)
 
 
 def measure(run: Run[HeadBenchConfig]) -> None:

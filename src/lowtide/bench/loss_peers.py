@@ -57,6 +57,7 @@ from lowtide.head.planner import MIB
 Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # x [N, D], w [V, D], y [N], reduction
 TRL_TILE = (4096, 32768)  # tokens and classes of the logits (float32 for divergences) that TRL 1.16 holds at a time
 LOWTIDE_AT_LIGERS = "lowtide-liger-memory"
+FLOAT32_HEAD = "lowtide-float32-head"  # casts of the inputs: lowtide sees that they are
 _OPERATOR = "linear_cross_entropy_batch_chunked"  # part of the names of those behind F.linear_cross_entropy
 
 
@@ -92,6 +93,23 @@ def _naive(problem: Problem) -> Loss:
         return F.cross_entropy(cap((x @ w.T).float()), y, reduction=reduction)
 
     return loss
+
+
+def cast_to_float32(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and weight as trainers cast a head to float32."""
+    return x.float(), w.float()
+
+
+def not_float32(problem: Problem) -> None:
+    """Raise `CannotError` where hidden states are float32 already, for a peer that casts them."""
+    if problem.x.dtype == torch.float32:
+        raise CannotError("casts hidden states and weight of bfloat16, and these are float32")
+
+
+def _float32_head(problem: Problem) -> Loss:
+    not_float32(problem)
+    cap = problem.setting.softcap
+    return lambda x, w, y, reduction: linear_cross_entropy(*cast_to_float32(x, w), y, reduction=reduction, softcap=cap)
 
 
 def _torch(*, cutedsl: bool = False, **options: Any) -> Callable[[Problem], Loss]:
@@ -268,6 +286,7 @@ def _peer(name: str, make: Callable[[Problem], Loss], package: str = "") -> Peer
 
 PEERS = by_name(
     lowtide_peer(LOWTIDE, lambda _: None),
+    _peer(FLOAT32_HEAD, _float32_head),
     lowtide_peer(LOWTIDE_AT_LIGERS, liger_mib),
     _peer("naive", _naive),
     _peer("compile", lambda problem: compiled(_naive(problem))),

@@ -17,6 +17,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.train.shapes import SHAPES, config_file
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Precision = Literal["highest", "high", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
 Sdpa = Literal["auto", "flash", "cudnn", "efficient", "math"]
 

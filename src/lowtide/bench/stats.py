@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide.bench.chunked_losses import IGNORED, checkpointed, projected_first
 from lowtide.bench.config import TokenBenchConfig
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
-from lowtide.bench.loss_peers import LOSSES, PEERS, TRL_TILE
+from lowtide.bench.loss_peers import FLOAT32_HEAD, LOSSES, PEERS, TRL_TILE, cast_to_float32, not_float32
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import Function, Task, Values, token_benchmark
@@ -149,17 +149,27 @@ def stats_tasks(run: Run[TokenBenchConfig], shape: Shape) -> Iterator[StatsTask]
         yield stats_task(problem, WORKS[name], seed=seed)
 
 
-def _lowtide(task: StatsTask, options: HeadOptions | None = None) -> Function:
-    x, w, y, topk = task.head.x, task.head.w, task.y, task.work.topk or None
+def _lowtide(task: StatsTask, options: HeadOptions | None = None, *, float32_head: bool = False) -> Function:
+    y, topk = task.y, task.work.topk or None
+
+    def head() -> tuple[Tensor, Tensor]:
+        x, w = task.head.x, task.head.w
+        return cast_to_float32(x, w) if float32_head else (x, w)
+
     if task.names == (LOGPROB,):
-        return lambda: {LOGPROB: linear_logprobs(x, w, y, options=options)}
+        return lambda: {LOGPROB: linear_logprobs(*head(), y, options=options)}
 
     def run() -> Values:
-        stats = linear_token_stats(x, w, y, want=task.names, topk=topk, options=options)
+        stats = linear_token_stats(*head(), y, want=task.names, topk=topk, options=options)
         values = {name: getattr(stats, name) for name in task.names}
         return values if stats.topk is None else values | {TOPK: stats.topk.values}
 
     return run
+
+
+def _lowtide_float32_head(task: StatsTask) -> Function:
+    not_float32(task.head)
+    return _lowtide(task, float32_head=True)
 
 
 def _lowtide_at_trls(task: StatsTask) -> Function:
@@ -320,6 +330,7 @@ def _logprobs_alone(task: StatsTask) -> None:
 
 STATS_PEERS = by_name(
     Peer(LOWTIDE, _lowtide),
+    Peer(FLOAT32_HEAD, _lowtide_float32_head),
     Peer(f"{LOWTIDE}-trl-memory", _lowtide_at_trls),
     Peer("naive", partial(_in_full, _naive)),
     Peer("compile", _compiled),

@@ -17,7 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import TokenBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, answers, reason_in, release
+from lowtide.bench.harness import (
+    Benchmark,
+    Column,
+    Peer,
+    Row,
+    Run,
+    Table,
+    answers,
+    matmul_precision,
+    reason_in,
+    release,
+)
 from lowtide.bench.problem import ROWS, Problem, blocks
 from lowtide.measure.timing import peak_above, time_side_by_side
 from lowtide.measure.units import mib
@@ -152,12 +163,8 @@ class Task:
 @contextmanager
 def exact_gemms() -> Iterator[None]:
     """Run float32 GEMMs in float32: no TF32, no bfloat16."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with matmul_precision("highest"):
         yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
@@ -179,7 +186,7 @@ def relative_error(got: Tensor, true: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Truth:
-    """Each value in float64, and the gradients [N, D], [V, D] and [V] in `wider`'s dtype; None where there are none."""
+    """Each value in float64, and gradients [N, D], [V, D] and [V] in the GEMMs' dtype; None where there are none."""
 
     values: Values
     dx: Tensor | None
@@ -188,9 +195,9 @@ class Truth:
 
 
 @torch.no_grad()
-def truth(task: Task) -> Truth:
-    """Return values and gradients from GEMMs in the dtype of `wider`; all between the GEMMs is in float64."""
-    head, setting, dtype = task.head, task.head.setting, wider(task.head.dtype)
+def truth(task: Task, dtype: torch.dtype | None = None) -> Truth:
+    """Return values and gradients from GEMMs in a dtype, None: `wider`'s; all between the GEMMs is in float64."""
+    head, setting, dtype = task.head, task.head.setting, dtype or wider(task.head.dtype)
     w = head.w.detach().to(dtype)
     dx = torch.empty_like(head.x, dtype=dtype) if setting.grad else None
     dw = torch.zeros_like(w) if setting.grad and not setting.frozen else None
@@ -237,11 +244,13 @@ class Bench:
         values: what the last peer returned.
     """
 
-    def __init__(self, task: Task, *, error: bool, warm: int, reps: int, limited: bool = True) -> None:
+    def __init__(
+        self, task: Task, *, error: bool, warm: int, reps: int, limited: bool = True, exact: torch.dtype | None = None
+    ) -> None:
         self.task, self.problem, self.warm, self.reps = task, task.head, warm, reps
         device = self.problem.device
         self.values: Values = {}
-        self.true = truth(task) if error else None
+        self.true = truth(task, exact) if error else None
         release(device)
         rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize) if limited else ()
         timings = time_side_by_side({str(c): task.bare(c) for c in rows}, device, warm=warm, reps=reps)
@@ -335,6 +344,11 @@ def table_of(task: Task) -> Table:
     return Table((NAME,), (*SHARE, *columns))
 
 
+def exact_of(config: Any) -> torch.dtype | None:
+    """Return the dtype of the GEMMs of what errors are against; None: `wider`'s."""
+    return torch.float64 if config.float64 else None
+
+
 def token_benchmark(tasks: Callable[[Run[Any], Any], Iterator[Task]], peers: Mapping[str, Peer]) -> Benchmark[Any]:
     """Return the benchmark of a run's ``tasks`` for each shape, by these peers."""
 
@@ -345,7 +359,8 @@ def token_benchmark(tasks: Callable[[Run[Any], Any], Iterator[Task]], peers: Map
             tables: list[dict[str, Any]] = []
             shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
             for task in tasks(run, shape):
-                bench, table = Bench(task, error=config.error, warm=config.warm, reps=config.reps), table_of(task)
+                bench = Bench(task, error=config.error, warm=config.warm, reps=config.reps, exact=exact_of(config))
+                table = table_of(task)
                 rows: list[Row] = []
                 about = {"work": task.head.setting.name, "gradients_mib": bench.gradients_mib, "rows": rows}
                 tables.append(bench.limits("limit_") | about)

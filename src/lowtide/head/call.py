@@ -60,6 +60,8 @@ class Head(NamedTuple):
     accumulate: str
     backend: str
     ignored_tokens: str
+    bf16_input: bool  # whether float32 hidden states are known to hold bfloat16 numbers
+    bf16_weight: bool
     ranks: Ranks | Alone  # which share the classes
 
     @property
@@ -148,7 +150,7 @@ def checked_call(
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
     asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens
     softcap = check_softcap("softcap", softcap)
-    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
+    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, False, False, ranks), ranks, options
 
 
 def check_head(

@@ -36,7 +36,18 @@ def facts_of(args: Sequence[Any]) -> tuple[Any, ...] | None:
                 facts[i] = (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device, x.requires_grad)
     except RuntimeError:  # a tensor without strides or memory
         return None
-    return kinds, *facts
+    return kinds, matmul_precision(), *facts
+
+
+def matmul_precision() -> str:
+    """Return PyTorch's setting for float32 GEMMs on NVIDIA GPUs: "highest", "high" or "medium"."""
+    cuda: Any = torch.backends.cuda.matmul
+    if cuda.fp32_precision != "tf32":
+        return "highest"
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # this backend alone was set
+        return "high"
 
 
 def device_of(args: Iterable[Any]) -> torch.device | None:
