@@ -272,6 +272,7 @@ class CrossEntropyArgs(NamedTuple):
     label_smoothing: float = 0
     z_loss: float = 0
     mask: Tensor | None = None  # [N, V] bool: classes that a token's distribution lacks, where they are no target
+    each: bool = False  # whether each token's part of the sum is returned beside it
 
 
 class TokenStatsArgs(NamedTuple):
