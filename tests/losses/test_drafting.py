@@ -77,6 +77,9 @@ def test_future_labels_stay_in_their_document(documents: Tensor | None, first: i
     got = losses.future_labels(labels, K, first=first, documents=documents)
     want = [[[label_ahead(labels, documents, b, t, first + k) for t in range(T)] for b in range(B)] for k in range(K)]
     assert torch.equal(got, torch.tensor(want))
+    narrow = losses.future_labels(labels.clamp(min=0).to(torch.uint8), K, first=first, documents=documents)
+    assert torch.equal(narrow, got.where((got == -100) & (narrow == -100), narrow))
+    assert (narrow == -100).sum() <= (got == -100).sum()
 
 
 @pytest.mark.parametrize("gradient", ["auto", "forward", "recompute"])
@@ -194,6 +197,31 @@ def test_precision_of_multi_token(dtype: torch.dtype) -> None:
     for g, e, x in zip(grads, each, exact, strict=True):
         assert (g.double() - x).norm() <= 1.5 * (e.double() - x).norm() + 1e-6 * x.norm()
     torch.testing.assert_close(got.steps, torch.stack(one).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there tests/gpu runs these kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("schedule", ["chunks", "blocks"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 9.0, "label_smoothing": 0.1}], ids=["exp", "row"])
+def test_multi_token_by_kernels(schedule: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head's loss is what the kernels report, whatever becomes of ignored tokens."""
+    pytest.importorskip("triton")
+    from head.kernel_plans import use_kernels
+
+    backends = use_kernels(monkeypatch, schedule)
+    case, true = Case(torch.float32), Case()
+    leaves = [[*c.inputs, c.weights[0]] for c in (case, true)]
+    for low, high in zip(*leaves, strict=True):
+        high.data.copy_(low.data)
+    got = losses.multi_token_loss(case.inputs, case.weights[0], case.labels, weights=[1, 0.5, 0.25], **options)
+    assert {*backends} == {"row" if options else "exp"}
+    backends.clear()
+    monkeypatch.undo()
+    want = losses.multi_token_loss(true.inputs, true.weights[0], case.labels, weights=[1, 0.5, 0.25], **options)
+    torch.testing.assert_close(got.steps, want.steps.float(), rtol=1e-5, atol=1e-6)
+    found = (torch.autograd.grad(x.loss, leaf) for x, leaf in zip((got, want), leaves, strict=True))
+    for g, x in zip(*found, strict=True):
+        assert (g - x).norm() <= 1e-5 * x.norm()
 
 
 def divergence(z: Tensor, teacher: Tensor, kind: str) -> Tensor:
@@ -388,6 +416,8 @@ TEACHER, IDS = torch.zeros(3, 4, 6), torch.arange(7)
         (lambda: losses.multi_token_loss(X[0, 0], W, Y), "inputs: expected shape"),
         (lambda: losses.multi_token_loss(X[:, :2], W, Y), r"inputs\[0\]: expected shape \[3, 4, 'D'\]"),
         (lambda: losses.multi_token_loss([X[0], X[1, :, :, :2]], W, Y), r"inputs\[1\]: expected shape \[\.\.\., 5\]"),
+        (lambda: losses.multi_token_loss([X[0], X[1].half()], W, Y), r"inputs\[1\]: expected dtype torch.float32"),
+        (lambda: losses.multi_token_loss(X, W, Y, ignore_index=None), "ignore_index: expected an int"),
         (lambda: losses.multi_token_loss(X, [W], Y), "linear_weight: expected 2 of them"),
         (lambda: losses.multi_token_loss(X, [W, W], Y, linear_bias=W[:, 0]), "linear_bias: expected 2 of them"),
         (lambda: losses.multi_token_loss(X, W, Y, linear_bias=[W[:, 0]] * 2), "linear_bias: expected one tensor"),

@@ -6,7 +6,8 @@ the host wait for a GPU. Every denominator is named: see `reduce_tokens`. The tw
 `multi_token_loss` and `draft_loss`, take hidden states and output embeddings instead.
 """
 
-from lowtide.losses.drafting import StepLosses, draft_loss, future_labels, multi_token_loss
+from lowtide.losses.drafting import StepLosses, draft_loss, multi_token_loss
+from lowtide.losses.future import future_labels
 from lowtide.losses.policy_gradient import (
     bnpo_loss,
     cispo_loss,

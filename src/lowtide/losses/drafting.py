@@ -5,14 +5,13 @@ predictions (heads of a model, or steps of a drafter), T tokens of a sequence, D
 vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from lowtide.arguments import check_device, check_flag, check_index, check_tensor, detached, positive_scalar
+from lowtide.arguments import check_device, check_flag, check_tensor, detached, operand_dtype, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.call import scalar_on
 from lowtide.head.cross_entropy import linear_cross_entropy, mean_and_parts
@@ -21,7 +20,8 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.rows import looks_at_numbers
 from lowtide.head.token_stats import linear_token_stats
-from lowtide.losses.checks import check_bool, check_place, check_positive
+from lowtide.losses.checks import check_bool, check_positive
+from lowtide.losses.future import ahead_of, check_integers, future_labels
 
 Several = Tensor | Sequence[Tensor]
 Counts = float | Tensor | Sequence[float | Tensor] | None
@@ -59,40 +59,6 @@ class StepLosses(NamedTuple):
 
     loss: Tensor
     steps: Tensor
-
-
-def future_labels(
-    labels: Tensor, steps: int, *, first: int = 1, documents: Tensor | None = None, ignore_index: int = -100
-) -> Tensor:
-    """Return what each of several predictions is scored against: labels further and further ahead.
-
-        out[k, ..., t] = labels[..., t + first + k]
-
-    and ``ignore_index`` where that lies behind the end of the sequence, or in another document than t.
-
-    Args:
-        labels: Class indices [..., T], not shifted: ``labels[t]`` belongs to token t, as in transformers.
-        steps: K, how many predictions each position makes.
-        first: How far ahead the first one is: 1 for a model's own head, 2 for Medusa's heads and for modules of
-            multi-token prediction beside that head.
-        documents: Packed sequences: integers [..., T] that change from one document to the next, such as
-            ``(position_ids == 0).cumsum(-1)``.
-        ignore_index: What marks a label that is not scored.
-
-    Returns:
-        Tensor: [K, ..., T], of the dtype of ``labels``.
-
-    Raises:
-        ArgumentValueError: A shape, device or number that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
-    """
-    _check_integers("labels", labels)
-    steps, first = check_index("steps", steps), check_index("first", first)
-    if steps < 1:
-        raise ArgumentValueError(message("steps", "an int above 0", f"{steps}"))
-    if first < 0:
-        raise ArgumentValueError(message("first", "an int of 0 or more", f"{first}"))
-    return torch.stack(list(map(_ahead(labels, documents, "labels", ignore_index), range(first, first + steps))))
 
 
 def multi_token_loss(
@@ -147,13 +113,10 @@ def multi_token_loss(
     arXiv 2401.10774; Cai et al. 2025, "FastMTP", arXiv 2509.18362.
     """
     _check_names("multi_token_loss", head, CrossEntropyOptions)
-    _check_integers("labels", labels)
+    check_integers("labels", labels)
     heads, factors = _checked_inputs(inputs, labels, "labels"), _factors(inputs, weights)
-    targets = [
-        target[..., : x.shape[-2]].contiguous()
-        for x, target in zip(heads, future_labels(labels, len(heads), first=first, documents=documents,
-                                                  ignore_index=ignore_index), strict=True)
-    ]  # fmt: skip
+    ahead = future_labels(labels, len(heads), first=first, documents=documents, ignore_index=ignore_index)
+    targets = [y[..., : x.shape[-2]].contiguous() for x, y in zip(heads, ahead, strict=True)]
     counts = _counts([target != ignore_index for target in targets], num_items, heads[0])
     if not isinstance(linear_weight, Tensor):
         pairs = zip(_each("linear_weight", linear_weight, heads), _each("linear_bias", linear_bias, heads), strict=True)
@@ -169,6 +132,9 @@ def multi_token_loss(
         if x.shape[-1] != heads[0].shape[-1]:
             expected = f"shape [..., {heads[0].shape[-1]}], as inputs[0] has, with one linear_weight for all"
             raise ArgumentValueError(message(f"inputs[{k}]", expected, f"shape {list(x.shape)}"))
+        if operand_dtype(x) != operand_dtype(heads[0]):
+            expected = f"dtype {heads[0].dtype}, as inputs[0] has, with one linear_weight for all"
+            raise ArgumentTypeError(message(f"inputs[{k}]", expected, str(x.dtype), "Cast one of them."))
     joined = inputs if isinstance(inputs, Tensor) else torch.cat([x.flatten(0, -2) for x in heads])
     most = torch.stack(counts).amax()  # not 1: an fp16 gradient would sink below fp16's smallest numbers
     scales = [f * most / n for f, n in zip(factors, counts, strict=True)]
@@ -275,7 +241,7 @@ def draft_loss(
             hint = "Name the teacher's classes that the student has: draft_ids."
             raise ArgumentValueError(message("teacher_weight", expected, f"{list(teacher_weight.shape)}", hint))
         lengths = [max(0, min(x.shape[-2], tokens.shape[-1] - k)) for k, x in enumerate(heads)]
-        ahead = _ahead(valid, documents, "teacher_input without its last axis", False)
+        ahead = ahead_of(valid, documents, "teacher_input without its last axis", False)
         masks = [ahead(k)[..., :length].contiguous() for k, length in enumerate(lengths)]
         counts = _counts(masks, num_items, heads[0])
     found = [
@@ -350,24 +316,6 @@ def _counts(masks: Sequence[Tensor], num_items: Counts, x: Tensor) -> list[Tenso
     return [detached(scalar_on(x.device, positive_scalar("num_items", n, torch.float64), wide)) for n in given]
 
 
-def _ahead(x: Tensor, documents: Tensor | None, like: str, fill: int | bool) -> Callable[[int], Tensor]:
-    """Return what moves ``x`` [..., T] a number of steps to the left, ``fill`` where that leaves a document."""
-    if x.dim() == 0:
-        raise ArgumentValueError(message(like, "shape [..., T]", "no axes"))
-    runs = None
-    if documents is not None:
-        _check_integers("documents", check_place("documents", check_tensor("documents", documents), like, x))
-        changes = documents[..., 1:] != documents[..., :-1]
-        runs = pad(changes.cumsum(-1), (x.shape[-1] - changes.shape[-1], 0))  # numbered: a document's name may return
-
-    def moved(steps: int) -> Tensor:
-        end = (0, min(steps, x.shape[-1]))
-        out = pad(x[..., steps:], end, value=fill)
-        return out if runs is None else out.where(pad(runs[..., steps:], end, value=-1) == runs, fill)
-
-    return moved
-
-
 def _check_matrix(name: str, value: object, shape: str) -> None:
     if (weight := check_tensor(name, value)).dim() != 2:
         raise ArgumentValueError(message(name, f"shape {shape}", f"shape {list(weight.shape)}"))
@@ -375,7 +323,7 @@ def _check_matrix(name: str, value: object, shape: str) -> None:
 
 def _checked_ids(draft_ids: object, teacher_weight: Tensor, student: Tensor) -> Tensor:
     """Return the draft vocabulary as int64; that its classes are distinct ones of the teacher is checked on the CPU."""
-    ids, U, V = _check_integers("draft_ids", draft_ids), len(student), len(teacher_weight)
+    ids, U, V = check_integers("draft_ids", draft_ids), len(student), len(teacher_weight)
     check_device("draft_ids", ids, teacher_weight, "teacher_weight")
     if ids.shape != (U,):
         expected = f"shape [{U}], a class of the teacher for each of linear_weight's rows"
@@ -389,13 +337,6 @@ def _checked_ids(draft_ids: object, teacher_weight: Tensor, student: Tensor) -> 
             hint = "Offsets as of d2t become ids with d2t + torch.arange(len(d2t))."
             raise ArgumentValueError(message("draft_ids", "each class once", "some several times", hint))
     return ids.long()
-
-
-def _check_integers(name: str, value: object) -> Tensor:
-    tensor = check_tensor(name, value)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ArgumentTypeError(message(name, "an integer dtype", str(tensor.dtype)))
-    return tensor
 
 
 def _check_names(function: str, given: Any, known: Any) -> None:
