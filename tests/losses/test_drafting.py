@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import HeadOptions, linear_divergence, linear_logprobs, losses
 from lowtide.errors import LowtideError
+from support import Sharded
 
 B, T, D, V, U, K = 3, 11, 8, 29, 13, 3
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [5] * 11, [0, 0, 1, 0, 0, 0, 2, 2, 2, 2, 0]])  # a name may return
@@ -429,6 +430,7 @@ TEACHER, IDS = torch.zeros(3, 4, 6), torch.arange(7)
         (lambda: losses.draft_loss(X, W, TEACHER, TEACHER[0]), "teacher_weight: expected 7 rows.* draft_ids"),
         (lambda: losses.draft_loss(X, W, TEACHER, TEACHER), "teacher_weight: expected shape"),
         (lambda: losses.draft_loss(X, W, TEACHER, W[:, :1].expand(7, 6), vocab_shard=None), "got 'vocab_shard'"),
+        (lambda: losses.draft_loss(X, W.as_subclass(Sharded), TEACHER, W), "linear_weight: .* got a DTensor"),
         (lambda: draft(IDS[:3]), "draft_ids: expected shape"),
         (lambda: draft(IDS + 3), "draft_ids: expected class indices from 0 to 8"),
         (lambda: draft(IDS * 0), "draft_ids: expected each class once"),

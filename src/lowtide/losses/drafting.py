@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_device, check_flag, check_tensor, detached, operand_dtype, positive_scalar
+from lowtide.arguments import (
+    check_device,
+    check_flag,
+    check_tensor,
+    detached,
+    operand_dtype,
+    positive_scalar,
+    why_not_local,
+)
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.call import scalar_on
 from lowtide.head.cross_entropy import linear_cross_entropy, mean_and_parts
@@ -173,7 +181,8 @@ def draft_loss(
     divergence of `lowtide.linear_divergence`. The forward KL has the gradient of EAGLE-3's cross entropy with soft
     targets, and is less than it by the teacher's entropy, which no parameter changes; "tv" is 1 minus the probability
     that a draft is accepted. With ``draft_ids`` the student's class u is the teacher's class ``draft_ids[u]``, and the
-    teacher's distribution is that over these classes, renormalised: only their rows of its weight are read.
+    teacher's distribution is that over these classes, renormalised: only their rows of its weight are read. Weights are
+    whole on each rank: for sharded vocabularies call `lowtide.linear_divergence`.
 
     Args:
         inputs: The drafter's hidden states of its steps, a tensor [K, ..., T, D] or K tensors [..., T, D]. A tensor of
@@ -317,6 +326,9 @@ def _counts(masks: Sequence[Tensor], num_items: Counts, x: Tensor) -> list[Tenso
 
 
 def _check_matrix(name: str, value: object, shape: str) -> None:
+    hint = "Gather it, or call linear_divergence, which takes sharded vocabularies, for each step."
+    if (error := why_not_local(name, value, hint)) is not None:
+        raise error
     if (weight := check_tensor(name, value)).dim() != 2:
         raise ArgumentValueError(message(name, f"shape {shape}", f"shape {list(weight.shape)}"))
 
