@@ -181,8 +181,10 @@ def draft_loss(
     divergence of `lowtide.linear_divergence`. The forward KL has the gradient of EAGLE-3's cross entropy with soft
     targets, and is less than it by the teacher's entropy, which no parameter changes; "tv" is 1 minus the probability
     that a draft is accepted. With ``draft_ids`` the student's class u is the teacher's class ``draft_ids[u]``, and the
-    teacher's distribution is that over these classes, renormalised: only their rows of its weight are read. Weights are
-    whole on each rank: for sharded vocabularies call `lowtide.linear_divergence`.
+    teacher's distribution is that over these classes, renormalised: only their rows of its weight are read. Each
+    step is one call, and stores a gradient of the drafter's weight [U, D] until backward; with
+    ``HeadOptions(gradient="recompute")`` none. Weights are whole on each rank: for sharded vocabularies call
+    `lowtide.linear_divergence`.
 
     Args:
         inputs: The drafter's hidden states of its steps, a tensor [K, ..., T, D] or K tensors [..., T, D]. A tensor of
