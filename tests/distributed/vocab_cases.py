@@ -159,6 +159,24 @@ def the_same_on_every_rank() -> None:
             assert same_on_all_ranks(value)
 
 
+def several_heads() -> None:
+    """Multi-token prediction: heads of one weight as one call, and a call each."""
+    x, w, _, y = head((3, *LEADING), D, V, dtype=torch.float64, seed=5, bias=False)
+    y = y[0].masked_fill(y[1] % 5 == 0, -100)
+    want = lowtide.losses.multi_token_loss(x, w, y, weights=[1, 0.5, 0.25])
+    want.loss.backward()
+    for way, own in itertools.product(WAYS, (False, True)):
+        px, pw = [spread(way, part, of_vocab=False) for part in x], spread(way, w, of_vocab=True)
+        weight = [pw] * 3 if own else pw
+        got = lowtide.losses.multi_token_loss(px, weight, y, weights=[1, 0.5, 0.25], **shard_of(way, pw))
+        plain(got.loss).backward()
+        near(got.loss, want.loss, way)
+        near(got.steps, want.steps, way)
+        for part, grad in zip(px, x.grad, strict=True):
+            near(whole(way, part.grad, of_vocab=False), grad, way)
+        near(whole(way, pw.grad, of_vocab=True), w.grad, way)
+
+
 def what_is_exchanged() -> None:
     """A few numbers a row and the input's gradient, and the same whatever the targets are."""
     ranks = dist.get_world_size()

@@ -19,6 +19,9 @@ TOKEN_LOSSES: dict[str, Callable[[Batch, dict[str, Any]], Tensor]] = {
     "dft_loss": lambda b, o: losses.dft_loss(b.logprob, b.mask, **o),
     "focal_loss": lambda b, o: losses.focal_loss(b.logprob, b.mask, **o),
     "label_smoothed_loss": lambda b, o: losses.label_smoothed_loss(b.logprob, b.mean_logit, b.lse, b.mask, **o),
+    "soft_target_loss": lambda b, o: losses.soft_target_loss(
+        torch.stack((b.logprob, b.old), -1), torch.stack((b.sum_sq_prob, b.entropy), -1), b.mask, **o
+    ),
     "z_loss": lambda b, o: losses.z_loss(b.lse, b.mask, **o),
     "gkd_loss": lambda b, o: losses.gkd_loss(b.divergence, b.mask, **o),
     "sampled_distillation_loss": lambda b, o: losses.sampled_distillation_loss(b.logprob, b.ref, b.mask, **o),
@@ -188,5 +191,6 @@ def test_preference_losses_compile_as_one_graph() -> None:
 
 
 def test_every_public_loss_of_tokens_is_in_the_table() -> None:
+    of_heads = {"multi_token_loss", "draft_loss"}
     of_sequences = {"dpo_loss", "simpo_loss", "cpo_loss", "orpo_loss", "kto_loss"}
-    assert {name for name in losses.__all__ if name.endswith("_loss")} - of_sequences <= set(TOKEN_LOSSES)
+    assert {name for name in losses.__all__ if name.endswith("_loss")} - of_sequences - of_heads <= set(TOKEN_LOSSES)

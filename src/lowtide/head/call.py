@@ -205,7 +205,7 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor, *, severa
         expected = f"class indices, an integer tensor of shape {list(input.shape[:-1])}"
         hint = (
             "For class probabilities use lowtide.linear_apply with your own function of the logits,"
-            " or lowtide.linear_divergence with a teacher."
+            " lowtide.linear_divergence with a teacher, or lowtide.losses.soft_target_loss with a few classes a token."
         )
         raise ArgumentTypeError(message("target", expected, f"{target.dtype} of shape {_shape(target)}", hint))
     if target.dtype == torch.bool:
@@ -274,6 +274,7 @@ class CrossEntropyArgs(NamedTuple):
     label_smoothing: float = 0
     z_loss: float = 0
     mask: Tensor | None = None  # [N, V] bool: classes that a token's distribution lacks, where they are no target
+    each: bool = False  # whether each token's part of the sum is returned beside it
 
 
 class TokenStatsArgs(NamedTuple):

@@ -146,7 +146,7 @@ def _call(input: Tensor, weight: Tensor, scale: float | Tensor, options: HeadOpt
 def _cross_entropy(call: Call, args: CrossEntropyArgs) -> Tensor:
     head, _, options = call
     recompute = choose_gradient(options, "mean", head.frozen) == "recompute"
-    (loss,) = CROSS_ENTROPY(head, args, recompute=recompute)
+    loss, _ = CROSS_ENTROPY(head, args, recompute=recompute)
     return loss
 
 

@@ -105,11 +105,29 @@ def linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
         logit_scale, token_weight, num_items, shift, options, vocab_shard,
     )  # fmt: skip
-    (loss,) = CROSS_ENTROPY(head, args, recompute=recompute)
+    loss, _ = CROSS_ENTROPY(head, args, recompute=recompute)
     if reduction == "none":
         loss = loss.view(target.shape)
         loss = loss[..., :-1] if shift else loss
     return head.ranks.result(loss)  # type: ignore[no-any-return]
+
+
+def mean_and_parts(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, token_weight: Tensor, num_items: Tensor,
+    linear_bias: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, logit_scale: float | Tensor = 1.0, options: HeadOptions | None = None,
+    vocab_shard: VocabShard | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the mean of `linear_cross_entropy`, and what each token adds to it [...], not differentiable, in one pass.
+
+    The second is times ``num_items``, and weighted by ``token_weight``.
+    """
+    head, args, recompute = _checked(
+        input, linear_weight, target, linear_bias, None, "mean", ignore_index, label_smoothing, z_loss, softcap,
+        logit_scale, token_weight, num_items, False, options, vocab_shard,
+    )  # fmt: skip
+    loss, each = CROSS_ENTROPY(head, args._replace(each=True), recompute=recompute)
+    return head.ranks.result(loss), head.ranks.result(each.view(target.shape))
 
 
 def _checked(

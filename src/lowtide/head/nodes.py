@@ -192,6 +192,7 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         *fields, ranks, given = args
         found: tuple[Tensor, ...] = given or function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
         keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
+        ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
         return found[:returned]
 
     def save(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -218,5 +219,5 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         return [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)], trained
 
     public = function.public
-    stored = node("Stored", public, store, lambda ctx, upstream: multiplied(ctx, upstream, public))
+    stored = node("Stored", public, store, lambda ctx, upstream, *_: multiplied(ctx, upstream, public))
     return stored, node("Recomputed", public, save, recompute)

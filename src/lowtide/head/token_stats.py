@@ -248,7 +248,7 @@ def _token_stats(
         # a token's log-probability is minus its cross entropy, which has more backends; 0 - x leaves no -0.0
         of_loss = CrossEntropyArgs(target.long(), reduction="none", ignore_index=ignore_index)
         recompute = choose_gradient(options, "none", head.frozen and ranks.alone) == "recompute"
-        (loss,) = CROSS_ENTROPY(head, of_loss, recompute=recompute)
+        loss, _ = CROSS_ENTROPY(head, of_loss, recompute=recompute)
         return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))
     N = math.prod(leading)
     y_NK = head.input.new_zeros((N, 0), dtype=torch.long) if target is None else target.long().reshape(N, K)

@@ -2,9 +2,12 @@
 
 Each takes per-token values [..., T] and a mask, or one value per sequence, as `lowtide.linear_logprobs`,
 `lowtide.linear_token_stats` and `lowtide.linear_divergence` give them; none of them sees a logit, and none makes
-the host wait for a GPU. Every denominator is named: see `reduce_tokens`.
+the host wait for a GPU. Every denominator is named: see `reduce_tokens`. The two for several predictions per position,
+`multi_token_loss` and `draft_loss`, take hidden states and output embeddings instead.
 """
 
+from lowtide.losses.drafting import StepLosses, draft_loss, multi_token_loss
+from lowtide.losses.future import future_labels
 from lowtide.losses.policy_gradient import (
     bnpo_loss,
     cispo_loss,
@@ -34,11 +37,13 @@ from lowtide.losses.supervised import (
     label_smoothed_loss,
     sampled_distillation_loss,
     sft_loss,
+    soft_target_loss,
     z_loss,
 )
 
 __all__ = [
     "DPO_KINDS",
+    "StepLosses",
     "bnpo_loss",
     "cispo_loss",
     "clipped_surrogate",
@@ -47,7 +52,9 @@ __all__ = [
     "dft_loss",
     "dpo_loss",
     "dr_grpo_loss",
+    "draft_loss",
     "focal_loss",
+    "future_labels",
     "gkd_loss",
     "group_advantages",
     "grpo_loss",
@@ -58,6 +65,7 @@ __all__ = [
     "kto_reference",
     "label_smoothed_loss",
     "leave_one_out_advantages",
+    "multi_token_loss",
     "orpo_loss",
     "policy_loss",
     "ppo_loss",
@@ -69,6 +77,7 @@ __all__ = [
     "sequence_logprobs",
     "sft_loss",
     "simpo_loss",
+    "soft_target_loss",
     "wpo_weights",
     "z_loss",
 ]

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from lowtide.arguments import check_name, check_number
-from lowtide.losses.checks import check_like, check_not_negative, check_positive, check_tokens, check_valid
+from lowtide.errors import ArgumentValueError, message
+from lowtide.losses.checks import (
+    check_like,
+    check_mask,
+    check_not_negative,
+    check_positive,
+    check_tokens,
+    check_valid,
+)
 from lowtide.losses.policy_terms import kl_estimate
 from lowtide.losses.reduction import TokenReductionOptions, reduce_tokens
 
@@ -112,6 +120,39 @@ def label_smoothed_loss(
     mean_logit = check_like("mean_logit", mean_logit, "logprob", logprob)
     loss = -(1 - a) * logprob + a * (check_like("lse", lse, "logprob", logprob) - mean_logit)
     return reduce_tokens(loss, mask, **reduce)
+
+
+def soft_target_loss(
+    logprob: Tensor, target_prob: Tensor, mask: Tensor | None = None, **reduce: Unpack[TokenReductionOptions]
+) -> Tensor:
+    """Return the cross entropy against soft targets: K classes of each token and their probabilities.
+
+        -sum_k p_tk logprob_tk          p = ``target_prob``
+
+    as of a teacher's top k that were stored, which need not sum to 1: classes that are not listed add nothing. Divide
+    by their sum to renormalise them. `lowtide.linear_logprobs` with targets [..., T, K] computes the log-probabilities.
+    `lowtide.linear_divergence` with ``teacher_topk=(ids, target_prob.log(), "drop")`` has the same gradient for fewer
+    GEMMs, and ways to compare the other classes' mass too.
+
+    Args:
+        logprob: Log-probabilities of the listed classes [..., T, K].
+        target_prob: Probabilities of the same classes [..., T, K], not differentiated; 0 for entries that are not used,
+            whatever their log-probability.
+        mask: As in `reduce_tokens`, [..., T].
+        reduce: ``reduction`` and ``num_items`` of `reduce_tokens`, which also describes the result.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531.
+    """
+    logprob = check_tokens("logprob", logprob)
+    if logprob.dim() < 2:
+        raise ArgumentValueError(message("logprob", "shape [..., T, K]", f"shape {list(logprob.shape)}"))
+    target_prob = check_like("target_prob", target_prob, "logprob", logprob).detach()
+    keep = check_mask(mask, "logprob without its last axis", logprob.new_empty(logprob.shape[:-1]))
+    used = keep[..., None] & (target_prob != 0)
+    return reduce_tokens(-(target_prob.where(used, 0) * logprob.where(used, 0)).sum(-1), mask, **reduce)
 
 
 def z_loss(

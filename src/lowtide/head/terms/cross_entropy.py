@@ -85,6 +85,8 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
     loss_N = rows.among_all(loss_n if rows.kept is None else loss_n.where(rows.kept, 0))
     value, denominator = loss_N if per_token else loss_N.sum(), loss.denominator
     values = {"loss": value if denominator is None else value / denominator}
+    if args.each:
+        values["each"] = loss_N
     if keep:
         # copies: an operator returns no memory twice
         values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
@@ -253,6 +255,7 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
     each = (N if keep else 0,), head.wide
     return {
         "loss": ((N,) if args.reduction == "none" else (), head.wide),
+        "each": ((N if args.each else 0,), head.wide),
         "lse": each,
         "miss": each,
         "own": ((0,), head.wide),
@@ -260,6 +263,6 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
 
 
 CROSS_ENTROPY = Function(
-    "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes, returned=("loss",),
-    upstream=("loss",), known=("lse", "miss", "own"),
+    "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes,
+    returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "own"),
 )  # fmt: skip
