@@ -110,14 +110,15 @@ class SwigluCall(NamedTuple):
         settings = (dtype, activation, checkpoint_level, tile_tokens)
         packed: list[Tensor] = []
         forms = ["", "", ""]
-        if any(type(weight) is Packed for weight in tensors[1:4]):
+        if Packed in (type(tensors[1]), type(tensors[2]), type(tensors[3])):  # not any(), which takes the host longer
             tensors = list(tensors)
             for i, weight in enumerate(tensors[1:4]):
                 if type(weight) is Packed:
                     tensors[1 + i], forms[i] = None, weight.form
                     packed += weight.tensors
-        fields: list[Any] = [*tensors, *settings, *sides, low_rank_dtype, *scales, *dropouts, seed, joined]
-        return cls(*fields, packed, *forms)
+        numbers = (low_rank_dtype, *scales, *dropouts, seed)
+        fields: list[Any] = [*tensors, *settings, *sides, *numbers, joined, packed, *forms]
+        return cls(*fields)
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
@@ -135,9 +136,10 @@ class SwigluCall(NamedTuple):
         return own  # type: ignore[no-any-return]
 
     @property
-    def width(self) -> int:
-        """Return F."""
-        return self.weights[2].shape[1]
+    def down_shape(self) -> Sequence[int]:
+        """Return [D, F]."""
+        weight = self.weights[2] if self.down_weight is None else self.down_weight
+        return weight.shape
 
     @property
     def recomputed_from(self) -> tuple[Tensor, ...]:
@@ -149,7 +151,7 @@ class SwigluCall(NamedTuple):
     @property
     def rows(self) -> tuple[slice | None, slice | None]:
         """Return the rows of gate and of up in their one projection; None: each has its own."""
-        return JOINED[self.joined](self.width) if self.joined else (None, None)
+        return JOINED[self.joined](self.down_shape[1]) if self.joined else (None, None)
 
     @property
     def projections(self) -> tuple[Parts, Parts, Parts]:
@@ -160,6 +162,7 @@ class SwigluCall(NamedTuple):
         if of_up is not None:
             up = (of_up, self.up_bias, self.up_a, self.up_b, self.up_scale, self.up_dropout)
             return gate, up, down
+        weight: Any
         weight, bias, a, b, scale, dropout = gate
         first, second = (
             (weight[rows], bias if bias is None else bias[rows], a, b if b is None else b[rows], scale, dropout)
@@ -175,7 +178,7 @@ class SwigluCall(NamedTuple):
     @property
     def output_shape(self) -> tuple[int, ...]:
         """Return the shape [..., D] of the output."""
-        return (*self.input.shape[:-1], self.weights[2].shape[0])
+        return (*self.input.shape[:-1], self.down_shape[0])
 
     @property
     def wide(self) -> torch.dtype:

@@ -51,7 +51,7 @@ class Packed:
 
         kind, *numbers = self.form.split()
         block, outer_block, F, D = map(int, numbers)
-        data, scales, *outer = self.tensors
+        data, scales, *outer = (tensor.as_subclass(Tensor) for tensor in self.tensors)  # a Parameter's class has rules
         state2 = offset = None
         if outer:
             state2 = functional.QuantState(outer[0], code=outer[1], blocksize=outer_block, dtype=torch.float32)

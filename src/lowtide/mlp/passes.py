@@ -24,7 +24,7 @@ def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
     if len(tiles) == 1:
         x = _operand(x_ND, call.dtype)
         return gate.output(x, None, 0), up.output(x, None, 0)
-    shape = (call.tokens, call.width)
+    shape = (call.tokens, call.down_shape[1])
     gate_NF, up_NF = (x_ND.new_empty(shape, dtype=call.dtype) for _ in range(2))
     for tile in tiles:
         x = _operand(x_ND[tile], call.dtype)

@@ -46,6 +46,7 @@ class AdaptedLinear(NamedTuple):
     base: nn.Linear
     adapters: tuple[LowRankAdapter, ...]
     around: tuple[nn.Module, ...]  # modules that are run on the way, whose hooks count
+    four_bit: bool = False  # whether base is a `Linear4bit` (see `lowtide.models.four_bit`)
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -58,21 +59,23 @@ class AdaptedLinear(NamedTuple):
 def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinear | str:
     """Return what a call of ``module`` would run, or why that is not a plain linear layer with LoRA or without.
 
-    With ``four_bit`` it may be a `Linear4bit` as well (see `lowtide.models.four_bit`).
+    With ``four_bit`` it may be a `Linear4bit` as well.
     """
     kept = saved_module(module)
     if isinstance(kept, str):
         return kept
     around: tuple[nn.Module, ...] = () if kept is module else (module,)
+    if plain_class(kept) is nn.Linear:
+        return AdaptedLinear(kept, (), around)  # type: ignore[arg-type]
     if not is_lora(kept):
         why_not = _why_not_base(kept, "is a {}, not a plain torch.nn.Linear", four_bit)
-        return AdaptedLinear(kept, (), around) if why_not is None else why_not  # type: ignore[arg-type]
+        return AdaptedLinear(kept, (), around, four_bit) if why_not is None else why_not  # type: ignore[arg-type]
     found = _active(kept, four_bit)
     if isinstance(found, str):
         return found
     base: Any = kept._modules["base_layer"]
     dropouts = tuple(adapter.dropout for adapter in found)
-    return AdaptedLinear(base, found, (*around, kept, *dropouts))
+    return AdaptedLinear(base, found, (*around, kept, *dropouts), four_bit and is_four_bit(base))
 
 
 def saved_layers(module: nn.Module | None) -> list[nn.Module]:
@@ -258,11 +261,11 @@ def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
 
 def low_rank_projections(layers: Sequence[AdaptedLinear], dtype: torch.dtype | None) -> list[Projection]:
     """Return each projection with its adapters as one, and a weight in 4 bits for GEMMs in ``dtype``."""
-    return [Projection(_weight(layer.base, dtype), _bias(layer), _adapter(layer.adapters)) for layer in layers]
+    return [Projection(_weight(layer, dtype), _bias(layer), _adapter(layer.adapters)) for layer in layers]
 
 
-def _weight(linear: nn.Linear, dtype: torch.dtype | None) -> Weight:
-    return packed_weight(linear, dtype) if dtype is not None and is_four_bit(linear) else linear.weight
+def _weight(layer: AdaptedLinear, dtype: torch.dtype | None) -> Weight:
+    return packed_weight(layer.base, dtype) if layer.four_bit and dtype is not None else layer.base.weight
 
 
 def _adapter(adapters: Sequence[LowRankAdapter]) -> Adapter | None:

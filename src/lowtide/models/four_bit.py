@@ -4,6 +4,7 @@ With x its input and W its dequantised weight such a layer computes ``x W^T + b`
 it in the dtype of x. A probe checks once for each class that it does so.
 """
 
+import functools
 import sys
 from typing import Any
 
@@ -33,7 +34,7 @@ def is_four_bit(module: nn.Module) -> bool:
 
 def why_not_packed(linear: Any) -> str | None:
     """Return why the fused MLP cannot read this `Linear4bit`'s weight now, or None."""
-    kind = plain_class(linear)
+    kind: Any = plain_class(linear)
     key = (kind, kind.forward)
     if key not in _known:
         if torch.compiler.is_compiling():
@@ -42,15 +43,19 @@ def why_not_packed(linear: Any) -> str | None:
     why_not, code = _known[key]
     if why_not is None and code.exchanged() is not None:
         return f"runs code that was replaced since lowtide looked at it ({code.exchanged()})"
+    return _why_not_weight(linear) if why_not is None else why_not
+
+
+def _why_not_weight(linear: Any) -> str | None:
     weight, bnb = linear.weight, sys.modules["bitsandbytes"]
     state = getattr(weight, "quant_state", None)
-    if why_not is None and (type(weight) is not bnb.nn.Params4bit or state is None):
-        why_not = "is a Linear4bit whose weight is not quantised yet, or sharded"
-    elif why_not is None and getattr(state, "packing_format_for_cpu", False):
-        why_not = "is a Linear4bit whose weight an evaluation on this CPU has packed in another order"
-    elif why_not is None and (weight.requires_grad or tuple(state.shape) != (linear.out_features, linear.in_features)):
-        why_not = "is a Linear4bit of another form than bitsandbytes'"
-    return why_not
+    if type(weight) is not bnb.nn.Params4bit or state is None:
+        return "is a Linear4bit whose weight is not quantised yet, or sharded"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "is a Linear4bit whose weight an evaluation on this CPU has packed in another order"
+    if weight.requires_grad or tuple(state.shape) != (linear.out_features, linear.in_features):
+        return "is a Linear4bit of another form than bitsandbytes makes it"
+    return None
 
 
 def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
@@ -67,8 +72,7 @@ def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
 
 def packed_weight(linear: Any, dtype: torch.dtype) -> Packed:
     """Return the weight of a `Linear4bit` for GEMMs in ``dtype``."""
-    # a plain tensor of the same memory: a Parameter's class has rules of its own
-    return Packed.of(linear.weight.as_subclass(Tensor), linear.weight.quant_state, dtype)
+    return Packed.of(linear.weight, linear.weight.quant_state, dtype)
 
 
 def kind_of(linear: Any) -> str:
@@ -84,23 +88,19 @@ def rounds_input(module: nn.Module) -> bool:
 def _why_not_kind(kind: Any) -> str | None:
     """Return why a layer of this class is not ``x W^T + b`` of its dequantised weight, on a small one on the CPU."""
     bnb: Any = sys.modules["bitsandbytes"]
-    for nested in (False, True):
-        settings = {"compress_statistics": nested, "device": "meta"}
-        if kind is bnb.nn.Linear4bit:
-            settings["quant_type"] = "nf4"
 
-        def probed(settings: Any = settings) -> Any:
-            layer = kind(_IN, _OUT, compute_dtype=torch.float32, **settings)
-            layer.weight = bnb.nn.Params4bit(
-                random(_OUT, _IN, seed=0), compress_statistics=nested, quant_type=layer.weight.quant_type, module=layer
-            ).to("cpu")
-            layer.bias = nn.Parameter(random(_OUT, seed=1))
-            x = random(3, _IN, seed=2)
-            with torch.enable_grad():  # in training: layers pack their weights for evaluation on some CPUs
-                got = layer.train()(x.requires_grad_()).detach()
-            return got, F.linear(x.detach(), packed_weight(layer, torch.float32).dense(), layer.bias.detach())
+    def both(nested: bool) -> Any:
+        settings = {"compress_statistics": nested}
+        layer = kind(_IN, _OUT, compute_dtype=torch.float32, device="meta", **settings)
+        settings["quant_type"] = layer.weight.quant_type
+        layer.weight = bnb.nn.Params4bit(random(_OUT, _IN, seed=0), module=layer, **settings).to("cpu")
+        layer.bias = nn.Parameter(random(_OUT, seed=1))
+        x = random(3, _IN, seed=2)
+        with torch.enable_grad():  # in training: for evaluation some CPUs have the weight in another order
+            got = layer.train()(x.requires_grad_()).detach()
+        return got, F.linear(x.detach(), packed_weight(layer, torch.float32).dense(), layer.bias.detach())
 
-        pair = outcome(probed)
+    for pair in (outcome(functools.partial(both, nested)) for nested in (False, True)):
         if not isinstance(pair, tuple) or not agree(pair[0], pair[1], _TOLERANCE):
             return f"is a {kind.__name__} that is not a product with its dequantised weight"
     return None

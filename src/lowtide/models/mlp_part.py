@@ -77,7 +77,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str, tuple[type,
         with_what = ", each rank with its part of them, unless one has hooks there"
     types = tuple(map(type, others))
     found = probe.settings_of((module, *others), probe.code_of((base, *types)))
-    kinds = sorted({kind_of(layer.base) for layer in layers if is_four_bit(layer.base)})
+    kinds = sorted({kind_of(layer.base) for layer in layers if layer.four_bit})
     if kinds:
         with_what += f", {' and '.join(kinds)} weights dequantised for one GEMM at a time"
     kept = f"gate and up, one projection ({joined})" if joined else "gate and up"
@@ -103,18 +103,17 @@ def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
 
 def _are_plain(layers: tuple[AdaptedLinear, ...], others: tuple[nn.Module, ...]) -> bool:
     """Whether nothing but the projections' own code runs; `adapted_linear` has looked at that of `Linear4bit`."""
-    linears = [linear for layer in layers for linear in layer.linears]
-    packed = [linear for linear in linears if is_four_bit(linear)]
-    plain = tuple(linear for linear in linears if linear not in packed) if packed else tuple(linears)
+    linears = tuple(linear for layer in layers for linear in layer.linears[layer.four_bit :])
+    packed = (layer.base for layer in layers if layer.four_bit)
     around = (module for layer in layers for module in layer.around)
-    return are_plain_linears(plain, (*others, *packed, *around))
+    return are_plain_linears(linears, (*others, *packed, *around))
 
 
-def _parameters(layers: tuple[AdaptedLinear, ...]) -> list[nn.Parameter]:
+def _parameters(layers: tuple[AdaptedLinear, ...]) -> list[Tensor]:
     """Return the Parameters of every linear layer; a weight in 4 bits, of a class of its own, is not among them."""
-    linears = [linear for layer in layers for linear in layer.linears]
-    parameters = [None if is_four_bit(linear) else linear.weight for linear in linears]
-    return [p for p in (*parameters, *(linear.bias for linear in linears)) if p is not None]
+    dense = [(p.weight, p.bias) for layer in layers for p in layer.linears[layer.four_bit :]]
+    packed = [(layer.base.bias,) for layer in layers if layer.four_bit]
+    return [p for pair in (*dense, *packed) for p in pair if p is not None]
 
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -178,7 +177,7 @@ def overrides(
         tile: int | None = getattr(self, TILE, None)
         if layers is None:
             return base.forward(self, *args, **kwargs)
-        packed = any(is_four_bit(layer.base) for layer in layers)
+        packed = _has_packed(layers)
         dtype = _dtype(args[0], layers) if packed else None
         if mesh is not None:
             return run_sharded(args[0], layers, mesh, activation, level, tile)
@@ -238,11 +237,17 @@ def _projections(
     return (layers, mesh) if why_not is None else (None, None)
 
 
+def _has_packed(layers: tuple[AdaptedLinear, ...]) -> bool:
+    """Whether a projection is in 4 bits."""
+    return True in [layer.four_bit for layer in layers]
+
+
 def _fits(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> bool:
-    if any(is_four_bit(layer.base) for layer in layers):
-        return x.is_floating_point() and _dtype(x, layers) is not None
-    alike = all(layer.base.weight.dtype == x.dtype for layer in layers)
-    return x.is_floating_point() and (alike or is_autocast_on(x.device.type))
+    if not x.is_floating_point():
+        return False
+    if _has_packed(layers):
+        return _dtype(x, layers) is not None
+    return all(layer.base.weight.dtype == x.dtype for layer in layers) or is_autocast_on(x.device.type)
 
 
 def _dtype(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> torch.dtype | None:
@@ -250,8 +255,7 @@ def _dtype(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> torch.dtype | None:
 
     A dense one among them computes in the dtype of ``x``, unless autocast changes that.
     """
-    dense = [layer.base.weight.dtype for layer in layers if not is_four_bit(layer.base)]
-    if dense and is_autocast_on(x.device.type):
-        return None
-    dtypes = {*dense, *([x.dtype] if dense else []), *(gemm_dtype(l.base, x) for l in layers if is_four_bit(l.base))}
+    dtypes = {gemm_dtype(layer.base, x) if layer.four_bit else layer.base.weight.dtype for layer in layers}
+    if not all(layer.four_bit for layer in layers):
+        dtypes.add(None if is_autocast_on(x.device.type) else x.dtype)
     return dtypes.pop() if len(dtypes) == 1 else None

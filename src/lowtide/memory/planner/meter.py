@@ -140,7 +140,7 @@ def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
     """Return the bytes that live inside an operator, beside what it is given and returns."""
     if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
         call = SwigluCall(*args[: len(SwigluCall._fields)])
-        gate = call.tokens * call.width * call.input.element_size()
+        gate = call.tokens * call.down_shape[1] * call.input.element_size()
         return int(tensors[given[-1].dim() == 2] * gate)
     if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
         query, key = args[1], args[2]
