@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from four_bit import four_bit_layer
 from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise
 from lowtide.mlp.call import JOINED, Adapter, Projection, SwigluCall, Wanted
@@ -19,7 +20,7 @@ from lowtide.mlp.packed import Packed
 from lowtide.mlp.swiglu import adapted_mlp
 from support import relative_error
 
-bnb = pytest.importorskip("bitsandbytes")
+pytest.importorskip("bitsandbytes")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
 
@@ -30,13 +31,12 @@ def layer(
     rows: int, columns: int, dtype: torch.dtype, kind: str = "nf4", *, bias: bool = False, block: int = 64
 ) -> Any:
     """A Linear4bit of random weights that computes in ``dtype``; its scales are quantised for "nested"."""
-    settings = {"compress_statistics": False, "quant_type": kind[:3], **KINDS[kind]}
-    made = bnb.nn.Linear4bit(columns, rows, bias=bias, compute_dtype=dtype, device="meta", **settings)
-    weight = torch.randn(rows, columns) * columns**-0.5
-    made.weight = bnb.nn.Params4bit(weight, blocksize=block, module=made, **settings).to("cpu")
+    plain = torch.nn.Linear(columns, rows, bias=bias)
+    with torch.no_grad():
+        plain.weight.normal_(std=columns**-0.5)
     if bias:
-        made.bias = torch.nn.Parameter(torch.randn(rows).to(dtype))
-    return made
+        plain.bias = torch.nn.Parameter(torch.randn(rows).to(dtype))
+    return four_bit_layer(plain, dtype, quant_type=kind[:3], blocksize=block, **KINDS[kind])
 
 
 def packed(linear: Any, dtype: torch.dtype) -> Packed:

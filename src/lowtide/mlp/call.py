@@ -129,11 +129,10 @@ class SwigluCall(NamedTuple):
     @property
     def weights(self) -> tuple[Weight, Weight | None, Weight]:
         """Return the weights of gate, up and down, dense or in 4 bits."""
-        own: Any = (self.gate_weight, self.up_weight, self.down_weight)
-        if self.packed:
-            found = packed_of(self.packed, (self.gate_form, self.up_form, self.down_form), self.dtype)
-            own = tuple(weight if one is None else one for weight, one in zip(own, found, strict=True))
-        return own  # type: ignore[no-any-return]
+        plain: Any = (self.gate_weight, self.up_weight, self.down_weight)
+        found = packed_of(self.packed, (self.gate_form, self.up_form, self.down_form), self.dtype)
+        gate, up, down = (weight if one is None else one for weight, one in zip(plain, found, strict=True))
+        return gate, up, down
 
     @property
     def down_shape(self) -> Sequence[int]:
@@ -156,7 +155,8 @@ class SwigluCall(NamedTuple):
     @property
     def projections(self) -> tuple[Parts, Parts, Parts]:
         """Return gate, up and down. Gate and up of one projection are views of its rows, with the same A."""
-        of_gate, of_up, of_down = self.weights
+        plain: Any = (self.gate_weight, self.up_weight, self.down_weight)
+        of_gate, of_up, of_down = self.weights if self.packed else plain
         gate = (of_gate, self.gate_bias, self.gate_a, self.gate_b, self.gate_scale, self.gate_dropout)
         down = (of_down, self.down_bias, self.down_a, self.down_b, self.down_scale, self.down_dropout)
         if of_up is not None:

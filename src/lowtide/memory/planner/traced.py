@@ -104,7 +104,7 @@ def _quantised(settings: Mapping[str, Any]) -> str:
     method = str(config.get("quant_method") if isinstance(config, Mapping) else config)
     if method not in _DEQUANTISED:
         expected = f"unset, or weights that transformers can load in 16 bits ({', '.join(_DEQUANTISED)})"
-        hint = "Plan its config without quantization_config: an upper bound, as no weights are planned in fewer bits."
+        hint = "Plan its config without quantization_config: an upper bound."
         raise ArgumentValueError(message("quantization_config", expected, method, hint))
     return method
 
