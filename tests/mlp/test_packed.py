@@ -20,7 +20,7 @@ from lowtide.mlp.packed import Packed
 from lowtide.mlp.swiglu import adapted_mlp
 from support import relative_error
 
-pytest.importorskip("bitsandbytes")
+bnb = pytest.importorskip("bitsandbytes")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
 
@@ -44,8 +44,11 @@ def packed(linear: Any, dtype: torch.dtype) -> Packed:
 
 
 def exact(linear: Any) -> Tensor:
-    """The weight that 4 bits hold, in float64."""
-    return packed(linear, torch.float32).dense().double()
+    """The weight that 4 bits hold, in float64, by bitsandbytes itself."""
+    state = linear.weight.quant_state
+    assert state.dtype == torch.float32
+    dense: Tensor = bnb.functional.dequantize_4bit(linear.weight.data, state)
+    return dense.double()
 
 
 def adapter(rows: int, columns: int, dtype: torch.dtype) -> Adapter:
