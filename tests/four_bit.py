@@ -30,4 +30,6 @@ def in_four_bits(model: nn.Module, dtype: torch.dtype, *, skip: tuple[str, ...] 
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and name.rpartition(".")[2] not in skip:
             model.set_submodule(name, four_bit_layer(module, dtype, **settings))
-    return model
+    made: Any = model
+    made.is_loaded_in_4bit = True  # for peft, which has LoRA layers of its own for these
+    return made
