@@ -17,6 +17,7 @@ from lowtide.memory import ActivationPolicy, Adapters, plan_memory
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.layer_costs import backward_transients, forward_transients, layer_cost
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
@@ -46,7 +47,10 @@ def test_bytes_of_llama_3_8b(nested: bool, bits: float) -> None:
     assert StepCosts(plain).weights == plain.weight_bytes + adapters
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text"])
+# the last two have no formulas: their layers are traced
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "falcon_h1"]
+)
 @pytest.mark.parametrize("nested", [False, True])
 def test_bytes_are_those_of_a_model(model_type: str, nested: bool) -> None:
     transformers = pytest.importorskip("transformers")
@@ -114,6 +118,19 @@ def test_what_is_refused(model: dict[str, Any], more: dict[str, Any], error: str
     config = {**SHAPES["llama-3.2-1b"], "quantization_config": {**config_of(nested=False), **model}}
     with pytest.raises(ArgumentValueError, match=error):
         plan_memory(config, 64, 1, device="h100", **{"adapters": Adapters(4), **more})
+
+
+def test_traced_layers_have_one_dense_weight_too() -> None:
+    pytest.importorskip("transformers")
+    olmo = {"model_type": "olmo2", **TINY, "tie_word_embeddings": False, "pad_token_id": 0}
+    planned, plain = (replace(job(olmo, nested=nested), adapters=1000) for nested in (True, None))
+    assert planned.shape.traced is not None
+    policy = ActivationPolicy(mlp_level=1)
+    ours, theirs = (LayerCosts(one)[policy] for one in (planned, plain))
+    dense = int(128 * 384 * (2 + 4 / 64))
+    assert (ours.forward_bytes - theirs.forward_bytes, ours.backward_bytes - theirs.backward_bytes) == (dense, dense)
+    assert ours.saved == theirs.saved
+    assert ours.forward > theirs.forward
 
 
 def test_a_mixture_of_experts_is_refused() -> None:

@@ -29,7 +29,7 @@ def config_of(*, nested: bool) -> dict[str, Any]:
     }
 
 
-def four_bit(settings: Mapping[str, Any], *, experts: int) -> str:
+def four_bit(settings: Mapping[str, Any], *, experts: int = 0) -> str:
     """Return how a config's layers are in 4 bits: `SINGLE` or `NESTED`; "": they are not.
 
     Raises:

@@ -93,6 +93,8 @@ class Job:
         shape = self.shape
         if not shape.four_bit:
             return 0
+        if shape.traced is not None:
+            return int(shape.traced.largest_linear * (self.narrow + SCALES))
         wide = (1 + shape.stacked) * shape.intermediate
         wide = max(wide, shape.query_width + 2 * shape.kv_width if shape.stacked else shape.query_width)
         return int(shape.hidden * wide * (self.narrow + SCALES))

@@ -145,9 +145,11 @@ class ModelShape(_Layout):
     @property
     def packed_params(self) -> int:
         """Return the parameters that are in 4 bits: those of all linear layers but the output layer."""
+        if not self.four_bit or self.traced is not None:
+            return self.traced.linear_params if self.four_bit and self.traced is not None else 0
         biases = (self.query_width + 2 * self.kv_width) * self.qkv_bias + self.hidden * self.output_bias
         one = self.projection_params - biases + 3 * self.hidden * self.intermediate
-        return self.layers * one if self.four_bit else 0
+        return self.layers * one
 
     @property
     def packed_bytes(self) -> int:
@@ -246,6 +248,7 @@ def _by_layers(settings: Mapping[str, Any]) -> ModelShape:
         windows=_windows_of(settings, layers),
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=size("max_position_embeddings"),
+        four_bit=four_bit(settings),
         part_of=str(settings.get("part_of", "")),
         traced=traced,
     )
