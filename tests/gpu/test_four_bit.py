@@ -94,6 +94,15 @@ def test_no_further_from_float64_than_bitsandbytes(dtype: torch.dtype, nested: b
     assert all(torch.equal(a, b) for a, b in zip(got, graded(run()), strict=True)), "not the same from run to run"
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("rows", [slice(0, 256), slice(256, 512), slice(0, 512, 2)])
+def test_rows_of_one_projection(nested: bool, rows: slice) -> None:
+    linear = four_bit_layer(torch.nn.Linear(64, 512, device="cuda"), torch.float32, compress_statistics=nested)
+    whole = Packed.of(linear.weight, linear.weight.quant_state, torch.float32)
+    expected = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)[rows]
+    torch.testing.assert_close(whole[rows].dense(), expected, rtol=1e-6, atol=0)
+
+
 def model_of(level: int | None, *, nested: bool) -> Any:
     """Four of Llama-3-8B's layers in NF4 with LoRA on all of them, patched with its MLPs at a level; None: stock."""
     torch.manual_seed(0)

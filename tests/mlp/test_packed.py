@@ -294,3 +294,31 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
     y.sum().backward()
     assert y.shape == x.grad.shape == shape
     assert (gate.adapter.a.grad == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("F", "columns"), [(250, 34), (256, 34), (256, 64)])
+@pytest.mark.parametrize("joined", [name for name in JOINED if name])
+def test_rows_of_one_projection(kind: str, F: int, columns: int, joined: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that share no scale with the others are dequantised alone."""
+    linear = layer(2 * F, columns, torch.float32, kind)
+    made: list[int] = []
+    stock = bnb.functional.dequantize_4bit
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = stock(*args, **kwargs)
+        made.append(result.numel())
+        return result
+
+    expected = exact(linear)
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", watch)
+    whole = packed(linear, torch.float32)
+    for rows in JOINED[joined](F):
+        assert rows is not None
+        torch.testing.assert_close(whole[rows].dense().double(), expected[rows], rtol=1e-6, atol=0)
+        assert whole[rows].shape == (F, columns)
+    shared = 64 * 256 if "nested" in kind else 64
+    alone = F * columns % shared == 0 and joined != "interleaved"
+    assert made == [F * columns * (1 if alone else 2)] * 2
+    whole.dense()
+    assert made[-1] == 2 * F * columns

@@ -52,6 +52,17 @@ class Packed:
         kind, *numbers = self.form.split()
         block, outer_block, F, D = map(int, numbers)
         data, scales, *outer = (tensor.as_subclass(Tensor) for tensor in self.tensors)  # a Parameter's class has rules
+        start, stop, step = (self.rows or slice(None)).indices(F)
+        shared = block * max(1, outer_block)  # values
+        apart = step == 1 and start * D % shared == 0 and (stop == F or stop * D % shared == 0)
+        if apart and stop - start < F:  # rows that share no scale with others: those alone
+
+            def part(tensor: Tensor, values: int) -> Tensor:
+                return tensor.reshape(-1)[start * D // values : -(-stop * D // values)]
+
+            data, scales = part(data.reshape(-1).view(torch.uint8), 2), part(scales, block)
+            outer[:1] = [part(one, shared) for one in outer[:1]]
+            F = stop - start
         state2 = offset = None
         if outer:
             state2 = functional.QuantState(outer[0], code=outer[1], blocksize=outer_block, dtype=torch.float32)
@@ -60,7 +71,7 @@ class Packed:
             scales, (F, D), blocksize=block, quant_type=kind, dtype=self.dtype, offset=offset, state2=state2
         )
         whole: Tensor = functional.dequantize_4bit(data.reshape(-1, 1), state).reshape(F, D)
-        return whole if self.rows is None else whole[self.rows]
+        return whole if apart or self.rows is None else whole[self.rows]
 
 
 Weight = Tensor | Packed
