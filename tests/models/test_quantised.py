@@ -16,7 +16,7 @@ pytestmark = [
     *DYNAMO,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # peft's calls
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Merge lora module to .-bit linear:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(Merge|Unmerge) lora module to .-bit linear:UserWarning"),
 ]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # blocks of 64 numbers share a scale
 BITS = {"4bit": "Linear4bit", "8bit": "Linear8bitLt"}
@@ -258,3 +258,44 @@ def test_compiled_without_graph_breaks(quantised, batch, ran):
     through = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same_training(model, stock, batch, through=through, gradients=1e-5, rtol=1e-5, atol=1e-5)
     assert ran["adapted_mlp"] == 2
+
+
+def test_fp8_layers_are_reported(build):
+    """transformers' own, whose kernels round the input too: they are built here, and cannot run on a CPU."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = fp8.FP8Linear(16, 24, block_size=(8, 8))
+    report = lowtide.patch(model)
+    reason = "left as it is: gate_proj is a FP8Linear, not a plain torch.nn.Linear, and rounds its input too"
+    assert report.parts["mlp"].outcome == reason
+    assert report.parts["norm"].patched
+
+
+def test_adapters_that_are_merged_or_disabled(quantised, batch, ran):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
+    pair = []
+    for model in [quantised("4bit") for _ in range(2)]:
+        torch.manual_seed(2)
+        pair.append(peft.get_peft_model(model, config).train())
+    lowtide.patch(pair[0])
+    for m in pair:
+        m.enable_input_require_grads()
+
+    def losses():
+        return [m(**batch).loss for m in pair]
+
+    plain = losses()
+    torch.testing.assert_close(*plain)
+    with pair[0].disable_adapter(), pair[1].disable_adapter():
+        torch.testing.assert_close(*losses())
+    for m in pair:
+        m.merge_adapter()  # the sum is quantised anew
+    merged = losses()
+    torch.testing.assert_close(*merged)
+    assert not torch.equal(merged[0], plain[0])
+    for m in pair:
+        m.unmerge_adapter()
+    torch.testing.assert_close(*losses())
+    assert ran["adapted_mlp"] == 4 * 2
