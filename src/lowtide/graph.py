@@ -23,6 +23,7 @@ TWICE = (
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
     float: "float", float | None: "float?", float | Tensor | None: "float?", bool: "bool", int | None: "SymInt?",
+    Sequence[Tensor]: "Tensor[]",
 }  # fmt: skip
 
 

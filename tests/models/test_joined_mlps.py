@@ -376,7 +376,7 @@ def test_fsdp(one_process, pair, batch, ran):
 def test_generating_on_a_cpu_looks_at_nothing(build, batch, monkeypatch):
     model = build("phi3")
     lowtide.patch(model, norm=False, rope=False)
-    monkeypatch.setattr(mlp_part, "adapted_linear", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr(mlp_part, "adapted_linear", lambda *_, **__: pytest.fail("looked"))
     with torch.no_grad():
         model(**batch)
     with pytest.raises(pytest.fail.Exception):

@@ -1,4 +1,4 @@
-"""bitsandbytes' layers, loaded as transformers loads them: left as they came, and everything else fused."""
+"""bitsandbytes' layers, loaded as transformers loads them: MLPs in 4 bits run fused, other layers as they came."""
 
 import copy
 
@@ -16,24 +16,27 @@ pytestmark = [
     *DYNAMO,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # peft's calls
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Merge lora module to .-bit linear:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(Merge|Unmerge) lora module to .-bit linear:UserWarning"),
 ]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # blocks of 64 numbers share a scale
 BITS = {"4bit": "Linear4bit", "8bit": "Linear8bitLt"}
+OF_4_BITS = "NF4 weights dequantised for one GEMM at a time"
+OF_8_BITS = "Linear8bitLt, not {}a plain torch.nn.Linear, and rounds its input too"
 
 
 @pytest.fixture
 def quantised(build, tmp_path):
     """A model as from_pretrained makes it with a quantization_config: all layers but those named."""
 
-    def load(bits, skip=("lm_head",), dtype=torch.float32, **settings):
+    def load(bits, skip=("lm_head",), dtype=torch.float32, name="llama", sizes=(), **settings):
         if not (tmp_path / "plain").exists():
-            build("llama", **SIZES).save_pretrained(tmp_path / "plain")
+            build(name, **{**SIZES, **dict(sizes)}).save_pretrained(tmp_path / "plain")
         own = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype, **settings} if bits == "4bit" else {}
         config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}": True}, llm_int8_skip_modules=list(skip), **own)
-        return transformers.LlamaForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "plain", quantization_config=config, dtype=dtype, device_map="cpu"
         )
+        return model.train()  # from_pretrained evaluates, for which bitsandbytes packs weights anew on some CPUs
 
     return load
 
@@ -54,11 +57,16 @@ def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch, ran):
     assert type(stock.model.layers[0].mlp.up_proj) is (torch.nn.Linear if mlp_is_plain else getattr(bnb.nn, kind))
     expect_calls(report, int(head_is_plain), int(not head_is_plain))
     assert ran["swiglu_mlp"] == 2 * mlp_is_plain
+    assert ran["adapted_mlp"] == 2 * (bits == "4bit" and not mlp_is_plain)
     if not head_is_plain:
         reason = f"left as it is: the output embedding is a {kind}, not a plain torch.nn.Linear"
         assert report.parts["loss"].outcome == reason
     if not mlp_is_plain:
-        assert report.parts["mlp"].outcome == f"left as it is: gate_proj is a {kind}, not a plain torch.nn.Linear"
+        outcomes = {
+            "4bit": f"runs as lowtide.swiglu_mlp (silu), which keeps gate and up, {OF_4_BITS}",
+            "8bit": f"left as it is: gate_proj is a {OF_8_BITS.format('')}",
+        }
+        assert report.parts["mlp"].outcome == outcomes[bits]
     assert report.parts["norm"].patched
     assert report.parts["rope"].patched
 
@@ -86,11 +94,16 @@ def test_qlora(bits, order, dtype, quantised, batch, ran):
         report = lowtide.patch(model)
     compare(model, stock, batch, rtol=1e-5 if dtype == torch.float32 else 5e-2)
     expect_calls(report, 1)
-    assert ran["swiglu_mlp"] == ran["adapted_mlp"] == 0
+    assert ran["swiglu_mlp"] == 0
+    assert ran["adapted_mlp"] == 4 * (bits == "4bit"), "two layers, each recomputed"
     lowtide.patch(model)
     assert "LoRA with it" in report.parts["loss"].outcome
-    reason = f"left as it is: gate_proj is LoRA on a {BITS[bits]}, not on a plain torch.nn.Linear"
-    assert report.parts["mlp"].outcome == reason
+    where = "LoRA on gate_proj, up_proj, down_proj with it"
+    outcomes = {
+        "4bit": f"runs as lowtide.swiglu_mlp (silu), which keeps gate and up, {where}, {OF_4_BITS}",
+        "8bit": f"left as it is: gate_proj is LoRA on a {OF_8_BITS.format('on ')}",
+    }
+    assert report.parts["mlp"].outcome == outcomes[bits]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -118,3 +131,171 @@ def test_a_quantised_model_is_saved_and_copied_as_stock(quantised, batch, tmp_pa
         assert file.read_bytes() == (tmp_path / "ours" / file.name).read_bytes(), file.name
     lowtide.unpatch(model)
     assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in stock.named_modules()}
+
+
+def at_level(model, level):
+    for module in model.modules():
+        if hasattr(module, "checkpoint_level"):
+            module.checkpoint_level = level
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "sizes", "settings"),
+    [
+        ("llama", {"mlp_bias": True}, {"bnb_4bit_use_double_quant": True}),
+        ("phi3", {}, {}),
+        ("glm4", {}, {"bnb_4bit_quant_type": "fp4"}),
+        ("gemma2", {}, {"bnb_4bit_quant_storage": torch.bfloat16}),
+        ("qwen3", {}, {"bnb_4bit_compute_dtype": None}),
+        ("mistral", {}, {"skip": ("lm_head", "up_proj")}),
+    ],
+)
+def test_model_types_and_forms(name, sizes, settings, level, quantised, batch, ran):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "qkv_proj", "up_proj", "gate_up_proj", "down_proj"])
+    pair = []
+    for model in [quantised("4bit", name=name, sizes=sizes, **settings) for _ in range(2)]:
+        torch.manual_seed(2)
+        pair.append(peft.get_peft_model(model, config).train())
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                if "lora_B" in key:
+                    p.normal_()
+    lowtide.patch(pair[0])
+    at_level(pair[0], level)
+    compare(*pair, batch)
+    assert ran["adapted_mlp"] == 2
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_inputs_in_float32_and_autocast(level, dtype, autocast, quantised, batch, ran):
+    """prepare_model_for_kbit_training leaves norms and hidden states in float32, and the layers compute in bfloat16."""
+    peft = pytest.importorskip("peft")
+    models = [quantised("4bit", dtype=dtype, bnb_4bit_compute_dtype=torch.bfloat16) for _ in range(2)]
+    models = [peft.prepare_model_for_kbit_training(m, use_gradient_checkpointing=False).train() for m in models]
+    for m in models:
+        m.enable_input_require_grads()
+        m.lm_head.weight.requires_grad_()
+    report = lowtide.patch(models[0])
+    at_level(models[0], level)
+
+    def loss(m):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return m(**batch).loss
+
+    values, grads = [], []
+    for m in models:
+        values.append(loss(m))
+        grads.append(torch.autograd.grad(values[-1], m.lm_head.weight)[0])
+    torch.testing.assert_close(*values, rtol=1e-2 if autocast else 1e-5, atol=0)
+    torch.testing.assert_close(*grads, rtol=0, atol=(2e-2 if autocast else 1e-4) * grads[1].abs().max().item())
+    expect_calls(report, 1)
+    assert ran["adapted_mlp"] == 2
+
+
+def test_level_1_saves_the_inputs_alone(quantised, batch):
+    model, stock = quantised("4bit"), quantised("4bit")
+    lowtide.patch(model, loss=False, norm=False, rope=False)
+    tokens, width = batch["input_ids"].numel(), SIZES["intermediate_size"]
+    wide = {}
+    for level in (0, 1, None):
+        m = stock if level is None else model
+        at_level(m, level)
+        m.enable_input_require_grads()
+        seen = []
+
+        def pack(tensor, seen=seen):
+            seen.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            m(**batch)
+        assert not any(t.numel() == width * SIZES["hidden_size"] for t in seen), "a dense weight is saved"
+        wide[level] = sum(t.numel() == tokens * width for t in seen)
+    assert wide[0] == 2 * 2
+    assert wide[1] == 0
+    assert wide[None] > wide[0]
+
+
+def test_what_the_fused_mlp_cannot_read_runs_as_it_came(quantised, batch, ran):
+    model, stock = quantised("4bit"), quantised("4bit")
+    report = lowtide.patch(model)
+    for m in (model, stock):
+        m.model.layers[0].mlp.up_proj.compute_dtype = torch.bfloat16
+        m.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
+    compare(model, stock, batch, rtol=1e-5)
+    assert ran["adapted_mlp"] == 0
+    assert report.parts["mlp"].patched
+    for m in (model, stock):
+        m.model.layers[0].mlp.up_proj.compute_dtype = torch.float32
+    compare(model, stock, batch, rtol=1e-5)
+    assert ran["adapted_mlp"] == 1
+
+
+def test_replaced_code_and_weights_that_are_not_quantised(quantised, batch, ran, monkeypatch):
+    model = quantised("4bit")
+    lowtide.patch(model)
+    other = bnb.matmul_4bit
+    monkeypatch.setattr(bnb, "matmul_4bit", lambda *args, **kwargs: 2 * other(*args, **kwargs))
+    doubled = model(**batch).loss
+    assert ran["adapted_mlp"] == 0
+    monkeypatch.undo()
+    assert model(**batch).loss != doubled
+    model = quantised("4bit")
+    model.model.layers[0].mlp.up_proj = bnb.nn.Linear4bit(64, 128, bias=False, quant_type="nf4")
+    report = lowtide.patch(model)
+    assert any("not quantised yet" in line.outcome for line in (report.parts["mlp"], *report.parts["mlp"].more))
+
+
+def test_compiled_without_graph_breaks(quantised, batch, ran):
+    model, stock = quantised("4bit"), quantised("4bit")
+    lowtide.patch(model)
+    at_level(model, 1)
+    torch._dynamo.reset()
+    through = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same_training(model, stock, batch, through=through, gradients=1e-5, rtol=1e-5, atol=1e-5)
+    assert ran["adapted_mlp"] == 2
+
+
+def test_fp8_layers_are_reported(build):
+    """transformers' own, whose kernels round the input too: they are built here, and cannot run on a CPU."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = fp8.FP8Linear(16, 24, block_size=(8, 8))
+    report = lowtide.patch(model)
+    reason = "left as it is: gate_proj is a FP8Linear, not a plain torch.nn.Linear, and rounds its input too"
+    assert report.parts["mlp"].outcome == reason
+    assert report.parts["norm"].patched
+
+
+def test_adapters_that_are_merged_or_disabled(quantised, batch, ran):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
+    pair = []
+    for model in [quantised("4bit") for _ in range(2)]:
+        torch.manual_seed(2)
+        pair.append(peft.get_peft_model(model, config).train())
+    lowtide.patch(pair[0])
+    for m in pair:
+        m.enable_input_require_grads()
+
+    def losses():
+        return [m(**batch).loss for m in pair]
+
+    plain = losses()
+    torch.testing.assert_close(*plain)
+    with pair[0].disable_adapter(), pair[1].disable_adapter():
+        torch.testing.assert_close(*losses())
+    for m in pair:
+        m.merge_adapter()  # the sum is quantised anew
+    merged = losses()
+    torch.testing.assert_close(*merged)
+    assert not torch.equal(merged[0], plain[0])
+    for m in pair:
+        m.unmerge_adapter()
+    torch.testing.assert_close(*losses())
+    assert ran["adapted_mlp"] == 4 * 2

@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowtide.memory import plan_memory
+from lowtide.mlp.packed import Packed
+from lowtide.mlp.swiglu import adapted_mlp
 from lowtide.train import TrainConfig, checkpoints
 from lowtide.train.run import run
 from lowtide.trl import patch_trl, unpatch_trl
@@ -254,3 +257,35 @@ def test_the_python_interface_returns_what_was_measured(
     assert (result.calls_materialised, result.saved) == (0, str(tmp_path / "out" / "model"))
     assert checkpoints.checkpoints(tmp_path / "out") == []
     assert json.loads((tmp_path / "out" / "run.json").read_text())["sequences"] == 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_base_in_4_bits(
+    nested: bool, tune: Tune, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the stock trainer to bfloat16's rounding, with MLPs that run fused and a plan for weights in 4 bits."""
+    bnb = pytest.importorskip("bitsandbytes")
+    # on some CPUs an evaluation packs weights anew, for kernels that do not train
+    monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: False)
+    plans, calls = [], []
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        plans.append(plan_memory(*args, **kwargs))
+        return plans[-1]
+
+    def mlp(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args[1].weight)
+        return adapted_mlp(*args, **kwargs)
+
+    monkeypatch.setattr("lowtide.train.activations.plan_memory", plan)
+    monkeypatch.setattr("lowtide.models.mlp_part.adapted_mlp", mlp)
+    lora = {**LORA, "lora_target_modules": ("q_proj", "gate_proj", "up_proj", "down_proj")}
+    arguments = tune("messages", **lora, load_in_4bit=True, use_bnb_nested_quant=nested or None)
+    stock = tuned(arguments, lowtide, tmp_path / "stock", "--no-patch")
+    assert not calls
+    assert tuned(arguments, lowtide, tmp_path / "out", "--memory-budget", "1GiB") == pytest.approx(stock, rel=1e-3)
+    assert len(stock) == 6
+    assert calls
+    assert all(isinstance(weight, Packed) for weight in calls)
+    assert ["double" in one.job.shape.four_bit for one in plans] == [nested]
+    assert plans[0].job.shape.four_bit

@@ -13,6 +13,7 @@ from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
+from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS, gpu_named
 from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS
 from lowtide.memory.planner.settings import read_settings
@@ -51,6 +52,8 @@ examples:
       a downloaded model's config; layers and optimizer states may be offloaded into 64 GiB of host memory
   lowtide plan --model config.json --seq-len 4096 --batch-size 8 --gpu rtx4090 --json plan.json --png plan.png
       the figures and the plot as files
+  lowtide plan --model llama-3-8b --seq-len 8192 --lora-rank 16 --load-in-4bit --gpu rtx4090
+      QLoRA: adapters over a frozen model in NF4
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
       rates measured on the GPU at hand; real steps, predicted beside measured"""
 
@@ -77,6 +80,8 @@ def add(parser: OneLineParser) -> None:
     add("--grad-accum", default=1, type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
     add("--lora-targets", nargs="+", metavar="NAME", help=f"the projections that are adapted (default: {targets})")
+    add("--load-in-4bit", action="store_true", help="the frozen layers in 4 bits (QLoRA), with --lora-rank")
+    add("--use-bnb-nested-quant", action="store_true", help="with --load-in-4bit: double quantisation")
     add("--attention-mask", action="store_true", help="attention takes a [T, T] mask, for packed documents")
     add("--no-fused-mlp", dest="fused_mlp", action="store_false", help="stock MLPs, as where lowtide.patch fuses none")
     add("--compile-layers", action="store_true", help="each layer through torch.compile, offloaded ones excepted")
@@ -111,6 +116,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
         raise ArgumentValueError(message("check", "a plan of full training, patched, without a mask", got))
     settings = _settings(arguments.model, arguments.layers)
+    if arguments.load_in_4bit:
+        settings["quantization_config"] = config_of(nested=arguments.use_bnb_nested_quant)
+    elif arguments.use_bnb_nested_quant:
+        raise ArgumentValueError(message("use_bnb_nested_quant", "--load-in-4bit beside it", "none"))
     if adapters is not None and (kind := numbers_alone(read_shape(settings))):
         hint = "In Python, pass how many parameters are trained: lowtide.memory.plan_memory(..., adapters=NUMBER)."
         raise ArgumentValueError(message("lora_rank", f"none for {kind}", str(adapters.rank), hint))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtide.arguments import operand_dtype
+from lowtide.mlp.packed import Packed, Weight, packed_of
 
 
 class Adapter(NamedTuple):
@@ -22,13 +23,13 @@ class Adapter(NamedTuple):
 class Projection(NamedTuple):
     """A projection of the MLP."""
 
-    weight: Tensor  # [out, in]
+    weight: Weight  # [out, in]
     bias: Tensor | None  # [out]
     adapter: Adapter | None = None
 
 
 # Of one projection, as plain tuples, which take the host less time: weight, bias, A, B, scale and dropout.
-Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float, float]
+Parts = tuple[Weight, Tensor | None, Tensor | None, Tensor | None, float, float]
 
 # Where the rows of gate and of up are in one projection [2F, D] of both; empty: they are two projections.
 JOINED: dict[str, Callable[[int], tuple[slice | None, slice | None]]] = {
@@ -42,13 +43,14 @@ JOINED: dict[str, Callable[[int], tuple[slice | None, slice | None]]] = {
 class SwigluCall(NamedTuple):
     """The arguments of `lowtide.swiglu_mlp`, checked, as plain tensors and scalars.
 
-    With ``joined`` gate's weight, bias and B have the rows of both, 2F, and those of up are None.
+    With ``joined`` gate's weight, bias and B have the rows of both, 2F, and those of up are None. A weight in 4 bits is
+    None as well, and in ``packed``: it is no activation, which what saves and moves activations would take it for.
     """
 
     input: Tensor  # [..., D]
-    gate_weight: Tensor  # [F, D]
+    gate_weight: Tensor | None  # [F, D]
     up_weight: Tensor | None  # [F, D]
-    down_weight: Tensor  # [D, F]
+    down_weight: Tensor | None  # [D, F]
     gate_bias: Tensor | None  # [F]
     up_bias: Tensor | None  # [F]
     down_bias: Tensor | None  # [D]
@@ -72,6 +74,11 @@ class SwigluCall(NamedTuple):
     down_dropout: float
     seed: int  # of the dropouts
     joined: str = ""  # a key of `JOINED`
+    # the tensors of gate, up and down where they are in 4 bits (`lowtide.mlp.packed`), and their forms, else empty
+    packed: Sequence[Tensor] = ()
+    gate_form: str = ""
+    up_form: str = ""
+    down_form: str = ""
 
     @classmethod
     def of(
@@ -87,6 +94,8 @@ class SwigluCall(NamedTuple):
     ) -> "SwigluCall":
         """Return a call, from the tensors from the input to the down projection's bias, and three adapters or none.
 
+        Each of the three weights may be `Packed`.
+
         The numbers are here and not defaults of the fields: torch.compile(dynamic=True) makes variables of those, which
         belong to the checkpoint or autograd node that reads them first, and no other node can read them.
         """
@@ -99,7 +108,16 @@ class SwigluCall(NamedTuple):
             low_rank_dtype = operand_dtype(next((side for side in sides if side is not None), tensors[0]))
             seed = int(torch.randint(2**48, (), device="cpu")) if any(dropouts) else 0
         settings = (dtype, activation, checkpoint_level, tile_tokens)
-        fields: list[Any] = [*tensors, *settings, *sides, low_rank_dtype, *scales, *dropouts, seed, joined]
+        packed: list[Tensor] = []
+        forms = ["", "", ""]
+        if Packed in (type(tensors[1]), type(tensors[2]), type(tensors[3])):  # not any(), which takes the host longer
+            tensors = list(tensors)
+            for i, weight in enumerate(tensors[1:4]):
+                if type(weight) is Packed:
+                    tensors[1 + i], forms[i] = None, weight.form
+                    packed += weight.tensors
+        numbers = (low_rank_dtype, *scales, *dropouts, seed)
+        fields: list[Any] = [*tensors, *settings, *sides, *numbers, joined, packed, *forms]
         return cls(*fields)
 
     @property
@@ -119,6 +137,20 @@ class SwigluCall(NamedTuple):
         return cls(*trained[:7], *scalars[:4], *trained[7:], *scalars[4:])  # type: ignore[arg-type]
 
     @property
+    def weights(self) -> tuple[Weight, Weight | None, Weight]:
+        """Return the weights of gate, up and down, dense or in 4 bits."""
+        plain: Any = (self.gate_weight, self.up_weight, self.down_weight)
+        found = packed_of(self.packed, (self.gate_form, self.up_form, self.down_form), self.dtype)
+        gate, up, down = (weight if one is None else one for weight, one in zip(plain, found, strict=True))
+        return gate, up, down
+
+    @property
+    def down_shape(self) -> Sequence[int]:
+        """Return [D, F]."""
+        weight = self.weights[2] if self.down_weight is None else self.down_weight
+        return weight.shape
+
+    @property
     def recomputed_from(self) -> tuple[Tensor, ...]:
         """Return the parameters that gate and up are computed from."""
         parameters = (self.gate_weight, self.up_weight, self.gate_bias, self.up_bias)
@@ -128,16 +160,19 @@ class SwigluCall(NamedTuple):
     @property
     def rows(self) -> tuple[slice | None, slice | None]:
         """Return the rows of gate and of up in their one projection; None: each has its own."""
-        return JOINED[self.joined](self.down_weight.shape[1])
+        return JOINED[self.joined](self.down_shape[1]) if self.joined else (None, None)
 
     @property
     def projections(self) -> tuple[Parts, Parts, Parts]:
         """Return gate, up and down. Gate and up of one projection are views of its rows, with the same A."""
-        gate = (self.gate_weight, self.gate_bias, self.gate_a, self.gate_b, self.gate_scale, self.gate_dropout)
-        down = (self.down_weight, self.down_bias, self.down_a, self.down_b, self.down_scale, self.down_dropout)
-        if self.up_weight is not None:
-            up = (self.up_weight, self.up_bias, self.up_a, self.up_b, self.up_scale, self.up_dropout)
+        plain: Any = (self.gate_weight, self.up_weight, self.down_weight)
+        of_gate, of_up, of_down = self.weights if self.packed else plain
+        gate = (of_gate, self.gate_bias, self.gate_a, self.gate_b, self.gate_scale, self.gate_dropout)
+        down = (of_down, self.down_bias, self.down_a, self.down_b, self.down_scale, self.down_dropout)
+        if of_up is not None:
+            up = (of_up, self.up_bias, self.up_a, self.up_b, self.up_scale, self.up_dropout)
             return gate, up, down
+        weight: Any
         weight, bias, a, b, scale, dropout = gate
         first, second = (
             (weight[rows], bias if bias is None else bias[rows], a, b if b is None else b[rows], scale, dropout)
@@ -153,7 +188,7 @@ class SwigluCall(NamedTuple):
     @property
     def output_shape(self) -> tuple[int, ...]:
         """Return the shape [..., D] of the output."""
-        return (*self.input.shape[:-1], self.down_weight.shape[0])
+        return (*self.input.shape[:-1], self.down_shape[0])
 
     @property
     def wide(self) -> torch.dtype:
@@ -271,5 +306,5 @@ def _of_adapter(call: SwigluCall, projection: Parts, of_a: bool, of_b: bool, *, 
     return reads_a * _flop(call, a) + reads_b * _flop(call, b)
 
 
-def _flop(call: SwigluCall, *weights: Tensor | None) -> int:
+def _flop(call: SwigluCall, *weights: Weight | None) -> int:
     return 2 * call.tokens * sum(weight.numel() for weight in weights if weight is not None)

@@ -65,7 +65,7 @@ def _backward(
 
 def _fake_projections(*fields: Any) -> tuple[Tensor, Tensor]:
     call = SwigluCall(*fields)
-    shape = (call.tokens, call.down_weight.shape[1])
+    shape = (call.tokens, call.down_shape[1])
     return call.input.new_empty(shape, dtype=call.dtype), call.input.new_empty(shape, dtype=call.dtype)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lowtide.mlp.call import SwigluCall, Wanted, of_both
 from lowtide.mlp.elementwise import gated, gated_backward
 from lowtide.mlp.low_rank import LowRank
+from lowtide.mlp.packed import Packed, Weight
 from lowtide.mlp.products import RowSum, Sum, multiply
 
 
@@ -23,7 +24,7 @@ def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
     if len(tiles) == 1:
         x = _operand(x_ND, call.dtype)
         return gate.output(x, None, 0), up.output(x, None, 0)
-    shape = (call.tokens, call.down_weight.shape[1])
+    shape = (call.tokens, call.down_shape[1])
     gate_NF, up_NF = (x_ND.new_empty(shape, dtype=call.dtype) for _ in range(2))
     for tile in tiles:
         x = _operand(x_ND[tile], call.dtype)
@@ -165,7 +166,7 @@ def _backward_tile(
 class _Projection:
     """``x W^T + b`` and its adapter's part, during one pass, with the gradients that are needed."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, adapter: LowRank | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, adapter: LowRank | None, dtype: torch.dtype) -> None:
         self._stored, self._bias, self.adapter, self._dtype = weight, bias, adapter, dtype
         self._operand: Tensor | None = None
         self.weight_sum: Sum | RowSum | None = None
@@ -173,7 +174,12 @@ class _Projection:
 
     @property
     def weight(self) -> Tensor:
-        """Return W in the operands' dtype; cast when first read, so that the first GEMM need not wait for all casts."""
+        """Return W in the operands' dtype; cast when first read, so that the first GEMM need not wait for all casts.
+
+        One in 4 bits is dequantised for each GEMM, and freed after it.
+        """
+        if isinstance(self._stored, Packed):
+            return _operand(self._stored.dense(), self._dtype)
         if self._operand is None:
             self._operand = _operand(self._stored, self._dtype)
         return self._operand

@@ -9,6 +9,7 @@ from lowtide.code import MODULE_HOOKS
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.mlp.call import Adapter, Projection, SwigluCall
 from lowtide.mlp.operators import WRITTEN_OUT, run
+from lowtide.mlp.packed import Packed
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 LEVELS = (0, 1)
@@ -141,17 +142,19 @@ def adapted_mlp(
     none = Adapter(None, None, 1.0, 0.0)
     adapters = [none if p is None or p.adapter is None else p.adapter for p in projections]
     weights, biases = ([None if p is None else p[i] for p in projections] for i in range(2))
-    return run(
+    packed = next((weight for weight in weights if isinstance(weight, Packed)), None)
+    y = run(
         SwigluCall.of(
             (input, *weights, *biases),
             adapters,
-            dtype=operand_dtype(input),
+            dtype=operand_dtype(input) if packed is None else packed.dtype,
             activation=activation,
             checkpoint_level=check_level(checkpoint_level),
             tile_tokens=check_tile(tile_tokens),
             joined=joined,
         )
     )
+    return y if packed is None else y.to(input.dtype)
 
 
 def check_level(level: object) -> int:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lowtide.code import Code
 from lowtide.mlp.call import Adapter, Projection
+from lowtide.mlp.packed import Weight
 from lowtide.models.eligibility import has_hooks, plain_class
+from lowtide.models.four_bit import is_four_bit, packed_weight, rounds_input, why_not_packed
 from lowtide.models.instance import BASE
 from lowtide.models.probe import agree, linear, outcome, random, twin_of
 
@@ -44,6 +46,7 @@ class AdaptedLinear(NamedTuple):
     base: nn.Linear
     adapters: tuple[LowRankAdapter, ...]
     around: tuple[nn.Module, ...]  # modules that are run on the way, whose hooks count
+    four_bit: bool = False  # whether base is a `Linear4bit` (see `lowtide.models.four_bit`)
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -53,8 +56,11 @@ class AdaptedLinear(NamedTuple):
         return (self.base, *(linear for adapter in self.adapters for linear in (adapter.a, adapter.b)))
 
 
-def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
-    """Return what a call of ``module`` would run, or why that is not a plain linear layer with LoRA or without."""
+def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinear | str:
+    """Return what a call of ``module`` would run, or why that is not a plain linear layer with LoRA or without.
+
+    With ``four_bit`` it may be a `Linear4bit` as well.
+    """
     kept = saved_module(module)
     if isinstance(kept, str):
         return kept
@@ -62,13 +68,14 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
     if plain_class(kept) is nn.Linear:
         return AdaptedLinear(kept, (), around)  # type: ignore[arg-type]
     if not is_lora(kept):
-        return f"is a {_kind(kept)}, not a plain torch.nn.Linear"
-    found = _active(kept)
+        why_not = _why_not_base(kept, "is a {}, not a plain torch.nn.Linear", four_bit)
+        return AdaptedLinear(kept, (), around, four_bit) if why_not is None else why_not  # type: ignore[arg-type]
+    found = _active(kept, four_bit)
     if isinstance(found, str):
         return found
     base: Any = kept._modules["base_layer"]
     dropouts = tuple(adapter.dropout for adapter in found)
-    return AdaptedLinear(base, found, (*around, kept, *dropouts))
+    return AdaptedLinear(base, found, (*around, kept, *dropouts), four_bit and is_four_bit(base))
 
 
 def saved_layers(module: nn.Module | None) -> list[nn.Module]:
@@ -109,15 +116,25 @@ def _kind(module: nn.Module) -> str:
     return f"Linear of {kind.__module__}" if kind.__name__ == "Linear" else kind.__name__
 
 
-def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
+def _why_not_base(base: nn.Module, what: str, four_bit: bool) -> str | None:
+    """Return why a layer is neither a plain linear one nor, with ``four_bit``, one in 4 bits; ``what`` for its kind."""
+    if plain_class(base) is nn.Linear:
+        return None
+    if four_bit and is_four_bit(base):
+        return why_not_packed(base)
+    return what.format(_kind(base)) + ", and rounds its input too" * (four_bit and rounds_input(base))
+
+
+def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
     """Return the adapters that a LoRA layer would add now, or why it would do something else."""
     why_not = _why_not_class(lora, _LORA, _why_not_lora)
     if why_not is not None:
         return why_not
     children = lora._modules  # `lora.base_layer` would be slow: modules are found by __getattr__
     base = children["base_layer"]
-    if plain_class(base) is not nn.Linear:
-        return f"is LoRA on a {_kind(base)}, not on a plain torch.nn.Linear"
+    why_not = _why_not_base(base, "is LoRA on a {}, not on a plain torch.nn.Linear", four_bit)
+    if why_not is not None:
+        return why_not
     if lora.disable_adapters:
         return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else ()
     if lora.merged:
@@ -242,9 +259,13 @@ def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
     return None
 
 
-def low_rank_projections(layers: Sequence[AdaptedLinear]) -> list[Projection]:
-    """Return each projection with its adapters as one."""
-    return [Projection(layer.base.weight, _bias(layer), _adapter(layer.adapters)) for layer in layers]
+def low_rank_projections(layers: Sequence[AdaptedLinear], dtype: torch.dtype | None) -> list[Projection]:
+    """Return each projection with its adapters as one, and a weight in 4 bits for GEMMs in ``dtype``."""
+    return [Projection(_weight(layer, dtype), _bias(layer), _adapter(layer.adapters)) for layer in layers]
+
+
+def _weight(layer: AdaptedLinear, dtype: torch.dtype | None) -> Weight:
+    return packed_weight(layer.base, dtype) if layer.four_bit and dtype is not None else layer.base.weight
 
 
 def _adapter(adapters: Sequence[LowRankAdapter]) -> Adapter | None:

@@ -21,6 +21,7 @@ from lowtide.mlp.swiglu import adapted_mlp, plain_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
+from lowtide.models.four_bit import gemm_dtype, is_four_bit, kind_of
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
 from lowtide.models.parallel_mlp import is_cut_over, is_hooked, mesh_of_mlp, run_sharded
 from lowtide.models.parallel_style import why_not_agreed
@@ -48,7 +49,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str, tuple[type,
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     children, names = dict(module.named_children()), _names(module)
     layers = _layers(module)
-    if isinstance(layers, str):  # adapters of another form, or quantised
+    if isinstance(layers, str):  # adapters of another form, or quantised in another way
         return layers
     others, mesh = _others(module), mesh_of_mlp(layers)
     if isinstance(mesh, str):
@@ -76,6 +77,9 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str, tuple[type,
         with_what = ", each rank with its part of them, unless one has hooks there"
     types = tuple(map(type, others))
     found = probe.settings_of((module, *others), probe.code_of((base, *types)))
+    kinds = sorted({kind_of(layer.base) for layer in layers if layer.four_bit})
+    if kinds:
+        with_what += f", {' and '.join(kinds)} weights dequantised for one GEMM at a time"
     kept = f"gate and up, one projection ({joined})" if joined else "gate and up"
     what = f"runs as lowtide.swiglu_mlp ({activation}), which keeps {kept}{with_what}"
     return what, (activation, joined, types, found)
@@ -90,7 +94,7 @@ def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
     """Return what the projections would run, or which of them is not a linear layer, and why."""
     found = []
     for name in _names(mlp):
-        layer = adapted_linear(getattr(mlp, name))
+        layer = adapted_linear(getattr(mlp, name), four_bit=True)
         if isinstance(layer, str):
             return f"{name} {layer}"
         found.append(layer)
@@ -98,11 +102,18 @@ def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
 
 
 def _are_plain(layers: tuple[AdaptedLinear, ...], others: tuple[nn.Module, ...]) -> bool:
-    return are_plain_linears(_linears(layers), (*others, *(module for layer in layers for module in layer.around)))
+    """Whether nothing but the projections' own code runs; `adapted_linear` has looked at that of `Linear4bit`."""
+    linears = tuple(linear for layer in layers for linear in layer.linears[layer.four_bit :])
+    packed = (layer.base for layer in layers if layer.four_bit)
+    around = (module for layer in layers for module in layer.around)
+    return are_plain_linears(linears, (*others, *packed, *around))
 
 
-def _linears(layers: tuple[AdaptedLinear, ...]) -> tuple[nn.Linear, ...]:
-    return tuple(linear for layer in layers for linear in layer.linears)
+def _parameters(layers: tuple[AdaptedLinear, ...]) -> list[Tensor]:
+    """Return the Parameters of every linear layer; a weight in 4 bits, of a class of its own, is not among them."""
+    dense = [(p.weight, p.bias) for layer in layers for p in layer.linears[layer.four_bit :]]
+    packed = [(layer.base.bias,) for layer in layers if layer.four_bit]
+    return [p for pair in (*dense, *packed) for p in pair if p is not None]
 
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -166,14 +177,16 @@ def overrides(
         tile: int | None = getattr(self, TILE, None)
         if layers is None:
             return base.forward(self, *args, **kwargs)
+        packed = _has_packed(layers)
+        dtype = _dtype(args[0], layers) if packed else None
         if mesh is not None:
             return run_sharded(args[0], layers, mesh, activation, level, tile)
         settings: Any = {"activation": activation, "checkpoint_level": level, "tile_tokens": tile}
         if joined:
-            gate_up, down_only = low_rank_projections(layers)
+            gate_up, down_only = low_rank_projections(layers, dtype)
             return adapted_mlp(args[0], gate_up, None, down_only, joined=joined, **settings)
-        if any(layer.adapters for layer in layers):
-            return adapted_mlp(args[0], *low_rank_projections(layers), **settings)
+        if packed or any(layer.adapters for layer in layers):
+            return adapted_mlp(args[0], *low_rank_projections(layers, dtype), **settings)
         gate, up, down = (layer.base for layer in layers)
         weights = gate.weight, up.weight, down.weight
         return plain_mlp(args[0], *weights, gate.bias, up.bias, down.bias, **settings)
@@ -196,7 +209,7 @@ def _may_drop(projection: nn.Module) -> bool:
     """Whether a projection may drop: a quick check, for generating with adapters."""
     dropouts = projection._modules.get("lora_dropout")
     if dropouts is None:
-        return type(projection) is not nn.Linear
+        return type(projection) is not nn.Linear and not is_four_bit(projection)
     return any(module.training and type(module) is nn.Dropout for module in dropouts.children())
 
 
@@ -208,7 +221,7 @@ def _projections(
     if isinstance(layers, str) or tuple(map(type, others)) != other_types:
         return None, None
     if _are_plain(layers, others):
-        parameters = [p for linear in _linears(layers) for p in (linear.weight, linear.bias) if p is not None]
+        parameters = _parameters(layers)
         if probed.differs(mlp, others) or not is_ordinary((x,), parameters) or not gather_for(mlp, parameters):
             return None, None
         return (layers if why_not_together(layers) is None and _fits(x, layers) else None), None
@@ -224,6 +237,25 @@ def _projections(
     return (layers, mesh) if why_not is None else (None, None)
 
 
+def _has_packed(layers: tuple[AdaptedLinear, ...]) -> bool:
+    """Whether a projection is in 4 bits."""
+    return True in [layer.four_bit for layer in layers]
+
+
 def _fits(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> bool:
-    alike = all(layer.base.weight.dtype == x.dtype for layer in layers)
-    return x.dtype in FLOATS and x.layout == torch.strided and (alike or is_autocast_on(x.device.type))
+    if x.dtype not in FLOATS or x.layout != torch.strided:
+        return False
+    if _has_packed(layers):
+        return _dtype(x, layers) is not None
+    return all(layer.base.weight.dtype == x.dtype for layer in layers) or is_autocast_on(x.device.type)
+
+
+def _dtype(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> torch.dtype | None:
+    """Return the one dtype in which projections, some of them in 4 bits, compute with ``x``; None: they have several.
+
+    A dense one among them computes in the dtype of ``x``, unless autocast changes that.
+    """
+    dtypes = {gemm_dtype(layer.base, x) if layer.four_bit else layer.base.weight.dtype for layer in layers}
+    if not all(layer.four_bit for layer in layers):
+        dtypes.add(None if is_autocast_on(x.device.type) else x.dtype)
+    return dtypes.pop() if len(dtypes) == 1 else None

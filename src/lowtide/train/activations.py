@@ -87,7 +87,8 @@ def planned_job(run: RunState) -> dict[str, Any]:
         "attention_mask": batch.mask and _attention(model) in _MASKED,
         "fused_mlp": has_levels(model),
         "dtype": weights,
-        "autocast": bool(args.bf16 or args.fp16) and weights == torch.float32,
+        # weights in 4 bits are dequantised to their layers' dtype, whatever autocast does
+        "autocast": bool(args.bf16 or args.fp16) and weights == torch.float32 and not read_shape(model.config).four_bit,
     }
 
 

@@ -16,6 +16,7 @@ from lowtide.measure.resident import available_bytes, resident_bytes
 from lowtide.measure.units import gib
 from lowtide.memory.planner.adapters import PROJECTIONS
 from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.four_bit import NESTED
 from lowtide.memory.planner.gpus import GPUS, USABLE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Search
@@ -125,6 +126,8 @@ def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
     ways = ["train adapters (--use_peft --dtype bfloat16)"] if job.adapters is None else []
     if job.adapters is not None and settings.model.dtype == "float32":
         ways.append("store the frozen weights in 16 bits (--dtype bfloat16) or in 4 (--load_in_4bit)")
+    elif job.adapters is not None and not job.shape.four_bit:
+        ways.append("store the frozen weights in 4 bits (--load_in_4bit)")
     if memory.states > limit / 8:
         ways.append("take an optimizer with smaller states (--optim adamw_bnb_8bit)")
     ways.append("shard it over more GPUs (--parallel fsdp2)")
@@ -154,6 +157,8 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) 
         words.append(f"--lora-rank {job.adapters.rank}")
         if job.adapters.targets != PROJECTIONS:
             words.append(f"--lora-targets {' '.join(job.adapters.targets)}")
+    words += ["--load-in-4bit"] if job.shape.four_bit else []
+    words += ["--use-bnb-nested-quant"] if job.shape.four_bit == NESTED else []
     words += ["--attention-mask"] if job.attention_mask else []
     words += [] if job.fused_mlp or job.shape.experts else ["--no-fused-mlp"]
     return " ".join(words)

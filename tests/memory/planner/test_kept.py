@@ -12,9 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import lowtide
+from four_bit import in_four_bits
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, Adapters, apply_policy
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
+from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import checkpoint_bytes
@@ -55,6 +57,7 @@ class Case:
     fused_mlp: bool = True
     sizes: tuple[tuple[str, int], ...] = ()
     compiled: bool = False  # layer by layer
+    four_bit: bool = False
 
     def __str__(self) -> str:
         autocast, packed = "-autocast" * self.autocast, "-packed" * self.packed
@@ -63,7 +66,7 @@ class Case:
         return f"{self.model_type}-{word_of(self.policy)}-{self.dtype}{autocast}{packed}{groups}{compiled}"
 
     def config(self, layers: int) -> Any:
-        settings = {**SIZES, **dict(self.sizes), "num_hidden_layers": layers}
+        settings: dict[str, Any] = {**SIZES, **dict(self.sizes), "num_hidden_layers": layers}
         return transformers.AutoConfig.for_model(self.model_type, **settings)
 
     def live_after_forward(self, layers: int) -> int:
@@ -73,6 +76,8 @@ class Case:
         model = model.to(self.dtype).train()
         if "num_local_experts" in dict(self.sizes):
             model.set_experts_implementation("grouped_mm")
+        if self.four_bit:
+            model = in_four_bits(model, self.dtype)
         if self.adapters is not None:
             targets = list(self.adapters.targets)
             lora = LoraConfig(r=self.adapters.rank, target_modules=targets, task_type="CAUSAL_LM")
@@ -114,7 +119,10 @@ class Case:
         """Return the bytes by the planner."""
         more: dict[str, Any] = {"autocast": self.autocast, "adapters": self.adapters, "fused_mlp": self.fused_mlp}
         more["compile_layers"] = self.compiled
-        shape = read_shape(self.config(2))
+        settings = self.config(2).to_dict()
+        if self.four_bit:
+            settings["quantization_config"] = config_of(nested=False)
+        shape = read_shape(settings)
         job = Job(shape, T, B, GPUS["h100"], self.dtype, "sgd", attention_mask=self.packed, **more)
         return checkpoint_bytes(job, self.policy)
 
@@ -196,6 +204,15 @@ def test_a_layer_with_adapters_saves_what_is_planned(
     # on the host: what each product is multiplied with; and an empty place for an input that is not kept
     scalings = 8 * sum(target in (ATTENTION if fused else PROJECTIONS) for target in targets)
     assert case.measured() == pytest.approx(case.planned() + scalings, abs=4 if fused else 0)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, WIDE])
+def test_a_layer_in_4_bits_with_adapters_saves_what_is_planned(model_type: str, name: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("bitsandbytes")
+    case = Case(model_type, POLICIES[name], dtype, adapters=Adapters(3), four_bit=True)
+    assert case.measured() == case.planned() + 8 * len(ATTENTION)
 
 
 def test_mlps_that_are_not_fused_have_no_levels() -> None:

@@ -11,6 +11,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.memory.planner.adapters import Adapters
+from lowtide.memory.planner.four_bit import BYTES, SCALES
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.shapes import ModelShape
 
@@ -20,7 +21,8 @@ class Job:
     """A training step that is planned; the fields are `plan_memory`'s arguments.
 
     Raises:
-        ArgumentValueError: Autocast or a mask, for layers that are traced.
+        ArgumentValueError: Autocast or a mask, for layers that are traced; weights in 4 bits without adapters, or under
+            autocast.
     """
 
     shape: ModelShape
@@ -38,6 +40,12 @@ class Job:
     compile_layers: bool = False  # each layer goes through torch.compile by itself
 
     def __post_init__(self) -> None:
+        if self.shape.four_bit and self.adapters is None:
+            hint = "In Python pass adapters=lowtide.memory.Adapters(rank), to the command --lora-rank."
+            raise ArgumentValueError(message("adapters", "LoRA for weights in 4 bits, which are frozen", "none", hint))
+        if self.shape.four_bit and self.autocast:
+            hint = "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."
+            raise ArgumentValueError(message("autocast", "False for weights in 4 bits", "True", hint))
         if self.shape.traced is None:
             return
         layers = f"False for {self.shape.model_type}, whose layers are traced"
@@ -72,6 +80,29 @@ class Job:
     def narrow(self) -> int:
         """Return the bytes of a number that a GEMM reads or writes."""
         return self.operand.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the model's parameters, without adapters."""
+        shape = self.shape
+        return (shape.params - shape.packed_params) * self.element + shape.packed_bytes
+
+    @property
+    def dequantised_bytes(self) -> int:
+        """Return the bytes of the largest weight that one GEMM dequantises, with its scales in float32; 0: none."""
+        shape = self.shape
+        if not shape.four_bit:
+            return 0
+        if shape.traced is not None:
+            return int(shape.traced.largest_linear * (self.narrow + SCALES))
+        wide = (1 + shape.stacked) * shape.intermediate
+        wide = max(wide, shape.query_width + 2 * shape.kv_width if shape.stacked else shape.query_width)
+        return int(shape.hidden * wide * (self.narrow + SCALES))
+
+    @property
+    def dequantise_seconds(self) -> float:
+        """Return the seconds that one weight of a GEMM takes to be dequantised: it is read, and written."""
+        return (BYTES[self.shape.four_bit] + self.narrow) / self.gpu.bandwidth if self.shape.four_bit else 0.0
 
     @property
     def gemm_rate(self) -> float:

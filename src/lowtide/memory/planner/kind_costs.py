@@ -165,7 +165,7 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
     attention, attention_back = _attention_seconds(job, one.forward, windowed)
     forward = _seconds(job, one.forward) + attention
     backward = _seconds(job, one.backward) + attention_back
-    flop = 0.0
+    flop, dense = 0.0, job.dequantised_bytes
     if policy.mlp_level == 1:  # the MLP itself recomputes
         gradients = 1 if job.adapters is not None else 2
         flop = max(0.0, one.backward.flop - gradients * one.forward.flop)
@@ -178,8 +178,8 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
         policy,
         saved=saved,
         whole=int(one.with_input if recomputes else one.saved),
-        forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak),
-        backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak),
+        forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak) + dense,
+        backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak) + dense,
         forward=slower(forward, host),
         backward=slower(backward, host_back),
         transfer=saved / job.gpu.pcie if policy.offload else 0.0,
@@ -202,6 +202,7 @@ def _host_seconds(one: Reading, policy: ActivationPolicy) -> tuple[float, float]
 def _seconds(job: Job, work: Work) -> float:
     """Return the seconds of GEMMs, small weights slower, and of what is between them; not of attention."""
     gemms = (work.flop + 2 * HALF_RATE * work.rows) / job.gemm_rate
+    gemms += work.flop / (2 * job.tokens) * job.dequantise_seconds  # of weights that all tokens pass
     return gemms + work.thin / (job.gpu.bandwidth * THIN)
 
 

@@ -132,14 +132,14 @@ def forward_transients(job: Job, policy: ActivationPolicy) -> int:
     """Return the most bytes that a layer's forward holds beyond what it saves, in its MLP: the product and the output.
 
     Level 1 has gate and up besides, and the product in gate's place; a layer that is to be recomputed has all three,
-    and what the MLP reads and is added to. Where such a layer's attention has a mask, it can be the most: the mask in
-    numbers beside its negation, keys and values repeated.
+    and what the MLP reads and is added to; one in 4 bits a weight that is dense. Where a layer that is to be recomputed
+    has a mask in attention, that can be the most: the mask in numbers beside its negation, keys and values repeated.
     """
     shape, n, whole = job.shape, job.narrow, policy.keep == "all"
     wide = ((1 if job.fused_mlp else 0) if whole else 3) if _level(policy) == 0 else 2
     streams = 0 if whole else 2 * shape.hidden * job.element
     mlp = wide * shape.token_mlp_width * n * _at_a_time(job, policy)
-    most = mlp + job.tokens * (shape.hidden * n + streams) + _mlp_copies(job, 1)
+    most = mlp + job.tokens * (shape.hidden * n + streams) + _mlp_copies(job, 1) + job.dequantised_bytes
     if whole or not job.attention_mask:
         return most
     return max(most, job.tokens * ((n + 1) * job.seq_len + 4 * shape.query_width * n + shape.hidden * job.element))
@@ -164,7 +164,7 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     sums = shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads
     freed = 2 * width * saves_gate * n + shape.hidden * job.element
     attention = (2 * shape.query_width + 2 * shape.kv_width + each_query) * n + sums - freed
-    return max(mlp + _mlp_copies(job, 2), job.tokens * attention)
+    return max(mlp + _mlp_copies(job, 2) + job.dequantised_bytes, job.tokens * attention)
 
 
 def _at_a_time(job: Job, policy: ActivationPolicy) -> int:
@@ -226,7 +226,8 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
     projections, mlp = gemm_sizes(job)
 
     def seconds(sizes: list[int]) -> float:  # small weights run slower
-        return 2 * job.tokens * sum(size + HALF_RATE for size in sizes) / job.gemm_rate
+        dequantised = sum(sizes) * job.dequantise_seconds
+        return 2 * job.tokens * sum(size + HALF_RATE for size in sizes) / job.gemm_rate + dequantised
 
     reached = gpu.wide_head if shape.head_dim >= 96 else 1.0
     reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm

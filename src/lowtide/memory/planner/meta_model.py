@@ -60,6 +60,8 @@ class MetaModel:
         )
         self.params = sum(p.numel() for p in model.parameters())
         layers = find_stack(model).layers
+        linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
+        self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))  # those that transformers can quantise
         self.layer_params = _own_params(list(layers.values()))
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))

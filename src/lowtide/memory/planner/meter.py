@@ -18,6 +18,7 @@ from lowtide.graph import flop_of
 from lowtide.memory.attention import is_attention
 from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR
 from lowtide.memory.planner.readings import Work
+from lowtide.mlp.call import SwigluCall
 
 _ATEN = torch.ops.aten
 # Operators of lowtide's MLP, whose scratch no dispatch mode sees: tensors of gate's size that live inside, by whether
@@ -138,8 +139,8 @@ def _bytes(tensor: Tensor) -> int:
 def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
     """Return the bytes that live inside an operator, beside what it is given and returns."""
     if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
-        x, down_weight = args[0], args[3]  # not gate's, which may have the rows of up too
-        gate = x.numel() // x.shape[-1] * down_weight.shape[1] * x.element_size()
+        call = SwigluCall(*args[: len(SwigluCall._fields)])
+        gate = call.tokens * call.down_shape[1] * call.input.element_size()
         return int(tensors[given[-1].dim() == 2] * gate)
     if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
         query, key = args[1], args[2]

@@ -62,7 +62,8 @@ def plan_memory(
 
     Args:
         model_or_config: A `transformers` model (on any device, the meta device too) or config, a dictionary like a
-            config.json's, or the path of one.
+            config.json's, or the path of one. With a ``quantization_config`` of bitsandbytes in 4 bits the layers'
+            linear layers are planned so: frozen, with ``adapters``.
         seq_len: Tokens of a sequence.
         batch_size: Sequences per step.
         budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's

@@ -202,6 +202,7 @@ class MemoryPlan:
         job, shape = self.job, self.job.shape
         model = f"{shape.model_type}, {shape.params / 1e9:.2f} billion parameters in {shape.layers} layers"
         dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
+        dtype += f", layers in {shape.four_bit}" * bool(shape.four_bit)
         how = f"{dtype}, {job.optimizer}{', layers compiled' if job.compile_layers else ''}, on {job.gpu.name}"
         return f"{model}; {job.batch_size} x {job.seq_len} tokens, {how}"
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.memory.planner.four_bit import BYTES, four_bit
 from lowtide.memory.planner.settings import is_module, read_settings
 from lowtide.memory.planner.traced import MEASURE, TracedLayers, trace
 
@@ -89,6 +90,7 @@ class ModelShape(_Layout):
     positions: int = 0  # max_position_embeddings; 0: the config has none
     activation: str = ""  # of the MLP; empty: not where the planner looks for it, and a fused one is assumed
     stock_mlp: str = ""  # why `lowtide.patch` does not fuse the MLPs; empty: it does
+    four_bit: str = ""  # how the layers' linear layers are in 4 bits; empty: they are not
     part_of: str = ""  # the type of the larger model, with vision or audio, whose text part this is
     traced: TracedLayers | None = None  # what formulas lack is read from layers of the model itself
 
@@ -139,6 +141,20 @@ class ModelShape(_Layout):
             return sum(self.traced.layer_params) // self.layers
         norms = self.layer_norms * self.hidden + 2 * self.head_dim * self.head_norms
         return self.projection_params + norms + self.mlp_params
+
+    @property
+    def packed_params(self) -> int:
+        """Return the parameters that are in 4 bits: those of all linear layers but the output layer."""
+        if not self.four_bit or self.traced is not None:
+            return self.traced.linear_params if self.four_bit and self.traced is not None else 0
+        biases = (self.query_width + 2 * self.kv_width) * self.qkv_bias + self.hidden * self.output_bias
+        one = self.projection_params - biases + 3 * self.hidden * self.intermediate
+        return self.layers * one
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of these, with their scales."""
+        return int(self.packed_params * BYTES[self.four_bit])
 
     @property
     def vocab_params(self) -> int:
@@ -232,6 +248,7 @@ def _by_layers(settings: Mapping[str, Any]) -> ModelShape:
         windows=_windows_of(settings, layers),
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=size("max_position_embeddings"),
+        four_bit=four_bit(settings),
         part_of=str(settings.get("part_of", "")),
         traced=traced,
     )
@@ -265,16 +282,17 @@ def _is_by_layer(name: str, value: Any, layers: int | None) -> bool:
 
 def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
     model_type = str(settings["model_type"])
+    kind = KINDS.get(model_type, _PLAIN)
+    experts = next((_size(settings, name) for name in kind.expert_fields if settings.get(name) is not None), 0)
+    packed = four_bit(settings, experts=experts)
     for name in _UNPLANNED:
-        if settings.get(name):
+        if settings.get(name) and not (packed and name == "quantization_config"):
             hint = f"The planner has no formula for this part of {model_type}. {MEASURE}"
             raise _NoFormulaError(message(name, "unset", f"{settings[name]!r}", hint))
     if settings.get("decoder_sparse_step", 1) != 1:
         raise _NoFormulaError(message("decoder_sparse_step", "1: all layers alike", settings["decoder_sparse_step"]))
-    kind = KINDS.get(model_type, _PLAIN)
     heads, hidden = _size(settings, "num_attention_heads"), _size(settings, "hidden_size")
     layers = _size(settings, "num_hidden_layers")
-    experts = next((_size(settings, name) for name in kind.expert_fields if settings.get(name) is not None), 0)
     if kind.expert_fields and not experts:
         raise ArgumentValueError(message(kind.expert_fields[0], "the number of experts in the config", "none"))
     kv_heads = _size(settings, "num_key_value_heads", heads)
@@ -308,6 +326,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         positions=int(settings.get("max_position_embeddings") or 0),
         activation=activation,
         stock_mlp=stock_mlp,
+        four_bit=packed,
         part_of=str(settings.get("part_of", "")),
     )
 

@@ -123,7 +123,7 @@ class StepCosts:
         kind, numbers = OPTIMIZERS[job.optimizer], job.trained_adapters
         # Adapters are float32, whatever the frozen weights are.
         count, size = (shape.params, e) if numbers is None else (numbers, 4)
-        self.weights, self.all_gradients = shape.params * e + 4 * (numbers or 0), count * size
+        self.weights, self.all_gradients = job.weight_bytes + 4 * (numbers or 0), count * size
         self.states = int(count * (kind.states * size + kind.bytes_each))
         by_layer, self.vocab_gradients = [params * e for params in shape.params_of_layers], shape.vocab_params * e
         if numbers is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.memory.planner.four_bit import four_bit
 
 MEASURE = "Measure its step instead, with `lowtide profile`."
 _TRIED = 64  # tokens of the sequence with which the layers are tried
@@ -32,6 +33,8 @@ class TracedLayers:
     kind_of: tuple[int, ...]  # of each layer: layers of one kind cost the same
     attends: bool  # every kind runs fused attention
     levels: bool  # every kind has an MLP that `lowtide.patch` fuses
+    linear_params: int  # the weights of the layers' linear layers
+    largest_linear: int  # parameters of the largest of these
     quantised: str = ""  # how the checkpoint has its weights, which are planned as loaded in the job's dtype
 
     @property
@@ -88,6 +91,8 @@ def trace(settings: Mapping[str, Any]) -> TracedLayers:
         kind_of=model.kind_of,
         attends=all(one.attended > 0 for one in tried),
         levels=model.has_levels,
+        linear_params=sum(model.linears),
+        largest_linear=max(model.linears, default=0),
         quantised=quantised,
     )
 
@@ -96,15 +101,16 @@ def _quantised(settings: Mapping[str, Any]) -> str:
     """Return how a checkpoint has its weights where they can be trained once loaded in 16 bits, "" for as usual.
 
     Raises:
-        ArgumentValueError: They stay quantised.
+        ArgumentValueError: They stay quantised, and not by bitsandbytes in 4 bits.
     """
     config = settings.get("quantization_config")
-    if not config:
+    if not config or four_bit(settings):
         return ""
     method = str(config.get("quant_method") if isinstance(config, Mapping) else config)
     if method not in _DEQUANTISED:
-        expected = f"unset, or weights that transformers can load in 16 bits ({', '.join(_DEQUANTISED)})"
-        hint = "Plan its config without quantization_config: an upper bound, as no weights are planned in fewer bits."
+        loaded = ", ".join(_DEQUANTISED)
+        expected = f"unset, 4 bits by bitsandbytes, or weights that transformers can load in 16 bits ({loaded})"
+        hint = "Plan its config without quantization_config: an upper bound."
         raise ArgumentValueError(message("quantization_config", expected, method, hint))
     return method
 

@@ -1,0 +1,106 @@
+"""bitsandbytes' `Linear4bit` (NF4, FP4) as the fused MLP runs it: its packed weight, dequantised for each GEMM.
+
+With x its input and W its dequantised weight such a layer computes ``x W^T + b`` in its ``compute_dtype`` and returns
+it in the dtype of x. A probe checks once for each class that it does so.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide.code import Code
+from lowtide.mlp.packed import Packed
+from lowtide.models.eligibility import plain_class
+from lowtide.models.probe import agree, outcome, random
+
+_IN, _OUT = 64, 6  # of the twin: 64 values share a scale
+_TOLERANCE = 1e-5
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that bitsandbytes dequantises to
+# Layers whose output is not a product with their dequantised weight, by the name of their class.
+_ROUNDS_INPUT = ("Linear8bitLt", "FP8Linear")
+# For each class and its forward: why a layer of it does something else, or None; and the code that was probed.
+_known: dict[tuple[type, Any], tuple[str | None, Code]] = {}
+
+
+def is_four_bit(module: nn.Module) -> bool:
+    """Whether the module is a `Linear4bit` of bitsandbytes, or one of its own subclasses for NF4 and FP4."""
+    bnb = sys.modules.get("bitsandbytes")
+    return bnb is not None and plain_class(module) in (bnb.nn.Linear4bit, bnb.nn.LinearNF4, bnb.nn.LinearFP4)
+
+
+def why_not_packed(linear: Any) -> str | None:
+    """Return why the fused MLP cannot read this `Linear4bit`'s weight now, or None."""
+    kind: Any = plain_class(linear)
+    key = (kind, kind.forward)
+    if key not in _known:
+        if torch.compiler.is_compiling():
+            return "was not there when lowtide.patch looked"
+        _known[key] = _why_not_kind(kind), Code((kind,), shallow=(sys.modules["bitsandbytes"].matmul_4bit,))
+    why_not, code = _known[key]
+    if why_not is None and code.exchanged() is not None:
+        return f"runs code that was replaced since lowtide looked at it ({code.exchanged()})"
+    return _why_not_weight(linear) if why_not is None else why_not
+
+
+def _why_not_weight(linear: Any) -> str | None:
+    weight, bnb = linear.weight, sys.modules["bitsandbytes"]
+    state = getattr(weight, "quant_state", None)
+    if type(weight) is not bnb.nn.Params4bit or state is None:
+        return "is a Linear4bit whose weight is not quantised yet, or sharded"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "is a Linear4bit whose weight an evaluation on this CPU has packed in another order"
+    if weight.requires_grad or tuple(state.shape) != (linear.out_features, linear.in_features):
+        return "is a Linear4bit of another form than bitsandbytes makes it"
+    return None
+
+
+def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a `Linear4bit` computes with ``x``; None: one that is not dequantised to.
+
+    If none was chosen when the layer was made, its first input sets it, as in the layer's own forward.
+    """
+    if not linear.compute_type_is_set:
+        linear.set_compute_type(x)
+        linear.compute_type_is_set = True
+    dtype = linear.compute_dtype or x.dtype
+    return dtype if dtype in _DTYPES else None
+
+
+def packed_weight(linear: Any, dtype: torch.dtype) -> Packed:
+    """Return the weight of a `Linear4bit` for GEMMs in ``dtype``."""
+    return Packed.of(linear.weight, linear.weight.quant_state, dtype)
+
+
+def kind_of(linear: Any) -> str:
+    """Return the name of a `Linear4bit`'s data type, as in "NF4"."""
+    return str(linear.weight.quant_state.quant_type).upper()
+
+
+def rounds_input(module: nn.Module) -> bool:
+    """Whether the module is a layer in 8 bits that rounds its input as well as its weight."""
+    return type(module).__name__ in _ROUNDS_INPUT
+
+
+def _why_not_kind(kind: Any) -> str | None:
+    """Return why a layer of this class is not ``x W^T + b`` of its dequantised weight, on a small one on the CPU."""
+    bnb: Any = sys.modules["bitsandbytes"]
+
+    def both(nested: bool) -> Any:
+        settings = {"compress_statistics": nested}
+        layer = kind(_IN, _OUT, compute_dtype=torch.float32, device="meta", **settings)
+        settings["quant_type"] = layer.weight.quant_type
+        layer.weight = bnb.nn.Params4bit(random(_OUT, _IN, seed=0), module=layer, **settings).to("cpu")
+        layer.bias = nn.Parameter(random(_OUT, seed=1))
+        x = random(3, _IN, seed=2)
+        with torch.enable_grad():  # in training: for evaluation some CPUs have the weight in another order
+            got = layer.train()(x.requires_grad_()).detach()
+        return got, F.linear(x.detach(), packed_weight(layer, torch.float32).dense(), layer.bias.detach())
+
+    for pair in (outcome(functools.partial(both, nested)) for nested in (False, True)):
+        if not isinstance(pair, tuple) or not agree(pair[0], pair[1], _TOLERANCE):
+            return f"is a {kind.__name__} that is not a product with its dequantised weight"
+    return None

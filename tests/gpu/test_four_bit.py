@@ -1,0 +1,166 @@
+"""QLoRA on a CUDA device: fused MLPs over bitsandbytes' 4-bit weights, beside stock ones; and a plan beside a step."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lowtide
+from four_bit import four_bit_layer, in_four_bits
+from gpu.conftest import ON_GPU, no_waits
+from lowtide.measure.timing import peak_above, time_side_by_side
+from lowtide.memory import ActivationPolicy, Adapters, apply_policy
+from lowtide.memory.planner.four_bit import config_of
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.mlp.call import Adapter, Projection
+from lowtide.mlp.packed import Packed
+from lowtide.mlp.swiglu import adapted_mlp
+from support import relative_error
+
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]  # between peft and transformers
+D, FF = 256, 688
+CONFIG = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
+    "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
+TOKENS, RANK = 8192, 16
+
+
+def projections(dtype: torch.dtype, *, nested: bool, lora: bool) -> tuple[list[Any], list[Projection]]:
+    """Layers of bitsandbytes, and the same as the fused MLP takes them."""
+    layers, found = [], []
+    for rows, columns in ((FF, D), (FF, D), (D, FF)):
+        plain = torch.nn.Linear(columns, rows, bias=False, device="cuda")
+        layers.append(four_bit_layer(plain, dtype, compress_statistics=nested))
+        a, b = torch.randn(8, columns, device="cuda") * columns**-0.5, torch.randn(rows, 8, device="cuda")
+        adapter = Adapter(a.requires_grad_(), b.requires_grad_(), 0.5, 0.0) if lora else None
+        packed = Packed.of(layers[-1].weight, layers[-1].weight.quant_state, dtype)
+        found.append(Projection(packed, None, adapter))
+    return layers, found
+
+
+def stock(x: Tensor, layers: list[Any], found: list[Projection], *, true: bool = False) -> Tensor:
+    def project(i: int, z: Tensor) -> Tensor:
+        layer, adapter = layers[i], found[i].adapter
+        if true:
+            y = F.linear(z, bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).double())
+        else:
+            y = layer(z)
+        if adapter is not None:
+            a, b = (side.to(torch.float64 if true else torch.float32) for side in (adapter.a, adapter.b))
+            y = y + adapter.scale * (z.to(a.dtype) @ a.T @ b.T).to(y.dtype)
+        return y
+
+    return project(2, F.silu(project(0, x)) * project(1, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("level", [0, 1])
+def test_no_further_from_float64_than_bitsandbytes(dtype: torch.dtype, nested: bool, lora: bool, level: int) -> None:
+    torch.manual_seed(0)
+    layers, found = projections(dtype, nested=nested, lora=lora)
+    x = torch.randn(3, 413, D, device="cuda", dtype=dtype, requires_grad=True)
+    upstream = torch.randn(3, 413, D, device="cuda")
+    trained = [x, *(side for one in found if one.adapter for side in one.adapter[:2])]
+
+    def run() -> Tensor:
+        return adapted_mlp(x, *found, activation="silu", checkpoint_level=level)
+
+    def graded(y: Tensor) -> list[Tensor]:
+        return [y, *torch.autograd.grad(y, trained, upstream.to(y.dtype))]
+
+    graded(run())  # compiles the kernels
+    with no_waits():
+        got = graded(run())
+    plain, true = graded(stock(x, layers, found)), graded(stock(x.double(), layers, found, true=True))
+    for g, p, t in zip(got, plain, true, strict=True):
+        assert relative_error(g, t) <= 1.3 * relative_error(p, t) + 1e-4
+    assert all(torch.equal(a, b) for a, b in zip(got, graded(run()), strict=True)), "not the same from run to run"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("rows", [slice(0, 256), slice(256, 512), slice(0, 512, 2)])
+def test_rows_of_one_projection(nested: bool, rows: slice) -> None:
+    linear = four_bit_layer(torch.nn.Linear(64, 512, device="cuda"), torch.float32, compress_statistics=nested)
+    whole = Packed.of(linear.weight, linear.weight.quant_state, torch.float32)
+    expected = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)[rows]
+    torch.testing.assert_close(whole[rows].dense(), expected, rtol=1e-6, atol=0)
+
+
+def model_of(level: int | None, *, nested: bool) -> Any:
+    """Four of Llama-3-8B's layers in NF4 with LoRA on all of them, patched with its MLPs at a level; None: stock."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**CONFIG)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = in_four_bits(model.train(), torch.bfloat16, compress_statistics=nested)
+    with warnings.catch_warnings(action="ignore"):
+        lora = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, lora)
+    torch.cuda.empty_cache()
+    if level is not None:
+        report = lowtide.patch(model)
+        assert "NF4 weights dequantised" in report.parts["mlp"].outcome
+        apply_policy(model, ActivationPolicy(mlp_level=level))
+    return model
+
+
+def test_a_step_beside_stock_and_beside_its_plan() -> None:
+    ids = torch.randint(1, 32000, (1, TOKENS), device="cuda")
+    steps: dict[str, Any] = {}
+    peaks, losses = {}, {}
+    before = torch.cuda.memory_allocated()
+    for name, level in {"stock": None, "level 0": 0, "level 1": 1}.items():
+        model = model_of(level, nested=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss: Tensor = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        losses[name] = step().item()
+        held = torch.cuda.memory_allocated() - before
+        peaks[name] = (held + peak_above(step, "cuda")) / 2**30
+        times = time_side_by_side({"step": step}, "cuda", warm=2, reps=5)
+        steps[name] = times["step"].median_ms
+        del model, trained, optimizer, step
+        torch.cuda.empty_cache()
+    shape = read_shape({**CONFIG, "quantization_config": config_of(nested=True)})
+    costs = StepCosts(Job(shape, TOKENS, 1, GPUS["h100"], torch.bfloat16, "adamw", adapters=Adapters(RANK)))
+    plans = {}
+    for level in (0, 1):
+        groups = ((ActivationPolicy(mlp_level=level), shape.layers),)
+        plans[f"level {level}"] = costs.peak(groups).bytes / 2**30, costs.seconds(groups) * 1e3
+    lines = [
+        f"\n{torch.cuda.get_device_name()}, {TOKENS} tokens, 4 layers of Llama-3-8B in NF4, LoRA of rank {RANK}",
+        f"{'':<9}{'loss':>9}{'step, ms':>10}{'peak, GiB':>11}{'planned, ms':>13}{'planned, GiB':>14}",
+    ]
+    for name, loss in losses.items():
+        planned = f"{plans[name][1]:>13.1f}{plans[name][0]:>14.2f}" if name in plans else ""
+        lines.append(f"{name:<9}{loss:>9.5f}{steps[name]:>10.1f}{peaks[name]:>11.2f}{planned}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    for name in ("level 0", "level 1"):
+        assert losses[name] == pytest.approx(losses["stock"], rel=1e-3)
+        assert peaks[name] == pytest.approx(plans[name][0], rel=0.15)
+    assert peaks["level 1"] < peaks["level 0"] < peaks["stock"]
