@@ -61,7 +61,7 @@ class Groups:
     def sums(self, rows: Tensor, factors: Tensor | None = None) -> Tensor:
         """Return the sum of each group's rows [E, N], each times its factor of ``factors`` [S]."""
         columns = rows.new_ones(1, 1) if factors is None else factors.to(rows.dtype)[:, None]
-        return self.outer(rows, columns.expand(rows.shape[0], _NARROW).contiguous())[..., 0]
+        return self.outer(rows, columns.expand(rows.shape[0], _NARROW).contiguous())[..., 0].contiguous()
 
     def _groups(self) -> list[tuple[int, slice]]:
         """Return each expert that has rows, and where they are."""

@@ -113,7 +113,7 @@ def _combine(  # type: ignore[no-untyped-def]
         pair = token * K + k
         row = tl.load(inverse_ptr + pair).to(tl.int64)
         expert = tl.load(id_ptr + pair)
-        here = inside & (expert < E)
+        here = inside & (expert + tl.zeros_like(column) < E)
         value = tl.load(rows_ptr + row * D + column, mask=here, other=0.0).to(WIDE)
         if bias_ptr is not None:
             value += tl.load(bias_ptr + expert * D + column, mask=here, other=0.0).to(WIDE)
