@@ -48,7 +48,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     others = _others(module)
     if module._parameters.get(_WEIGHTS[0]) is None:
-        return "its experts have no gate"
+        return "gate and up of its experts are not one weight, gate_up_proj"
     children = ((child.parameters(), child.buffers()) for child in others)
     beside = [*(name for name in module._parameters if name not in _NAMES), *module._buffers]
     if beside or any(True for states in children for state in states for _ in state):
@@ -59,9 +59,11 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
         return "a child has hooks or a forward of its own"
     if LEVEL in vars(module) and part_of(module) is None:
         return f"it has a {LEVEL} of its own"
-    why_not = why_not_forward(module, base, inputs=3)
+    why_not = why_not_forward(module, base)
     if why_not is not None:
         return why_not
+    if len(inspect.signature(base.forward).parameters) != 4:
+        return "its forward does not take hidden states, the experts of each token and their weights"
     transposed = _is_transposed(*(shape_of(module._parameters[name]) for name in _WEIGHTS))  # type: ignore[arg-type]
     if transposed is None:
         return "the shapes of its weights are not those of gate and up together, and down"
@@ -110,9 +112,10 @@ def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool
     children = {name: copy.deepcopy(child) for name, child in module._modules.items() if child is not None}
     children.pop("parametrizations", None)
     twin = probe.twin_of(module, base, modules=children, parameters=parameters)
-    x = 2 * probe.rows(_HIDDEN).view(-1, _HIDDEN)
     K = min(2, E)
-    ids = torch.arange(len(x) * K, device="cpu").view(-1, K) % min(E, 5)
+    scaled = 2 * probe.rows(_HIDDEN).view(-1, _HIDDEN)
+    x = scaled.repeat(2 + E // (K * len(scaled)), 1)  # every expert has a token, and some have several
+    ids = torch.arange(len(x) * K, device="cpu").view(-1, K) % E
     call = functools.partial(base.forward, twin, x, ids, probe.random(len(x), K, seed=5).sigmoid())
     got = [probe.outcome(lambda: (twin.train(mode), call())[1]) for mode in (True, False)]
     for one in got:
