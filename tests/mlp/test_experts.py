@@ -139,9 +139,7 @@ def test_without_gradients() -> None:
 @LEVELS
 def test_in_a_checkpoint(level: int, reentrant: bool) -> None:
     leaves, ids = operands()
-    y = checkpoint(
-        lambda *own: fused(own, ids, GPT_OSS, checkpoint_level=level), *leaves, use_reentrant=reentrant
-    )
+    y = checkpoint(lambda *own: fused(own, ids, GPT_OSS, checkpoint_level=level), *leaves, use_reentrant=reentrant)
     expected = with_gradients(by_pairs(leaves, ids, GPT_OSS), leaves)
     generator = torch.Generator().manual_seed(7)
     y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64))
@@ -167,7 +165,9 @@ def test_flop(level: int) -> None:
 def test_compiled(level: int) -> None:
     """One graph, also where T changes."""
     torch._dynamo.reset()
-    compiled = torch.compile(lambda leaves, ids: fused(leaves, ids, GPT_OSS, checkpoint_level=level) * 2, fullgraph=True)
+    compiled = torch.compile(
+        lambda leaves, ids: fused(leaves, ids, GPT_OSS, checkpoint_level=level) * 2, fullgraph=True
+    )
     for T in (7, 23, 11):
         leaves, ids = operands((T, *SIZES[1:]))
         expected = with_gradients(by_pairs(leaves, ids, GPT_OSS) * 2, leaves)
@@ -225,8 +225,8 @@ def saved_bytes(function: Any, *known: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_bytes(dtype: torch.dtype) -> None:
-    """Gate and up and the order of the pairs, or the order alone; plain PyTorch has nine times as much and more."""
-    T, K, E, D, size = sizes = (64, 3, 5, 32, 48)
+    """Gate and up and the order of the pairs, or the order alone."""
+    T, K, E, _, size = sizes = (64, 3, 5, 32, 48)
     leaves, ids = operands(sizes, dtype=dtype, bias=False)
     known = [*leaves[:4], ids]
     order = 4 * (T * K + E)

@@ -52,10 +52,12 @@ def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *int
 
 @cache
 def has_kernels(device: torch.device) -> bool:
+    """Return whether kernels compute these operations on ``device``."""
     return why_no_triton(device) is None
 
 
 def act(a: Tensor, activation: str) -> Tensor:
+    """Return the activation of ``a``, a new tensor."""
     if activation == "silu":
         result: Tensor = torch.ops.aten.silu.default(a)  # not F.silu, which a user may have replaced since the forward
         return result
@@ -95,4 +97,5 @@ def _pieces(rows_CF: Tensor, *others: Tensor | None) -> Iterator[Any]:
 
 
 def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype that these operations compute in: itself, or a copy."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.mlp.call import JOINED
-
 
 class Form(NamedTuple):
     """What an expert computes between its GEMMs: ``h = act(g) (u + shift)``.
@@ -23,7 +21,7 @@ class Form(NamedTuple):
     limit: float = math.inf
     alpha: float = 1.0
     shift: float = 0.0
-    joined: str = "gate first"  # where gate and up are among the 2F columns: a key of `JOINED`
+    joined: str = "gate first"  # where gate and up are among the 2F columns: a key of `lowtide.mlp.call.JOINED`
 
 
 class ExpertsCall(NamedTuple):
@@ -71,6 +69,24 @@ class ExpertsCall(NamedTuple):
     def trained(self) -> tuple[Tensor | None, ...]:
         """Return the tensors that may get a gradient, in the order of the fields."""
         return self[:6]
+
+
+class Inner(NamedTuple):
+    """Gate and up of all rows, without their bias."""
+
+    gate_up: Tensor  # [S, 2F]
+    bias: Tensor | None  # [E, 2F]
+    expert: Tensor  # [S], int32: the expert of each row, E for rows of none
+    experts: int  # E
+    form: Form
+
+
+class Pairs(NamedTuple):
+    """The pairs of each token and one of its experts."""
+
+    inverse: Tensor  # [T, K], int32: the row of each
+    ids: Tensor  # [T, K], int64: its expert, E for those that add nothing
+    experts: int  # E
 
 
 class ExpertsWanted(NamedTuple):

@@ -6,8 +6,8 @@ T tokens, K experts per token, S = T K rows sorted by expert, E experts, D hidde
 import torch
 from torch import Tensor
 
-from lowtide.mlp.expert_call import ExpertsCall, ExpertsWanted
-from lowtide.mlp.expert_rows import Inner, Pairs, combined, gated_rows, gated_rows_backward
+from lowtide.mlp.expert_call import ExpertsCall, ExpertsWanted, Inner, Pairs
+from lowtide.mlp.expert_rows import combined, gated_rows, gated_rows_backward
 from lowtide.mlp.groups import Groups, inverse_of
 from lowtide.mlp.products import multiply
 
@@ -61,9 +61,7 @@ def backward_rows(
             grads[1] = experts.routing_grad(dots, dy)
         if of_inner is not None:
             _through_gate_and_up(experts, wanted, of_inner, grads)
-    return tuple(
-        None if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, call.trained, strict=True)
-    )
+    return tuple(None if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, call.trained, strict=True))
 
 
 def _through_gate_and_up(

@@ -5,32 +5,13 @@ float32 (float64 for float64 operands) and round once, to the dtype of the resul
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.mlp.call import JOINED
 from lowtide.mlp.elementwise import PIECE, act, act_backward, has_kernels, widened
-from lowtide.mlp.expert_call import Form
-
-
-class Inner(NamedTuple):
-    """Gate and up of all rows, without their bias."""
-
-    gate_up: Tensor  # [S, 2F]
-    bias: Tensor | None  # [E, 2F]
-    expert: Tensor  # [S], int32: the expert of each row, E for rows of none
-    experts: int  # E
-    form: Form
-
-
-class Pairs(NamedTuple):
-    """The pairs of each token and one of its experts."""
-
-    inverse: Tensor  # [T, K], int32: the row of each
-    ids: Tensor  # [T, K], int64: its expert, E for those that add nothing
-    experts: int  # E
+from lowtide.mlp.expert_call import Form, Inner, Pairs
 
 
 def gated_rows(inner: Inner, out: Tensor) -> None:
@@ -78,9 +59,7 @@ def gated_rows_backward(
             of_inner[rows, up_at] = torch.where(passes[1], activated.mul_(dh), 0.0)
 
 
-def combined(
-    rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def combined(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return each token's sum over its pairs of ``factor (row + bias)`` [T, D], in ``dtype``.
 
     ``rows`` are [S, D], ``factors`` [T, K] or None for 1, and ``bias`` [E, D], of which a pair has its expert's.

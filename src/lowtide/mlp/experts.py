@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
-from lowtide.graph import Operator, held_elsewhere, is_last_backward, node, schema_of, tensor_fields, undisturbed, watched
+from lowtide.graph import (
+    Operator,
+    held_elsewhere,
+    is_last_backward,
+    node,
+    schema_of,
+    tensor_fields,
+    undisturbed,
+    watched,
+)
 from lowtide.mlp.expert_call import (
     ExpertsCall,
     ExpertsWanted,
@@ -49,13 +58,13 @@ def experts_mlp(
     dtype: torch.dtype,
     checkpoint_level: int,
 ) -> Tensor:
-    """Return ``y_t = sum over k of r_tk (h_tk Wd_e + bd_e)`` with ``h = act(g) (u + shift)``, e the expert ``ids[t, k]``.
+    """Return ``y_t = sum over k of r_tk (h_tk Wd_e + bd_e)`` with ``h = act(g) (u + shift)``, a mixture's experts.
 
-    gate and up are ``x_t Wgu_e + bgu_e``: see `Form`. The rows of T tokens and K experts each are sorted by expert, and
-    each GEMM is one grouped GEMM over all experts. In bfloat16, with D the hidden size and F the experts' width,
-    level 0 saves gate and up, 4 K F bytes per token, and level 1 recomputes them; both save the input, the routing and
-    4 K bytes of order. No copy of the input for each expert is saved, nor h, nor the experts' outputs: the
-    routing weight's gradient is ``h . (Wd dy)``, and backward has both.
+    e is the expert ``ids[t, k]``, and gate and up are ``x_t Wgu_e + bgu_e``: see `Form`. The rows, one for each of T
+    tokens and its K experts, are sorted by expert, and each GEMM is one grouped GEMM over all experts. In bfloat16,
+    with D the hidden size and F the experts' width, level 0 saves gate and up, 4 K F bytes per token, and level 1
+    recomputes them; both save the input, the routing and 4 K bytes of order. Never saved are the rows of the input,
+    h, and the experts' outputs: the routing weight's gradient is ``h . (Wd dy)``, and backward has both.
 
     Args:
         input: x [T, D].
@@ -81,9 +90,12 @@ def experts_mlp(
     References:
         Guo et al., SonicMoE, arXiv:2512.14080, for the routing weight's gradient without the experts' outputs.
     """
-    order, ends = sorted_by_expert(ids.detach(), weights[0].shape[0])  # type: ignore[union-attr]
-    level = check_level(checkpoint_level)
-    return _run(ExpertsCall(input, routing, *weights, ids, order, ends, dtype, level, transposed, *form))  # type: ignore[arg-type]
+    gate_up, down, gate_up_bias, down_bias = weights
+    assert gate_up is not None
+    assert down is not None
+    order, ends = sorted_by_expert(ids.detach(), gate_up.shape[0])
+    tensors = (input, routing, gate_up, down, gate_up_bias, down_bias, ids, order, ends)
+    return _run(ExpertsCall(*tensors, dtype, check_level(checkpoint_level), transposed, *form))
 
 
 def _run(call: ExpertsCall) -> Tensor:
@@ -200,7 +212,9 @@ def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
     ctx.input_saved = wanted.gate_up if keep else wanted.projections
     if not ctx.input_saved:
         tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
-    sampled = () if keep or not wanted.projections or torch.compiler.is_compiling() else (call.gate_up, call.gate_up_bias)
+    sampled = (
+        () if keep or not wanted.projections or torch.compiler.is_compiling() else (call.gate_up, call.gate_up_bias)
+    )
     ctx.samples = Samples(t for t in sampled if t is not None)
     ctx.save_for_backward(*tensors, gate_up)
     ctx.mark_non_differentiable(gate_up)

@@ -116,20 +116,21 @@ def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool
     scaled = 2 * probe.rows(_HIDDEN).view(-1, _HIDDEN)
     x = scaled.repeat(2 + E // (K * len(scaled)), 1)  # every expert has a token, and some have several
     ids = torch.arange(len(x) * K, device="cpu").view(-1, K) % E
-    call = functools.partial(base.forward, twin, x, ids, probe.random(len(x), K, seed=5).sigmoid())
-    got = [probe.outcome(lambda: (twin.train(mode), call())[1]) for mode in (True, False)]
+    routing = probe.random(len(x), K, seed=5).sigmoid()
+    call = functools.partial(base.forward, twin, x, ids, routing)
+    got = []
+    for mode in (True, False):
+        twin.train(mode)
+        got.append(probe.outcome(call))
     for one in got:
         if isinstance(one, Exception):
             return f"its forward does not run on a CPU, on its weights and routing alone ({type(one).__name__})"
+    settings: Any = {"transposed": transposed, "dtype": torch.float32, "checkpoint_level": 0}
     for form in _forms(module):
-        expected = probe.outcome(
-            lambda: experts_mlp(
-                *(*call.args[1:3], call.args[3], weights),
-                form=form, transposed=transposed, dtype=torch.float32, checkpoint_level=0,
-            )
-        )  # fmt: skip
+        ours = functools.partial(experts_mlp, x, ids, routing, weights, form=form, **settings)
+        expected = probe.outcome(ours)
         if all(probe.agree(one, expected, _TOLERANCE) for one in got):
-            return form, probe.agree(probe.outcome(lambda: _under_autocast(call)), expected, _TOLERANCE)
+            return form, probe.agree(probe.outcome(functools.partial(_under_autocast, call)), expected, _TOLERANCE)
     return "its experts are not down(act(gate(x)) * up(x)) with SiLU or tanh-GELU, weighted and summed"
 
 
@@ -199,7 +200,7 @@ def overrides(
         level: Any = getattr(self, LEVEL, None) if ours else None
         if level is None or has_nothing_to_save(args[0]):
             return base.forward(self, *args, **kwargs)
-        weights = [getattr(self, name, None) for name in _NAMES]
+        weights: list[Any] = [getattr(self, name, None) for name in _NAMES]
         others = _others(self)
         if tuple(map(type, others)) != types or not are_plain_linears((), others):
             return base.forward(self, *args)
@@ -208,7 +209,8 @@ def overrides(
         dtype = _operands(args, weights, keeps)
         if dtype is None or _is_transposed(weights[0].shape, weights[1].shape) is not transposed:
             return base.forward(self, *args)
-        return experts_mlp(*args, weights, form=form, transposed=transposed, dtype=dtype, checkpoint_level=level)
+        settings: Any = {"transposed": transposed, "dtype": dtype, "checkpoint_level": level}
+        return experts_mlp(args[0], args[1], args[2], weights, form=form, **settings)
 
     return with_forward(base, forward, **{PROBED: probed})
 

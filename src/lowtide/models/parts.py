@@ -1,8 +1,9 @@
 """The parts of a model that `lowtide.patch` fuses: `mlp`, `norm` and `rope`.
 
-A part is one or more files, for modules of several forms, with three functions each. ``is_candidate(module)``: whether a module has the form of such a
-part. ``find(module, base)``: what is done to a candidate of stock class ``base``, as text, and the arguments of
-``overrides``; or why nothing is. ``overrides(base, *args)``: what the class of a patched module does differently.
+A part is one or more files, for modules of several forms, with three functions each. ``is_candidate(module)``: whether
+a module has that form. ``find(module, base)``: what is done to a candidate of stock class ``base``, as text, and the
+arguments of ``overrides``; or why nothing is. ``overrides(base, *args)``: what the class of a patched module does
+differently. A file may have ``ATTRIBUTES`` that a patched module gets, with their first values.
 """
 
 from collections.abc import Iterator

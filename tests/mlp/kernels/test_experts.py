@@ -10,8 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.mlp import expert_rows
-from lowtide.mlp.expert_call import Form
-from lowtide.mlp.expert_rows import Inner, Pairs
+from lowtide.mlp.expert_call import Form, Inner, Pairs
 from lowtide.mlp.groups import inverse_of, sorted_by_expert
 from lowtide.mlp.kernels import experts as kernels
 from mlp.experts import FORMS

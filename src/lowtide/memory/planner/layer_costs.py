@@ -56,8 +56,9 @@ def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
     embedding nothing, attention what it reads and writes and a float32 per head. Each GEMM that needs a weight gradient
     saves its input: those that read the same input share one copy, but in eager under autocast, and with adapters in 16
     bits, each has its own. Of gate, up, activation and product of a stock MLP or of stock experts the compiler
-    recomputes one. A mask is saved by each layer, in the GEMMs' dtype (`torch.nn.functional.scaled_dot_product_attention` makes
-    numbers of one of bools), and beside one transformers repeats keys and values for each query head.
+    recomputes one. A mask is saved by each layer, in the GEMMs' dtype
+    (`torch.nn.functional.scaled_dot_product_attention` makes numbers of one of bools), and beside one transformers
+    repeats keys and values for each query head.
     """
     shape, n, visits = job.shape, job.narrow, job.shape.experts_per_token
     stream, queries, keys = shape.hidden * job.element, shape.query_width * n, shape.kv_width * n

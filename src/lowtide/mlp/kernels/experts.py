@@ -11,7 +11,7 @@ from torch import Tensor, float64
 
 from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
 from lowtide.mlp.call import JOINED
-from lowtide.mlp.expert_rows import Inner, Pairs
+from lowtide.mlp.expert_call import Inner, Pairs
 from lowtide.mlp.kernels.gated import sigmoid
 
 BLOCK = 1024  # columns
@@ -158,7 +158,8 @@ def combine(rows: Tensor, pairs: Pairs, factors: Tensor | None, bias: Tensor | N
 def _places(inner: Inner, F: int) -> tuple[int, int, int]:
     """Return the columns of the first gate and the first up, and the step from each to the next."""
     gate, up = JOINED[inner.form.joined](F)
-    assert gate is not None and up is not None
+    assert gate is not None
+    assert up is not None
     return gate.start, up.start, gate.step or 1
 
 
