@@ -61,7 +61,7 @@ def test_each_part_alone_is_right_and_runs(name, part, dtype, patched, batch, ra
         assert_same_training(model, stock, batch, rtol=1e-6, atol=1e-6)
     else:
         assert_near_in_bfloat16(model, stock, [m(**batch).loss for m in (model, stock)])
-    mlp = "swiglu_mlp" if name not in JOINED else "adapted_mlp"
+    mlp = "experts_mlp" if name == "qwen3-moe" else "adapted_mlp" if name in JOINED else "swiglu_mlp"
     count = ran[{"mlp": mlp, "norm": "rms_norm", "rope": "rotary"}[part]]
     lines = (report.parts[part], *report.parts[part].more)
     assert count == sum(line.count for line in lines if line.patched)

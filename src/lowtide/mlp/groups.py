@@ -82,6 +82,7 @@ def _has_grouped(*operands: Tensor) -> bool:
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    *_, rows, columns = operand.stride()
-    wide = [n * operand.element_size() % _ALIGNED == 0 for n in operand.stride() if n != 1]
-    return 1 in (rows, columns) and all(wide) and operand.data_ptr() % _ALIGNED == 0 and operand.numel() > 0
+    """Return whether all sizes of an operand but its first, its strides and its start are whole 16 bytes."""
+    wide = [stride for stride in operand.stride()[-2:] if stride != 1]
+    numbers = (*operand.shape[1:], *operand.stride()[:-2], *wide, operand.storage_offset())
+    return len(wide) == 1 and operand.numel() > 0 and all(n * operand.element_size() % _ALIGNED == 0 for n in numbers)
