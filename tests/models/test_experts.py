@@ -362,6 +362,6 @@ def test_saved_bytes_beside_stock(pair):
         ours.checkpoint_level = level
         assert order + activations <= saved_bytes(ours, inputs) <= order + activations + 64
     theirs = experts_of(stock)[0]
-    for way, least in (("eager", (2 * D + 5 * F) * row), ("grouped_mm", (2 * D + 5 * F) * row)):
+    for way in ("eager", "grouped_mm"):  # which save the inputs and outputs of each expert's GEMMs, and act(gate)
         theirs.config._experts_implementation = way
-        assert saved_bytes(theirs, inputs) >= least
+        assert saved_bytes(theirs, inputs) >= (2 * D + 4 * F) * row
