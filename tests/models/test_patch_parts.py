@@ -26,9 +26,9 @@ PARTS = ("mlp", "norm", "rope")
 # What of each model of conftest's MODELS is fused.
 FUSED = {
     "llama": PARTS, "llama-tied": PARTS, "qwen3": PARTS, "qwen3-moe": PARTS, "gemma2": PARTS,
-    "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": PARTS, "phi": ("rope",), "gpt2": (),
+    "gemma3": PARTS, "cohere2": ("mlp", "rope"), "granite": PARTS, "phi3": PARTS, "phi": ("rope",), "gpt2": (),
     "mistral": PARTS, "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",),
-    "glm4": ("mlp", "norm"),
+    "glm4": PARTS,
 }  # fmt: skip
 
 JOINED = ("phi3", "glm4")  # gate and up in one projection
