@@ -1,4 +1,4 @@
-"""Model types whose rotary embedding pairs other values than the halves of a head, or has other tables, beside stock."""
+"""Model types whose rotary embedding pairs other values than a head's halves, or has other tables, beside stock."""
 
 import pytest
 
@@ -54,4 +54,4 @@ def test_each_type_trains_as_stock(kind, model_type, ran):
     ran.clear()
     noise = models_case._noise(stock, make(), ids)
     assert models_case.difference(models_case._run(model, ids), models_case._run(stock, ids), noise) is None
-    assert ran["rotary"] == line.count > 0
+    assert 0 < ran["rotary"] <= line.count  # Cohere 2 rotates in layers with a window alone
