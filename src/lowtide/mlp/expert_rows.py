@@ -33,7 +33,7 @@ def gated_rows_backward(
 
     That gradient lacks the factor. ``into`` are where to, or None: the gradient of gate and up [S, 2F], which may be
     written over these; ``h`` times the factor [S, F], which may be written over ``grad``; and the factor's own gradient
-    ``h . grad`` [S], 0 for rows of no expert, which get any values in the other two.
+    ``h . grad`` [S]. Rows of no expert get any values.
     """
     if has_kernels(grad.device):
         from lowtide.mlp.kernels import experts as kernels
@@ -49,7 +49,7 @@ def gated_rows_backward(
         activated, shifted = _activated(g, form), u.add_(form.shift)
         h = activated * shifted
         if dots is not None:
-            dots[rows] = torch.where(inner.expert[rows] < inner.experts, (h * dh).sum(1), 0.0)
+            dots[rows] = (h * dh).sum(1)
         dh = dh * w
         if product is not None:
             product[rows] = h.mul_(w)

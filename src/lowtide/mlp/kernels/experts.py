@@ -66,8 +66,7 @@ def _gated_rows_backward(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    own = tl.load(expert_ptr + row)
-    expert = tl.minimum(own, E - 1).to(tl.int64) * 2 * F
+    expert = tl.minimum(tl.load(expert_ptr + row), E - 1).to(tl.int64) * 2 * F
     w = tl.load(factor_ptr + row).to(WIDE)
     dots = tl.zeros((BLOCK,), WIDE)
     for start in range(0, F, BLOCK):
@@ -97,7 +96,7 @@ def _gated_rows_backward(  # type: ignore[no-untyped-def]
             tl.store(into + gate_at, of_gate.to(of_inner_ptr.dtype.element_ty), mask=inside)
             tl.store(into + up_at, of_up.to(of_inner_ptr.dtype.element_ty), mask=inside)
     if dots_ptr is not None:
-        tl.store(dots_ptr + row, tl.where(own < E, tl.sum(dots, 0), 0.0))
+        tl.store(dots_ptr + row, tl.sum(dots, 0))
 
 
 @Launcher
