@@ -70,7 +70,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
     formula = _formula(module, base, transposed)
     if isinstance(formula, str):
         return formula
-    form, keeps = formula
+    form, keeps, double = formula
     choice = getattr(getattr(module, "config", None), _SETTING, None)
     types = tuple(map(type, others))
     found = _settings(module, others, _code(base, types, choice))
@@ -78,7 +78,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
     what = ", ".join((form.activation, *extra))
     count = shape_of(module._parameters[_WEIGHTS[1]])[0]  # type: ignore[arg-type]
     text = f"its {count} experts run by grouped GEMMs ({what}), which keep gate and up"
-    return text, (form, transposed, keeps, choice, types, found)
+    return text, (form, transposed, keeps, double, choice, types, found)
 
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -95,10 +95,10 @@ def _is_transposed(gate_up: Sequence[int], down: Sequence[int]) -> bool | None:
     return True if (gate_up[1], gate_up[2]) == (down[2], 2 * down[1]) else None
 
 
-def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool] | str:
-    """Return the form with which fused experts are the module, and whether it keeps the weights' dtype under autocast.
+def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool, bool] | str:
+    """Return the form with which fused experts are the module, or why they are not.
 
-    Or why it is another.
+    And whether it keeps the weights' dtype under autocast, and whether it computes float64 in float64.
     """
     E = shape_of(module._parameters[_WEIGHTS[1]])[0]  # type: ignore[arg-type]
     shapes: list[tuple[int, ...]] = [(2 * _WIDE, _HIDDEN), (_HIDDEN, _WIDE), (2 * _WIDE,), (_HIDDEN,)]
@@ -117,20 +117,29 @@ def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool
     x = scaled.repeat(2 + E // (K * len(scaled)), 1)  # every expert has a token, and some have several
     ids = torch.arange(len(x) * K, device="cpu").view(-1, K) % E
     routing = probe.random(len(x), K, seed=5).sigmoid()
-    call = functools.partial(base.forward, twin, x, ids, routing)
+
+    def stock(dtype: torch.dtype) -> Any:
+        return base.forward(twin.to(dtype), x.to(dtype), ids, routing.to(dtype))
+
+    def ours(form: Form, dtype: torch.dtype) -> Tensor:
+        settings: Any = {"transposed": transposed, "dtype": dtype, "checkpoint_level": 0}
+        own = [None if w is None else w.to(dtype) for w in weights]
+        return experts_mlp(x.to(dtype), ids, routing.to(dtype), own, form=form, **settings)
+
+    narrow, wide = (functools.partial(stock, dtype) for dtype in (torch.float32, torch.float64))
     got = []
     for mode in (True, False):
         twin.train(mode)
-        got.append(probe.outcome(call))
+        got.append(probe.outcome(narrow))
     for one in got:
         if isinstance(one, Exception):
             return f"its forward does not run on a CPU, on its weights and routing alone ({type(one).__name__})"
-    settings: Any = {"transposed": transposed, "dtype": torch.float32, "checkpoint_level": 0}
     for form in _forms(module):
-        ours = functools.partial(experts_mlp, x, ids, routing, weights, form=form, **settings)
-        expected = probe.outcome(ours)
+        expected = probe.outcome(functools.partial(ours, form, torch.float32))
         if all(probe.agree(one, expected, _TOLERANCE) for one in got):
-            return form, probe.agree(probe.outcome(functools.partial(_under_autocast, call)), expected, _TOLERANCE)
+            keeps = probe.agree(probe.outcome(functools.partial(_under_autocast, narrow)), expected, _TOLERANCE)
+            exact = probe.outcome(functools.partial(ours, form, torch.float64))
+            return form, keeps, probe.agree(probe.outcome(wide), exact, _TOLERANCE**2)
     return "its experts are not down(act(gate(x)) * up(x)) with SiLU or tanh-GELU, weighted and summed"
 
 
@@ -182,16 +191,18 @@ def overrides(
     form: Form,
     transposed: bool,
     keeps: bool,
+    double: bool,
     choice: str | None,
     types: tuple[type, ...],
     found: probe.Settings,
 ) -> dict[str, Any]:
     """Return what patched experts do differently from ``base``.
 
-    ``keeps``: the GEMMs have the weights' dtype under autocast too. ``choice`` is the implementation that the config
-    had, ``types`` are the classes of the children, and ``found`` the settings of the module and of these.
+    ``keeps``: the GEMMs have the weights' dtype under autocast too. ``double``: float64 runs fused. ``choice`` is the
+    implementation that the config had, ``types`` are the classes of the children, and ``found`` the settings of the
+    module and of these.
     """
-    args = (form, transposed, keeps, choice, types, found)
+    args = (form, transposed, keeps, double, choice, types, found)
     confirm = lambda module: find(module, base)[1:] == (args,)  # noqa: E731
     probed = probe.ProbedCode(base, lambda: _code(base, types, choice, found), found, confirm)
 
@@ -207,7 +218,9 @@ def overrides(
         if getattr(getattr(self, "config", None), _SETTING, None) != choice or probed.differs(self, others):
             return base.forward(self, *args)
         dtype = _operands(args, weights, keeps)
-        if dtype is None or _is_transposed(weights[0].shape, weights[1].shape) is not transposed:
+        if dtype is None or (dtype == torch.float64 and not double):
+            return base.forward(self, *args)
+        if _is_transposed(weights[0].shape, weights[1].shape) is not transposed:
             return base.forward(self, *args)
         settings: Any = {"transposed": transposed, "dtype": dtype, "checkpoint_level": level}
         return experts_mlp(args[0], args[1], args[2], weights, form=form, **settings)

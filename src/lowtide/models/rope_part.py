@@ -35,7 +35,7 @@ def is_candidate(module: nn.Module) -> bool:
     return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
 
 
-def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool, str]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool, str, bool]] | str:
     """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
     forward = base.forward
     why_not = why_not_forward(module, base)
@@ -58,15 +58,17 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool, str]] | str:
     partial = _outcome(stock, *DTYPES[0], entries // 2, 1)
     if not isinstance(partial, Exception) and not _computes(stock, promote, pairs, DTYPES[0], entries // 2, 1):
         return f"its {_NAME} rotates a part of a head in another way"
+    double = _computes(stock, promote, pairs, (torch.float64, torch.float64), entries, 1)
     which = "" if pairs == Pairs.HALVES.value else f" (pairs {pairs})"
-    return f"rotates queries and keys by lowtide.layers.rotary{which}", (promote, pairs)
+    return f"rotates queries and keys by lowtide.layers.rotary{which}", (promote, pairs, double)
 
 
 def _inputs(x_dtype: torch.dtype, table_dtype: torch.dtype, r: int, dim: int) -> tuple[Tensor, ...]:
     B, T, Hq, Hk, d = _SIZES
     shapes = ((B, Hq, T, d), (B, Hk, T, d)) if dim == 1 else ((B, T, Hq, d), (B, T, Hk, d))
-    q, k = (random(*shape, seed=i).to(x_dtype) for i, shape in enumerate(shapes))
-    cos, sin = (random(B, T, r, seed=i).to(table_dtype) for i in (2, 3))
+    # a third: in float64 no number of float32, which shows where that is computed in
+    q, k = (random(*shape, seed=i).to(x_dtype) / 3 for i, shape in enumerate(shapes))
+    cos, sin = (random(B, T, r, seed=i).to(table_dtype) / 3 for i in (2, 3))
     return q, k, cos, sin
 
 
@@ -89,17 +91,20 @@ def _computes(stock: Any, promote: bool, pairs: str, dtypes: tuple[torch.dtype, 
     )
 
 
-def overrides(base: Any, promote: bool, pairs: str) -> dict[str, Any]:
-    """Return what a patched attention does differently from ``base``: the same code, another global."""
-    rotating = _rotating(base.forward, promote, pairs)
+def overrides(base: Any, promote: bool, pairs: str, double: bool) -> dict[str, Any]:
+    """Return what a patched attention does differently from ``base``: the same code, another global.
+
+    ``double``: float64 is rotated in float64, as lowtide does; else the stock code rotates it.
+    """
+    rotating = _rotating(base.forward, promote, pairs, double)
 
     def look() -> Code:
         nonlocal rotating
-        rotating = _rotating(base.forward, promote, pairs)
+        rotating = _rotating(base.forward, promote, pairs, double)
         stock = base.forward
         return Code((), functions=(stock.__globals__[_NAME],), shallow=(stock,), attributes=((base, "forward"),))
 
-    probed = ProbedCode(base, look, None, lambda attention: find(attention, base)[1:] == ((promote, pairs),))
+    probed = ProbedCode(base, look, None, lambda attention: find(attention, base)[1:] == ((promote, pairs, double),))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if probed.differs(self):
@@ -109,7 +114,7 @@ def overrides(base: Any, promote: bool, pairs: str) -> dict[str, Any]:
     return with_forward(base, forward, **{PROBED: probed})
 
 
-def _rotating(stock: FunctionType, promote: bool, pairs: str) -> FunctionType:
+def _rotating(stock: FunctionType, promote: bool, pairs: str, double: bool) -> FunctionType:
     """Return ``stock`` with our rotation among its globals."""
     turn: Any = stock.__globals__[_NAME]
 
@@ -118,6 +123,8 @@ def _rotating(stock: FunctionType, promote: bool, pairs: str) -> FunctionType:
         if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs) or has_nothing_to_save(args[0]):
             return turn(*args, **kwargs)
         if not is_ordinary(args, ()) or why_not_rotary(*args, dim, Pairs(pairs)) is not None:
+            return turn(*args, **kwargs)
+        if args[0].dtype == torch.float64 and not double:
             return turn(*args, **kwargs)
         return rotary(*args, unsqueeze_dim=dim, promote=promote, pairs=pairs)
 
