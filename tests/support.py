@@ -147,11 +147,19 @@ def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
 
 
-def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
     """Heads [B, H, T, d], the first r values of each as a matrix of r x r for each position."""
-    r = cos.shape[-1]
-    eye = torch.eye(r, dtype=x.dtype, device=x.device)
-    swap = torch.cat((-eye[r // 2 :], eye[: r // 2]))  # rows: rotate_half of the unit vectors
+    r = cos.shape[-1] * (2 if pairs == "short" else 1)
+    i = torch.arange(r, device=x.device)
+    partner, first = (i + r // 2) % max(r, 1), i < r // 2
+    if pairs in ("interleaved", "repeated"):
+        partner, first = i ^ 1, i % 2 == 0
+    if pairs == "repeated":
+        cos, sin = cos[..., i // 2], sin[..., i // 2]
+    if pairs == "short":
+        cos, sin = (torch.cat((table, table), -1) for table in (cos, sin))
+    swap = torch.zeros(r, r, dtype=x.dtype, device=x.device)
+    swap[i, partner] = torch.where(first, -1.0, 1.0).to(x.dtype)
     turn = torch.diag_embed(cos.to(x.dtype)) + torch.einsum("ij,bti->btij", swap, sin.to(x.dtype))
     turned = torch.einsum("btij,bhtj->bhti", turn, x[..., :r])
     return torch.cat((turned, x[..., r:]), -1)

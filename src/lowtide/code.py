@@ -34,9 +34,9 @@ class Code:
         functions: Iterable[Any] = (),
         shallow: Iterable[FunctionType] = (),
         attributes: Iterable[tuple[Any, str]] = (),
-        names: Iterable[tuple[ModuleType, str]] = (),
+        names: Iterable[tuple[ModuleType | dict[Any, Any], Any]] = (),
     ) -> None:
-        self._items: list[_Entry] = []  # in dictionaries: globals, and names in modules
+        self._items: list[_Entry] = []  # in dictionaries: globals, names in modules, entries of tables
         self._attributes: list[_Entry] = []  # of classes and functions
         self._seen: set[Any] = set()
         self.modules: set[str] = set()  # names of modules among the globals
@@ -44,7 +44,7 @@ class Code:
         for owner, name in ((nn.Module, "__call__"), (nn.Module, "_call_impl"), *attributes):
             self._attribute(owner, name)
         for module, name in names:
-            self._item(vars(module), name)
+            self._item(module if isinstance(module, dict) else vars(module), name)
         for kind in classes:
             self._follow_class(kind)
         for function in functions:

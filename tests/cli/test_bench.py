@@ -20,7 +20,7 @@ from lowtide.bench import harness
 from lowtide.bench.config import HEAD_PEERS, SweepBenchConfig
 from lowtide.bench.harness import Run
 from lowtide.bench.settings import RunSettings
-from lowtide.bench.shapes import APPLY_SHAPES, BATCH_SHAPES, MLPS, PAIR_SHAPES, SHAPES
+from lowtide.bench.shapes import APPLY_SHAPES, BATCH_SHAPES, EXPERTS, MLPS, PAIR_SHAPES, SHAPES
 from lowtide.cli import _parser, bench, main
 from lowtide.cli.parser import given
 from lowtide.errors import ArgumentValueError
@@ -37,13 +37,14 @@ KINDS = (
     "step",
     "longest",
     "mlp",
+    "experts",
     "models",
     "tune",
 )
 WRITING = [kind for kind in KINDS if kind != "tune"]
 SHAPED = {
     "head": SHAPES, "sweep": SHAPES, "stats": SHAPES, "divergence": PAIR_SHAPES, "contrastive": BATCH_SHAPES,
-    "apply": APPLY_SHAPES, "mlp": (*MLPS.named, *MLPS.groups),
+    "apply": APPLY_SHAPES, "mlp": (*MLPS.named, *MLPS.groups), "experts": (*EXPERTS.named,),
 }  # fmt: skip
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
@@ -59,6 +60,7 @@ SMALL = {
     "step": "--tokens 16 --model lowtide-small --peer stock --policy all",
     "longest": "--way lowtide --model lowtide-small --layers 1 --tokens 24 --no-search --host 2GiB",
     "mlp": "--shape 1,8,4,6,1 --only lowtide-0 naive",
+    "experts": "--shape 8,4,6,3,2 --only lowtide-0 eager",
     "models": "--kind causal --only gpt2 xglm --workers 1",
 }
 MEASURED = {"ms", "peak_mib"}
@@ -69,7 +71,10 @@ IN_ROWS = {
     "layers": {"op", "peer", "forward_ms", "ms", "forward_gb_per_s", "gb_per_s", "kept_mib", "error"},
     "step": {"way", "tokens", "seconds", "spread", "tokens_per_s", "peak_gib", "losses", "attention"},
     "longest": {"way", "train", "tokens", "kept", "seconds", "gpu_gib_predicted", "host_gib_predicted", "host_gib"},
-    "mlp": MEASURED | {"name", "gemms", "forward_ms", "backward_ms", "limit_ms", "over", "kept_bytes", "again_gb"},
+    **dict.fromkeys(
+        ("mlp", "experts"),
+        MEASURED | {"name", "gemms", "forward_ms", "backward_ms", "limit_ms", "over", "kept_bytes", "again_gb"},
+    ),
     "models": {"kind", "type", "status", "why", "seconds", "cases", "parts", "tolerances"},
 }
 
@@ -78,7 +83,7 @@ def rows_of(kind: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a result, wherever its benchmark has them."""
     if kind == "sweep":
         return [row for point in told["points"] for row in point["rows"]]
-    tables = {"head": "table", "apply": "rows", "mlp": "rows"}
+    tables = {"head": "table", "apply": "rows", "mlp": "rows", "experts": "rows"}
     tables |= dict.fromkeys(("stats", "divergence", "contrastive"), "tables")
     if kind not in tables:
         return told["rows"]
@@ -179,6 +184,12 @@ BAD = {
         "--shape 1,2,3,4,0": "shape: expected published-1, ",
         "--only nobody": "only: expected names out of lowtide-0",
         "--only naive --skip naive": "skip: expected at least one peer",
+    },
+    "experts": {
+        **COMMON,
+        "--shape nonsense": "shape: expected qwen3-30b-a3b, gpt-oss-20b",
+        "--shape 1,2,3,4": "shape: expected qwen3-30b-a3b, gpt-oss-20b",
+        "--only nobody": "only: expected names out of lowtide-0",
     },
     "apply": {
         **COMMON,
@@ -333,7 +344,7 @@ def test_from_arguments_to_a_file(
     monkeypatch.setattr("lowtide.bench.sweep.draw_sweep", lambda told, files: files.json)
     assert run(kind, tmp_path) == 0
     told = result(tmp_path)
-    stem = f"mlp-{told['dtype']}" if kind == "mlp" else kind
+    stem = f"{kind}-{told['dtype']}" if kind in ("mlp", "experts") else kind
     (file,) = tmp_path.glob("*.json")
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{stem}-cpu", file.stem)
     assert {"command", "date", "commit", "machine"} <= set(told)
@@ -362,6 +373,7 @@ FAILING = {  # how a peer fails and how lowtide does: a function that is replace
     "apply": ("lowtide.bench.apply.linear_cross_entropy", "lowtide.bench.apply.linear_apply"),
     "layers": ("lowtide.bench.layers._hf_norm", "lowtide.bench.layers.rms_norm"),
     "step": ("--peer=liger", "--policy=5xall"),
+    "experts": ("eager", "lowtide-0"),
 }
 
 
@@ -421,6 +433,7 @@ def test_what_is_known_is_written_at_once(kind: str, tmp_path: Path, monkeypatch
         ("apply", (), ["4x4096"]), ("apply", ("all",), ["4x4096", "64x512"]),
         ("mlp", (), ["llama-8b-32k"]), ("mlp", ("published",), [f"published-{i}" for i in range(1, 6)]),
         ("mlp", ("models", "llama-8b-8k"), ["llama-8b-8k", "llama-8b-32k", "llama-70b-8k", "llama-70b-32k"]),
+        ("experts", (), ["qwen3-30b-a3b"]), ("experts", ("all",), ["qwen3-30b-a3b", "gpt-oss-20b"]),
     ],
 )  # fmt: skip
 def test_shapes_by_name(kind: str, shape: tuple[str, ...], names: list[str]) -> None:

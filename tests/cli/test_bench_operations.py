@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cli.results import result
-from lowtide.bench import apply, layers
+from lowtide.bench import apply, experts, layers
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.mlp import MLP_PEERS, bare_layers, make_stack
-from lowtide.bench.shapes import APPLY_SHAPES, MLPS
+from lowtide.bench.mlp import MLP_PEERS, make_stack
+from lowtide.bench.shapes import APPLY_SHAPES, MLPS, ExpertsShape
 from lowtide.cli import main
 from lowtide.head.options import HeadOptions
 from lowtide.mlp import elementwise
@@ -95,6 +95,35 @@ def test_rows_and_their_bytes(tmp_path: Path) -> None:
         )
 
 
+def test_rows_of_experts(tmp_path: Path) -> None:
+    shape = ["--shape", "64,16,24,4,2", "--dtype", "float32"]
+    assert bench("experts", *shape, *QUICK, "--output", tmp_path) == 0
+    (told,) = result(tmp_path)["shapes"]
+    rows = {row["name"]: row for row in told["rows"]}
+    assert list(rows) == ["lowtide-0", "lowtide-1", "liger", "grouped_mm", "eager"]
+    assert rows["liger"]["cannot"] == "runs on GPUs only"
+    D, F, K = 16, 24, 2
+    order = 4 * K + 4 * 4 / 64
+    assert rows["lowtide-0"]["kept_bytes"] == pytest.approx(4 * (D + 2 * K * F) + order, abs=1)
+    assert rows["lowtide-1"]["kept_bytes"] == pytest.approx(4 * D + order, abs=1)
+    for name in ("grouped_mm", "eager"):
+        assert rows[name]["kept_bytes"] > 4 * (D + 2 * K * D + 4 * K * F)
+    assert [rows[name]["gemms"] for name in ("lowtide-0", "lowtide-1", "eager")] == [6, 7, 6]
+
+
+@pytest.mark.parametrize("oss", [False, True])
+def test_peers_of_experts_agree(oss: bool) -> None:
+    shape = ExpertsShape("gpt-oss-small" if oss else "small", 48, 16, 24, 4, 2)
+    mixture = experts.make_mixture(shape, torch.float32, torch.device("cpu"), 0)
+    results = []
+    for name in ("lowtide-0", "lowtide-1", "grouped_mm", "eager"):
+        y = experts.EXPERTS_PEERS[name].built(mixture)()
+        results.append([y.detach(), *torch.autograd.grad(y, mixture.leaves, mixture.upstream)])
+    for each in results[:-1]:
+        for got, want in zip(each, results[-1], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
 @pytest.mark.parametrize("numbers", ["2,64,16,40,3", "1,8,48,60,2", "4,64,8,200,1"])
 def test_the_peak_of_a_step_that_adds_to_gradients_is_the_sum_in_the_docs(
     numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +150,7 @@ def test_the_limit_runs_as_many_gemms_as_its_rows_have(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch, name, lambda *a, f=original, n=name, **k: (calls.append(n), f(*a, **k))[1])
     for gemms in (9, 11):
         calls.clear()
-        bare_layers(stack, gemms)()
+        stack.bare(gemms)()
         assert len(calls) == 2 * gemms
 
 

@@ -28,6 +28,7 @@ from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_dive
 from lowtide.kernel_launch import Launcher
 from lowtide.layers import rms_norm, rotary
 from lowtide.models.fingerprint import fingerprint
+from mlp.experts import FORMS, fused, operands
 from support import on_gpu
 
 N, D, V = 77, 64, 523  # no multiple of a tile
@@ -153,6 +154,15 @@ def layers() -> None:
             backward(swiglu_mlp(x, gate, up, down, checkpoint_level=level))
 
 
+def experts() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for form in FORMS:
+            leaves, ids = operands((77, 3, 5, 40, 24), dtype=dtype, device="cuda")
+            ids[3] = 5
+            for level in (0, 1):
+                backward(fused(leaves, ids, form, checkpoint_level=level))
+
+
 def main() -> None:
     found, launched = kernels(), set[str]()
     launch = Launcher._launch
@@ -163,7 +173,7 @@ def main() -> None:
 
     Launcher._launch = recorded  # type: ignore[method-assign]
     torch.manual_seed(0)
-    for case in (cross_entropy, statistics, divergences, function, sets, layers, weights, sharded):
+    for case in (cross_entropy, statistics, divergences, function, sets, layers, experts, weights, sharded):
         case()
         torch.cuda.synchronize()
         sys.stdout.write(f"ran {case.__name__}\n")

@@ -112,12 +112,15 @@ def test_norm_of_strided_rows(layout: str) -> None:
     ("Hq", "Hk", "d", "r"),
     [(32, 8, 64, 64), (14, 2, 64, 64), (3, 1, 80, 32), (8, 8, 128, 128), (5, 5, 96, 96), (2, 1, 256, 256)],
 )
-def test_rotary(dtype: torch.dtype, Hq: int, Hk: int, d: int, r: int) -> None:
+@pytest.mark.parametrize("pairs", ["halves", "interleaved", "repeated", "short"])
+def test_rotary(dtype: torch.dtype, Hq: int, Hk: int, d: int, r: int, pairs: str) -> None:
     q, k = (random(2, 131, H, d, dtype=dtype, grad=False).transpose(1, 2).requires_grad_() for H in (Hq, Hk))
     cos, sin = (random(2, 131, r, dtype=dtype, seed=s, grad=False) for s in (5, 6))
-    outs = rotary(q, k, cos, sin)
+    if pairs == "short":
+        cos, sin = (table[..., : r // 2].contiguous() for table in (cos, sin))
+    outs = rotary(q, k, cos, sin, pairs=pairs)
     true = doubled(q, k)
-    expected = [rotary_oracle(t, cos.double(), sin.double()) for t in true]
+    expected = [rotary_oracle(t, cos.double(), sin.double(), pairs) for t in true]
     against_float64(outs, expected, (q, k), true, TOLERANCE[dtype])
     assert outs[0].stride() == q.stride()
 

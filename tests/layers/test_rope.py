@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,8 @@ from support import Sharded, relative_error, rotary_oracle
 # Plain PyTorch rounds both products and their sum; the interpreter cuts off.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
+PAIRS = ["halves", "interleaved", "repeated", "short"]
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 
 
@@ -28,6 +31,12 @@ def heads(
     q, k = (torch.randn(B, T, H, d, generator=g, dtype=torch.float64).to(dtype).transpose(1, 2) for H in (Hq, Hk))
     cos, sin = (torch.randn(tables, T, r, generator=g, dtype=torch.float64).to(cos_dtype or dtype) for _ in range(2))
     return q.requires_grad_(), k.requires_grad_(), cos, sin
+
+
+def as_wide(cos: Tensor, sin: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
+    """Return tables as wide as these pairs have them."""
+    half = cos.shape[-1] // 2
+    return (cos[..., :half].contiguous(), sin[..., half:].contiguous()) if pairs == "short" else (cos, sin)
 
 
 SIZES = [
@@ -45,13 +54,15 @@ SIZES = [
     ("sizes", "tables"),
     [(sizes, tables) for sizes in SIZES for tables in sorted({1, sizes[0]})],  # one, or each its own
 )
-def test_values_and_gradients(way: str, dtype: torch.dtype, sizes: Any, tables: int) -> None:
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_values_and_gradients(way: str, dtype: torch.dtype, sizes: Any, tables: int, pairs: str) -> None:
     if way == "kernel" and dtype == torch.float64:
         pytest.skip("the kernel computes in float32")
     q, k, cos, sin = heads(*sizes, dtype, tables=tables)
-    outs = rotary(q, k, cos, sin)
+    cos, sin = as_wide(cos, sin, pairs)
+    outs = rotary(q, k, cos, sin, pairs=pairs)
     true = [t.detach().double().requires_grad_() for t in (q, k)]
-    expected = [rotary_oracle(t, cos.double(), sin.double()) for t in true]
+    expected = [rotary_oracle(t, cos.double(), sin.double(), pairs) for t in true]
     for out, e, x in zip(outs, expected, (q, k), strict=True):
         assert out.dtype == dtype
         assert out.stride() == x.stride()
@@ -65,22 +76,25 @@ def test_values_and_gradients(way: str, dtype: torch.dtype, sizes: Any, tables: 
 
 
 @pytest.mark.parametrize("size", [(2, 5, 3, 1, 8, 6), (0, 5, 3, 1, 8, 8), (2, 0, 3, 1, 8, 8)])
-def test_other_layouts_and_nothing(way: str, size: Any) -> None:
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_other_layouts_and_nothing(way: str, size: Any, pairs: str) -> None:
+    turn = functools.partial(rotary, pairs=pairs)
     q, k, cos, sin = heads(*size, torch.float32)
+    cos, sin = as_wide(cos, sin, pairs)
     wide = [torch.stack((t, t * torch.nan), -1)[..., 0] for t in (q, k)]  # values of a head not beside each other
     dense = [t.contiguous() for t in (q, k)]
     parts = torch.cat((q, q * torch.nan, k), 1)  # of one projection
     cut = [parts[:, : q.shape[1]], parts[:, 2 * q.shape[1] :]]
-    expected = rotary(q, k, cos, sin)
+    expected = turn(q, k, cos, sin)
     for pair in (wide, dense, cut):
-        torch.testing.assert_close(rotary(*pair, cos, sin), expected)
-    swapped = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+        torch.testing.assert_close(turn(*pair, cos, sin), expected)
+    swapped = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     for got, e in zip(swapped, expected, strict=True):
         torch.testing.assert_close(got.transpose(1, 2), e)
     apart = torch.stack((cos, cos), -1)[..., 0]
     if q.numel():
         g = torch.ones(()).expand(expected[0].shape)
-        (dq,) = torch.autograd.grad(rotary(q, k, apart, sin)[0], q, g)
+        (dq,) = torch.autograd.grad(turn(q, k, apart, sin)[0], q, g)
         torch.testing.assert_close(dq, torch.autograd.grad(expected[0], q, g.contiguous())[0])
 
 
@@ -139,8 +153,8 @@ def test_kept_for_backward_are_the_tables(way: str) -> None:
 
 def test_operator_is_registered_rightly() -> None:
     q, k, cos, sin = heads(2, 5, 3, 1, 8, 6, torch.float32)
-    for inverse in (False, True):
-        args = (q.detach(), k.detach(), cos, sin, torch.float32, inverse)
+    for inverse, pairs in product((False, True), PAIRS):
+        args = (q.detach(), k.detach(), *as_wide(cos, sin, pairs), torch.float32, pairs, inverse)
         torch.library.opcheck(torch.ops.lowtide.rotary.default, args)
 
 
@@ -162,6 +176,8 @@ def test_operator_is_registered_rightly() -> None:
         ({"sin": torch.ones(1, 5, 8, device="meta")}, ArgumentValueError, "sin: expected a tensor on cpu"),
         ({"cos": torch.ones(1, 5, 8, requires_grad=True)}, UnsupportedError, "cos: expected a table"),
         ({"unsqueeze_dim": 0}, ArgumentValueError, "unsqueeze_dim: expected 1 or 2"),
+        ({"pairs": "short"}, ArgumentValueError, r"cos: expected shape \[2 or 1, 5, r / 2\]"),
+        ({"pairs": "odd"}, ArgumentValueError, "pairs: expected 'halves', 'interleaved', 'repeated' or 'short'"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], text: str) -> None:

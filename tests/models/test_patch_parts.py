@@ -25,10 +25,10 @@ pytestmark = [
 PARTS = ("mlp", "norm", "rope")
 # What of each model of conftest's MODELS is fused.
 FUSED = {
-    "llama": PARTS, "llama-tied": PARTS, "qwen3": PARTS, "qwen3-moe": ("norm", "rope"), "gemma2": PARTS,
-    "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": PARTS, "phi": ("rope",), "gpt2": (),
+    "llama": PARTS, "llama-tied": PARTS, "qwen3": PARTS, "qwen3-moe": PARTS, "gemma2": PARTS,
+    "gemma3": PARTS, "cohere2": ("mlp", "rope"), "granite": PARTS, "phi3": PARTS, "phi": ("rope",), "gpt2": (),
     "mistral": PARTS, "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",),
-    "glm4": ("mlp", "norm"),
+    "glm4": PARTS,
 }  # fmt: skip
 
 JOINED = ("phi3", "glm4")  # gate and up in one projection
@@ -61,7 +61,7 @@ def test_each_part_alone_is_right_and_runs(name, part, dtype, patched, batch, ra
         assert_same_training(model, stock, batch, rtol=1e-6, atol=1e-6)
     else:
         assert_near_in_bfloat16(model, stock, [m(**batch).loss for m in (model, stock)])
-    mlp = "swiglu_mlp" if name not in JOINED else "adapted_mlp"
+    mlp = "experts_mlp" if name == "qwen3-moe" else "adapted_mlp" if name in JOINED else "swiglu_mlp"
     count = ran[{"mlp": mlp, "norm": "rms_norm", "rope": "rotary"}[part]]
     lines = (report.parts[part], *report.parts[part].more)
     assert count == sum(line.count for line in lines if line.patched)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowtide.bench.settings import PeerSettings, Precision, RunSettings, Settings, ShapeSettings, numbers, setting
-from lowtide.bench.shapes import APPLY, BATCHES, CHUNK, MLPS, PAIRS, TOKENS, Shape
+from lowtide.bench.shapes import APPLY, BATCHES, CHUNK, EXPERTS, MLPS, PAIRS, TOKENS, Shape
 from lowtide.bench.shapes import HEADS as SHAPES
 from lowtide.bench.way import HEADS
 
@@ -332,6 +332,24 @@ class MlpBenchConfig(PeerSettings, ShapeSettings):
         "--shape models": "a layer of a Llama of 8B and of 70B, at 8192 and 32768 tokens",
         "--shape published --dtype float32": "the table of a published exercise, in its dtype",
         "--shape 2,64,32,96,2 --device cpu --skip compile": "a quick run without a GPU",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsBenchConfig(PeerSettings, ShapeSettings):
+    """Time and memory of a mixture's experts, forward and backward with a fixed routing, at both levels of lowtide's
+    and of every peer that can be imported, interleaved in one process with the limit: the bare grouped GEMMs, 6, or 7
+    where gate and up are recomputed. gpt-oss-20b has its limits, biases and layout. Figures as in lowtide bench mlp. A
+    peer that fails is a row with the reason.
+    """
+
+    benchmark, summary, stem = "experts", "a mixture's experts", "{benchmark}-{dtype}"
+    choice = EXPERTS
+    known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "liger", "grouped_mm", "eager")}
+    examples: ClassVar = {
+        "--shape all": "a layer of Qwen3-30B-A3B and of gpt-oss-20b, at 16384 tokens",
+        "--shape 4096,2048,1408,64,6 --skip eager": "your own sizes, without the loop over experts",
+        "--shape 64,32,24,8,2 --device cpu": "a quick run without a GPU",
     }
 
 

@@ -29,6 +29,7 @@ from lowtide.bench.harness import (
     reason_in,
     release,
 )
+from lowtide.bench.settings import ShapeSettings
 from lowtide.bench.shapes import MlpShape
 from lowtide.bench.way import LOWTIDE
 from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
@@ -88,6 +89,34 @@ class Stack:
         """Run forward and backward, which adds to the gradients that are there."""
         self.forward(layer).backward(self.upstream)  # type: ignore[no-untyped-call]
 
+    def bare(self, gemms: int) -> Callable[[], None]:
+        """Return a function that runs the GEMMs that a step cannot do without: 9 per layer, or 11, two of them twice.
+
+        Gate and up stand for what is made of them, which has the same shapes. The input's gradient is two GEMMs, the
+        second of which adds to the first.
+        """
+        x, dy = self.x.detach(), self.upstream
+        weights = [tuple(w.detach() for w in layer) for layer in self.weights]
+
+        @torch.no_grad()
+        def run() -> None:
+            gate, up = (x.new_empty(len(x), len(weights[0][0])) for _ in range(2))
+            y, dx = torch.empty_like(x), torch.empty_like(x)
+            grads = [[torch.empty_like(w) for w in layer] for layer in weights]
+            for (wg, wu, wd), (dg, du, dd) in zip(weights, grads, strict=True):
+                for _ in range((gemms - 7) // 2):
+                    torch.mm(x, wg.T, out=gate)
+                    torch.mm(x, wu.T, out=up)
+                torch.mm(gate, wd.T, out=y)
+                torch.mm(dy, wd, out=gate)
+                torch.mm(dy.T, up, out=dd)
+                torch.mm(gate.T, x, out=dg)
+                torch.mm(up.T, x, out=du)
+                torch.mm(gate, wg, out=dx)
+                torch.addmm(dx, up, wu, out=dx)
+
+        return run
+
 
 def make_stack(shape: MlpShape, dtype: torch.dtype, device: torch.device, seed: int) -> Stack:
     """Return random hidden states and weights under which they keep their size from layer to layer."""
@@ -107,35 +136,6 @@ def make_stack(shape: MlpShape, dtype: torch.dtype, device: torch.device, seed: 
         ],
         upstream=random(shape.N, D, 1.0).detach(),
     )
-
-
-def bare_layers(stack: Stack, gemms: int) -> Callable[[], None]:
-    """Return a function that runs the GEMMs that a step cannot do without: 9 per layer, or 11 with two of them twice.
-
-    Gate and up stand for what is made of them, which has the same shapes. The input's gradient is two GEMMs, the second
-    of which adds to the first.
-    """
-    x, dy = stack.x.detach(), stack.upstream
-    weights = [tuple(w.detach() for w in layer) for layer in stack.weights]
-
-    @torch.no_grad()
-    def run() -> None:
-        gate, up = (x.new_empty(len(x), len(weights[0][0])) for _ in range(2))
-        y, dx = torch.empty_like(x), torch.empty_like(x)
-        grads = [[torch.empty_like(w) for w in layer] for layer in weights]
-        for (wg, wu, wd), (dg, du, dd) in zip(weights, grads, strict=True):
-            for _ in range((gemms - 7) // 2):
-                torch.mm(x, wg.T, out=gate)
-                torch.mm(x, wu.T, out=up)
-            torch.mm(gate, wd.T, out=y)
-            torch.mm(dy, wd, out=gate)
-            torch.mm(dy.T, up, out=dd)
-            torch.mm(gate.T, x, out=dg)
-            torch.mm(up.T, x, out=du)
-            torch.mm(gate, wg, out=dx)
-            torch.addmm(dx, up, wu, out=dx)
-
-    return run
 
 
 def _lowtide(level: int, tile: int | None = None) -> Callable[[Stack], Layer]:
@@ -172,8 +172,8 @@ MLP_PEERS = by_name(
 )
 
 
-def row_of(peer: Peer, stack: Stack, config: MlpBenchConfig) -> Row:
-    """Return a peer's row, measured interleaved with the bare GEMMs.
+def row_of(peer: Peer, stack: Any, config: ShapeSettings) -> Row:
+    """Return a peer's row for a `Stack`, or what has its attributes, measured interleaved with the bare GEMMs.
 
     A row has the peer's ``name`` and its ``gemms`` per layer, and ``limit_ms``, their time in the same rounds;
     ``forward_ms``, the median time of forward with a graph, ``ms``, that of forward and backward, and ``backward_ms``,
@@ -188,7 +188,7 @@ def row_of(peer: Peer, stack: Stack, config: MlpBenchConfig) -> Row:
     with reason_in(row, cannot="cannot"):
         layer = peer.built(stack)
         functions: dict[str, Callable[[], object]] = {
-            "limit": bare_layers(stack, peer.gemms),
+            "limit": stack.bare(peer.gemms),
             "forward": lambda: stack.forward(layer),
             "step": lambda: stack.step(layer),
         }

@@ -1,4 +1,4 @@
-"""The shapes that are measured, by name or as numbers: output layers, a student's with its teacher's, gated MLPs."""
+"""The shapes that are measured, by name or as numbers: output layers, with a teacher's, gated MLPs, experts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,20 @@ class MlpShape(Sizes):
         return self.batch * self.seq
 
 
-S = TypeVar("S", Shape, PairShape, MlpShape)
+@dataclass(frozen=True)
+class ExpertsShape(Sizes):
+    """A mixture's layer: N tokens, hidden size D, width F of each of E experts, of which a token visits K."""
+
+    N: int
+    D: int
+    F: int
+    E: int
+    K: int
+
+    layers = 1
+
+
+S = TypeVar("S", Shape, PairShape, MlpShape, ExpertsShape)
 
 
 def _by_name(*shapes: S) -> dict[str, S]:
@@ -142,6 +155,15 @@ TOKENS = dataclasses.replace(HEADS, usual="qwen-4k")
 APPLY = Choice(Shape, "N,D,V", "4x4096", APPLY_SHAPES)
 PAIRS = Choice(PairShape, "N,D,V,D of the teacher", "llama-8b-to-1b", PAIR_SHAPES)
 BATCHES = Choice(Shape, "Q,D,K", "batch-64k", BATCH_SHAPES)
+EXPERTS = Choice(
+    ExpertsShape,
+    "tokens,hidden,intermediate,experts,experts per token",
+    "qwen3-30b-a3b",
+    _by_name(
+        ExpertsShape("qwen3-30b-a3b", 16384, 2048, 768, 128, 8),
+        ExpertsShape("gpt-oss-20b", 16384, 2880, 2880, 32, 4),
+    ),
+)
 MLPS = Choice(
     MlpShape,
     "batch,seq,hidden,intermediate,layers",

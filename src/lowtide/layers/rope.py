@@ -3,17 +3,19 @@
 Legend: q [B, Hq, T, d], k [B, Hk, T, d]; cos and sin [B or 1, T, r], r the part of a head that is rotated.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.arguments import refuse_transforms, why_not_local
+from lowtide.arguments import check_name, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.graph import Operator, node, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
 from lowtide.layers.norm import GATHER
+from lowtide.layers.pairs import Pairs
 from lowtide.replay.replayed import on_device
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
@@ -24,13 +26,21 @@ _TWICE = (
 
 
 def rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, promote: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    promote: bool = False,
+    pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys rotated by their positions' angles: ``x * cos + rotate_half(x) * sin`` for every head.
 
     ``rotate_half`` maps (a, b), the halves of a head's first r values, to (-b, a); values from r on are unchanged. This
     is transformers' convention for Llama, Mistral, Qwen, Gemma, OLMo, Phi and most others; a factor for attention
-    (YaRN, LongRoPE) is part of ``cos`` and ``sin``, as there. Models that interleave pairs (Cohere, GLM) use another.
+    (YaRN, LongRoPE) is part of ``cos`` and ``sin``, as there. With interleaved ``pairs``, neighbours (a, b) become
+    (-b, a), as in Cohere, GLM and Ernie 4.5.
 
     On an NVIDIA GPU one kernel rotates queries and keys, and one their gradients, in float32, each result rounded once.
     Elsewhere, and in float64, it is PyTorch's own arithmetic. Only ``cos`` and ``sin`` are saved for backward. Results
@@ -43,13 +53,17 @@ def rotary(
         sin: Of the same shape and dtype.
         unsqueeze_dim: 1; or 2 where ``q`` and ``k`` are [B, T, H, d].
         promote: Return the dtype that PyTorch promotes q and cos to, instead of q's.
+        pairs: ``"halves"``; ``"interleaved"``, where entry i of a table is for value i (Cohere); or ``"repeated"``:
+            interleaved as well, and entry i of a table's first half is for both values of pair i (GLM); or
+            ``"short"``: halves, and tables have r / 2 entries, one for both values of a pair (gpt-oss).
 
     Returns:
         tuple[Tensor, Tensor]: The new queries and keys, of the shapes of ``q`` and ``k``.
 
     Raises:
         ArgumentTypeError: Not tensors, or dtypes that do not fit.
-        ArgumentValueError: Shapes or devices that do not fit, or an ``unsqueeze_dim`` that is neither 1 nor 2.
+        ArgumentValueError: Shapes or devices that do not fit, an ``unsqueeze_dim`` that is neither 1 nor 2, or
+            ``pairs`` of another name.
         UnsupportedError: ``cos`` or ``sin`` requires a gradient; double backward, forward-mode derivatives or
             torch.func transforms. Also a `RuntimeError`.
 
@@ -62,20 +76,21 @@ def rotary(
     References:
         Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
     """
-    error = why_not_rotary(q, k, cos, sin, unsqueeze_dim)
+    check_name("pairs", pairs, [kind.value for kind in Pairs])
+    error = why_not_rotary(q, k, cos, sin, unsqueeze_dim, Pairs(pairs))
     if error is not None:
         raise error
     refuse_transforms("rotary", q, k, cos, sin, instead=_WRITTEN_OUT, way="rotate in plain PyTorch")
-    return checked_rotary(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, promote=promote)
+    return checked_rotary(q, k, cos, sin, unsqueeze_dim, promote, pairs)
 
 
 def checked_rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int, promote: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, promote: bool, pairs: str
 ) -> tuple[Tensor, Tensor]:
     """Return `rotary` of arguments that the caller has checked."""
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)
+    call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, pairs, False)
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     rotated: tuple[Tensor, Tensor] = _NODE.apply(*call) if trained else _ROTARY(*call)  # type: ignore[no-untyped-call]
     return (rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)) if unsqueeze_dim == 2 else rotated
@@ -87,10 +102,13 @@ class _Call(NamedTuple):
     cos: Tensor
     sin: Tensor
     dtype: torch.dtype  # of the results
+    pairs: str
     inverse: bool
 
 
-def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object) -> LowtideError | None:
+def why_not_rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object, pairs: Pairs
+) -> LowtideError | None:
     """Return the error that `rotary` raises for such arguments, or None where it raises none."""
     named = {"q": q, "k": k, "cos": cos, "sin": sin}
     for name, tensor in named.items():
@@ -105,10 +123,12 @@ def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
     for name, other in (("k", q), ("sin", cos)):
         if named[name].dtype != other.dtype:
             return ArgumentTypeError(message(name, str(other.dtype), str(named[name].dtype)))
-    return _why_not_shapes(q, k, cos, sin, unsqueeze_dim)
+    return _why_not_shapes(q, k, cos, sin, unsqueeze_dim, pairs)
 
 
-def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object) -> LowtideError | None:
+def _why_not_shapes(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object, pairs: Pairs
+) -> LowtideError | None:
     if not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
         return ArgumentValueError(message("unsqueeze_dim", "1 or 2", repr(unsqueeze_dim)))
     if q.dim() != 4 or k.dim() != 4:
@@ -117,8 +137,15 @@ def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_di
     B, T, d = q.shape[0], q.shape[time], q.shape[3]
     if (k.shape[0], k.shape[time], k.shape[3]) != (B, T, d):
         return ArgumentValueError(message("k", f"q's sizes {list(q.shape)} but for the heads", str(list(k.shape))))
-    if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != T or cos.shape[2] > d or cos.shape[2] % 2:
-        expected = f"shape [{B} or 1, {T}, r], r even and at most {d}"
+    each = 2 if pairs is Pairs.SHORT else 1  # values for an entry
+    if (
+        cos.dim() != 3
+        or cos.shape[0] not in (1, B)
+        or cos.shape[1] != T
+        or each * cos.shape[2] > d
+        or (each * cos.shape[2] % 2)
+    ):
+        expected = f"shape [{B} or 1, {T}, {'r / 2' if each == 2 else 'r'}], r even and at most {d}"
         return ArgumentValueError(message("cos", expected, str(list(cos.shape))))
     if sin.shape != cos.shape:
         return ArgumentValueError(message("sin", f"shape {list(cos.shape)}, as cos has", str(list(sin.shape))))
@@ -140,16 +167,19 @@ def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = _outputs(*args)
     if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
         with undisturbed(call.q.device):
-            tables = _halves(call.cos.unsqueeze(1)) + _halves(call.sin.unsqueeze(1))
+            half = Pairs(call.pairs).count(call.cos.shape[-1])
+            values, entries = Pairs(call.pairs).places(half)
+            tables = [side for t in (call.cos, call.sin) for side in _sides(t.unsqueeze(1), half, *entries)]
             for x, out in ((call.q, q_out), (call.k, k_out)):
-                _rotate_into(out, x, tables, inverse=call.inverse)
+                _rotate_into(_sides(out, half, *values), _sides(x, half, *values), tables, inverse=call.inverse)
+                out[..., 2 * half :].copy_(x[..., 2 * half :])
         return q_out, k_out
     from lowtide.layers.kernels.rotary import rotate_heads
 
     q, k, cos, sin = map(_last_beside, call[:4])
     into_q, into_k = _last_beside(q_out), _last_beside(k_out)
     with on_device(q.device):
-        rotate_heads(q, k, cos, sin, q_out=into_q, k_out=into_k, inverse=call.inverse)
+        rotate_heads(q, k, cos, sin, into=(into_q, into_k), pairs=Pairs(call.pairs), inverse=call.inverse)
     for out, filled in ((q_out, into_q), (k_out, into_k)):
         if out is not filled:  # its last axis is not contiguous, as its input's is not
             out.copy_(filled)
@@ -166,23 +196,20 @@ def _why_no_kernel(device: torch.device, dtype: torch.dtype, table_dtype: torch.
     return why_not_row(device, dtype, 1) or why_not_row(device, table_dtype, 1)
 
 
-def _halves(table: Tensor) -> tuple[Tensor, Tensor]:
-    half = table.shape[-1] // 2
-    return table[..., :half], table[..., half:]
+def _sides(x: Tensor, half: int, step: int, apart: int) -> tuple[Tensor, Tensor]:
+    """Return views of the first and of the second value of each pair."""
+    end = step * (half - 1) + 1 if half else 0
+    return x[..., :end:step], x[..., apart : apart + end : step]
 
 
-def _rotate_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: bool) -> None:
-    cos_1, cos_2, sin_1, sin_2 = tables
+def _rotate_into(
+    out: tuple[Tensor, Tensor], x: tuple[Tensor, Tensor], tables: Sequence[Tensor], *, inverse: bool
+) -> None:
+    (cos_1, cos_2, sin_1, sin_2), (first, second) = tables, x
     if inverse:
         sin_1, sin_2 = -sin_2, -sin_1
-    half, rest = cos_1.shape[-1], x.shape[-1] - 2 * cos_1.shape[-1]
-    sizes = [half, half, rest]
-    first, second, passed = x.split_with_sizes(sizes, -1)
-    into_first, into_second, into_passed = out.split_with_sizes(sizes, -1)
-    into_first.copy_(first * cos_1 - second * sin_1)
-    into_second.copy_(second * cos_2 + first * sin_2)
-    if rest:
-        into_passed.copy_(passed)
+    out[0].copy_(first * cos_1 - second * sin_1)
+    out[1].copy_(second * cos_2 + first * sin_2)
 
 
 # Rotates queries and keys, or their gradients.
@@ -193,7 +220,7 @@ def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """Rotate; save the tables."""
     call = _Call(*args)
     ctx.save_for_backward(call.cos, call.sin)
-    ctx.dtype, ctx.shapes = call.q.dtype, (call.q.shape, call.k.shape)
+    ctx.dtype, ctx.pairs, ctx.shapes = call.q.dtype, call.pairs, (call.q.shape, call.k.shape)
     rotated: tuple[Tensor, Tensor] = _ROTARY(*call)
     return rotated
 
@@ -204,7 +231,7 @@ def _rotate_back(ctx: Any, *upstream: Tensor | None) -> Any:
     g_q, g_k = (
         cos.new_zeros(shape, dtype=ctx.dtype) if g is None else g for g, shape in zip(upstream, ctx.shapes, strict=True)
     )
-    rotated = _ROTARY(g_q, g_k, cos, sin, ctx.dtype, True)
+    rotated = _ROTARY(g_q, g_k, cos, sin, ctx.dtype, ctx.pairs, True)
     flags = zip(rotated, ctx.needs_input_grad, upstream, strict=False)
     return [grad if wanted and g is not None else None for grad, wanted, g in flags], ()
 

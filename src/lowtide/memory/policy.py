@@ -39,8 +39,8 @@ class ActivationPolicy:
     Args:
         keep: ``"all"``: every activation that its operations save. ``"attention"``: the layer's input and attention's
             output; the rest is recomputed in backward. ``"input"``: the layer's input alone; everything is recomputed.
-        mlp_level: ``checkpoint_level`` of the layer's fused SwiGLU: 0 saves gate and up, 1 only the input. None leaves
-            it unmodified.
+        mlp_level: ``checkpoint_level`` of the layer's fused SwiGLU, or experts: 0 saves gate and up, 1 only the input.
+            None leaves it unmodified.
         offload: Whether what the layer saves by ``keep`` "attention" or "input" is in pinned host memory from its
             forward until shortly before its backward. Not with ``keep="all"``.
         mlp_tile_tokens: ``tile_tokens`` of the layer's fused SwiGLU: how many tokens one of its tiles has. What level 1

@@ -19,13 +19,13 @@ _CUBIC = 0.044715
 
 def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
     """Write ``act(gate) * up`` into ``out``, which may be one of the two; all contiguous [C, F] of one dtype."""
-    if _has_kernels(gate.device):
+    if has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 
         kernels.gated(gate, up, activation, out)
         return
     for a, u, into in _pieces(gate, up, out):
-        into.copy_(_act(_widened(a), activation).mul_(u))
+        into.copy_(act(widened(a), activation).mul_(u))
 
 
 def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *into: Tensor | None) -> None:
@@ -34,28 +34,30 @@ def gated_backward(gate: Tensor, up: Tensor, grad: Tensor, activation: str, *int
     Each is written to its tensor of ``into``, unless that is None; it may be any one of the inputs. All contiguous
     [C, F], of one dtype.
     """
-    if _has_kernels(gate.device):
+    if has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 
         kernels.gated_backward(gate, up, grad, activation, *into)
         return
     for a, u, dp, gate_grad, up_grad, product in _pieces(gate, up, grad, *into):
-        a, u, dp = _widened(a), _widened(u), _widened(dp)
-        act = _act(a, activation)
-        of_gate = None if gate_grad is None else _act_backward(dp * u, a, activation)
-        of_up = None if up_grad is None else dp * act
-        p = None if product is None else act.mul_(u)
+        a, u, dp = widened(a), widened(u), widened(dp)
+        activated = act(a, activation)
+        of_gate = None if gate_grad is None else act_backward(dp * u, a, activation)
+        of_up = None if up_grad is None else dp * activated
+        p = None if product is None else activated.mul_(u)
         for place, value in ((gate_grad, of_gate), (up_grad, of_up), (product, p)):  # written last: they may be inputs
             if place is not None:
                 place.copy_(value)
 
 
 @cache
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """Return whether kernels compute these operations on ``device``."""
     return why_no_triton(device) is None
 
 
-def _act(a: Tensor, activation: str) -> Tensor:
+def act(a: Tensor, activation: str) -> Tensor:
+    """Return the activation of ``a``, a new tensor."""
     if activation == "silu":
         result: Tensor = torch.ops.aten.silu.default(a)  # not F.silu, which a user may have replaced since the forward
         return result
@@ -63,7 +65,7 @@ def _act(a: Tensor, activation: str) -> Tensor:
     return s.mul_(a)
 
 
-def _act_backward(grad: Tensor, a: Tensor, activation: str) -> Tensor:
+def act_backward(grad: Tensor, a: Tensor, activation: str) -> Tensor:
     """Return ``grad`` times the activation's derivative at ``a``."""
     if activation == "silu":
         result: Tensor = torch.ops.aten.silu_backward.default(grad, a)
@@ -94,5 +96,6 @@ def _pieces(rows_CF: Tensor, *others: Tensor | None) -> Iterator[Any]:
         yield [t if t is None else t[start : start + step] for t in (rows_CF, *others)]
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype that these operations compute in: itself, or a copy."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -28,6 +28,7 @@ from lowtide.models.parallel_style import why_not_agreed
 
 LEVEL = "checkpoint_level"
 TILE = "tile_tokens"
+ATTRIBUTES = {LEVEL: 0, TILE: None}  # of a patched MLP, with their first values
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _JOINED = ("gate_up_proj", "down_proj")
 _HIDDEN, _WIDE = 6, 10  # of the twin

@@ -1,8 +1,9 @@
 """The parts of a model that `lowtide.patch` fuses: `mlp`, `norm` and `rope`.
 
-A part is a file with three functions. ``is_candidate(module)``: whether a module has the form of such a
-part. ``find(module, base)``: what is done to a candidate of stock class ``base``, as text, and the arguments of
-``overrides``; or why nothing is. ``overrides(base, *args)``: what the class of a patched module does differently.
+A part is one or more files, for modules of several forms, with three functions each. ``is_candidate(module)``: whether
+a module has that form. ``find(module, base)``: what is done to a candidate of stock class ``base``, as text, and the
+arguments of ``overrides``; or why nothing is. ``overrides(base, *args)``: what the class of a patched module does
+differently. A file may have ``ATTRIBUTES`` that a patched module gets, with their first values.
 """
 
 from collections.abc import Iterator
@@ -11,20 +12,26 @@ from types import ModuleType
 from torch import nn
 
 from lowtide.distributed.zero import forget
-from lowtide.models import mlp_part, norm_part, rope_part
+from lowtide.models import experts_part, mlp_part, norm_part, rope_part
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, stock_class, take_class_back
 from lowtide.models.probe import report_to
 from lowtide.models.report import PartReport, PatchReport
 
-PARTS: dict[str, ModuleType] = {"mlp": mlp_part, "norm": norm_part, "rope": rope_part}
+PARTS: dict[str, tuple[ModuleType, ...]] = {
+    "mlp": (mlp_part, experts_part),
+    "norm": (norm_part,),
+    "rope": (rope_part,),
+}
 
 
 def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
     """Fuse every module of a part that allows it, and report what was done, or why not."""
-    kind = PARTS[part]
     rows: list[PartReport] = []
     for name, module in model.named_modules():
-        if part_of(module) not in (None, part) or not kind.is_candidate(module):
+        if part_of(module) not in (None, part):
+            continue
+        kind = next((kind for kind in PARTS[part] if kind.is_candidate(module)), None)
+        if kind is None:
             continue
         ours = part_of(module) == part
         if ours and not is_on_top(module):
@@ -39,9 +46,8 @@ def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
         what, args = found
         give_class(module, part, kind.overrides, *args)
         report_to(module, report)
-        if part == "mlp":
-            vars(module).setdefault(mlp_part.LEVEL, 0)
-            vars(module).setdefault(mlp_part.TILE, None)
+        for attribute, value in getattr(kind, "ATTRIBUTES", {}).items():
+            vars(module).setdefault(attribute, value)
         rows.append(PartReport(part, name, what, patched=True))
     if rows:
         report.add_modules(part, rows)
@@ -70,5 +76,5 @@ def patched_modules(model: nn.Module, part: str) -> Iterator[nn.Module]:
 def _restore(module: nn.Module) -> None:
     take_class_back(module)
     forget(module)
-    vars(module).pop(mlp_part.LEVEL, None)
-    vars(module).pop(mlp_part.TILE, None)
+    for attribute in mlp_part.ATTRIBUTES:
+        vars(module).pop(attribute, None)

@@ -60,7 +60,8 @@ def patch(
         loss: Whether to patch the loss.
         mlp: Whether gated MLPs (gate_proj, up_proj, down_proj, or gate_up_proj, down_proj; SiLU or tanh-GELU) run as
             `lowtide.swiglu_mlp`, also with LoRA, and over 4-bit weights of bitsandbytes, which are dequantised for one
-            GEMM at a time; those of three projections also cut by columns and rows for tensor parallelism. They get an
+            GEMM at a time; those of three projections also cut by columns and rows for tensor parallelism. A mixture's
+            experts with their weights in one module run by grouped GEMMs. All of these get an
             attribute ``checkpoint_level``, 0 at first, as `lowtide.swiglu_mlp` takes it.
         norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
         rope: Whether attention that calls ``apply_rotary_pos_emb`` rotates by `lowtide.layers.rotary`.

@@ -221,9 +221,10 @@ def test_mlps_that_are_not_fused_have_no_levels() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-def test_experts_save_about_what_is_planned(model_type: str) -> None:
+@pytest.mark.parametrize("level", [0, 1, None])
+def test_experts_save_about_what_is_planned(model_type: str, level: int | None) -> None:
     experts = (("num_local_experts", 4), ("num_experts_per_tok", 2), ("moe_intermediate_size", 176))
-    case = Case(model_type, ActivationPolicy(), sizes=experts)
+    case = Case(model_type, ActivationPolicy(mlp_level=level), sizes=experts, fused_mlp=level is not None)
     assert case.measured() == pytest.approx(case.planned(), rel=0.02)
 
 

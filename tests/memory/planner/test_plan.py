@@ -335,15 +335,17 @@ def test_a_model_on_the_meta_device_is_planned_like_its_config() -> None:
     assert in_float32.peak_bytes > plan(model.bfloat16(), 4096).peak_bytes
 
 
-def test_mixtures_of_experts_have_no_levels() -> None:
+def test_mixtures_of_experts_have_levels_where_they_are_fused() -> None:
     experts = {
         "model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
         "vocab_size": 999, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
         "num_experts_per_tok": 2, "tie_word_embeddings": False,
     }  # fmt: skip
-    found = plan(experts, 1024)
-    assert {policy.mlp_level for policy in found.policies} == {None}
-    assert any("experts" in note for note in found.notes)
+    found, stock = plan(experts, 1024), plan(experts, 1024, fused_mlp=False)
+    assert {policy.mlp_level for policy in found.policies} == {0}
+    assert {policy.mlp_level for policy in stock.policies} == {None}
+    assert any("experts are not fused" in note for note in stock.notes)
+    assert not any("experts are not fused" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

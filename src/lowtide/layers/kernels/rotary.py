@@ -8,24 +8,25 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.kernel_launch import Launcher, power_of_2
+from lowtide.layers.pairs import Pairs
 
 TILE = 1024  # values of half a tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _heads(  # type: ignore[no-untyped-def]
-    x_ptr, x_stride_h, out_ptr, out_stride_h, H, half, d, cos_1, cos_2, sin_1, sin_2,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
+    x_ptr, x_stride_h, out_ptr, out_stride_h, H, half, d, apart, cos_1, cos_2, sin_1, sin_2,
+    STEP: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate all heads of one token, HEADS at a time."""
+    """Rotate all heads of one token, HEADS at a time: pairs of values that are ``apart``, each STEP after the last."""
     column = tl.arange(0, HALF)
     for start in range(0, H, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)  # heads can be T * d values apart
         inside = (head < H)[:, None] & (column < half)[None, :]
-        x_at = x_ptr + head[:, None] * x_stride_h + column[None, :]
-        out_at = out_ptr + head[:, None] * out_stride_h + column[None, :]
+        x_at = x_ptr + head[:, None] * x_stride_h + column[None, :] * STEP
+        out_at = out_ptr + head[:, None] * out_stride_h + column[None, :] * STEP
         first = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(x_at + half, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x_at + apart, mask=inside, other=0.0).to(tl.float32)
         if INVERSE:
             one = first * cos_1 + second * sin_2
             two = second * cos_2 - first * sin_1
@@ -33,7 +34,7 @@ def _heads(  # type: ignore[no-untyped-def]
             one = first * cos_1 - second * sin_1
             two = second * cos_2 + first * sin_2
         tl.store(out_at, one.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(out_at + half, two.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_at + apart, two.to(out_ptr.dtype.element_ty), mask=inside)
         if REST:
             rest = 2 * half + tl.arange(0, REST)
             within = (head < H)[:, None] & (rest < d)[None, :]
@@ -48,44 +49,48 @@ def _rotary(  # type: ignore[no-untyped-def]
     q_ptr, q_stride_b, q_stride_h, q_stride_t, k_ptr, k_stride_b, k_stride_h, k_stride_t,
     q_out_ptr, q_out_stride_b, q_out_stride_h, q_out_stride_t, k_out_ptr, k_out_stride_b, k_out_stride_h,
     k_out_stride_t, cos_ptr, cos_stride_b, cos_stride_t, sin_ptr, sin_stride_b, sin_stride_t, T, Hq, Hk, half, d,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
+    apart, table_apart, STEP: tl.constexpr, TABLE_STEP: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     column = tl.arange(0, HALF)
     within = column < half
-    cos_at = cos_ptr + b * cos_stride_b + t * cos_stride_t + column
-    sin_at = sin_ptr + b * sin_stride_b + t * sin_stride_t + column
+    cos_at = cos_ptr + b * cos_stride_b + t * cos_stride_t + column * TABLE_STEP
+    sin_at = sin_ptr + b * sin_stride_b + t * sin_stride_t + column * TABLE_STEP
     cos_1 = tl.load(cos_at, mask=within, other=0.0).to(tl.float32)[None, :]
-    cos_2 = tl.load(cos_at + half, mask=within, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos_at + table_apart, mask=within, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(sin_at, mask=within, other=0.0).to(tl.float32)[None, :]
-    sin_2 = tl.load(sin_at + half, mask=within, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin_at + table_apart, mask=within, other=0.0).to(tl.float32)[None, :]
     _heads(
         q_ptr + b * q_stride_b + t * q_stride_t, q_stride_h, q_out_ptr + b * q_out_stride_b + t * q_out_stride_t,
-        q_out_stride_h, Hq, half, d, cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, REST, INVERSE,
+        q_out_stride_h, Hq, half, d, apart, cos_1, cos_2, sin_1, sin_2, STEP, Q_HEADS, HALF, REST, INVERSE,
     )  # fmt: skip
     _heads(
         k_ptr + b * k_stride_b + t * k_stride_t, k_stride_h, k_out_ptr + b * k_out_stride_b + t * k_out_stride_t,
-        k_out_stride_h, Hk, half, d, cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, REST, INVERSE,
+        k_out_stride_h, Hk, half, d, apart, cos_1, cos_2, sin_1, sin_2, STEP, K_HEADS, HALF, REST, INVERSE,
     )  # fmt: skip
 
 
 def rotate_heads(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, q_out: Tensor, k_out: Tensor, inverse: bool
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, into: tuple[Tensor, Tensor], pairs: Pairs, inverse: bool
 ) -> None:
-    """Write ``x * cos + rotate_half(x) * sin``, or the ``inverse``, which rotates gradients, computed in float32.
+    """Write queries and keys rotated into two tensors, or by the ``inverse``, as gradients are, computed in float32.
 
     q [B, Hq, T, d], k [B, Hk, T, d], and the results in their shapes: strided, a head's values contiguous. cos and sin
-    [B or 1, T, r], r even and at most d, the last axis contiguous.
+    [B or 1, T, r], r even and at most d, or the r / 2 of ``SHORT``; the last axis contiguous.
     """
     B, Hq, T, d = q.shape
-    r = cos.shape[-1]
-    half = power_of_2(r // 2)
+    q_out, k_out = into
+    count = pairs.count(cos.shape[-1])
+    (step, apart), (table_step, table_apart) = pairs.places(count)
+    r, half = 2 * count, power_of_2(count)
     heads = max(1, TILE // half)
     per_batch = [0 if table.shape[0] == 1 else table.stride(0) for table in (cos, sin)]
     _rotary[(B * T,)](
         q, *q.stride()[:3], k, *k.stride()[:3], q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
-        cos, per_batch[0], cos.stride(1), sin, per_batch[1], sin.stride(1), T, Hq, k.shape[1], r // 2, d,
-        Q_HEADS=min(heads, power_of_2(Hq)), K_HEADS=min(heads, power_of_2(k.shape[1])),
-        HALF=half, REST=0 if r == d else power_of_2(d - r), INVERSE=inverse, num_warps=4,
+        cos, per_batch[0], cos.stride(1), sin, per_batch[1], sin.stride(1), T, Hq, k.shape[1], count, d,
+        apart, table_apart, STEP=step, TABLE_STEP=table_step, Q_HEADS=min(heads, power_of_2(Hq)),
+        K_HEADS=min(heads, power_of_2(k.shape[1])), HALF=half, REST=0 if r == d else power_of_2(d - r),
+        INVERSE=inverse, num_warps=4,
     )  # fmt: skip

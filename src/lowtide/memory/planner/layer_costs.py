@@ -55,9 +55,10 @@ def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
     The layer's output is the next one's input and not counted; a norm saves its input and a float32 per row, the rotary
     embedding nothing, attention what it reads and writes and a float32 per head. Each GEMM that needs a weight gradient
     saves its input: those that read the same input share one copy, but in eager under autocast, and with adapters in 16
-    bits, each has its own. Of a stock MLP's gate, up, activation and product, and of experts', the compiler recomputes
-    one. A mask is saved by each layer, in the GEMMs' dtype (`torch.nn.functional.scaled_dot_product_attention` makes
-    numbers of one of bools), and beside one transformers repeats keys and values for each query head.
+    bits, each has its own. Of gate, up, activation and product of a stock MLP or of stock experts the compiler
+    recomputes one. A mask is saved by each layer, in the GEMMs' dtype
+    (`torch.nn.functional.scaled_dot_product_attention` makes numbers of one of bools), and beside one transformers
+    repeats keys and values for each query head.
     """
     shape, n, visits = job.shape, job.narrow, job.shape.experts_per_token
     stream, queries, keys = shape.hidden * job.element, shape.query_width * n, shape.kv_width * n
@@ -87,14 +88,16 @@ def saved_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
         # before its norm, and behind it
         "MLP's input": stream + (mlp_input * wide if plain else stream * (mlp_input > 0 or mlp_level == 1)),
     }
-    if shape.experts:
+    if shape.experts:  # beside fused ones all in 32 bits but the indices, and the order of the rows
+        fused = 4 * (shape.experts + 5 * visits + 1)
+        saved["router's probabilities and indices"] = fused if job.fused_mlp else 16 * (shape.experts + visits)
+    if shape.experts and not job.fused_mlp:
         saved["experts' inputs and outputs"] = 2 * visits * stream
-        saved["router's probabilities and indices"] = 16 * (shape.experts + visits)
         saved["experts' gate, up, activation and product"] = visits * (4 - recomputed) * inner
     elif plain:
         saved["gate, up, activation and product"] = (3 + copies("down_proj") - recomputed) * inner
     elif mlp_level == 0:
-        saved["gate and up"] = 2 * inner
+        saved["gate and up"] = 2 * max(1, visits) * inner
     if adapters is not None:
         saved["adapters' inner outputs"] = adapters.rank * n * len(_adapters_apart(job, adapters))
     return saved
@@ -138,7 +141,7 @@ def forward_transients(job: Job, policy: ActivationPolicy) -> int:
     shape, n, whole = job.shape, job.narrow, policy.keep == "all"
     wide = ((1 if job.fused_mlp else 0) if whole else 3) if _level(policy) == 0 else 2
     streams = 0 if whole else 2 * shape.hidden * job.element
-    mlp = wide * shape.token_mlp_width * n * _at_a_time(job, policy)
+    mlp = wide * shape.token_mlp_width * n * _at_a_time(job, policy) + _rows_of_experts(job)
     most = mlp + job.tokens * (shape.hidden * n + streams) + _mlp_copies(job, 1) + job.dequantised_bytes
     if whole or not job.attention_mask:
         return most
@@ -157,6 +160,7 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     saves_gate = _level(policy) == 0
     in_place = saves_gate and job.fused_mlp and not job.compile_layers
     mlp = at_a_time * width * (1 if in_place else 3) * n + job.tokens * 2 * shape.hidden * job.element
+    mlp += _rows_of_experts(job) * (1 if in_place else 2)
     if at_a_time < job.tokens and job.adapters is None:
         mlp += 4 * shape.mlp_params  # the weights' gradients are summed in float32, and rounded one by one
     # gradients of keys and values for each query head, before those that share one are added
@@ -170,6 +174,11 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
 def _at_a_time(job: Job, policy: ActivationPolicy) -> int:
     """Return the tokens of one of the MLP's tiles; level 0 saves gate and up of all."""
     return min(job.tokens, policy.mlp_tile_tokens or job.tokens) if _level(policy) == 1 else job.tokens
+
+
+def _rows_of_experts(job: Job) -> int:
+    """Return the bytes of a row of the stream's width for each expert of each token."""
+    return job.tokens * job.shape.experts_per_token * job.shape.hidden * job.narrow
 
 
 def _mlp_copies(job: Job, rows: int) -> int:
@@ -239,8 +248,8 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
     forward = gemms + attention / forward_rate + thin
     gradients = 2 if job.adapters is None else 1  # of the inputs, and of the weights unless they are frozen
     backward = gradients * gemms + BACKWARD_ATTENTION * attention / (gpu.attention_backward * reached) + thin_back
-    # Gate and up are recomputed, by the checkpoint or by the MLP itself; its last GEMM is not. Experts' is.
-    share = 1.0 if shape.experts else 2 / 3
+    # Gate and up are recomputed, by the checkpoint or by the MLP itself; its last GEMM is not. Stock experts' is.
+    share = 1.0 if shape.experts and not job.fused_mlp else 2 / 3
     recompute = flop = 0.0
     if recomputes or _level(policy) == 1:
         recompute, flop = share * seconds(mlp), share * (2 * job.tokens * sum(mlp))

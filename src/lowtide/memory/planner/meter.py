@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,13 @@ _ATEN = torch.ops.aten
 # gate and up were saved. Forward has the product; without them also gate and up, the product in gate's place. Backward
 # at level 0 has the product, and writes the gradients of gate and up over them.
 _SCRATCH = {"lowtide::swiglu": {True: 1, False: 2}, "lowtide::swiglu_backward": {True: 1, False: 3}}
+# The same of its experts, in which a row for each expert of a token has the stream's width D besides, for F of an
+# expert: the product and its GEMM's result; or gate and up and what they read, or the product. Backward has the rows of
+# the output's gradient and the product's; where it recomputes also gate and up, and what these read.
+_ROWS: dict[str, dict[bool, Callable[[int, int], int]]] = {
+    "lowtide::experts": {True: lambda D, F: D + F, False: lambda D, F: max(D + 2 * F, 3 * F)},
+    "lowtide::experts_backward": {True: lambda D, F: D + F, False: lambda D, F: 2 * F + D + max(D, F)},
+}
 # A matrix by those of all experts, or its transpose by a matrix: PyTorch's table lacks it.
 _GROUPED = "aten::_grouped_mm"
 _FORMULAS: dict[str, Any] = {_GROUPED: lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]}
@@ -142,6 +149,11 @@ def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
         call = SwigluCall(*args[: len(SwigluCall._fields)])
         gate = call.tokens * call.down_shape[1] * call.input.element_size()
         return int(tensors[given[-1].dim() == 2] * gate)
+    if rows := _ROWS.get(name):
+        x, down, ids = args[0], args[3], args[6]
+        D = x.shape[-1]
+        of_row = rows[given[-1].dim() == 2](D, down[0].numel() // D)
+        return int(ids.numel() * of_row * x.element_size())
     if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
         query, key = args[1], args[2]
         shared = query.shape[1] != key.shape[1]

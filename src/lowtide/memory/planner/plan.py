@@ -223,7 +223,7 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
             0 < shape.positions < job.seq_len
         ),
         f"lowtide.patch does not fuse the MLPs, so that they have no levels: {shape.stock_mlp}": (
-            bool(shape.stock_mlp) and not shape.experts
+            bool(shape.stock_mlp)
         ),
         f"{shape.model_type}: assumes that lowtide.patch fuses its norms, rotary embedding and MLP": (
             shape.model_type not in KINDS and shape.traced is None
@@ -231,13 +231,14 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
         **_notes_on_traced(job),
         "the config has no hidden_act: assumes an activation that lowtide.patch fuses; with another the MLPs save more:"
         " --no-fused-mlp, in Python fused_mlp=False, plans that": (
-            not (shape.activation or shape.stock_mlp or shape.experts or shape.traced)
+            not (shape.activation or shape.stock_mlp or shape.traced)
         ),
         "float32: assumes attention that stores no scores, which PyTorch lacks for grouped queries": (
             job.operand == torch.float32
         ),
-        "experts are not fused: their saved bytes are those of transformers' grouped_mm, temporaries are an estimate": (
-            shape.experts > 0
+        "the temporaries of experts are an estimate": shape.experts > 0,
+        "experts are not fused: their saved bytes are those of transformers' grouped_mm": (
+            shape.experts > 0 and not job.fused_mlp
         ),
         "layers have sliding windows: attention must take them without a [T, T] mask (flash attention)": (
             any(0 < window < job.seq_len for window in shape.windows)

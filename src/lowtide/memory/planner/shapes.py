@@ -107,7 +107,7 @@ class ModelShape(_Layout):
     @property
     def has_levels(self) -> bool:
         """Return whether `lowtide.patch` fuses an MLP in every layer, whose level a policy can set."""
-        return not (self.experts or self.stock_mlp) if self.traced is None else self.traced.levels
+        return not self.stock_mlp if self.traced is None else self.traced.levels
 
     @property
     def query_width(self) -> int:

@@ -19,7 +19,7 @@ _CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sigmoid(a, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+def sigmoid(a, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return ``s = sigmoid(w(a))`` and ``a w'(a)``."""
     w = a
     bend = a
@@ -40,7 +40,7 @@ def _gated(  # type: ignore[no-untyped-def]
     inside = at < n
     a = tl.load(gate_ptr + at, mask=inside, other=0.0).to(WIDE)
     u = tl.load(up_ptr + at, mask=inside, other=0.0).to(WIDE)
-    s, _ = _sigmoid(a, ACTIVATION)
+    s, _ = sigmoid(a, ACTIVATION)
     tl.store(out_ptr + at, (a * s * u).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -56,7 +56,7 @@ def _gated_backward(  # type: ignore[no-untyped-def]
     a = tl.load(gate_ptr + at, mask=inside, other=0.0).to(WIDE)
     u = tl.load(up_ptr + at, mask=inside, other=0.0).to(WIDE)
     dp = tl.load(dp_ptr + at, mask=inside, other=0.0).to(WIDE)
-    s, bend = _sigmoid(a, ACTIVATION)
+    s, bend = sigmoid(a, ACTIVATION)
     act = a * s
     if GATE:
         dgate = dp * u * (s * (1.0 + (1.0 - s) * bend))

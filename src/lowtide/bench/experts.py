@@ -1,0 +1,186 @@
+"""The benchmark of fused experts: forward, backward, what is saved and the peak, beside peers and the bare GEMMs.
+
+N tokens, each visiting K of E experts, S = N K rows, D hidden size, F width of an expert.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.bench.config import ExpertsBenchConfig
+from lowtide.bench.harness import Benchmark, CannotError, Peer, Row, Run, by_name, needs_cuda, release
+from lowtide.bench.mlp import TABLE, row_of
+from lowtide.bench.shapes import ExpertsShape
+from lowtide.bench.way import LOWTIDE
+from lowtide.mlp.expert_call import Form
+from lowtide.mlp.experts import experts_mlp
+from lowtide.mlp.groups import Groups, sorted_by_expert
+
+Layer = Callable[[], Tensor]
+GPT_OSS = Form("silu", limit=7.0, alpha=1.702, shift=1.0, joined="interleaved")
+# Of each form, transformers' module and its config.
+_MODULES = {False: ("qwen3_moe", "Qwen3Moe"), True: ("gpt_oss", "GptOss")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Hidden states [N, D], the routing, the experts' weights, and the output's gradient [N, D]."""
+
+    shape: ExpertsShape
+    x: Tensor
+    ids: Tensor  # [N, K]
+    routing: Tensor  # [N, K]
+    weights: tuple[Tensor | None, ...]  # gate_up, down and their biases
+    upstream: Tensor
+
+    @property
+    def is_gpt_oss(self) -> bool:
+        """Whether the weights are [E, in, out], with biases, gate and up interleaved and limited."""
+        return self.weights[2] is not None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gets a gradient."""
+        return [self.x, self.routing, *(w for w in self.weights if w is not None)]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the leaves."""
+        return sum(t.nbytes for t in self.leaves)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def forward(self, layer: Layer) -> Tensor:
+        """Return the output."""
+        return layer()
+
+    def step(self, layer: Layer) -> None:
+        """Run forward and backward, from no gradients."""
+        self.clear()
+        self.add(layer)
+
+    def add(self, layer: Layer) -> None:
+        """Run forward and backward, which adds to the gradients that are there."""
+        layer().backward(self.upstream)  # type: ignore[no-untyped-call]
+
+    def bare(self, gemms: int) -> Callable[[], None]:
+        """Return a function that runs the grouped GEMMs of a step, on rows that are there: 6, or 7 with one twice."""
+        order, ends = sorted_by_expert(self.ids, self.shape.E)
+        groups, rows = Groups(ends), self.x.detach()[order // self.shape.K]
+        gate_up, down = (
+            w.detach() if self.is_gpt_oss else w.detach().transpose(1, 2) for w in self.weights[:2] if w is not None
+        )
+        both, h = rows.new_zeros(len(rows), 2 * self.shape.F), rows.new_zeros(len(rows), self.shape.F)
+
+        @torch.no_grad()
+        def run() -> None:
+            for _ in range(gemms - 5):
+                groups.times(rows, gate_up)
+            groups.times(h, down)
+            groups.times(rows, down.transpose(1, 2))
+            groups.outer(*((h, rows) if self.is_gpt_oss else (rows, h)))
+            groups.outer(*((rows, both) if self.is_gpt_oss else (both, rows)))
+            groups.times(both, gate_up.transpose(1, 2))
+
+        return run
+
+
+def make_mixture(shape: ExpertsShape, dtype: torch.dtype, device: torch.device, seed: int) -> Mixture:
+    """Return random hidden states and weights, and a routing in which each token draws its experts."""
+    generator = torch.Generator(device).manual_seed(seed)
+    N, D, F, E, K = shape.N, shape.D, shape.F, shape.E, shape.K
+
+    def random(*sizes: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*sizes, device=device, generator=generator).mul_(scale).to(dtype)
+
+    oss = shape.name.startswith("gpt-oss")
+    sizes = ((E, D, 2 * F), (E, F, D), (E, 2 * F), (E, D)) if oss else ((E, 2 * F, D), (E, D, F))
+    scales = (D**-0.5, F**-0.5, 1.0, 1.0)
+    weights = [nn.Parameter(random(*size, scale=s)) for size, s in zip(sizes, scales, strict=False)]
+    scores, ids = torch.randn(N, E, device=device, generator=generator).topk(min(K, E))
+    return Mixture(
+        shape=shape,
+        x=random(N, D).requires_grad_(),
+        ids=ids,
+        routing=scores.softmax(-1).to(dtype).requires_grad_(),
+        weights=(*weights, *[None] * (4 - len(weights))),
+        upstream=random(N, D),
+    )
+
+
+def _lowtide(level: int) -> Callable[[Mixture], Layer]:
+    def build(mixture: Mixture) -> Layer:
+        form, oss = (GPT_OSS, True) if mixture.is_gpt_oss else (Form("silu"), False)
+        settings: Any = {"form": form, "transposed": oss, "dtype": mixture.x.dtype, "checkpoint_level": level}
+        return lambda: experts_mlp(mixture.x, mixture.ids, mixture.routing, mixture.weights, **settings)
+
+    return build
+
+
+def _transformers(implementation: str) -> Callable[[Mixture], Layer]:
+    """Return what builds transformers' own module, which computes with the mixture's weights."""
+
+    def build(mixture: Mixture) -> Layer:
+        folder, family = _MODULES[mixture.is_gpt_oss]
+        package = f"transformers.models.{folder}"
+        config_class = getattr(importlib.import_module(f"{package}.configuration_{folder}"), f"{family}Config")
+        module_class = getattr(importlib.import_module(f"{package}.modeling_{folder}"), f"{family}Experts")
+        shape = mixture.shape
+        sizes = {"hidden_size": shape.D, "intermediate_size": shape.F, "moe_intermediate_size": shape.F}
+        config = config_class(**sizes, num_experts=shape.E, num_local_experts=shape.E)
+        config._experts_implementation = implementation
+        with torch.device("meta"):
+            module = module_class(config)
+        names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+        for name, weight in zip(names, mixture.weights, strict=True):
+            if weight is not None:
+                setattr(module, name, weight)
+        return lambda: module(mixture.x, mixture.ids, mixture.routing)
+
+    return build
+
+
+def _liger(mixture: Mixture) -> Layer:
+    needs_cuda(mixture.x.device)
+    module: Any = importlib.import_module("liger_kernel.ops.fused_moe")
+    if mixture.is_gpt_oss:
+        raise CannotError("no biases and limits")
+    gate_up, down, *_ = mixture.weights
+    ids = mixture.ids.to(torch.int32)
+    return lambda: module.LigerFusedMoEFunction.apply(mixture.x, gate_up, down, ids, mixture.routing)
+
+
+EXPERTS_PEERS = by_name(
+    Peer(f"{LOWTIDE}-0", _lowtide(0), gemms=6),
+    Peer(f"{LOWTIDE}-1", _lowtide(1), gemms=7),
+    Peer("liger", _liger, "liger-kernel", gemms=6),
+    Peer("grouped_mm", _transformers("grouped_mm"), "transformers", gemms=6),
+    Peer("eager", _transformers("eager"), "transformers", gemms=6),
+)
+
+
+def measure(run: Run[ExpertsBenchConfig]) -> None:
+    """Measure the peers on each shape."""
+    config = run.config
+    run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
+    for shape in config.shapes:
+        mixture = make_mixture(shape, run.dtype, run.device, config.seed)
+        rows: list[Row] = []
+        run.result["shapes"].append({**vars(shape), "tokens": shape.N, "rows": rows})
+        run.say(f"\n{shape} {run.dtype_name}\n{TABLE.header}")
+        for peer in config.peers:
+            run.add(row_of(EXPERTS_PEERS[peer], mixture, config), rows, TABLE)
+        del mixture
+        release(run.device)
+
+
+EXPERTS = Benchmark(measure=measure, peers=EXPERTS_PEERS)
