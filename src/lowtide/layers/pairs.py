@@ -19,3 +19,6 @@ class Pairs(Enum):
         """Return, of the values and then of the tables, the step from pair to pair, and how far apart the two are."""
         values = (1, half) if self in (Pairs.HALVES, Pairs.SHORT) else (2, 1)
         return values, (1, 0) if self in (Pairs.REPEATED, Pairs.SHORT) else values
+
+
+PAIRS = {kind.value: kind for kind in Pairs}  # a look-up takes the host less time than a call of the class

@@ -15,7 +15,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, 
 from lowtide.graph import Operator, node, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
 from lowtide.layers.norm import GATHER
-from lowtide.layers.pairs import Pairs
+from lowtide.layers.pairs import PAIRS, Pairs
 from lowtide.replay.replayed import on_device
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
@@ -76,8 +76,8 @@ def rotary(
     References:
         Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
     """
-    check_name("pairs", pairs, [kind.value for kind in Pairs])
-    error = why_not_rotary(q, k, cos, sin, unsqueeze_dim, Pairs(pairs))
+    check_name("pairs", pairs, tuple(PAIRS))
+    error = why_not_rotary(q, k, cos, sin, unsqueeze_dim, PAIRS[pairs])
     if error is not None:
         raise error
     refuse_transforms("rotary", q, k, cos, sin, instead=_WRITTEN_OUT, way="rotate in plain PyTorch")
@@ -167,8 +167,8 @@ def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = _outputs(*args)
     if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
         with undisturbed(call.q.device):
-            half = Pairs(call.pairs).count(call.cos.shape[-1])
-            values, entries = Pairs(call.pairs).places(half)
+            half = PAIRS[call.pairs].count(call.cos.shape[-1])
+            values, entries = PAIRS[call.pairs].places(half)
             tables = [side for t in (call.cos, call.sin) for side in _sides(t.unsqueeze(1), half, *entries)]
             for x, out in ((call.q, q_out), (call.k, k_out)):
                 _rotate_into(_sides(out, half, *values), _sides(x, half, *values), tables, inverse=call.inverse)
@@ -179,7 +179,7 @@ def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
     q, k, cos, sin = map(_last_beside, call[:4])
     into_q, into_k = _last_beside(q_out), _last_beside(k_out)
     with on_device(q.device):
-        rotate_heads(q, k, cos, sin, into=(into_q, into_k), pairs=Pairs(call.pairs), inverse=call.inverse)
+        rotate_heads(q, k, cos, sin, into=(into_q, into_k), pairs=PAIRS[call.pairs], inverse=call.inverse)
     for out, filled in ((q_out, into_q), (k_out, into_k)):
         if out is not filled:  # its last axis is not contiguous, as its input's is not
             out.copy_(filled)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowtide.code import Code, names_of
 from lowtide.layers import rotary
-from lowtide.layers.pairs import Pairs
+from lowtide.layers.pairs import PAIRS, Pairs
 from lowtide.layers.rope import checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
@@ -122,7 +122,7 @@ def _rotating(stock: FunctionType, promote: bool, pairs: str, double: bool) -> F
         dim = kwargs.get("unsqueeze_dim", 1)
         if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs) or has_nothing_to_save(args[0]):
             return turn(*args, **kwargs)
-        if not is_ordinary(args, ()) or why_not_rotary(*args, dim, Pairs(pairs)) is not None:
+        if not is_ordinary(args, ()) or why_not_rotary(*args, dim, PAIRS[pairs]) is not None:
             return turn(*args, **kwargs)
         if args[0].dtype == torch.float64 and not double:
             return turn(*args, **kwargs)
