@@ -50,7 +50,7 @@ def now() -> float:
     return time.perf_counter()
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]
     """Times each step, waiting for the GPU at both ends, and what generation takes of it."""
 
     def __init__(self) -> None:

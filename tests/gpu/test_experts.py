@@ -19,6 +19,9 @@ from support import doubled, relative_error
 pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")]
 # T, K, E, D, F: of whole 16 bytes and not, one token, many experts without tokens, none
 SIZES = [(300, 3, 8, 64, 48), (77, 2, 5, 36, 20), (1, 1, 4, 16, 8), (40, 2, 64, 128, 64), (0, 2, 4, 16, 8)]
+FEW = 100  # tokens
+# With few numbers, one at a limit decides an error: its gradient passes or not, as it was rounded.
+RARELY_LIMITED = GPT_OSS._replace(limit=7.0)
 LEVELS = pytest.mark.parametrize("level", [0, 1])
 
 
@@ -27,6 +30,8 @@ LEVELS = pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("transposed", [False, True])
 @LEVELS
 def test_in_bfloat16_errs_no_more_than_plain_pytorch(sizes: Any, form: Form, transposed: bool, level: int) -> None:
+    if sizes[0] < FEW and form == GPT_OSS:
+        form = RARELY_LIMITED
     leaves, ids = operands(sizes, dtype=torch.bfloat16, transposed=transposed, device="cuda")
     true = doubled(*leaves)
     expected = with_gradients(by_pairs(true, ids, form, transposed=transposed), true)
@@ -34,7 +39,7 @@ def test_in_bfloat16_errs_no_more_than_plain_pytorch(sizes: Any, form: Form, tra
     y = fused(leaves, ids, form, transposed=transposed, checkpoint_level=level)
     twice = with_gradients(y, leaves, retain_graph=True)
     got = with_gradients(y, leaves)  # in place now
-    few = 2e-3 if sizes[0] < 100 else 0.0  # of few numbers plain PyTorch may be lucky with all
+    few = 2e-3 if sizes[0] < FEW else 0.0  # of few numbers plain PyTorch may be lucky with all
     for g, again, p, e in zip(got, twice, plain, expected, strict=True):
         assert torch.equal(g, again)
         assert relative_error(g, e) <= 1.3 * relative_error(p, e) + few
@@ -60,9 +65,9 @@ def test_pairs_of_no_expert_add_nothing(level: int) -> None:
     for _ in range(2):
         room = torch.full((2**22,), torch.nan, device="cuda", dtype=torch.bfloat16)
         del room
-        got = with_gradients(fused(leaves, ids, GPT_OSS, checkpoint_level=level), leaves)
+        got = with_gradients(fused(leaves, ids, RARELY_LIMITED, checkpoint_level=level), leaves)
         true = doubled(*leaves)
-        expected = with_gradients(by_pairs(true, ids, GPT_OSS), true)
+        expected = with_gradients(by_pairs(true, ids, RARELY_LIMITED), true)
         for g, e in zip(got, expected, strict=True):
             assert relative_error(g, e) <= 2e-2
         assert not got[2][ids == 8].any()
@@ -125,6 +130,7 @@ def test_saved_bytes_and_peaks() -> None:
         assert peak <= most + D * row + leaves[0].nbytes + small
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @LEVELS
 def test_compiled(level: int) -> None:
     torch._dynamo.reset()

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 BF16 = torch.bfloat16
 # n pieces: how far from float64 a logit may be, in units of a float32 GEMM's own error here, and beside that
-BOUNDS = {3: (8.0, 1e-6), 2: (8.0, 2e-5), 1: (8.0, 8e-3)}
+BOUNDS = {3: (8.0, 4e-6), 2: (8.0, 2e-5), 1: (8.0, 8e-3)}
 
 
 def say(line: str) -> None:
@@ -157,6 +157,7 @@ def test_casts_of_bfloat16_tensors_run_as_bfloat16(monkeypatch: pytest.MonkeyPat
         assert relative_error(got, want) <= 1.1 * relative_error(of_bf16, want)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_compiled() -> None:
     x, w, b, y = on_gpu(300, 64, 3000)
 

@@ -30,7 +30,11 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]  # between peft and transformers
+pytestmark = [
+    *ON_GPU,
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),  # between peft and transformers
+    pytest.mark.filterwarnings("ignore:inner dimension:UserWarning"),  # bitsandbytes' own, of an odd size
+]
 D, FF = 256, 688
 CONFIG = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
