@@ -107,7 +107,7 @@ def test_the_floor_grows_with_the_chunks_and_is_nothing_in_float32() -> None:
 
 
 def test_frozen_heads_have_no_floor_of_dw_and_evaluation_none() -> None:
-    frozen, evaluation = (plain().in_setting(setting) for setting in SETTINGS[3:])
+    frozen, evaluation = (plain().in_setting(setting) for setting in SETTINGS[3:5])
     floor = rounding_floor(frozen, reference(frozen), None)
     assert "dw" not in floor
     assert floor["dx"] == pytest.approx(1.65e-3, rel=0.1)

@@ -34,7 +34,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "use_cache": False,
 }  # fmt: skip
-FUSED = {"Llama": 3, "Qwen3": 3, "Gemma2": 3, "Gemma3": 3, "Olmo2": 3, "Phi3": 3, "Phi": 1, "Cohere2": 1}  # parts
+FUSED = {"Llama": 3, "Qwen3": 3, "Gemma2": 3, "Gemma3": 3, "Olmo2": 3, "Phi3": 3, "Phi": 1, "Cohere2": 2}  # parts
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -106,6 +106,7 @@ def test_runs_end_without_a_word_on_standard_error(
 
 def test_a_step_that_the_gpu_has_no_room_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*run_arguments(tmp_path, 16_384), "--data", str(tmp_path / "texts"), "--max-steps", "2"]
+    gc.collect()  # what earlier tests left would have room in it
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
