@@ -1,7 +1,7 @@
 """Functions as registered operators and as nodes of autograd's graph whose gradients are differentiated once."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_type_hints
 
@@ -145,10 +145,21 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
     return without_autocast(device) if autocast else on_device(device)
 
 
+def samples_of(tensors: Iterable[Tensor | None]) -> Samples:
+    """Return samples of the weights that backward reads again, to see whether they were written to since forward.
+
+    None are taken for a compiler, and in a checkpoint that is not reentrant: that recomputes with the weights as they
+    are in backward, written to or not, with our functions and without.
+    """
+    hooks: Any = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    checkpointed = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    trusted = torch.compiler.is_compiling() or checkpointed
+    return Samples(() if trusted else (x for x in tensors if x is not None))
+
+
 def save_for_recompute(ctx: Any, *tensors: Any) -> None:
     """Save the tensors (or None) from which backward recomputes, with samples for `saved_for_recompute`."""
-    trusted = torch.compiler.is_compiling() or saved_by_hooks()
-    ctx.samples = Samples(() if trusted else (x for x in tensors if x is not None))
+    ctx.samples = samples_of(tensors)
     ctx.save_for_backward(*tensors)
 
 
@@ -222,15 +233,6 @@ def _is_batch(tensor: Tensor | None) -> bool:
     if tensor is None:
         return False
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)  # type: ignore[no-any-return]
-
-
-def saved_by_hooks() -> bool:
-    """Return whether hooks, as a checkpoint's, save a node's tensors: backward then gets what they return.
-
-    A checkpoint recomputes with the weights as they are then, written to or not, with our functions and without.
-    """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    return hooks(True) is not None
 
 
 def is_last_backward() -> bool:

@@ -16,6 +16,7 @@ from lowtide.graph import (
     held_elsewhere,
     is_last_backward,
     node,
+    samples_of,
     schema_of,
     tensor_fields,
     undisturbed,
@@ -32,7 +33,6 @@ from lowtide.mlp.expert_call import (
 from lowtide.mlp.expert_passes import backward_rows, forward_rows, project_rows
 from lowtide.mlp.groups import sorted_by_expert
 from lowtide.mlp.swiglu import check_level
-from lowtide.samples import Samples
 
 _TWICE = (
     "lowtide: expected fused experts to be differentiated once, got a second derivative. For those run the stock"
@@ -212,10 +212,7 @@ def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
     ctx.input_saved = wanted.gate_up if keep else wanted.projections
     if not ctx.input_saved:
         tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
-    sampled = (
-        () if keep or not wanted.projections or torch.compiler.is_compiling() else (call.gate_up, call.gate_up_bias)
-    )
-    ctx.samples = Samples(t for t in sampled if t is not None)
+    ctx.samples = samples_of(() if keep or not wanted.projections else (call.gate_up, call.gate_up_bias))
     ctx.save_for_backward(*tensors, gate_up)
     ctx.mark_non_differentiable(gate_up)
     ctx.scalars = call[_TENSORS:]

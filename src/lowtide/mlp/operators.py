@@ -16,7 +16,7 @@ from lowtide.graph import (
     held_elsewhere,
     is_last_backward,
     node,
-    saved_by_hooks,
+    samples_of,
     schema_of,
     tensor_fields,
     undisturbed,
@@ -24,7 +24,6 @@ from lowtide.graph import (
 )
 from lowtide.mlp.call import SwigluCall, Wanted, backward_flop, forward_flop, projections_flop
 from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
-from lowtide.samples import Samples
 
 WRITTEN_OUT = (
     "torch.nn.functional.linear(torch.nn.functional.silu(torch.nn.functional.linear(input, gate_weight))"
@@ -173,8 +172,7 @@ def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not ctx.input_saved:
         tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
     # Samples: the version of a weight does not show a write through .data.
-    trusted = keep or not wanted.projections or torch.compiler.is_compiling() or saved_by_hooks()
-    ctx.samples = Samples(() if trusted else call.recomputed_from)
+    ctx.samples = samples_of(() if keep or not wanted.projections else call.recomputed_from)
     ctx.save_for_backward(*tensors, *((gate, up) if keep else ()))  # a hook takes the host time for each
     ctx.mark_non_differentiable(gate, up)
     # a dispatch mode, such as that of selective checkpointing, may hold what the operator returned
