@@ -151,10 +151,12 @@ def samples_of(tensors: Iterable[Tensor | None]) -> Samples:
     None are taken for a compiler, and in a checkpoint that is not reentrant: that recomputes with the weights as they
     are in backward, written to or not, with our functions and without.
     """
-    hooks: Any = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
-    checkpointed = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-    trusted = torch.compiler.is_compiling() or checkpointed
-    return Samples(() if trusted else (x for x in tensors if x is not None))
+    if torch.compiler.is_compiling():
+        return Samples(())
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        return Samples(())
+    return Samples(x for x in tensors if x is not None)
 
 
 def save_for_recompute(ctx: Any, *tensors: Any) -> None:

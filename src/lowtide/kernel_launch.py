@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from lowtide.replay.facts import RECORDING, launches_are_watched
@@ -112,15 +111,14 @@ def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> 
     """Return the values to launch with; add what Triton specialises on to ``facts``, except for ``free`` arguments."""
     values = list(args)
     for i, arg in enumerate(args):
-        kind = type(arg)
-        if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
+        if isinstance(arg, Tensor):
             values[i] = pointer = arg.data_ptr()
             facts += (arg.dtype, pointer % 16 == 0)
-        elif kind is int or isinstance(arg, int):
+        elif isinstance(arg, int):
             short = -(2**31) <= arg < 2**31
             facts += (short,) if i in free else (short, arg == 1, arg % 16 == 0)
         elif arg is None or isinstance(arg, float):
-            facts.append(kind)
+            facts.append(type(arg))
         elif isinstance(arg, tuple):  # a record: Triton specialises on all of its numbers
             values[i] = tuple(_described(arg, (), facts))
         else:  # a descriptor

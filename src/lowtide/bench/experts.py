@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.bench.config import ExpertsBenchConfig
-from lowtide.bench.harness import Benchmark, CannotError, Peer, Row, Run, by_name, needs_cuda, release
-from lowtide.bench.mlp import TABLE, row_of
+from lowtide.bench.harness import Benchmark, CannotError, Peer, by_name, needs_cuda
+from lowtide.bench.mlp import measure_on
 from lowtide.bench.shapes import ExpertsShape
 from lowtide.bench.way import LOWTIDE
 from lowtide.mlp.expert_call import Form
@@ -167,20 +167,4 @@ EXPERTS_PEERS = by_name(
     Peer("eager", _transformers("eager"), "transformers", gemms=6),
 )
 
-
-def measure(run: Run[ExpertsBenchConfig]) -> None:
-    """Measure the peers on each shape."""
-    config = run.config
-    run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
-    for shape in config.shapes:
-        mixture = make_mixture(shape, run.dtype, run.device, config.seed)
-        rows: list[Row] = []
-        run.result["shapes"].append({**vars(shape), "tokens": shape.N, "rows": rows})
-        run.say(f"\n{shape} {run.dtype_name}\n{TABLE.header}")
-        for peer in config.peers:
-            run.add(row_of(EXPERTS_PEERS[peer], mixture, config), rows, TABLE)
-        del mixture
-        release(run.device)
-
-
-EXPERTS = Benchmark(measure=measure, peers=EXPERTS_PEERS)
+EXPERTS = Benchmark(measure=partial(measure_on, make_mixture, EXPERTS_PEERS), peers=EXPERTS_PEERS)

@@ -6,15 +6,15 @@ N tokens (batch times sequence), D hidden size, F intermediate size.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.config import MlpBenchConfig
 from lowtide.bench.harness import (
     Benchmark,
     CannotError,
@@ -208,19 +208,19 @@ def row_of(peer: Peer, stack: Any, config: ShapeSettings) -> Row:
     return row
 
 
-def measure(run: Run[MlpBenchConfig]) -> None:
-    """Measure the peers on each shape."""
+def measure_on(make: Callable[..., Any], peers: Mapping[str, Peer], run: Run[Any]) -> None:
+    """Measure the peers on what ``make`` returns for each shape."""
     config = run.config
     run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
     for shape in config.shapes:
-        stack = make_stack(shape, run.dtype, run.device, config.seed)
+        stack = make(shape, run.dtype, run.device, config.seed)
         rows: list[Row] = []
         run.result["shapes"].append({**vars(shape), "tokens": shape.N, "rows": rows})
         run.say(f"\n{shape} {run.dtype_name}\n{TABLE.header}")
         for peer in config.peers:
-            run.add(row_of(MLP_PEERS[peer], stack, config), rows, TABLE)
+            run.add(row_of(peers[peer], stack, config), rows, TABLE)
         del stack
         release(run.device)
 
 
-MLP = Benchmark(measure=measure, peers=MLP_PEERS)
+MLP = Benchmark(measure=partial(measure_on, make_stack, MLP_PEERS), peers=MLP_PEERS)
