@@ -146,8 +146,8 @@ def test_a_model_of_the_hubs_cache_is_planned(
         ("--lora-targets q_proj", "plan: lora_targets: expected --lora-rank beside it, got none."),
         ("--lora-rank 4 --lora-targets lm_head", "plan: lora_targets: expected names of q_proj"),
         (
-            "--lora-rank 4 --check",
-            "check: expected a plan of full training, patched, without a mask, got --l",
+            "--lora-rank 4 --load-in-4bit --check",
+            "check: expected a plan of weights in 16 or 32 bits, patched, without a mask, got --l",
         ),
         ("--attention-mask --check", "without a mask, got --attention-mask"),
         ("--no-fused-mlp --check", "without a mask, got --no-fused-mlp"),

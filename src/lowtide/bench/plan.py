@@ -18,7 +18,7 @@ from lowtide.measure.machine import describe_machine
 from lowtide.measure.resident import cuda_reserved_bytes
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
-from lowtide.memory import MemoryPlan, apply_policy, offload_optimizer, remove_policy
+from lowtide.memory import Adapters, MemoryPlan, apply_policy, offload_optimizer, offload_weights, remove_policy
 from lowtide.models import patch
 
 WARM, STEPS = 2, 3
@@ -101,9 +101,13 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
 
 
 def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.device) -> Any:
-    """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are."""
+    """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are.
+
+    Weights that the plan offloads are made on the CPU: together they may not fit on the GPU.
+    """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
     except ImportError as error:
         hint = "pip install 'lowtide[hf]'"
         raise UnsupportedError(message("check", "transformers to be installed", str(error), hint)) from error
@@ -111,15 +115,26 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
     attention = "sdpa" if job.shape.traced is None else job.shape.traced.attention
+    where = torch.device("cpu") if plan.chosen.weights else device
     try:
-        with device:
+        with where, no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation=attention).train()
     except ValueError as error:  # capped scores, for one
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
+    for p in model.parameters():
+        random = torch.empty_like(p, device=device)
+        p.data.copy_(random.normal_(std=0.02) if p.dim() > 1 else random.fill_(1))
+    if isinstance(job.adapters, Adapters):
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=job.adapters.rank, target_modules=list(job.adapters.targets), init_lora_weights=False)
+        model = get_peft_model(model, lora)
     patch(model, options=job.head)
     offloaded = any(policy.offload for policy in plan.policies)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)
+    if plan.chosen.weights:
+        offload_weights(model, layers=plan.chosen.weights, device=device)
     if job.compile_layers:
         compile_layers(model)
     return model
@@ -128,13 +143,14 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
 def _step(model: Any, plan: MemoryPlan) -> Callable[[], Tensor]:
     """Return a function that runs one training step of the plan."""
     job = plan.job
-    optimizer = make_optimizer(job.optimizer, list(model.parameters()))
+    optimizer = make_optimizer(job.optimizer, [p for p in model.parameters() if p.requires_grad])
+    autocast = job.autocast or (job.adapters is not None and job.narrow < 4)
     if plan.chosen.states:
         offload_optimizer(optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
     ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
 
     def loss() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=job.autocast):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             value: Tensor = model(input_ids=ids, labels=ids).loss
         return value
 

@@ -54,6 +54,8 @@ examples:
       the figures and the plot as files
   lowtide plan --model llama-3-8b --seq-len 8192 --lora-rank 16 --load-in-4bit --gpu rtx4090
       QLoRA: adapters over a frozen model in NF4
+  lowtide plan --model ./Llama-3.1-70B --seq-len 8192 --lora-rank 16 --host 160GiB
+      LoRA on a model that is larger than the GPU: frozen weights come from host memory, layer by layer
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
       rates measured on the GPU at hand; real steps, predicted beside measured"""
 
@@ -68,7 +70,8 @@ def add(parser: OneLineParser) -> None:
     add("--batch-size", default=1, type=int, metavar="N", help="sequences per step (default: 1)")
     add("--budget", metavar="SIZE", help="GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93%% of it)")
     add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloading (default: 0GiB)")
-    add("--no-offload-states", action="store_true", help="offload layers alone, and no optimizer states")
+    add("--no-offload-states", action="store_true", help="offload no optimizer states")
+    add("--no-offload-weights", action="store_true", help="with --lora-rank: offload no frozen weights")
     add(
         "--gpu",
         metavar="NAME",
@@ -111,10 +114,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
     adapters = _adapters(arguments)
-    others = {"--lora-rank": adapters, "--attention-mask": arguments.attention_mask}
+    others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}
     others["--no-fused-mlp"] = not arguments.fused_mlp
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
-        raise ArgumentValueError(message("check", "a plan of full training, patched, without a mask", got))
+        expected = "a plan of weights in 16 or 32 bits, patched, without a mask"
+        raise ArgumentValueError(message("check", expected, got))
     settings = _settings(arguments.model, arguments.layers)
     if arguments.load_in_4bit:
         settings["quantization_config"] = config_of(nested=arguments.use_bnb_nested_quant)
@@ -136,6 +140,7 @@ def main(arguments: argparse.Namespace) -> int:
         keep_gradients=arguments.grad_accum > 1,
         adapters=adapters,
         offload_states=False if arguments.no_offload_states else "auto",
+        offload_weights=False if arguments.no_offload_weights else "auto",
         **given,
     )
     return _write(arguments, settings, plan)

@@ -11,7 +11,15 @@ from transformers import TrainerCallback
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.units import gib, parse_gib
-from lowtide.memory import ActivationPolicy, Adapters, MemoryPlan, apply_policy, offload_optimizer, plan_memory
+from lowtide.memory import (
+    ActivationPolicy,
+    Adapters,
+    MemoryPlan,
+    apply_policy,
+    offload_optimizer,
+    offload_weights,
+    plan_memory,
+)
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.shapes import read_shape
@@ -53,12 +61,20 @@ def plan_and_apply(run: RunState) -> None:
             host_gib=config.host_gib or 0,
             options=HeadOptions(workspace_mib=config.workspace_mib),
             offload_states="auto" if config.offload_states else False,
+            offload_weights="auto" if weights_may_wait(config, run.settings.args) else False,
             **planned_job(run),
         )
         run.policies = list(run.plan.policies)
         run.lines += _planned(run.plan, model, config, run.settings.args)
     if run.policies is not None:
         apply_policy(model, run.policies, host_gib=config.host_gib)
+    if run.plan is not None and run.plan.chosen.weights:
+        offload_weights(model, layers=run.plan.chosen.weights, device=run.settings.args.device)
+
+
+def weights_may_wait(config: TrainConfig, args: Any) -> bool:
+    """Return whether a plan may leave frozen weights on the host, so that a model waits for it there."""
+    return bool(config.memory_budget and config.host_budget) and args.world_size == 1
 
 
 def current_policies(run: RunState, layers: int) -> Sequence[ActivationPolicy]:
@@ -162,6 +178,8 @@ def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> It
         yield f"states   {gib(plan.chosen.states):.2f} GiB of the optimizer states are offloaded{late}"
     elif config.offload_states:
         yield "states   the optimizer states stay on the GPU: nothing faster fits with them on the host"
+    if plan.chosen.weights:
+        yield f"weights  those of {plan.chosen.weights} layers are in host memory, and on the GPU while they are used"
     if args.device.type != "cuda":
         yield (
             f"         no GPU here: planned for an {plan.job.gpu.name}. The layers save what it says, but nothing "

@@ -63,11 +63,13 @@ def _what_fits(run: RunState) -> list[str]:
         return [f"The planner has no figures for it ({why(error)}): lower --per_device_train_batch_size or --seq-len."]
     policies = current_policies(run, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
-    search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
+    search = Search(
+        job, host if any(policy.offload for policy in policies) else 0, offload_states=False, offload_weights=False
+    )
     every = search.costs.states if config.offload_states else 0
     away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
-    groups = mixture_of(policies)
-    takes = search.costs.peak(groups, away, late=late).bytes
+    groups, weights = mixture_of(policies), plan.chosen.weights if plan is not None else 0
+    takes = search.costs.peak(groups, away, late=late, weights=weights).bytes
     memory, where = _memory(settings.args)
     limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
@@ -77,7 +79,7 @@ def _what_fits(run: RunState) -> list[str]:
     helps = [*_other_policy(search, limit, every)]
     if not (config.offload_states or settings.args.device.type != "cuda" or uses_fsdp() or uses_deepspeed()):
         helps.append(("--offload-states", search.costs.peak(groups, search.costs.states).bytes))
-    helps += _smaller(job, limit, lambda costs: costs.peak(groups, away, late=late).bytes)
+    helps += _smaller(job, limit, lambda costs: costs.peak(groups, away, late=late, weights=weights).bytes)
     helps = [(options, peak) for options, peak in helps if peak <= limit]
     if helps:
         width = max(len(options) for options, _ in helps)

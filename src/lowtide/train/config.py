@@ -99,8 +99,8 @@ class TrainConfig:
     )
     host_budget: str | None = _setting(
         None,
-        "with --memory-budget: pinned host memory that layers may be offloaded into, and with --offload-states the "
-        "optimizer states; with --offload-states alone: the most that it may take. Per process",
+        "with --memory-budget: pinned host memory that layers may be offloaded into, with adapters frozen weights, "
+        "with --offload-states the optimizer states; with the latter alone: the most that it may take. Per process",
         metavar="SIZE",
     )
     offload_states: bool = _setting(

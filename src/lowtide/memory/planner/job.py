@@ -88,6 +88,15 @@ class Job:
         return (shape.params - shape.packed_params) * self.element + shape.packed_bytes
 
     @property
+    def frozen_layer_bytes(self) -> int:
+        """Return the bytes of one layer's weights that can be on the host, the mean: frozen, without 4 bits' scales."""
+        shape = self.shape
+        if self.adapters is None:
+            return 0
+        numbers = sum(shape.params_of_layers) - shape.packed_params
+        return (numbers * self.element + shape.packed_params // 2) // shape.layers
+
+    @property
     def dequantised_bytes(self) -> int:
         """Return the bytes of the largest weight that one GEMM dequantises, with its scales in float32; 0: none."""
         shape = self.shape

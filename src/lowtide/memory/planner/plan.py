@@ -44,6 +44,7 @@ def plan_memory(
     fused_mlp: bool = True,
     compile_layers: bool = False,
     offload_states: Literal["auto", False] = "auto",
+    offload_weights: Literal["auto", False] = "auto",
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
 
@@ -92,6 +93,8 @@ def plan_memory(
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
             during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
             without holding the layers up, or where that does not fit, after backward; False: none.
+        offload_weights: ``"auto"``: with ``host_gib`` and ``adapters``, the frozen weights of some layers go to the
+            host where that makes a step fit, or a faster one (`lowtide.memory.offload_weights`); False: none.
 
     Returns:
         MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
@@ -120,8 +123,9 @@ def plan_memory(
     check_name("optimizer", optimizer, tuple(OPTIMIZERS))
     if adapters is not None and not isinstance(adapters, Adapters):
         check_count("adapters", adapters)
-    if offload_states is not False and offload_states != "auto":
-        raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
+    for name, value in (("offload_states", offload_states), ("offload_weights", offload_weights)):
+        if value is not False and value != "auto":
+            raise ArgumentValueError(message(name, "'auto' or False", f"{value!r}"))
     gpu = find_gpu(device)
     requested = gpu.default_budget_bytes
     if budget_gib is not None:
@@ -145,7 +149,8 @@ def plan_memory(
         raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
     if autocast and shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
-    return _plan(Search(job, host, offload_states=offload_states == "auto"), requested)
+    may = {"offload_states": offload_states == "auto", "offload_weights": offload_weights == "auto"}
+    return _plan(Search(job, host, **may), requested)
 
 
 def _plan(search: Search, requested: int) -> MemoryPlan:
@@ -159,8 +164,8 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         peak_bytes=chosen.peak,
         seconds=chosen.seconds,
         tokens_per_second=job.tokens / chosen.seconds,
-        phase=costs.peak(chosen.groups, chosen.states, late=chosen.late),
-        phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late)),
+        phase=costs.peak(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights),
+        phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights)),
         host_bytes=chosen.host,
         budget_bytes=budget,
         requested_bytes=requested,
@@ -168,6 +173,7 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         front=tuple(search.front),
         ladder=tuple(costs.layers[policy] for policy in search.ladder),
         offload_states=search.offload_states,
+        offload_weights=search.offload_weights,
         job=job,
         chosen=chosen,
         notes=tuple(note for note, applies in _notes(job, chosen).items() if applies),
@@ -187,10 +193,10 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
-    roomy = Search(job, 2**60, offload_states=search.offload_states).least()
+    roomy = search.of(job, 2**60).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
-    phase = costs.peak(least.groups, least.states, late=least.late)
+    phase = costs.peak(least.groups, least.states, late=least.late, weights=least.weights)
     tokens = f"{job.batch_size} x {job.seq_len} tokens"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
     usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
@@ -206,7 +212,8 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
     adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained{f', {job.adapters}' if by_rank else ''}"
     mask = gib(job.narrow * job.batch_size * job.seq_len**2)
     close = CLOSE * gpu.memory_bytes < chosen.peak <= gpu.memory_bytes
-    why = "close to the GPU's size" if close else "states leave and come back in each step"
+    moved = "weights" if chosen.weights else "states"
+    why = "close to the GPU's size" if close else f"{moved} leave and come back in each step"
     return {
         f"head: {str(job.head_plan).splitlines()[0]}": True,
         f"rates of the {gpu.name} from a table; `lowtide plan --gpu cuda`, in Python device='cuda', measures the GPU at"
@@ -216,7 +223,7 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
             job.attention_mask
         ),
         f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragmentation": (
-            close or chosen.states > 0
+            close or chosen.states > 0 or chosen.weights > 0
         ),
         f"only the text part of {shape.part_of} is planned, not its vision or audio": bool(shape.part_of),
         f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions": (

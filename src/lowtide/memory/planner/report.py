@@ -45,8 +45,10 @@ class MemoryPlan:
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
         ladder: What each policy stores and takes, for one layer.
         offload_states: Whether optimizer states may be offloaded.
+        offload_weights: Whether frozen weights may be.
         job: The step: the model's shape, the GPU, dtype and optimizer.
-        chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded.
+        chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded,
+            its ``weights`` the layers whose weights are.
         notes: What the figures assume.
     """
 
@@ -63,12 +65,14 @@ class MemoryPlan:
     front: tuple[Candidate, ...]
     ladder: tuple[LayerCost, ...]
     offload_states: bool
+    offload_weights: bool
     job: Job
     chosen: Candidate
     notes: tuple[str, ...]
 
     def _search(self) -> Search:
-        return Search(self.job, self.host_budget_bytes, offload_states=self.offload_states)
+        may = {"offload_states": self.offload_states, "offload_weights": self.offload_weights}
+        return Search(self.job, self.host_budget_bytes, **may)
 
     @cached_property
     def longest_sequence(self) -> int:
@@ -97,15 +101,18 @@ class MemoryPlan:
         names = {policy: f"p{i}" for i, (policy, _) in enumerate(self.chosen.groups)}
         layers = " + ".join(f"[{names[policy]}] * {n}" for policy, n in self.chosen.groups)
         moved = any(policy.offload for policy in names)
-        host = f", host_gib={gib(self.host_budget_bytes):g}" if moved else ""
+        host, weights = f", host_gib={gib(self.host_budget_bytes):g}" if moved else "", self.chosen.weights
+        used = ["ActivationPolicy", "apply_policy", *["offload_optimizer"] * (states > 0)]
+        used += ["offload_weights"] * (weights > 0)
         lines = [
             "import lowtide",
-            f"from lowtide.memory import ActivationPolicy, apply_policy{', offload_optimizer' if states else ''}",
+            f"from lowtide.memory import {', '.join(used)}",
             "",
             "model.config.use_cache = False",
             f"lowtide.patch(model{patched})",
             *(f"{name} = {_constructor(policy, 'keep')}" for policy, name in names.items()),
             f"apply_policy(model, {layers}{host})",
+            *((f"offload_weights(model, layers={weights})",) if weights else ()),
             *(COMPILE if job.compile_layers else ()),
         ]
         if states and job.keep_gradients and not late:  # late ones come back after all of them
@@ -279,5 +286,6 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "host_gib": gib(one.host),
         "seconds": one.seconds,
         "states_gib": gib(one.states),
+        "offloaded_weights": one.weights,
         "late": one.late,
     }

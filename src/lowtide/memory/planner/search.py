@@ -2,7 +2,8 @@
 
 A mixture is a number of layers for each policy. Those that save less come first: backward reaches
 them last, when what the others saved is free again, and offloaded ones have the longest time to travel. Each is tried
-with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up.
+with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up, or with
+the frozen weights of some layers.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
+from lowtide.memory.weights import ON_GPU
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
-EIGHTHS = 8  # of the optimizer states: the amounts that are tried
+EIGHTHS = 8  # of the optimizer states, and of the layers whose weights are offloaded: the amounts that are tried
 STEP = 256  # tokens: the longest sequence is a multiple of it
 
 ROUND = 2**30 // 16  # bytes: the amounts between none and all are whole sixteenths of a GiB
@@ -36,6 +38,7 @@ class Candidate:
     seconds: float
     states: int = 0  # bytes of optimizer states that are offloaded
     late: bool = False  # they come back only after backward
+    weights: int = 0  # layers whose weights are offloaded
 
     @property
     def policies(self) -> tuple[ActivationPolicy, ...]:
@@ -45,7 +48,7 @@ class Candidate:
     def __str__(self) -> str:
         late = " until after backward" if self.late else ""
         states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
-        return words_of(self.groups) + states
+        return words_of(self.groups) + states + f", weights of {self.weights} layers offloaded" * (self.weights > 0)
 
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
@@ -72,10 +75,12 @@ class Search:
         job: The step.
         host_bytes: The budget.
         offload_states: Whether optimizer states may be offloaded.
+        offload_weights: Whether frozen weights may be.
     """
 
-    def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True) -> None:
-        self.job, self.host_bytes, self.offload_states = job, host_bytes, offload_states
+    def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True, offload_weights: bool = True) -> None:
+        self.job, self.host_bytes = job, host_bytes
+        self.offload_states, self.offload_weights = offload_states, offload_weights
         self.costs = StepCosts(job)
         self.ladder = ladder(job, offload=host_bytes > 0)
         states = self.costs.states if offload_states and host_bytes else 0
@@ -83,6 +88,9 @@ class Search:
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
         rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # short in the lines of Python
         self._amounts = sorted(rounded - {0})
+        layers, frozen = job.shape.layers, offload_weights and host_bytes > 0 and job.frozen_layer_bytes > 0
+        eighths = {-(-layers * i // EIGHTHS) for i in range(1, EIGHTHS + 1)} if frozen else set[int]()
+        self._layers = sorted(n for n in eighths if n > ON_GPU)
 
     def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
         """Return a mixture with what it takes, all optimizer states on the GPU."""
@@ -90,8 +98,8 @@ class Search:
         costs = self.costs
         return Candidate(groups, costs.peak(groups).bytes, costs.host(groups), costs.seconds(groups))
 
-    def with_states(self, one: Candidate) -> list[Candidate]:
-        """Return a mixture, and the same with optimizer states offloaded, as far as that lowers its peak."""
+    def with_offloads(self, one: Candidate) -> list[Candidate]:
+        """Return a mixture, and the same with optimizer states or weights offloaded, as far as that lowers its peak."""
         found, room = [one], self.host_bytes - one.host
         most = self.costs.travels(one.groups) if self._amounts else 0
         hosts = {n: self.costs.states_on_host(n) for n in self._amounts if n <= most}
@@ -103,6 +111,10 @@ class Search:
                     seconds = one.seconds + self.costs.on_the_way(states, late=late)
                     found.append(Candidate(one.groups, peak, one.host + hosts[states], seconds, states, late))
                 least = min(least, peak)
+        for n in self._layers:
+            if (host := one.host + self.costs.weights_on_host(n)) <= self.host_bytes:
+                peak, seconds = one.peak - self.costs.weights_away(n), self.costs.seconds(one.groups, n)
+                found.append(Candidate(one.groups, peak, host, seconds, weights=n))
         return found
 
     @cached_property
@@ -122,7 +134,7 @@ class Search:
             for i in range(step, layers, step)
             for j in range(step, layers - i, step)
         ]
-        return [each for one in every + triples if self._counts(one) for each in self.with_states(one)]
+        return [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
 
     def _places(self, policy: ActivationPolicy) -> tuple[int, int]:
         """Return the bytes that a layer saves on the GPU and on the host, where one that offloads moves."""
@@ -150,12 +162,14 @@ class Search:
         as numbers of a mask, do not coincide with what the others save then. Host memory goes to layers first, or to an
         amount of optimizer states.
         """
-        every = (each for one in filter(self._counts, self._lean()) for each in self.with_states(one))
+        every = (each for one in filter(self._counts, self._lean()) for each in self.with_offloads(one))
         return min(every, key=lambda one: (one.peak, one.seconds))
 
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers
-        left = [self.host_bytes, *(self.host_bytes - self.costs.states_on_host(n) for n in self._amounts)]
+        taken = [self.costs.states_on_host(n) for n in self._amounts]
+        taken += [self.costs.weights_on_host(n) for n in self._layers]
+        left = [self.host_bytes, *(self.host_bytes - n for n in taken)]
         for policy in self.ladder:
             each = self._places(policy)[1]
             for room in {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}:
@@ -167,10 +181,14 @@ class Search:
                     others = [other for other in self.ladder if not other.offload]
                     yield from (self.candidate([(policy, room), (other, layers - room)]) for other in others)
 
+    def of(self, job: Job, host_bytes: int | None = None) -> Search:
+        """Return the search for another job, or with another budget of host memory, that may offload the same."""
+        host_bytes = self.host_bytes if host_bytes is None else host_bytes
+        return Search(job, host_bytes, offload_states=self.offload_states, offload_weights=self.offload_weights)
+
     def fits(self, budget_bytes: int, **changes: Any) -> bool:
         """Return whether a step with other fields of its `Job` would fit."""
-        other = Search(replace(self.job, **changes), self.host_bytes, offload_states=self.offload_states)
-        return other.least().peak <= budget_bytes
+        return self.of(replace(self.job, **changes)).least().peak <= budget_bytes
 
     def longest_sequence(self, budget_bytes: int) -> int:
         """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does."""

@@ -13,6 +13,7 @@ from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.layer_costs import PAGES, LayerCost
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.weights import ON_GPU
 
 MIB = 2**20
 # What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.
@@ -166,9 +167,9 @@ class StepCosts:
             self._phase("optimizer", -1, self.all_gradients, 0, 0, step),
         ]
 
-    def peak(self, groups: Groups, states: int = 0, *, late: bool = False) -> Phase:
+    def peak(self, groups: Groups, states: int = 0, *, late: bool = False, weights: int = 0) -> Phase:
         """Return the phase that holds the most."""
-        return max(self.phases(groups, states, late=late), key=lambda phase: phase.bytes)
+        return max(self.phases(groups, states, late=late, weights=weights), key=lambda phase: phase.bytes)
 
     def peaks(self, groups: Groups, amounts: Sequence[int]) -> dict[bool, list[int]]:
         """Return the bytes of that phase for several amounts of offloaded states: by whether they come back late."""
@@ -184,13 +185,23 @@ class StepCosts:
         """Return the host memory that so many bytes of optimizer states take."""
         return states + (states // BLOCK_BYTES + 2) * PAGES
 
-    def phases(self, groups: Groups, states: int = 0, *, late: bool = False) -> list[Phase]:
+    def weights_away(self, layers: int) -> int:
+        """Return the bytes of weights that are not on the GPU where so many layers' are offloaded."""
+        return max(0, layers - ON_GPU) * self.job.frozen_layer_bytes
+
+    def weights_on_host(self, layers: int) -> int:
+        """Return the host memory that so many layers' weights take."""
+        return layers * (self.job.frozen_layer_bytes + PAGES)
+
+    def phases(self, groups: Groups, states: int = 0, *, late: bool = False, weights: int = 0) -> list[Phase]:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last.
 
         With ``states`` bytes of optimizer states offloaded, also the layers from which on they leave, and by which they
-        are back; in between the bytes are a linear function of the layer. ``late`` ones come back after backward.
+        are back; in between the bytes are a linear function of the layer. ``late`` ones come back after backward. Of
+        ``weights`` layers the weights are offloaded.
         """
-        found = list(self._phases(groups))
+        away_always = self.weights_away(weights)
+        found = [phase._replace(weights=phase.weights - away_always) for phase in self._phases(groups)]
         if not states:  # as the search asks for every mixture
             return found
         away = [int(states * (phase.away_late if late else phase.away)) for phase in found]
@@ -238,17 +249,20 @@ class StepCosts:
         counts = tuple(after - before for before, after in zip(self._counts[first], self._counts[stop], strict=True))
         return _Run(self.layers.each(policy), counts, first, moves)
 
-    def seconds(self, groups: Groups) -> float:
-        """Return the seconds of a step, all optimizer states on the GPU.
+    def seconds(self, groups: Groups, weights: int = 0) -> float:
+        """Return the seconds of a step, all optimizer states on the GPU, the weights of so many layers on the host.
 
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
-        from the other's rate.
+        from the other's rate. Offloaded layers are evenly spread, so that each layer's work has its share of their
+        copies beside it: to the GPU in forward, and again in backward, where checkpoints come the same way.
         """
-        seconds = self.fixed_seconds
+        seconds, job = self.fixed_seconds, self.job
+        come = weights / job.shape.layers * job.frozen_layer_bytes / job.gpu.pcie
         for run in self._runs(groups):
             for one, n in zip(run.costs, run.counts, strict=True):
                 copy = one.transfer * run.moves
-                seconds += n * (max(one.forward, copy) + max(one.backward, copy) + 2 * BESIDE * copy)
+                layer = max(one.forward, copy, come) + max(one.backward, copy + come)
+                seconds += n * (layer + 2 * BESIDE * (copy + come))
         return seconds
 
     def travels(self, groups: Groups) -> int:

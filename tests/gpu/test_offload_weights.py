@@ -1,0 +1,105 @@
+"""Frozen weights on the host, copied beside the layers' work: the same bits, the planned peak, no host waits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from lowtide.bench.plan import check_plan
+from lowtide.memory import ActivationPolicy, Adapters, apply_policy, offload_weights, plan_memory
+from lowtide.memory.planner.shapes import read_settings
+from lowtide.models import patch
+from support import alone
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+SETTINGS: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def adapted(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SETTINGS, "num_hidden_layers": 6, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    lora = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(model.train(), lora)
+
+
+def step(model: Any, ids: Any) -> dict[str, Any]:
+    model.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+@pytest.mark.parametrize("keep", [None, "all", "attention", "input"])
+@pytest.mark.parametrize("layers", [3, None])
+def test_same_bits(keep: Any, layers: int | None) -> None:
+    ours = adapted()
+    stock = copy.deepcopy(ours).to("cuda")
+    for model in (ours, stock):
+        if keep is not None:
+            patch(model)
+            apply_policy(model, ActivationPolicy(keep=keep, offload=keep == "input"))
+    handle = offload_weights(ours, layers=layers)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        ids = torch.randint(0, 32_000, (1, 700 + 100 * seed), device="cuda")
+        ours_found, wanted = step(ours, ids), step(stock, ids)
+        for name, value in wanted.items():
+            assert torch.equal(ours_found[name], value), name
+        with torch.no_grad():
+            logits = [m(input_ids=ids[:, :50], use_cache=False).logits for m in (ours, stock)]
+        assert torch.equal(*logits)
+    assert all(p.device.type == "cpu" for piece in handle._pieces for p in [piece.places[0].param])
+    handle.remove()
+    assert {p.device.type for p in ours.parameters()} == {"cuda"}
+
+
+def test_weights_in_four_bits() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    ours = adapted()
+    for module in list(ours.modules()):
+        for name, child in list(module.named_children()):
+            if name.endswith("base_layer") and isinstance(child, torch.nn.Linear):
+                packed = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+                )
+                packed.weight = bitsandbytes.nn.Params4bit(child.weight.data, requires_grad=False, quant_type="nf4")
+                setattr(module, name, packed.to("cuda"))
+    ours.to("cuda")
+    stock = copy.deepcopy(ours)
+    for model in (ours, stock):
+        patch(model)
+    offload_weights(ours)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids = torch.randint(0, 32_000, (1, 600), device="cuda")
+        found, wanted = step(ours, ids), step(stock, ids)
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("place", [0, 2, -1])
+def test_a_step_takes_what_is_planned(place: int) -> None:
+    settings = read_settings(SETTINGS)
+    given: dict[str, Any] = {"host_gib": 24, "adapters": Adapters(16), "offload_states": False}
+    front = plan_memory(settings, 8192, 1, **given).front
+    found = [one for one in front if one.weights]
+    plan = plan_memory(settings, 8192, 1, found[place].peak / 2**30, **given)
+    assert plan.chosen.weights > 0
+    checked = check_plan(settings, plan, warm=2, steps=2)
+    assert checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
+    assert not alone() or checked.seconds == pytest.approx(plan.seconds, rel=0.3)
