@@ -10,8 +10,11 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+import transformers
 
 from lowtide.bench.plan import check_plan
 from lowtide.memory import ActivationPolicy, Adapters, apply_policy, offload_weights, plan_memory
