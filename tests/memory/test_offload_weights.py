@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, remove_policy, weights
+from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, pinned, remove_policy, weights
 from lowtide.models import patch
 from memory.models import LazySide, Plain, assert_as_stock, assert_same, layers_of, loss_of, stack_of, step
 
@@ -345,3 +345,23 @@ def test_layers_of_the_models_here(llama: Any, side: LazySide) -> None:
     model = adapted(llama())
     offload_weights(model, layers=2, device="cpu")
     assert len(layers_of(model.base_model.model)) == LAYERS
+
+
+def test_weights_on_the_cpu_are_freed_as_they_move(side: LazySide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with room for one layer beside the model's own memory is enough, for all but an explicit budget."""
+    model = inputs_trained(Plain())
+    total = offload_weights(model, device="cpu").host_bytes
+    vars(model)[weights._HANDLE].remove("cpu")
+    layer = total // LAYERS
+
+    def free() -> int:
+        return pinned._LEFT_FREE + 2 * layer
+
+    monkeypatch.setattr(pinned, "available_bytes", free)
+    assert offload_weights(model, device="cpu").host_bytes == total
+    monkeypatch.setattr(pinned, "available_bytes", lambda: pinned._LEFT_FREE + layer // 2)
+    with pytest.raises(UnsupportedError, match="host_gib: expected"):
+        offload_weights(model, device="cpu")  # the first layer's does not fit: all is as it was before
+    assert side.pinned == 0
+    assert not any(layer._forward_pre_hooks for layer in model.blocks)
+    assert [type(layer) for layer in model.blocks] == [type(layer) for layer in Plain().blocks]

@@ -80,13 +80,14 @@ class HostPool:
         self._closed = False
         self._lock = threading.RLock()  # a graph may die, and return a buffer, while this thread is inside
 
-    def check(self, needed: int, what: str) -> None:
-        """Raise unless the pool may hold ``needed`` bytes in all.
+    def check(self, needed: int, what: str, freed: int = 0) -> None:
+        """Raise unless the pool may hold ``needed`` bytes in all, while ``freed`` others of the host's are freed.
 
         Raises:
             UnsupportedError: It may not: the bytes, the budget and what to do.
         """
         free = available_bytes()
+        free += freed if free else 0
         # Without a limit, the processes that a launcher started on this machine share what is free.
         sharers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1) if self._limit_bytes is None else 1
         host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None

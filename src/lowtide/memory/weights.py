@@ -134,11 +134,29 @@ class WeightOffload:
         self._graph_task = -1  # whose end is to free what is on the GPU
         self._hooks: list[RemovableHandle] = []
         self._pool: HostPool | None = HostPool(host_limit, side.pin, side.unpin, _HOST_HINT)
-        self._pool.check(sum(flat_bytes(places) for _, places in found), f"the weights of {len(found)} layers")
+        every = [place for _, places in found for place in places]
+        here = sum(place.nbytes for place in every if place.param.device.type == "cpu")
+        needed, what = sum(flat_bytes(places) for _, places in found), f"the weights of {len(found)} layers"
+        self._pool.check(needed, what, freed=here)
         self._pieces: list[Piece] = []
         self._layers = [layer for layer, _ in found]
+        try:
+            self._take(model, self._pool, found, side, device)
+        except BaseException:
+            self.remove("cpu")
+            raise
+
+    def _take(
+        self,
+        model: nn.Module,
+        pool: HostPool,
+        found: Sequence[tuple[nn.Module, list[Place]]],
+        side: offload.Side,
+        device: torch.device,
+    ) -> None:
+        """Move the weights to the host, layer by layer, and all else to the device."""
         for k, (layer, places) in enumerate(found):
-            self._pieces.append(Piece(places, self._pool.take(k, flat_bytes(places)), side, device))
+            self._pieces.append(Piece(places, pool.take(k, flat_bytes(places)), side, device))
             self._hooks += [
                 layer.register_forward_pre_hook(Hook(self._forward, k), prepend=True),
                 layer.register_forward_hook(Hook(self._forwarded, k), always_call=True),
