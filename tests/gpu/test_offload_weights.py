@@ -23,10 +23,7 @@ from lowtide.memory.planner.shapes import read_settings
 from lowtide.models import patch
 from support import alone
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*determinis"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 SETTINGS: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
@@ -36,17 +33,22 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _deterministic_attention() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """By cuDNN alone: its backward is, that of flash attention is not."""
+    others = (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp)
+    for enable in others:
+        enable(False)
     yield
-    torch.use_deterministic_algorithms(False)
+    for enable in others:
+        enable(True)
 
 
 def adapted(**settings: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SETTINGS, "num_hidden_layers": 6, **settings})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     lora = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(model.train(), lora)
+    return peft.get_peft_model(model.train(), lora).to("cpu")
 
 
 def step(model: Any, ids: Any) -> dict[str, Any]:

@@ -166,6 +166,7 @@ class LazySide:
         self.begun_back = 0
         self.finished = 0
         self.lost = 0
+        self.under_way: list[list[Any]] = []  # copies: one that was made is empty
         self.now = "default"  # the stream that computes
         self.waits: list[str] = []  # the streams that waited for a copy
         self.used: list[str] = []  # the streams that a tensor of another one was given to
@@ -202,6 +203,7 @@ class LazySide:
 
     def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:
         pending = [run]
+        self.under_way.append(pending)
 
         def on_death(_: object) -> None:
             self.lost += len(pending)

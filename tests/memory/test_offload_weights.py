@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, pinned, remove_policy, weights
@@ -53,9 +54,23 @@ def is_at_rest(handle: Any) -> bool:
     pieces = handle._pieces
     hosts = {piece._host.untyped_storage().data_ptr() for piece in pieces}
     params = [place.param for piece in pieces for place in piece.places]
-    return all(piece._flat.untyped_storage().size() == 0 for piece in pieces) and all(
-        p.untyped_storage().data_ptr() in hosts for p in params
-    )
+    freed = all(piece._flat.untyped_storage().size() == 0 for piece in pieces)
+    made = not any(pending for piece in pieces for pending in piece._side.under_way)
+    return freed and made and all(p.untyped_storage().data_ptr() in hosts for p in params)
+
+
+class OnTheDevice(TorchDispatchMode):
+    """GEMMs have no operand in the host's memory."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__()
+        self.hosts = {piece._host.untyped_storage().data_ptr() for piece in handle._pieces}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            read = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+            assert not read & self.hosts
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("layers", [None, 1, 2, 3, 4])
@@ -66,8 +81,11 @@ def test_same_to_the_bit(layers: int | None, frozen: Any, ids: Tensor, side: Laz
     assert n == (layers or LAYERS)
     assert is_at_rest(handle)
     for steps in range(1, 4):
-        assert_same(step(frozen, ids, seed=steps), step(stock, ids, seed=steps))
+        with OnTheDevice(handle):
+            got = step(frozen, ids, seed=steps)
+        assert_same(got, step(stock, ids, seed=steps))
         assert is_at_rest(handle)
+        assert side.finished >= steps * n  # the host has waited for each layer's last copy
         assert side.begun_back == steps * (n + max(0, n - 2))  # the last two are still there for backward
     assert handle.host_bytes == side.pinned > 0
     assert "GiB of host memory" in str(handle)
@@ -132,8 +150,9 @@ def test_beside_transformers_checkpoints(reentrant: bool, llama: Any, ids: Tenso
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     handle = offload_weights(ours, device="cpu")
     for seed in range(3):
-        got, want = step(ours, ids, seed), step(stock, ids, seed)
-        assert_same(got, want)
+        with OnTheDevice(handle):
+            got = step(ours, ids, seed)
+        assert_same(got, step(stock, ids, seed))
         assert is_at_rest(handle)
 
 
@@ -184,11 +203,12 @@ def test_several_forwards_before_a_backward(frozen: Any, ids: Tensor, side: Lazy
     assert is_at_rest(handle)
 
 
-def test_what_is_written_holds(llama: Any, ids: Tensor, side: LazySide) -> None:
+@pytest.mark.parametrize("layers", [1, 2, None])
+def test_what_is_written_holds(layers: int | None, llama: Any, ids: Tensor, side: LazySide) -> None:
     """Merged adapters, a loaded state, a write through ``.data``: between steps, wherever training has been."""
     ours = adapted(llama())
     stock = copy.deepcopy(ours)
-    handle = offload_weights(ours, device="cpu")
+    handle = offload_weights(ours, layers=layers, device="cpu")
     for model in (ours, stock):
         step(model, ids)
         loss_of(model, ids)  # without a backward: two layers' weights are still on the device
@@ -354,14 +374,16 @@ def test_weights_on_the_cpu_are_freed_as_they_move(side: LazySide, monkeypatch: 
     vars(model)[weights._HANDLE].remove("cpu")
     layer = total // LAYERS
 
-    def free() -> int:
-        return pinned._LEFT_FREE + 2 * layer
-
-    monkeypatch.setattr(pinned, "available_bytes", free)
+    monkeypatch.setattr(pinned, "available_bytes", lambda: pinned._LEFT_FREE + 2 * layer)
     assert offload_weights(model, device="cpu").host_bytes == total
-    monkeypatch.setattr(pinned, "available_bytes", lambda: pinned._LEFT_FREE + layer // 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    left = iter([2 * layer] * 4 + [0])
+    monkeypatch.setattr(pinned, "available_bytes", lambda: pinned._LEFT_FREE + next(left))
     with pytest.raises(UnsupportedError, match="host_gib: expected"):
-        offload_weights(model, device="cpu")  # the first layer's does not fit: all is as it was before
+        offload_weights(model, device="cpu")  # the fourth layer's do not fit: all is as it was before
+    assert not any(False for _ in left)
     assert side.pinned == 0
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
     assert not any(layer._forward_pre_hooks for layer in model.blocks)
     assert [type(layer) for layer in model.blocks] == [type(layer) for layer in Plain().blocks]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowtide.memory import Adapters, apply, offload, plan_memory
+from lowtide.memory import Adapters, apply, offload, plan_memory, weights
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.train import activations
 from lowtide.train.activations import OffloadStates, check_offload
@@ -92,6 +93,44 @@ def test_a_run_is_the_same_to_the_bit(
     lowtide.done(*resume)
     assert handles[-1][0].offloaded_bytes == handle.offloaded_bytes, "the setting is the run's"
     assert_same(away)
+
+
+def test_a_plan_that_offloads_weights(
+    tmp_path: Path, tune: Any, lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model waits where it was loaded, and then leaves these weights there: the same run to the bit."""
+    pytest.importorskip("trl")
+    from lowtide.train.fine_tuning import FineTuner
+
+    original, moves = activations.plan_memory, list[str]()
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        assert kwargs["offload_weights"] == "auto"
+        return replace(found, chosen=replace(found.chosen, weights=weights_of))
+
+    place = FineTuner._move_model_to_device
+
+    def moving(self: Any, model: Any, device: Any) -> None:
+        place(self, model, device)
+        moves.append("waits" if self._waits else f"weights of {len(side_of(model))} layers stay")
+
+    def side_of(model: Any) -> list[Any]:
+        return [module for module in model.modules() if weights._STAYS in vars(module)]
+
+    monkeypatch.setattr(activations, "plan_memory", plan)
+    monkeypatch.setattr(FineTuner, "_move_model_to_device", moving)
+    monkeypatch.setattr(weights, "MIN_BYTES", 64)
+    arguments = [*tune(**LORA, save_steps=3), "--memory-budget", "1GiB", "--host-budget", "1GiB"]
+    for weights_of in (0, 2):
+        out = lowtide.done(*arguments, "--output", tmp_path / str(weights_of))
+        assert ("weights  those of 2 layers are in host memory" in out) == (weights_of == 2)
+    assert moves[0] == "waits"
+    assert "weights of 0 layers stay" in moves
+    assert moves[-1] == "weights of 2 layers stay"
+    assert side.begun_back > 0
+    assert losses(tmp_path / "2") == losses(tmp_path / "0")
+    assert_same_weights(tmp_path / "2" / "model", tmp_path / "0" / "model")
 
 
 def test_what_it_cannot_be_combined_with(

@@ -14,7 +14,7 @@ import torch
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
+from lowtide.memory import ActivationPolicy, Adapters, MemoryPlan, plan_memory
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.search import Candidate, Search, ladder
 from lowtide.train.shapes import SHAPES
@@ -66,7 +66,7 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     for layers in itertools.combinations_with_replacement(by_memory, 5):
         one = search.candidate([(policy, len(list(same))) for policy, same in itertools.groupby(layers)])
         if one.host <= host_gib * GIB:
-            every += search.with_states(one)
+            every += search.with_offloads(one)
     least, most = min(one.peak for one in every), max(one.peak for one in every)
     assert search.least().peak <= least * 1.0005
     for share in (0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1):
@@ -409,3 +409,55 @@ def test_frozen_weights_gradients_are_not_computed() -> None:
     products = shape.layers * (shape.projection_params + shape.mlp_params) + shape.vocab_params
     saved = 2 * 4096 * products / gpu.gemm + 8.1 * 2 * shape.params / gpu.bandwidth
     assert full.seconds - lora.seconds == pytest.approx(saved, rel=0.1)
+
+
+LLAMA_70B = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_weights_on_the_host() -> None:
+    """A model that is larger than the GPU, by its adapters: two offloaded layers are there at a time."""
+    given: dict[str, Any] = {"device": "h100", "adapters": Adapters(16), "offload_states": False}
+    with pytest.raises(ArgumentValueError, match=r"host_gib=\d+ fits, with .*weights of 80 layers offloaded"):
+        plan_memory(LLAMA_70B, 8192, 1, **given)
+    plan = plan_memory(LLAMA_70B, 8192, 1, host_gib=160, **given)
+    n, job = plan.chosen.weights, plan.job
+    layer = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672) + 2 * 8192
+    assert job.frozen_layer_bytes == 2 * layer
+    assert n % 10 == 0 < n
+    every = 2 * 80 * layer + 2 * (2 * 128256 + 1) * 8192 + 4 * job.adapters.numbers(job.shape)
+    assert {phase.weights for phase in plan.phases} == {every - 2 * (n - 2) * layer}
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert 2 * n * layer <= plan.host_bytes <= 160 * 2**30
+    assert f"offload_weights(model, layers={n})" in plan.lines()
+    assert "import ActivationPolicy, apply_policy, offload_weights\n" in plan.lines()
+    assert f"weights of {n} layers offloaded" in str(plan)
+    assert plan.to_dict()["choice"]["offloaded_weights"] == n
+    with pytest.raises(ArgumentValueError):
+        plan_memory(LLAMA_70B, 8192, 1, host_gib=160, offload_weights=False, **given)
+    with pytest.raises(ArgumentValueError, match="offload_weights: expected 'auto' or False, got 3"):
+        plan_memory(LLAMA_70B, 8192, 1, offload_weights=3, **given)  # type: ignore[arg-type]
+
+
+def test_the_time_of_weights_that_come_from_the_host() -> None:
+    """Where copies are longer than the layers a step takes their time; where they are shorter, next to none."""
+    given: dict[str, Any] = {"device": "h100", "adapters": Adapters(16), "offload_states": False}
+    for seq_len, bound in ((1024, True), (65536, False)):
+        plan = plan_memory({**LLAMA_70B, "num_hidden_layers": 16}, seq_len, 1, host_gib=400, **given)
+        costs, groups = plan._search().costs, [(ActivationPolicy(keep="input", mlp_level=0), 16)]
+        without, every = costs.seconds(groups), costs.seconds(groups, 16)
+        copies = 2 * 16 * plan.job.frozen_layer_bytes / plan.job.gpu.pcie
+        assert without < every
+        assert (every > copies) == bound or every > without
+        assert every < (copies + without if bound else 1.1 * without)
+        half = costs.seconds(groups, 8)
+        assert without < half < every
+
+
+@pytest.mark.parametrize("adapters", [None, 5000])
+def test_weights_that_train_stay(adapters: int | None) -> None:
+    plan = plan_memory(LLAMA_70B | {"num_hidden_layers": 8}, 4096, 1, host_gib=100, device="h200", adapters=adapters)
+    assert any(one.weights for one in plan.front) == (adapters is not None)
+    assert not plan._search().of(plan.job, 0)._layers
