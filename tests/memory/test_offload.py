@@ -214,7 +214,7 @@ def test_nothing_to_offload_from(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -
         apply_policy(model, INPUT)
     monkeypatch.setattr("lowtide.memory.apply.available", lambda: True)
     apply_policy(model, INPUT)
-    with pytest.raises(UnsupportedError, match="hidden states on a CUDA device"):
+    with pytest.raises(UnsupportedError, match="offload: expected a CUDA device, got cpu"):
         step(model, ids)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,22 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.errors import UnsupportedError, message
 
 
+class Handle:
+    """What hooks belong to, and what it works on.
+
+    Args:
+        owner: What it works on, and does not keep alive.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = weakref.ref(owner)
+        self.lock = threading.RLock()  # backward's hooks run in its threads, one for each device
+
+
 class Hook:
     """Calls a handle's method with what the handle works on, under its lock, for as long as both live.
 
-    A handle has ``_owner``, a weak reference, and ``_lock``. Copies and pickles of what a hook is registered on have
-    one that calls nothing.
+    Copies and pickles of what a hook is registered on have one that calls nothing.
     """
 
     def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
@@ -28,10 +40,10 @@ class Hook:
     def __call__(self, *called_with: Any) -> Any:
         """Return what the method returns of the owner, what was given, and what the hook is called with."""
         method: Any = self._method() if self._method is not None else None
-        owner = None if method is None else method.__self__._owner()
+        owner = None if method is None else method.__self__.owner()
         if owner is None:
             return None
-        with method.__self__._lock:
+        with method.__self__.lock:
             return method(owner, *self._given, *called_with)
 
     def __reduce__(self) -> Any:

@@ -111,9 +111,10 @@ def side_for(device: torch.device) -> Side:
     Raises:
         UnsupportedError: There is nothing to offload from.
     """
-    if device.type != "cuda":
-        hint = "Move the model and its inputs to the GPU, or take offload=False."
-        raise UnsupportedError(message("offload", "hidden states on a CUDA device", f"some on {device}", hint))
+    if device.type != "cuda" or not available():
+        hint = "Move the model and its inputs to a GPU, or offload nothing."
+        got = f"{device}" if device.type != "cuda" else "none on this machine"
+        raise UnsupportedError(message("offload", "a CUDA device", got, hint))
     return Side(device)
 
 

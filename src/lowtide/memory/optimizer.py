@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import offload
 from lowtide.memory import optimizer_blocks as blocks
-from lowtide.memory.hooks import Hook, refuse_capture, remove_hooks
+from lowtide.memory.hooks import Handle, Hook, refuse_capture, remove_hooks
 from lowtide.memory.optimizer_blocks import Block, Slot
 from lowtide.memory.pinned import HostPool, budget_bytes
 from lowtide.memory.policy import check_count
@@ -102,7 +101,7 @@ def offload_optimizer(
     return OptimizerOffload(inner, layers, limit, host, 0 if late else backwards_per_step)
 
 
-class OptimizerOffload:
+class OptimizerOffload(Handle):
     """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it.
 
     Args:
@@ -116,7 +115,7 @@ class OptimizerOffload:
     def __init__(
         self, optimizer: Optimizer, layers: Sequence[nn.Module], limit: float, host_limit: int | None, backwards: int
     ) -> None:
-        self._owner = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self._layers, self._limit, self._host_limit, self._backwards = layers, limit, host_limit, backwards
         self._blocks: list[Block] = []
         self._signature: list[Any] = []
@@ -125,7 +124,6 @@ class OptimizerOffload:
         self._pool: HostPool | None = None
         self._counts: Counter[int] = Counter()  # backward passes since the last step, by parameter
         self._in_closure = False
-        self._lock = threading.RLock()  # backward's hooks run in its threads, one for each device
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
         for each in (self._hooks, self._gradient_hooks):
@@ -155,20 +153,20 @@ class OptimizerOffload:
 
     def bring_back(self) -> None:
         """Give the optimizer all its states on the GPU, until the next forward."""
-        optimizer = self._owner()
+        optimizer = self.owner()
         if optimizer is not None:
-            with self._lock:
+            with self.lock:
                 for block in self._blocks:
                     block.end_back(optimizer.state)
 
     def remove(self) -> None:
         """Undo `offload_optimizer`: states on the GPU, the host memory freed; twice does no harm."""
-        with self._lock:
+        with self.lock:
             self.bring_back()
             self._clear()
             for each in (self._hooks, self._gradient_hooks):
                 remove_hooks(each)
-            optimizer = self._owner()
+            optimizer = self.owner()
             if optimizer is not None and vars(optimizer).get(_HANDLE) is self:
                 del vars(optimizer)[_HANDLE], vars(optimizer)[_GET_STATE]
 

@@ -6,8 +6,6 @@ under way. In between they are the host's tensors, so that whatever reads or wri
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import offload
-from lowtide.memory.hooks import Hook, refuse_capture, remove_hooks
+from lowtide.memory.hooks import Handle, Hook, refuse_capture, remove_hooks
 from lowtide.memory.optimizer_blocks import MIN_BYTES
 from lowtide.memory.pinned import HostPool, budget_bytes
 from lowtide.memory.policy import check_count
@@ -83,9 +81,10 @@ def offload_weights(
             set to train, a cast of the model.
 
     Example:
-        >>> model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
-        >>> handle = lowtide.memory.offload_weights(model, layers=40)
-        >>> print(handle)
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(512, 512)) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*layers).requires_grad_(False)  # and adapters, by peft.get_peft_model
+        >>> handle = lowtide.memory.offload_weights(model, layers=2)
+        >>> handle.remove()
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
@@ -96,6 +95,8 @@ def offload_weights(
             hint = "None: all of them."
             raise ArgumentValueError(message("layers", f"at most {len(stack.layers)}", f"{layers}", hint))
     host = None if host_gib is None else budget_bytes("host_gib", host_gib, hint="None: whatever the host has free.")
+    to = _device(model, device)
+    side = offload.side_for(to)
     former: WeightOffload | None = vars(model).get(_HANDLE)
     if former is not None:
         former.remove("cpu")
@@ -106,10 +107,10 @@ def offload_weights(
         hint = "Add adapters (LoRA) first, which freeze the rest, or requires_grad_(False) what is not to be trained."
         raise ArgumentValueError(message("model", "layers with frozen weights", "none", hint))
     _check(model)
-    return WeightOffload(model, found, offload.side_for(_device(model, device)), _device(model, device), host)
+    return WeightOffload(model, found, side, to, host)
 
 
-class WeightOffload:
+class WeightOffload(Handle):
     """What `offload_weights` set up; it lives as long as the model.
 
     Args:
@@ -128,8 +129,7 @@ class WeightOffload:
         device: torch.device,
         host_limit: int | None,
     ) -> None:
-        self._owner = weakref.ref(model)
-        self._lock = threading.RLock()  # backward's hooks run in its thread
+        super().__init__(model)
         self._last = -1  # whose forward ran last
         self._graph_task = -1  # whose end is to free what is on the GPU
         self._hooks: list[RemovableHandle] = []
@@ -191,7 +191,7 @@ class WeightOffload:
         Args:
             device: Where the weights go: None to the GPU, or ``"cpu"``.
         """
-        with self._lock:
+        with self.lock:
             remove_hooks(self._hooks)
             for piece in self._pieces:
                 piece.end(device)
@@ -200,7 +200,7 @@ class WeightOffload:
                 if _BASE in vars(type(layer)):
                     layer.__class__ = vars(type(layer))[_BASE]
             self._pieces, self._layers, self._pool = [], [], None
-            model = self._owner()
+            model = self.owner()
             if model is not None and vars(model).get(_HANDLE) is self:
                 del vars(model)[_HANDLE]
 
