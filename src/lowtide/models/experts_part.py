@@ -108,18 +108,19 @@ def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool
         None if module._parameters.get(name) is None else probe.random(E, *shape, seed=i + 1)
         for i, (name, shape) in enumerate(zip(_NAMES, shapes, strict=True))
     ]
-    parameters = {name: nn.Parameter(w) for name, w in zip(_NAMES, weights, strict=True) if w is not None}
     children = {name: copy.deepcopy(child) for name, child in module._modules.items() if child is not None}
     children.pop("parametrizations", None)
-    twin = probe.twin_of(module, base, modules=children, parameters=parameters)
+    twin = probe.twin_of(module, base, modules=children, parameters={})
     K = min(2, E)
     scaled = 2 * probe.rows(_HIDDEN).view(-1, _HIDDEN)
     x = scaled.repeat(2 + E // (K * len(scaled)), 1)  # every expert has a token, and some have several
     ids = torch.arange(len(x) * K, device="cpu").view(-1, K) % E
     routing = probe.random(len(x), K, seed=5).sigmoid()
 
-    def stock(dtype: torch.dtype) -> Any:
-        return base.forward(twin.to(dtype), x.to(dtype), ids, routing.to(dtype))
+    def stock(dtype: torch.dtype) -> Any:  # not by twin.to: FSDP2's class has rules for it
+        own = {name: nn.Parameter(w.to(dtype)) for name, w in zip(_NAMES, weights, strict=True) if w is not None}
+        vars(twin)["_parameters"] = own
+        return base.forward(twin, x.to(dtype), ids, routing.to(dtype))
 
     def ours(form: Form, dtype: torch.dtype) -> Tensor:
         settings: Any = {"transposed": transposed, "dtype": dtype, "checkpoint_level": 0}
