@@ -263,7 +263,21 @@ def test_no_tokens(pair):
     assert x.grad.shape == y.shape == (0, 16)
 
 
+def cap(experts):
+    """Give experts a capacity, as some mixtures have it: pairs behind it add nothing."""
+    kind, E = type(experts), experts.num_experts
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        chosen = nn.functional.one_hot(top_k_index.reshape(-1), E)
+        places = (chosen.cumsum(0) * chosen).sum(-1).view_as(top_k_index)
+        inside = places <= top_k_index.numel() // E
+        return kind.forward(self, hidden_states, top_k_index, top_k_weights * inside)
+
+    experts.__class__ = type("Capped", (kind,), {"forward": forward})
+
+
 FORMS = {
+    "capacity": (cap, "its experts are not"),
     "norm inside": (lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(3))), "weights or buffers beside"),
     "quantised": (lambda m: setattr(m, "down_proj", int8(m.down_proj)), "quantised"),
     "another activation": (lambda m: setattr(m, "act_fn", nn.ReLU()), "its experts are not"),

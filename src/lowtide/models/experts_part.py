@@ -113,8 +113,9 @@ def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool
     twin = probe.twin_of(module, base, modules=children, parameters={})
     K = min(2, E)
     scaled = 2 * probe.rows(_HIDDEN).view(-1, _HIDDEN)
-    x = scaled.repeat(2 + E // (K * len(scaled)), 1)  # every expert has a token, and some have several
+    x = scaled.repeat(4 + 2 * E // (K * len(scaled)), 1)  # every expert has a token
     ids = torch.arange(len(x) * K, device="cpu").view(-1, K) % E
+    ids[: len(x) // 2] = ids[0]  # and the first ones have more than their share: a capacity shows
     routing = probe.random(len(x), K, seed=5).sigmoid()
 
     def stock(dtype: torch.dtype) -> Any:  # not by twin.to: FSDP2's class has rules for it
