@@ -169,6 +169,7 @@ OF_CODE = {
 @pytest.mark.parametrize("change", [*OF_A_MODEL, *OF_CODE])
 def test_changes_after_patch_are_followed(change, pair, batch, ran, monkeypatch):
     model, stock = pair(way="eager" if change == "weights of another dtype" else "grouped_mm")
+    report = lowtide.patch(model, loss=False, norm=False, rope=False)
     plain = model(**batch).loss
     ran.clear()
     if change in OF_CODE:
@@ -184,6 +185,7 @@ def test_changes_after_patch_are_followed(change, pair, batch, ran, monkeypatch)
     loss = model(**batch).loss
     torch.testing.assert_close(loss, stock(**batch).loss)
     assert ran["experts_mlp"] == 0
+    assert bool(report.exchanged) == (change not in ("activation", "hook on the activation"))
     assert change in ("implementation", "expert parallel") or abs(loss - plain) > 1e-3
 
 
