@@ -142,6 +142,12 @@ def replace_entry(_, monkeypatch):
     monkeypatch.setitem(table, "grouped_mm", lambda *args: stock(*args) * 3)
 
 
+def replace_entry_of_the_instance(_, monkeypatch):
+    functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
+    stock = functions["grouped_mm"]
+    monkeypatch.setitem(functions._local_mapping, "grouped_mm", lambda *args: stock(*args) * 3)
+
+
 def replace_method(model, monkeypatch):
     base = next(kind for kind in type(experts_of(model)[0]).__mro__ if "_apply_gate" in vars(kind))
     monkeypatch.setattr(base, "_apply_gate", lambda _, both: both.chunk(2, -1)[0] * 3)
@@ -157,6 +163,7 @@ OF_A_MODEL = {
 OF_CODE = {
     "forward of the activation": lambda m, p: p.setattr(type(experts_of(m)[0].act_fn), "forward", Loud.forward),
     "entry of transformers' table": replace_entry,
+    "entry of the table's instance": replace_entry_of_the_instance,
     "method of the class": replace_method,
     "function in the implementation": lambda _, p: p.setattr(
         transformers.integrations.moe,

@@ -173,7 +173,7 @@ def _code(base: Any, types: tuple[type, ...], choice: object, found: probe.Setti
     chosen = [table[choice] for table in tables if choice in table]
     functions = [f for f in (*inside, *chosen, getattr(base, "_apply_gate", None)) if isinstance(f, FunctionType)]
     attributes = [(base, "_apply_gate")] if hasattr(base, "_apply_gate") else []
-    entries = [(table, choice) for table in tables if choice in table]
+    entries = [(table, choice) for table in tables]  # one that has none may get it
     code = Code((base, *types), (*functions_in(found), *functions), attributes=attributes, names=entries)
     code.names |= {_CHOICE}.union(*(names_of(function.__code__) for function in functions))
     return code
@@ -181,7 +181,8 @@ def _code(base: Any, types: tuple[type, ...], choice: object, found: probe.Setti
 
 def _tables(value: object) -> list[dict[Any, Any]]:
     """Return the dictionaries of a `transformers.utils.generic.GeneralInterface`."""
-    return [table for name in ("_local_mapping", "_global_mapping") if (table := getattr(value, name, None))]
+    found = (getattr(value, name, None) for name in ("_local_mapping", "_global_mapping"))
+    return [table for table in found if isinstance(table, dict)]
 
 
 def _settings(module: nn.Module, others: tuple[nn.Module, ...], code: Code) -> probe.Settings:
