@@ -51,18 +51,18 @@ _ON_DEVICE = (
 )
 
 
-def _checksum(values: Tensor) -> Tensor | int:
+def _checksum(bits: Tensor) -> Tensor | int:
     """Return the sum, modulo 2^64, of all bits times odd factors that depend on the index: a number on a CPU."""
-    bits = values.view(INTEGERS[values.element_size()]).long()
+    bits = bits.long()
     total = bits.mul_(torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
     return int(total) if total.is_cpu else total
 
 
 def _diagonal(p: Tensor) -> Tensor:
-    """Return values of ``p`` along its diagonals."""
+    """Return the bits, which autocast leaves alone, of values of ``p`` along its diagonals."""
     flat = p.detach() if p.is_contiguous() else p.detach().contiguous()
     step = _stride(p.shape)
-    return flat.as_strided((-(-p.numel() // step),), (step,))
+    return flat.as_strided((-(-p.numel() // step),), (step,)).view(INTEGERS[p.element_size()])
 
 
 @cache

@@ -20,8 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.models import VOCAB, batch_of, fused, gradients, model_of, same, same_mean, step
+from distributed.models import VOCAB, batch_of, counted, fused, gradients, model_of, same, same_mean, step
 from lowtide.measure.collectives import counted_collectives
+from lowtide.models import experts_part
 from support import relative_error
 
 
@@ -252,6 +253,29 @@ def policies() -> None:
             same_on_joined(counted_step(model, batch_of(rank))[0], joined)
         fused(report, 2)
         assert all(row.patched for row in report.parts.values()), str(report)
+
+
+def experts_in_units_of_their_own() -> None:
+    """Experts that FSDP2 shards apart from their layers, patched before that and after it, at both levels."""
+
+    def cut(model: Any) -> None:
+        for layer in model.model.layers:
+            fully_shard(layer.mlp.experts)
+        shard(model, "root", None)
+
+    batch = batch_of(dist.get_rank())
+    for first, level in itertools.product((False, True), (0, 1)):
+        model = model_of("qwen3_moe")
+        stock = copy.deepcopy(model)
+        cut(stock)
+        for change in (lowtide.patch, cut) if first else (cut, lowtide.patch):
+            change(model)
+        for layer in model.model.layers:
+            layer.mlp.experts.checkpoint_level = level
+        with counted(experts_part, "experts_mlp") as calls:
+            for _ in range(2):
+                same(step(model, batch), step(stock, batch), (first, level))
+        assert calls == [4], f"{first} {level}"
 
 
 def a_loss_that_never_comes() -> None:

@@ -37,14 +37,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 8, "tie_word_embeddings": False}),
     "phi": ("Phi", {}),  # a head with a bias
 }
-JOINED = {"phi3": ("Phi3", {"pad_token_id": 0})}  # gate and up in one projection
+EXPERTS = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3", {"pad_token_id": 0}),  # gate and up in one projection
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+}
 GATHERED, LOCAL = ColwiseParallel(output_layouts=Replicate()), ColwiseParallel()
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
 def model_of(family: str = "llama", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     torch.manual_seed(1)
-    name, own = (FAMILIES | JOINED)[family]
+    name, own = (FAMILIES | OTHERS)[family]
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **own, **settings})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():

@@ -34,8 +34,9 @@ import torch.nn.functional as F
 import lowtide
 from distributed.fsdp_cases import Functional
 from distributed.launch import DEVICE, main
-from distributed.models import SHAPE, batch_of, fused, model_of
+from distributed.models import SHAPE, batch_of, counted, fused, model_of
 from lowtide.measure.timing import peak_above
+from lowtide.models import experts_part
 
 RATE = 0.25
 RECOMPUTE = lowtide.HeadOptions(gradient="recompute")
@@ -247,7 +248,7 @@ def checkpointed_layers() -> None:
 
 
 def kinds_of_model() -> None:
-    """bfloat16; a soft cap with tied weights; gate and up in one projection; a frozen head; one trained alone."""
+    """bfloat16; a soft cap with tied weights; gate and up in one projection; experts; a head frozen, or alone."""
     dtype = torch.bfloat16
     trains_as_stock("bfloat16", model_of(dtype=dtype), engines=True, dtype=dtype, rtol=4e-2)
     trains_as_stock("gemma2", model_of("gemma2", tie_word_embeddings=True), options=RECOMPUTE)
@@ -258,6 +259,13 @@ def kinds_of_model() -> None:
         same_steps(f"phi3 level {level}", engine, stock)
         fused(report, 2, what="phi3")
         assert len(engine.module.model.layers[0].mlp._external_params) == 2, "the MLP was not fused"
+    for level in (0, 1):
+        engine, stock, report = pair(model_of("qwen3_moe"), options=RECOMPUTE)
+        for layer in engine.module.model.layers:
+            layer.mlp.experts.checkpoint_level = level
+        with counted(experts_part, "experts_mlp") as calls:
+            same_steps(f"qwen3_moe level {level}", engine, stock)
+        assert calls == [4], str(report)
     for alone in (True, False):
         model = model_of()
         for name, p in model.named_parameters():

@@ -186,7 +186,7 @@ def test_checkpointed_or_saved_elsewhere_it_is_the_same(
 @pytest.mark.parametrize(("weights", "inputs"), list(itertools.product([torch.float32, torch.bfloat16], repeat=2)))
 def test_autocast(mode: dict[str, Any], dtype: torch.dtype, weights: torch.dtype, inputs: torch.dtype) -> None:
     x, *rest = mlp((4, 25), 32, 48)
-    leaves = [t.detach().to(d).requires_grad_() for t, d in zip((x, *rest), (inputs, *[weights] * 6), strict=True)]
+    leaves = [x.detach().to(inputs).requires_grad_(), *(torch.nn.Parameter(t.detach().to(weights)) for t in rest)]
     true = in_float64(leaves)
     upstream = torch.randn(4, 25, 32)
     with torch.autocast("cpu", dtype):

@@ -142,6 +142,12 @@ def replace_entry(_, monkeypatch):
     monkeypatch.setitem(table, "grouped_mm", lambda *args: stock(*args) * 3)
 
 
+def replace_entry_of_the_instance(_, monkeypatch):
+    functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
+    stock = functions["grouped_mm"]
+    monkeypatch.setitem(functions._local_mapping, "grouped_mm", lambda *args: stock(*args) * 3)
+
+
 def replace_method(model, monkeypatch):
     base = next(kind for kind in type(experts_of(model)[0]).__mro__ if "_apply_gate" in vars(kind))
     monkeypatch.setattr(base, "_apply_gate", lambda _, both: both.chunk(2, -1)[0] * 3)
@@ -157,6 +163,7 @@ OF_A_MODEL = {
 OF_CODE = {
     "forward of the activation": lambda m, p: p.setattr(type(experts_of(m)[0].act_fn), "forward", Loud.forward),
     "entry of transformers' table": replace_entry,
+    "entry of the table's instance": replace_entry_of_the_instance,
     "method of the class": replace_method,
     "function in the implementation": lambda _, p: p.setattr(
         transformers.integrations.moe,
@@ -169,6 +176,7 @@ OF_CODE = {
 @pytest.mark.parametrize("change", [*OF_A_MODEL, *OF_CODE])
 def test_changes_after_patch_are_followed(change, pair, batch, ran, monkeypatch):
     model, stock = pair(way="eager" if change == "weights of another dtype" else "grouped_mm")
+    report = lowtide.patch(model, loss=False, norm=False, rope=False)
     plain = model(**batch).loss
     ran.clear()
     if change in OF_CODE:
@@ -184,6 +192,7 @@ def test_changes_after_patch_are_followed(change, pair, batch, ran, monkeypatch)
     loss = model(**batch).loss
     torch.testing.assert_close(loss, stock(**batch).loss)
     assert ran["experts_mlp"] == 0
+    assert bool(report.exchanged) == (change not in ("activation", "hook on the activation"))
     assert change in ("implementation", "expert parallel") or abs(loss - plain) > 1e-3
 
 
@@ -263,7 +272,21 @@ def test_no_tokens(pair):
     assert x.grad.shape == y.shape == (0, 16)
 
 
+def cap(experts):
+    """Give experts a capacity, as some mixtures have it: pairs behind it add nothing."""
+    kind, E = type(experts), experts.num_experts
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        chosen = nn.functional.one_hot(top_k_index.reshape(-1), E)
+        places = (chosen.cumsum(0) * chosen).sum(-1).view_as(top_k_index)
+        inside = places <= top_k_index.numel() // E
+        return kind.forward(self, hidden_states, top_k_index, top_k_weights * inside)
+
+    experts.__class__ = type("Capped", (kind,), {"forward": forward})
+
+
 FORMS = {
+    "capacity": (cap, "its experts are not"),
     "norm inside": (lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(3))), "weights or buffers beside"),
     "quantised": (lambda m: setattr(m, "down_proj", int8(m.down_proj)), "quantised"),
     "another activation": (lambda m: setattr(m, "act_fn", nn.ReLU()), "its experts are not"),

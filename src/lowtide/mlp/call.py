@@ -127,6 +127,11 @@ class SwigluCall(NamedTuple):
         return (*self[:7], *adapters)
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that an autograd node saves."""
+        return self.trained
+
+    @property
     def scalars(self) -> tuple[Any, ...]:
         """Return the other fields, in their order."""
         return (*self[7:11], *self[17:])
@@ -189,6 +194,16 @@ class SwigluCall(NamedTuple):
     def output_shape(self) -> tuple[int, ...]:
         """Return the shape [..., D] of the output."""
         return (*self.input.shape[:-1], self.down_shape[0])
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Return the dtype of the output."""
+        return self.dtype
+
+    @property
+    def projections_shape(self) -> tuple[int, int]:
+        """Return the shape [N, F] of gate, and of up."""
+        return self.tokens, self.down_shape[1]
 
     @property
     def wide(self) -> torch.dtype:

@@ -4,7 +4,8 @@ T tokens, K experts per token, S = T K rows, E experts, D hidden size, F interme
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,41 @@ class ExpertsCall(NamedTuple):
         """Return the tensors that may get a gradient, in the order of the fields."""
         return self[:6]
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that an autograd node saves: those, and the order of the pairs."""
+        return self[:9]
+
+    @property
+    def scalars(self) -> tuple[Any, ...]:
+        """Return the other fields."""
+        return self[9:]
+
+    @classmethod
+    def joined_from(cls, tensors: Sequence[Any], scalars: Sequence[Any]) -> "ExpertsCall":
+        """Return the call with these `tensors` and `scalars`."""
+        return cls(*tensors, *scalars)
+
+    @property
+    def recomputed_from(self) -> tuple[Tensor | None, ...]:
+        """Return the parameters that gate and up are computed from."""
+        return self.gate_up, self.gate_up_bias
+
+    @property
+    def projections_shape(self) -> tuple[int, int]:
+        """Return the shape [S, 2F] of gate and up."""
+        return self.rows, 2 * self.width
+
+    @property
+    def output_shape(self) -> Sequence[int]:
+        """Return the shape [T, D] of the output."""
+        return self.input.shape
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Return the dtype of the output."""
+        return self.input.dtype
+
 
 class Inner(NamedTuple):
     """Gate and up of all rows, without their bias."""
@@ -108,6 +144,11 @@ class ExpertsWanted(NamedTuple):
     def projections(self) -> bool:
         """Return whether backward needs gate and up."""
         return self.inner or self.routing or self.down
+
+    @property
+    def reads_input(self) -> bool:
+        """Return whether backward reads the input if gate and up were saved."""
+        return self.gate_up
 
 
 def projections_flop(call: ExpertsCall) -> int:

@@ -26,7 +26,7 @@ def forward_rows(call: ExpertsCall, gate_up: Tensor) -> Tensor:
     del inner, gate_up
     y = experts.groups.times(h, experts.down)
     del h
-    return experts.combined(y, call.routing.contiguous(), call.down_bias)
+    return experts.combined(y, call.routing, call.down_bias)
 
 
 def backward_rows(
@@ -82,7 +82,7 @@ class _Experts:
 
     def __init__(self, call: ExpertsCall) -> None:
         self.call, self.groups = call, Groups(call.ends)
-        self.ids = call.ids.long().clamp(max=len(call.ends))  # [T, K]
+        self.ids = call.ids.long().clamp(max=len(call.ends)).contiguous()  # [T, K]
         self.wide = torch.float64 if call.dtype == torch.float64 else torch.float32
 
     @property
@@ -115,12 +115,12 @@ class _Experts:
     def inner(self, gate_up: Tensor) -> Inner:
         """Return gate and up with all that tells what is computed from them."""
         expert = self.ids.reshape(-1)[self.call.order].to(torch.int32)
-        return Inner(gate_up, self.call.gate_up_bias, expert, len(self.call.ends), self.call.form)
+        return Inner(gate_up, _contiguous(self.call.gate_up_bias), expert, len(self.call.ends), self.call.form)
 
     def combined(self, rows: Tensor, factors: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the sum of each token's rows [T, D], with their bias and factors, in the input's dtype."""
         pairs = Pairs(inverse_of(self.call.order).view(self.ids.shape), self.ids, len(self.call.ends))
-        return combined(rows, pairs, factors, bias, self.call.input.dtype)
+        return combined(rows, pairs, _contiguous(factors), _contiguous(bias), self.call.input.dtype)
 
     def routing_grad(self, dots: Tensor, dy: Tensor) -> Tensor:
         """Return the gradient of the routing weights [T, K], from each row's h . dh and the output's gradient."""
@@ -131,3 +131,8 @@ class _Experts:
             multiply(dy, bias.to(dy.dtype).T, of_all, add=False)
             grad = grad + of_all.gather(1, self.ids.clamp(max=E - 1))
         return torch.where(self.ids < E, grad, 0.0)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor as the kernels read it."""
+    return None if tensor is None else tensor.contiguous()

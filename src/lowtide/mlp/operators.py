@@ -1,16 +1,15 @@
-"""`lowtide.swiglu_mlp` as registered operators and in autograd's graph.
+"""An MLP whose projections backward reads or recomputes, as registered operators and in autograd's graph.
 
-`torch.ops.lowtide.swiglu_projections` computes gate and up, `torch.ops.lowtide.swiglu` the output, and
-`torch.ops.lowtide.swiglu_backward` every gradient. All begin with the fields of `SwigluCall`.
+The projections are what is before the activation: gate and up.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.errors import UnsupportedError
+from lowtide.errors import UnsupportedError, message
 from lowtide.graph import (
     Operator,
     held_elsewhere,
@@ -22,182 +21,194 @@ from lowtide.graph import (
     undisturbed,
     watched,
 )
-from lowtide.mlp.call import SwigluCall, Wanted, backward_flop, forward_flop, projections_flop
-from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
-
-WRITTEN_OUT = (
-    "torch.nn.functional.linear(torch.nn.functional.silu(torch.nn.functional.linear(input, gate_weight))"
-    " * torch.nn.functional.linear(input, up_weight), down_weight)"
-)
-TWICE = (
-    "lowtide.swiglu_mlp: expected to be differentiated once, got a second derivative. For those write it out:"
-    f" {WRITTEN_OUT}."
-)
-_WRITTEN_TO = (
-    "lowtide.swiglu_mlp: expected the same weights in backward as in forward, since checkpoint_level=1 recomputes gate "
-    "and up; got one written to through .data. Write after backward, or use checkpoint_level=0."
-)
-
-_CALL = schema_of(SwigluCall)
-_WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
-_SEVERAL = ", ".join(["Tensor"] * len(Wanted._fields))
-assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in tensor_fields(SwigluCall))
 
 
-# Forward's two run under no_grad or in an autograd node: they record no graph.
-def _project(call: SwigluCall) -> tuple[Tensor, Tensor]:
-    with undisturbed(call.input.device):
-        return project_tiles(call)
+class Passes(NamedTuple):
+    """What a kind of MLP computes. Forward's two record no graph: they run under no_grad or in an autograd node."""
+
+    project: Callable[..., Any]  # the projections of a call: a tensor, or a tuple of several
+    output: Callable[..., Tensor]  # the output of a call from these, or if they are empty from the input
+    gradients: Callable[..., tuple[Tensor | None, ...]]  # see `lowtide.mlp.passes.backward_tiles`
 
 
-def _forward(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
-    with undisturbed(call.input.device):
-        return forward_tiles(call, gate, up)
+class Flop(NamedTuple):
+    """The FLOP of `Passes`; of the last two with ``saved``, whether forward saved the projections."""
+
+    project: Callable[..., int]
+    output: Callable[..., int]
+    gradients: Callable[..., int]
 
 
-def _backward(
-    call: SwigluCall, wanted: Wanted, upstream: Tensor, saved: list[Tensor], *, in_place: bool
-) -> tuple[Tensor | None, ...]:
-    with torch.no_grad(), undisturbed(call.input.device):
-        return backward_tiles(call, wanted, upstream, saved, in_place=in_place)
+class Operators:
+    """The operators of a kind of MLP, and its nodes in autograd's graph.
 
+    `torch.ops.lowtide.NAME_projections` computes the projections, `torch.ops.lowtide.NAME` the output, and
+    `torch.ops.lowtide.NAME_backward` every gradient that is needed. All begin with the fields of the call.
 
-def _fake_projections(*fields: Any) -> tuple[Tensor, Tensor]:
-    call = SwigluCall(*fields)
-    shape = (call.tokens, call.down_shape[1])
-    return call.input.new_empty(shape, dtype=call.dtype), call.input.new_empty(shape, dtype=call.dtype)
-
-
-def _fake_output(*args: Any) -> Tensor:
-    call = SwigluCall(*args[:-2])
-    return call.input.new_empty(call.output_shape, dtype=call.dtype)
-
-
-def _gradients(*args: Any) -> tuple[Tensor, ...]:
-    call, wanted, upstream, gate, up = _split(args)
-    found = _backward(call, wanted, upstream, [gate, up], in_place=False)
-    return tuple(call.input.new_empty(0) if grad is None else grad for grad in found)
-
-
-def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
-    call, wanted, *_ = _split(args)
-    return tuple(
-        call.input.new_empty(0) if t is None or not flag else t.new_empty(t.shape)
-        for t, flag in zip(call.trained, wanted, strict=True)
-    )
-
-
-def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Tensor]:
-    fields, flags = len(SwigluCall._fields), len(Wanted._fields)
-    upstream, gate, up = args[fields + flags :]
-    return SwigluCall(*args[:fields]), Wanted(*args[fields : fields + flags]), upstream, gate, up
-
-
-def _backward_flop(*args: Any) -> int:
-    call, wanted, _upstream, gate, _up = _split(args)
-    return backward_flop(call, wanted, saved=gate.dim() == 2)
-
-
-# Gate and up [N, F].
-_PROJECTIONS = Operator(
-    "swiglu_projections", f"({_CALL}) -> (Tensor, Tensor)", lambda *fields: _project(SwigluCall(*fields)),
-    _fake_projections, lambda *fields: projections_flop(SwigluCall(*fields)),
-)  # fmt: skip
-# The output [..., D] from gate and up, or if these are empty from the input.
-_SWIGLU = Operator(
-    "swiglu", f"({_CALL}, Tensor gate, Tensor up) -> Tensor",
-    lambda *args: _forward(SwigluCall(*args[:-2]), *args[-2:]), _fake_output,
-    lambda *args: forward_flop(SwigluCall(*args[:-2]), saved=args[-1].dim() == 2),
-)  # fmt: skip
-# The gradients that are needed, from the output's and from what forward saved.
-_SWIGLU_BACKWARD = Operator(
-    "swiglu_backward", f"({_CALL}, {_WANTED}, Tensor upstream, Tensor gate, Tensor up) -> ({_SEVERAL})", _gradients,
-    _fake_gradients, _backward_flop,
-)  # fmt: skip
-
-
-def run(call: SwigluCall) -> Tensor:
-    """Return the output, connected to whichever of the tensors need a gradient.
-
-    In autograd's graph this is two nodes. The first saves what backward needs, and computes the gradients; the second
-    computes the output and saves nothing. A checkpoint recomputes until the last tensor is saved that backward needs:
-    it stops between the two, before the down projection, at level 1 before any GEMM.
+    Args:
+        name: Of the operators.
+        public: The function's name, for errors.
+        instead: What to do for second derivatives.
+        types: The class of a call and that of the flags of the gradients that are needed, such as
+            `lowtide.mlp.call.SwigluCall` and `lowtide.mlp.call.Wanted`.
+        projections: The names of the operators' arguments for the projections, one or more.
+        passes: What they compute.
+        flop: Its FLOP.
     """
-    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
-        none = call.input.new_empty(0)
-        y: Tensor = _SWIGLU(*call, none, none)
+
+    def __init__(
+        self, name: str, public: str, instead: str, types: tuple[Any, Any], projections: Sequence[str],
+        passes: Passes, flop: Flop,
+    ) -> None:  # fmt: skip
+        call, wanted = self._call, self._wanted = types
+        self._passes, self._flop, self._count = passes, flop, len(projections)
+        self._fields, self._flags, self._tensors = len(call._fields), len(wanted._fields), len(tensor_fields(call))
+        fields, held = schema_of(call), ", ".join(f"Tensor {one}" for one in projections)
+        flags = ", ".join(f"bool {one}_grad" for one in wanted._fields)
+        several, grads = (", ".join(["Tensor"] * count) for count in (self._count, self._flags))
+        self._project = Operator(
+            f"{name}_projections", f"({fields}) -> " + (f"({several})" if self._count > 1 else several),
+            self._projected, self._fake_projections, lambda *args: flop.project(call(*args)),
+        )  # fmt: skip
+        self._output = Operator(
+            name, f"({fields}, {held}) -> Tensor", self._forward, self._fake_output,
+            lambda *args: flop.output(call(*args[: self._fields]), saved=args[-1].dim() == 2),
+        )  # fmt: skip
+        self._gradients = Operator(
+            f"{name}_backward", f"({fields}, {flags}, Tensor upstream, {held}) -> ({grads})", self._backward,
+            self._fake_gradients, self._backward_flop,
+        )  # fmt: skip
+        written_to = "the same weights in backward as in forward, since checkpoint_level=1 recomputes gate and up"
+        hint = "Write after backward, or use checkpoint_level=0."
+        self._written_to = message(public, written_to, "one written to through .data", hint)
+        twice = message(public, "to be differentiated once", "a second derivative", f"For those {instead}.")
+        self._first = node(f"{name.title()}Mlp", public, self._save, self._gradients_of, twice)
+        self._second = _output_node(self._output, self._count)
+
+    def run(self, call: Any) -> Tensor:
+        """Return the output, connected to whichever of the tensors need a gradient.
+
+        In autograd's graph this is two nodes. The first saves what backward needs, and computes the gradients; the
+        second computes the output and saves nothing. A checkpoint recomputes until the last tensor is saved that
+        backward needs: it stops between the two, before the down projection, at level 1 before any GEMM.
+        """
+        if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
+            none = call.input.new_empty(0)
+            y: Tensor = self._output(*call, *[none] * self._count)
+            return y
+        # As one argument each, which takes the host less time; the call's tensors belong to the first node alone.
+        scalars: Sequence[Any] = (call.scalars,)
+        fields: Sequence[Any] = (call,)
+        if torch.compiler.is_compiling():
+            # before the first node: torch.compile(dynamic=True)'s variables for numbers belong to the first reader
+            scalars, fields = call.scalars, [field.detach() if isinstance(field, Tensor) else field for field in call]
+        stand_in, *held = self._first.apply(*call.tensors, *scalars)  # type: ignore[no-untyped-call]
+        output: Tensor = self._second.apply(stand_in, *held, *fields)  # type: ignore[no-untyped-call]
+        return output
+
+    def _save(self, ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        """Save for backward: level 0 the projections, and the input if a weight's gradient reads it; level 1 the input.
+
+        Returns a tensor of the output's shape without its own memory, and the projections.
+        """
+        tensors = list(args[: self._tensors])
+        ctx.scalars = args[self._tensors] if len(args) == self._tensors + 1 else args[self._tensors :]
+        call = self._call.joined_from(tensors, ctx.scalars)
+        wanted = self._wanted(*ctx.needs_input_grad[: self._flags])
+        keep = call.checkpoint_level == 0 and wanted.projections
+        if keep:
+            made = self._project(*call)
+            held = made if isinstance(made, tuple) else (made,)
+        else:
+            held = tuple(call.input.new_empty(0) for _ in range(self._count))  # several: an output is returned once
+        ctx.input_saved = wanted.reads_input if keep else wanted.projections
+        if not ctx.input_saved:
+            tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
+        # Samples: the version of a weight does not show a write through .data.
+        ctx.samples = samples_of(() if keep or not wanted.projections else call.recomputed_from)
+        ctx.save_for_backward(*tensors, *(held if keep else ()))  # a hook takes the host time for each
+        ctx.mark_non_differentiable(*held)
+        # a dispatch mode, such as that of selective checkpointing, may hold what the operator returned
+        ctx.shared = held_elsewhere()
+        return call.input.new_empty((), dtype=call.output_dtype).expand(call.output_shape), *held
+
+    def _gradients_of(self, ctx: Any, upstream: Tensor, *_: Any) -> Any:
+        """Return every gradient from what was saved, and what they depend on: None if the input was not saved."""
+        tensors = list(ctx.saved_tensors)  # once: a checkpoint gives them no second time
+        saved, tensors = tensors[self._tensors :], tensors[: self._tensors]
+        if ctx.samples.changed():
+            raise UnsupportedError(self._written_to)
+        call = self._call.joined_from(tensors, ctx.scalars)
+        wanted = self._wanted(*ctx.needs_input_grad[: self._flags])
+        saved = saved or [call.input.new_empty(0)] * self._count
+        if watched((*tensors, upstream, *saved)):
+            found = self._gradients.registered(*call, *wanted, upstream, *saved)
+        else:
+            last = is_last_backward()
+            ctx.maybe_clear_saved_tensors()  # in the last backward, to free what was saved before the node ends
+            found = self._found(call, wanted, upstream, saved, in_place=last and not ctx.shared)
+        grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
+        return grads, tensors if ctx.input_saved else None
+
+    def _projected(self, *fields: Any) -> Any:
+        call = self._call(*fields)
+        with undisturbed(call.input.device):
+            return self._passes.project(call)
+
+    def _forward(self, *args: Any) -> Tensor:
+        call = self._call(*args[: self._fields])
+        with undisturbed(call.input.device):
+            return self._passes.output(call, *args[self._fields :])
+
+    def _found(
+        self, call: Any, wanted: Any, upstream: Tensor, saved: list[Tensor], *, in_place: bool
+    ) -> tuple[Tensor | None, ...]:
+        with torch.no_grad(), undisturbed(call.input.device):
+            return self._passes.gradients(call, wanted, upstream, saved, in_place=in_place)
+
+    def _backward(self, *args: Any) -> tuple[Tensor, ...]:
+        call, wanted, upstream, *saved = self._split(args)
+        found = self._found(call, wanted, upstream, saved, in_place=False)
+        return tuple(call.input.new_empty(0) if grad is None else grad for grad in found)
+
+    def _split(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the call, which gradients are needed, and the rest of the arguments of the operator for backward."""
+        end = self._fields + self._flags
+        return self._call(*args[: self._fields]), self._wanted(*args[self._fields : end]), *args[end:]
+
+    def _backward_flop(self, *args: Any) -> int:
+        call, wanted, *_, last = self._split(args)
+        return self._flop.gradients(call, wanted, saved=last.dim() == 2)
+
+    def _fake_projections(self, *fields: Any) -> Any:
+        call = self._call(*fields)
+        made = tuple(call.input.new_empty(call.projections_shape, dtype=call.dtype) for _ in range(self._count))
+        return made if len(made) > 1 else made[0]
+
+    def _fake_output(self, *args: Any) -> Tensor:
+        call = self._call(*args[: self._fields])
+        y: Tensor = call.input.new_empty(call.output_shape, dtype=call.output_dtype)
         return y
-    # As one argument each, which takes the host less time; the call's tensors belong to the first node alone.
-    scalars: Sequence[Any] = (call.scalars,)
-    fields: Sequence[Any] = (call,)
-    if torch.compiler.is_compiling():
-        # before the first node: torch.compile(dynamic=True)'s variables for numbers belong to the first that reads them
-        scalars, fields = call.scalars, [field.detach() if isinstance(field, Tensor) else field for field in call]
-    stand_in, gate, up = _NODE.apply(*call.trained, *scalars)  # type: ignore[no-untyped-call]
-    output: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
-    return output
+
+    def _fake_gradients(self, *args: Any) -> tuple[Tensor, ...]:
+        call, wanted, *_ = self._split(args)
+        return tuple(
+            call.input.new_empty(0) if t is None or not flag else t.new_empty(t.shape)
+            for t, flag in zip(call.trained, wanted, strict=True)
+        )
 
 
-class _Output(torch.autograd.Function):
-    """The output; its gradient goes to the stand-in unmodified."""
+def _output_node(operator: Operator, count: int) -> type[torch.autograd.Function]:
+    """Return the node of the output from ``count`` projections; its gradient goes to the stand-in unmodified."""
 
-    @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, gate: Tensor, up: Tensor, *fields: Any) -> Tensor:  # noqa: ARG004
-        ctx.count = len(fields)
+    def forward(ctx: Any, _: Tensor, *args: Any) -> Any:
+        ctx.count = len(args)
         ctx.set_materialize_grads(False)
-        y: Tensor = _SWIGLU(*(fields[0] if len(fields) == 1 else fields), gate, up)
-        return y
+        held, fields = args[:count], args[count:]
+        return operator(*(fields[0] if len(fields) == 1 else fields), *held)
 
-    @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        return upstream, None, None, *[None] * ctx.count
+        return upstream, *[None] * ctx.count
 
-
-def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Save for backward: level 0 gate and up, and the input if a weight's gradient will read it; level 1 the input.
-
-    Returns a tensor of the output's shape without its own memory, gate and up.
-    """
-    count = len(Wanted._fields)
-    ctx.scalars = args[count] if len(args) == count + 1 else args[count:]
-    call = SwigluCall.joined_from(args[:count], ctx.scalars)
-    wanted = Wanted(*ctx.needs_input_grad[:count])
-    keep = call.checkpoint_level == 0 and wanted.projections
-    if keep:
-        gate, up = _PROJECTIONS(*call)
-    else:
-        gate, up = call.input.new_empty(0), call.input.new_empty(0)  # two: an output is returned once
-    tensors = list(call.trained)
-    ctx.input_saved = wanted.reads_input if keep else wanted.projections
-    if not ctx.input_saved:
-        tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
-    # Samples: the version of a weight does not show a write through .data.
-    ctx.samples = samples_of(() if keep or not wanted.projections else call.recomputed_from)
-    ctx.save_for_backward(*tensors, *((gate, up) if keep else ()))  # a hook takes the host time for each
-    ctx.mark_non_differentiable(gate, up)
-    # a dispatch mode, such as that of selective checkpointing, may hold what the operator returned
-    ctx.shared = held_elsewhere()
-    return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
-
-
-def _gradients_of(ctx: Any, upstream: Tensor, *_: Any) -> Any:
-    """Return every gradient from what was saved, and what they depend on: None if the input was not saved."""
-    count = len(Wanted._fields)
-    tensors = list(ctx.saved_tensors)  # once: a checkpoint gives them no second time
-    saved, tensors = tensors[count:], tensors[:count]
-    if ctx.samples.changed():
-        raise UnsupportedError(_WRITTEN_TO)
-    call = SwigluCall.joined_from(tensors, ctx.scalars)
-    wanted = Wanted(*ctx.needs_input_grad[:count])
-    saved = saved or [call.input.new_empty(0)] * 2
-    if watched((*tensors, upstream, *saved)):
-        found = _SWIGLU_BACKWARD.registered(*call, *wanted, upstream, *saved)
-    else:
-        last = is_last_backward()
-        ctx.maybe_clear_saved_tensors()  # in the last backward, to free gate and up before the node ends
-        found = _backward(call, wanted, upstream, saved, in_place=last and not ctx.shared)
-    grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
-    return grads, tensors if ctx.input_saved else None
-
-
-_NODE = node("SwigluMlp", "swiglu_mlp", _save, _gradients_of, TWICE)
+    both = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("MlpOutput", (torch.autograd.Function,), both)

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from lowtide.arguments import check_device, check_index, operand_dtype, refuse_transforms, why_not_local
 from lowtide.code import MODULE_HOOKS
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.mlp.call import Adapter, Projection, SwigluCall
-from lowtide.mlp.operators import WRITTEN_OUT, run
+from lowtide.mlp.call import Adapter, Projection, SwigluCall, Wanted, backward_flop, forward_flop, projections_flop
+from lowtide.mlp.operators import Flop, Operators, Passes
 from lowtide.mlp.packed import Packed
+from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 LEVELS = (0, 1)
@@ -18,6 +19,15 @@ _GATHER = (
     " weights are whole while that module's forward runs."
 )
 _NAMES = ("input", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
+_WRITTEN_OUT = (
+    "torch.nn.functional.linear(torch.nn.functional.silu(torch.nn.functional.linear(input, gate_weight))"
+    " * torch.nn.functional.linear(input, up_weight), down_weight)"
+)
+# Gate and up [N, F], and the output [..., D].
+_SWIGLU = Operators(
+    "swiglu", "swiglu_mlp", f"write it out: {_WRITTEN_OUT}", (SwigluCall, Wanted), ("gate", "up"),
+    Passes(project_tiles, forward_tiles, backward_tiles), Flop(projections_flop, forward_flop, backward_flop),
+)  # fmt: skip
 
 
 def swiglu_mlp(
@@ -80,7 +90,7 @@ def swiglu_mlp(
         error = None if tensor is None and i >= 4 else why_not_local(_NAMES[i], tensor, _GATHER)
         if error is not None:
             raise error
-    refuse_transforms("swiglu_mlp", *tensors, instead=WRITTEN_OUT, way="write it out for this one")
+    refuse_transforms("swiglu_mlp", *tensors, instead=_WRITTEN_OUT, way="write it out for this one")
     dtype = operand_dtype(input)
     for name, tensor in zip(_NAMES, tensors, strict=True):
         if tensor is None:
@@ -100,7 +110,7 @@ def plain_mlp(*tensors: Any, activation: str, checkpoint_level: int, tile_tokens
     Checked are the shapes, and level and tile, which users set as attributes: the caller has checked the rest.
     """
     _check_shapes(*tensors)
-    return run(
+    return _SWIGLU.run(
         SwigluCall.of(
             tensors,
             dtype=operand_dtype(tensors[0]),
@@ -143,7 +153,7 @@ def adapted_mlp(
     adapters = [none if p is None or p.adapter is None else p.adapter for p in projections]
     weights, biases = ([None if p is None else p[i] for p in projections] for i in range(2))
     packed = next((weight for weight in weights if isinstance(weight, Packed)), None)
-    y = run(
+    y = _SWIGLU.run(
         SwigluCall.of(
             (input, *weights, *biases),
             adapters,

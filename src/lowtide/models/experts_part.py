@@ -108,18 +108,20 @@ def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool
         None if module._parameters.get(name) is None else probe.random(E, *shape, seed=i + 1)
         for i, (name, shape) in enumerate(zip(_NAMES, shapes, strict=True))
     ]
-    parameters = {name: nn.Parameter(w) for name, w in zip(_NAMES, weights, strict=True) if w is not None}
     children = {name: copy.deepcopy(child) for name, child in module._modules.items() if child is not None}
     children.pop("parametrizations", None)
-    twin = probe.twin_of(module, base, modules=children, parameters=parameters)
+    twin = probe.twin_of(module, base, modules=children, parameters={})
     K = min(2, E)
     scaled = 2 * probe.rows(_HIDDEN).view(-1, _HIDDEN)
-    x = scaled.repeat(2 + E // (K * len(scaled)), 1)  # every expert has a token, and some have several
+    x = scaled.repeat(4 + 2 * E // (K * len(scaled)), 1)  # every expert has a token
     ids = torch.arange(len(x) * K, device="cpu").view(-1, K) % E
+    ids[: len(x) // 2] = ids[0]  # and the first ones have more than their share: a capacity shows
     routing = probe.random(len(x), K, seed=5).sigmoid()
 
-    def stock(dtype: torch.dtype) -> Any:
-        return base.forward(twin.to(dtype), x.to(dtype), ids, routing.to(dtype))
+    def stock(dtype: torch.dtype) -> Any:  # not by twin.to: FSDP2's class has rules for it
+        own = {name: nn.Parameter(w.to(dtype)) for name, w in zip(_NAMES, weights, strict=True) if w is not None}
+        vars(twin)["_parameters"] = own
+        return base.forward(twin, x.to(dtype), ids, routing.to(dtype))
 
     def ours(form: Form, dtype: torch.dtype) -> Tensor:
         settings: Any = {"transposed": transposed, "dtype": dtype, "checkpoint_level": 0}
@@ -171,7 +173,7 @@ def _code(base: Any, types: tuple[type, ...], choice: object, found: probe.Setti
     chosen = [table[choice] for table in tables if choice in table]
     functions = [f for f in (*inside, *chosen, getattr(base, "_apply_gate", None)) if isinstance(f, FunctionType)]
     attributes = [(base, "_apply_gate")] if hasattr(base, "_apply_gate") else []
-    entries = [(table, choice) for table in tables if choice in table]
+    entries = [(table, choice) for table in tables]  # one that has none may get it
     code = Code((base, *types), (*functions_in(found), *functions), attributes=attributes, names=entries)
     code.names |= {_CHOICE}.union(*(names_of(function.__code__) for function in functions))
     return code
@@ -179,7 +181,8 @@ def _code(base: Any, types: tuple[type, ...], choice: object, found: probe.Setti
 
 def _tables(value: object) -> list[dict[Any, Any]]:
     """Return the dictionaries of a `transformers.utils.generic.GeneralInterface`."""
-    return [table for name in ("_local_mapping", "_global_mapping") if (table := getattr(value, name, None))]
+    found = (getattr(value, name, None) for name in ("_local_mapping", "_global_mapping"))
+    return [table for table in found if isinstance(table, dict)]
 
 
 def _settings(module: nn.Module, others: tuple[nn.Module, ...], code: Code) -> probe.Settings:
@@ -215,7 +218,8 @@ def overrides(
         others = _others(self)
         if tuple(map(type, others)) != types or not are_plain_linears((), others):
             return base.forward(self, *args)
-        if getattr(getattr(self, "config", None), _SETTING, None) != choice or probed.differs(self, others):
+        # The second for a compiler: `differs`, which also tells the report, compares only numbers then.
+        if probed.differs(self, others) or getattr(getattr(self, "config", None), _SETTING, None) != choice:
             return base.forward(self, *args)
         dtype = _operands(args, weights, keeps)
         if dtype is None or (dtype == torch.float64 and not double):

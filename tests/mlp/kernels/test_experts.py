@@ -13,7 +13,8 @@ from lowtide.mlp import expert_rows
 from lowtide.mlp.expert_call import Form, Inner, Pairs
 from lowtide.mlp.groups import inverse_of, sorted_by_expert
 from lowtide.mlp.kernels import experts as kernels
-from mlp.experts import FORMS
+from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
+from support import assert_near
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float64, torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -94,3 +95,14 @@ def test_sums_over_a_tokens_experts(dtype: torch.dtype, scaled: bool, bias: bool
     kernels.combine(rows, pairs, factors, own, got)
     want = expert_rows.combined(rows, pairs, factors, own, dtype)
     torch.testing.assert_close(got, want, rtol=ROUNDING[dtype], atol=1e-2 if dtype.itemsize == 2 else 1e-6)
+
+
+@pytest.mark.usefixtures("_block")
+@pytest.mark.parametrize("level", [0, 1])
+def test_operands_of_other_strides(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_rows, "has_kernels", lambda _: True)
+    leaves, ids = operands((5, 3, 4, 6, 7), device=DEVICE)
+    expected = with_gradients(by_pairs(leaves, ids, GPT_OSS), leaves)
+    strided = [t.detach().mT.contiguous().mT.requires_grad_() for t in leaves]
+    got = with_gradients(fused(strided, ids.T.contiguous().T, GPT_OSS, checkpoint_level=level), strided)
+    assert_near(got, expected, 1e-13)
