@@ -28,7 +28,7 @@ from lowtide.models.probe import DTYPES, ProbedCode, is_like, outcome, random
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
 _WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
-# What a function may take: queries and keys or one of them, and the tables.
+# What a function may take, in this order: queries and keys or one of them, and the tables.
 _COMPLEX = ("q", "k", "cos + i sin")
 _ORDERS = (("q", "k", "cos", "sin"), ("x", "cos", "sin"), ("x", "sin", "cos"), _COMPLEX)
 # A layout is the axis of the heads, which the tables lack; or: tables [T, r] beside [T, H, d] or [B, T, H, d].
@@ -118,7 +118,7 @@ def _probes(
         given = {"q": q, "x": q, "k": k, "cos": cos, "sin": sin}
         args = [given[name] if name in given else torch.complex(cos, sin) for name in form.order]
         got = outcome(functools.partial(stock, *args, **chosen))
-        yield args, got if isinstance(got, tuple) else (got,)
+        yield args, got if isinstance(got, tuple) and got else (got,)
 
 
 def _computes(stock: Any, form: _Form, layout: int, dtypes: _Dtypes, share: int = 1) -> bool | None:
