@@ -10,6 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.bench import models_case
 from lowtide.models import rope_part
+from models.compiled_losses import Graphs
 from models.test_joined_types import on_meta
 from support import relative_error
 
@@ -114,6 +115,25 @@ def test_each_type_trains_as_stock(kind, model_type, ran):
     assert models_case.difference(got, expected, models_case._noise(stock, make(), ids)) is None
     assert ran["rotary"] == needed > 0
     assert left == 0
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "deepseek_v2", "gemma4_text",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "deepseek_v4", "gptj", "nanochat")),
+    ],
+)  # fmt: skip
+def test_compiled(model_type):
+    make, _ = models_case._maker("causal", model_type, 0)
+    stock, model = make(), make()
+    lowtide.patch(model, loss=False, mlp=False, norm=False)
+    graphs, ids = Graphs(), models_case.batch(0)
+    outputs, gradients = models_case._run(torch.compile(model, backend=graphs), ids)
+    got = outputs, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}
+    noise = models_case._noise(stock, make(), ids)
+    assert models_case.difference(got, models_case._run(stock, ids), noise) is None
+    assert "lowtide.rotary" in graphs.operators
 
 
 def vision_attentions(model_type):

@@ -24,8 +24,9 @@ def _heads(  # type: ignore[no-untyped-def]
     In the results they are ``out_apart``, each OUT_STEP after the last. With LAST a head's last values are rotated.
     """
     column = tl.arange(0, HALF)
-    rotated = d - 2 * half if LAST else 0  # where these values begin, and the others
+    rotated = d - 2 * half if LAST else 0  # where these values begin, and where the others begin and end
     others = 0 if LAST else 2 * half
+    end = d - 2 * half if LAST else d
     for start in range(0, H, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)  # heads can be T * d values apart
         inside = (head < H)[:, None] & (column < half)[None, :]
@@ -43,7 +44,7 @@ def _heads(  # type: ignore[no-untyped-def]
         tl.store(out_at + out_apart, two.to(out_ptr.dtype.element_ty), mask=inside)
         if REST:
             rest = others + tl.arange(0, REST)
-            within = (head < H)[:, None] & (rest < others + d - 2 * half)[None, :]
+            within = (head < H)[:, None] & (rest < end)[None, :]
             kept = tl.load(x_ptr + head[:, None] * x_stride_h + rest[None, :], mask=within, other=0.0)
             kept = kept.to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + head[:, None] * out_stride_h + rest[None, :], kept, mask=within)
