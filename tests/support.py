@@ -148,21 +148,26 @@ def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
 
 
 def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
-    """Heads [B, H, T, d], the first r values of each as a matrix of r x r for each position."""
-    r = cos.shape[-1] * (2 if pairs == "short" else 1)
+    """Heads [B, H, T, d], r values of each by a matrix of r x r for each position."""
+    short = pairs in ("short", "short_interleaved", "trailing")
+    r = cos.shape[-1] * (2 if short else 1)
     i = torch.arange(r, device=x.device)
-    partner, first = (i + r // 2) % max(r, 1), i < r // 2
-    if pairs in ("interleaved", "repeated"):
+    row, partner, first, entry = i, (i + r // 2) % max(r, 1), i < r // 2, i
+    if pairs not in ("halves", "short", "backwards"):
         partner, first = i ^ 1, i % 2 == 0
-    if pairs == "repeated":
-        cos, sin = cos[..., i // 2], sin[..., i // 2]
+    if pairs in ("repeated", "deinterleaved", "short_interleaved", "trailing"):
+        entry = i // 2
     if pairs == "short":
-        cos, sin = (torch.cat((table, table), -1) for table in (cos, sin))
-    swap = torch.zeros(r, r, dtype=x.dtype, device=x.device)
-    swap[i, partner] = torch.where(first, -1.0, 1.0).to(x.dtype)
-    turn = torch.diag_embed(cos.to(x.dtype)) + torch.einsum("ij,bti->btij", swap, sin.to(x.dtype))
-    turned = torch.einsum("btij,bhtj->bhti", turn, x[..., :r])
-    return torch.cat((turned, x[..., r:]), -1)
+        entry = i % max(r // 2, 1)
+    if pairs == "deinterleaved":
+        row = i // 2 + (r // 2) * (i % 2)
+    cos, sin = cos[..., entry].to(x.dtype), sin[..., entry].to(x.dtype) * (-1 if pairs == "backwards" else 1)
+    turn = torch.zeros(*cos.shape, r, dtype=x.dtype, device=x.device)  # of each value, from each value
+    turn[..., row, i] = cos
+    turn[..., row, partner] = torch.where(first, -sin, sin)
+    start = x.shape[-1] - r if pairs == "trailing" else 0
+    before, middle, after = x.tensor_split((start, start + r), -1)
+    return torch.cat((before, torch.einsum("btij,bhtj->bhti", turn, middle), after), -1)
 
 
 def mlp(

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpu.conftest import no_waits, requested_bytes
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
+from lowtide.layers.pairs import PAIRS
 from lowtide.measure.timing import peak_above
 from support import assert_near, doubled, relative_error, rms_norm_oracle, rotary_oracle
 
@@ -112,11 +113,11 @@ def test_norm_of_strided_rows(layout: str) -> None:
     ("Hq", "Hk", "d", "r"),
     [(32, 8, 64, 64), (14, 2, 64, 64), (3, 1, 80, 32), (8, 8, 128, 128), (5, 5, 96, 96), (2, 1, 256, 256)],
 )
-@pytest.mark.parametrize("pairs", ["halves", "interleaved", "repeated", "short"])
+@pytest.mark.parametrize("pairs", PAIRS)
 def test_rotary(dtype: torch.dtype, Hq: int, Hk: int, d: int, r: int, pairs: str) -> None:
     q, k = (random(2, 131, H, d, dtype=dtype, grad=False).transpose(1, 2).requires_grad_() for H in (Hq, Hk))
     cos, sin = (random(2, 131, r, dtype=dtype, seed=s, grad=False) for s in (5, 6))
-    if pairs == "short":
+    if PAIRS[pairs].entries == "short":
         cos, sin = (table[..., : r // 2].contiguous() for table in (cos, sin))
     outs = rotary(q, k, cos, sin, pairs=pairs)
     true = doubled(q, k)

@@ -18,7 +18,10 @@ from support import Sharded, relative_error, rotary_oracle
 # Plain PyTorch rounds both products and their sum; the interpreter cuts off.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
-PAIRS = ["halves", "interleaved", "repeated", "short"]
+PAIRS = [
+    "halves", "interleaved", "repeated", "deinterleaved", "short", "short_interleaved", "trailing", "backwards",
+]  # fmt: skip
+SHORT = ("short", "short_interleaved", "trailing")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 
@@ -36,7 +39,7 @@ def heads(
 def as_wide(cos: Tensor, sin: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
     """Return tables as wide as these pairs have them."""
     half = cos.shape[-1] // 2
-    return (cos[..., :half].contiguous(), sin[..., half:].contiguous()) if pairs == "short" else (cos, sin)
+    return (cos[..., :half].contiguous(), sin[..., half:].contiguous()) if pairs in SHORT else (cos, sin)
 
 
 SIZES = [
@@ -177,7 +180,7 @@ def test_operator_is_registered_rightly() -> None:
         ({"cos": torch.ones(1, 5, 8, requires_grad=True)}, UnsupportedError, "cos: expected a table"),
         ({"unsqueeze_dim": 0}, ArgumentValueError, "unsqueeze_dim: expected 1 or 2"),
         ({"pairs": "short"}, ArgumentValueError, r"cos: expected shape \[2 or 1, 5, r / 2\]"),
-        ({"pairs": "odd"}, ArgumentValueError, "pairs: expected 'halves', 'interleaved', 'repeated' or 'short'"),
+        ({"pairs": "odd"}, ArgumentValueError, "pairs: expected 'halves', 'interleaved'.* or 'backwards'"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], text: str) -> None:

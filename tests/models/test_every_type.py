@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import lowtide
 from lowtide.bench import models_case
 from lowtide.bench.models_case import COMPARED, DIFFERENT, FELL_BACK, FUSED, NOT_BUILT, check, types
+from lowtide.measure.allocations import track_allocations
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what models of all ages say when they are built
@@ -53,6 +55,23 @@ def test_a_type_that_cannot_be_built_says_why():
     row = check("image-text", "pix2struct")
     assert row["status"] == NOT_BUILT
     assert "flattened_patches" in row["why"]
+
+
+@pytest.mark.parametrize(("model_type", "inner"), [("blip", "text_decoder"), ("nemotron_h_omni", "language_model")])
+def test_a_model_around_one_with_a_head_names_it(model_type, inner):
+    make, extra = models_case._maker("image-text", model_type, 0)
+    stock, model = make(), make()
+    why = lowtide.patch(model).parts["loss"].outcome
+    assert f"its {inner} has one: pass that to patch, with scoring=True" in why
+    lowtide.unpatch(model)
+    report = lowtide.patch(model.get_submodule(inner), scoring=True, options=models_case.OPTIONS)
+    ids = {**models_case.batch(0), **extra}
+    with track_allocations() as seen:
+        got = models_case._run(model, ids)
+    assert models_case.rows_of_logits(seen, model) == []
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+    noise = models_case._noise(stock, make(), ids)
+    assert models_case.difference(got, models_case._run(stock, ids), noise) is None
 
 
 def wrong_loss(loss):

@@ -102,7 +102,10 @@ def test_attention_patched_later_has_the_globals_of_then(build, batch, monkeypat
     assert calls == ["eager_attention_forward"] * 2
     attention = type(second.model.layers[0].self_attn)
     q, tables = torch.randn(2, 3, 5, 8), torch.randn(2, 5, 8)
-    turn = rope_part._rotating(attention.__mro__[1].forward, False, "halves", True).__globals__["apply_rotary_pos_emb"]
+    stock = attention.__mro__[1]
+    _, found = rope_part.find(second.model.layers[0].self_attn, stock)
+    turn = rope_part._rotating(stock.forward, *found).__globals__["apply_rotary_pos_emb"]
+    calls.clear()
     turn(q=q, k=q, cos=tables, sin=tables)  # by name: stock code
     assert calls[-1] == "apply_rotary_pos_emb"
 

@@ -1,5 +1,7 @@
 """Norms and rotations are known by their numbers: what looks like one and computes something else is left alone."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,8 +99,8 @@ def attention(turn):
     scope = {"apply_rotary_pos_emb": turn, "nn": nn}
     exec(
         "class Attention(nn.Module):\n"
-        "    def forward(self, q, k, cos, sin):\n"
-        "        return apply_rotary_pos_emb(q, k, cos, sin)\n",
+        "    def forward(self, *args, **kwargs):\n"
+        "        return apply_rotary_pos_emb(*args, **kwargs)\n",
         scope,
     )
     return scope["Attention"]()
@@ -138,6 +140,36 @@ def turn_one(x, cos, sin, unsqueeze_dim=1):
     return stock_turn(x, x, cos, sin, unsqueeze_dim)[0]
 
 
+def turn_one_twice(x, cos, sin, unsqueeze_dim=1):
+    return turn_one(turn_one(x, cos, sin, unsqueeze_dim), cos, sin, unsqueeze_dim)
+
+
+def turn_one_without_batch(x, cos, sin):
+    return turn_one(x.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), 2).squeeze(0)
+
+
+def turn_with_tables_exchanged(q, k, cos, sin, unsqueeze_dim=1):
+    return stock_turn(q, k, sin, cos, unsqueeze_dim)
+
+
+def turn_to_halves(q, k, cos, sin, unsqueeze_dim=1):
+    c, s = (t[..., : t.shape[-1] // 2].unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    pairs = ((x[..., ::2], x[..., 1::2]) for x in (q, k))
+    return tuple(torch.cat((a * c - b * s, b * c + a * s), -1) for a, b in pairs)
+
+
+def turn_by_complex(q, k, table):
+    def turned(x):
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * table[:, :, None]).flatten(-2).type_as(x)
+
+    return turned(q), turned(k)
+
+
+def turn_by_conjugate(q, k, table):
+    return turn_by_complex(q, k, table.conj())
+
+
 def turn_clamped_in_float16(q, k, cos, sin, unsqueeze_dim=1):
     turned = stock_turn(q, k, cos, sin, unsqueeze_dim)
     return tuple(x.clamp(-0.5, 0.5) for x in turned) if q.dtype == torch.float16 else turned
@@ -156,8 +188,9 @@ def turn_in_place(q, k, cos, sin, unsqueeze_dim=1):
 @pytest.mark.parametrize(
     ("turn", "fused"),
     [
-        (stock_turn, True), (turn_the_last, False), (turn_pairs, True), (turn_the_other_way, False),
-        (turn_one, False), (turn_clamped_in_float16, False), (turn_in_place, False),
+        (stock_turn, True), (turn_the_last, False), (turn_pairs, True), (turn_the_other_way, True),
+        (turn_one_twice, False), (turn_clamped_in_float16, False), (turn_in_place, False),
+        (turn_with_tables_exchanged, False), (turn_by_conjugate, False),
         (lambda q, k, cos, sin: (q, k), False),
     ],
 )  # fmt: skip
@@ -185,3 +218,58 @@ def test_a_rotation_is_what_its_numbers_say(turn, fused, monkeypatch):
     assert torch.equal(turned_alone[0], turn(q, k, cos, sin)[0])
     assert len(calls) == 3
     assert plain_forward(module).__globals__["apply_rotary_pos_emb"] is turn
+
+
+def arguments_of(turn, shapes):
+    """Return heads that are trained, and tables: one complex one where the function takes such."""
+    g = torch.Generator().manual_seed(0)
+    kinds = [torch.complex64 if name == "table" else torch.float32 for name in inspect.signature(turn).parameters]
+    args = [torch.randn(shape, generator=g, dtype=kind) for shape, kind in zip(shapes, kinds, strict=False)]
+    return [x.requires_grad_(x.dim() > args[-1].dim()) for x in args]
+
+
+@pytest.mark.parametrize(
+    ("turn", "shapes"),
+    [
+        (turn_to_halves, [(2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)]),
+        (turn_one, [(2, 3, 5, 8), (2, 5, 8), (2, 5, 8)]),
+        (turn_one, [(2, 3, 5, 8), (1, 5, 4), (1, 5, 4)]),
+        (turn_one_without_batch, [(5, 3, 8), (5, 8), (5, 8)]),
+        (turn_one_without_batch, [(2, 5, 3, 8), (5, 6), (5, 6)]),
+        (turn_by_complex, [(2, 5, 3, 8), (2, 5, 1, 8), (2, 5, 4)]),
+        (turn_by_complex, [(2, 5, 3, 8), (2, 5, 1, 8), (1, 5, 4)]),
+    ],
+)
+def test_how_a_function_takes_its_arguments(turn, shapes, ran):
+    module = attention(turn)
+    give_class(module, "rope", rope_part.overrides, *rope_part.find(module, type(module))[1])
+    args = arguments_of(turn, shapes)
+    flipped = [x.conj() if x.is_complex() else x for x in args]
+    for given in (args, flipped):
+        ran.clear()
+        results = [f(*given) for f in (module, turn)]
+        assert ran["rotary"] == 1
+        got, expected = ([one] if isinstance(one, torch.Tensor) else one for one in results)
+        torch.testing.assert_close(got, expected)
+        trained = [x for x in given if x.requires_grad]
+        upstream = [torch.randn_like(x) for x in expected]
+        gradients = [torch.autograd.grad(outs, trained, upstream) for outs in (got, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+def test_calls_of_another_form_are_stock(ran):
+    by_complex = attention(turn_by_complex)
+    give_class(by_complex, "rope", rope_part.overrides, *rope_part.find(by_complex, type(by_complex))[1])
+    q, k, table = arguments_of(turn_by_complex, [(2, 5, 3, 8), (2, 5, 1, 8), (2, 5, 4)])
+    for q_then in (q.double(), q):
+        got, expected = (f(q_then, k, table if q_then is not q else table.real) for f in (by_complex, turn_by_complex))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    alone = attention(turn_one)
+    give_class(alone, "rope", rope_part.overrides, *rope_part.find(alone, type(alone))[1])
+    x, cos, sin = arguments_of(turn_one, [(2, 5, 5, 8), (2, 5, 8), (2, 5, 8)])
+    by_name = {"x": x, "cos": cos, "sin": sin}
+    for args, kwargs in (((x, cos, sin), {"unsqueeze_dim": -2}), ((), by_name), ((x, cos, sin, 2), {})):
+        assert torch.equal(alone(*args, **kwargs), turn_one(*args, **kwargs))
+    assert not ran
+    alone(x, cos, sin, unsqueeze_dim=2)
+    assert ran["rotary"] == 1

@@ -35,6 +35,7 @@ def _heads_together(times: int) -> _Rule:
 _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"(type|task_type)_vocab_size|chunk_size.*|.*positions?(_embeddings)?", lambda v, _: v),
     (r".*(patch_size|image_size|channels)", lambda v, _: v),
+    (r"ffn_expansion|num_filters", _at_most(2)),  # of a width, and what each stage of convolutions doubles
     (r".*vocab_size.*|num_embeddings", _at_most(VOCAB)),
     (r".*(experts_per_tok(en)?|num_selected_experts|moe_top_?k|moe_k|expert_top_k)|top_k_experts", _at_most(2)),
     (r".*(n_group|n_groups|topk_group|num_expert_groups?|ngroups)", _at_most(1)),

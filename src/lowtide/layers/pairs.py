@@ -1,24 +1,39 @@
 """Which two values of a head a rotary embedding rotates together, and where their angle is in the tables."""
 
-from enum import Enum
+from typing import Literal, NamedTuple
+
+Places = tuple[int, int]  # the step from pair to pair, and how far apart the two of a pair are
 
 
-class Pairs(Enum):
-    """Where the pairs of a head's first r values are, and the entries of cos and sin for them."""
+class Pairs(NamedTuple):
+    """Where the pairs of a head's r rotated values are, before and after, and the entries of cos and sin for them."""
 
-    HALVES = "halves"  # value i of either half; entries too
-    INTERLEAVED = "interleaved"  # neighbours; entries too
-    REPEATED = "repeated"  # neighbours, of which both have the entry of the table's first half
-    SHORT = "short"  # value i of either half, of which both have the one entry of tables half as wide
+    read: Literal["halves", "neighbours"]
+    written: Literal["halves", "neighbours"]
+    # "each": where the values are read; for both "first": in the table's first half, "short": in tables half as wide
+    entries: Literal["each", "first", "short"]
+    backwards: bool = False  # by the negative angle
+    last: bool = False  # a head's last r values are rotated, not its first
 
     def count(self, entries: int) -> int:
         """Return how many pairs a table with so many entries per position is for."""
-        return entries if self is Pairs.SHORT else entries // 2
+        return entries if self.entries == "short" else entries // 2
 
-    def places(self, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return, of the values and then of the tables, the step from pair to pair, and how far apart the two are."""
-        values = (1, half) if self in (Pairs.HALVES, Pairs.SHORT) else (2, 1)
-        return values, (1, 0) if self in (Pairs.REPEATED, Pairs.SHORT) else values
+    def places(self, half: int, *, inverse: bool) -> tuple[Places, Places, Places]:
+        """Return the places of the values read and written, by the ``inverse`` or not, and of the table's entries."""
+        halves, neighbours = (1, half), (2, 1)
+        read, written = (halves if side == "halves" else neighbours for side in (self.read, self.written))
+        table = read if self.entries == "each" else (1, 0)
+        return (written, read, table) if inverse else (read, written, table)
 
 
-PAIRS = {kind.value: kind for kind in Pairs}  # a look-up takes the host less time than a call of the class
+PAIRS = {
+    "halves": Pairs("halves", "halves", "each"),
+    "interleaved": Pairs("neighbours", "neighbours", "each"),
+    "repeated": Pairs("neighbours", "neighbours", "first"),
+    "short": Pairs("halves", "halves", "short"),
+    "deinterleaved": Pairs("neighbours", "halves", "first"),
+    "short_interleaved": Pairs("neighbours", "neighbours", "short"),
+    "trailing": Pairs("neighbours", "neighbours", "short", last=True),
+    "backwards": Pairs("halves", "halves", "each", backwards=True),
+}

@@ -37,10 +37,10 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys rotated by their positions' angles: ``x * cos + rotate_half(x) * sin`` for every head.
 
-    ``rotate_half`` maps (a, b), the halves of a head's first r values, to (-b, a); values from r on are unchanged. This
+    ``rotate_half`` maps (a, b), the halves of a head's first r values, to (-b, a); the others are unchanged. This
     is transformers' convention for Llama, Mistral, Qwen, Gemma, OLMo, Phi and most others; a factor for attention
-    (YaRN, LongRoPE) is part of ``cos`` and ``sin``, as there. With interleaved ``pairs``, neighbours (a, b) become
-    (-b, a), as in Cohere, GLM and Ernie 4.5.
+    (YaRN, LongRoPE) is part of ``cos`` and ``sin``, as there. Other ``pairs`` are neighbours, as in Cohere, GLM and
+    DeepSeek.
 
     On an NVIDIA GPU one kernel rotates queries and keys, and one their gradients, in float32, each result rounded once.
     Elsewhere, and in float64, it is PyTorch's own arithmetic. Only ``cos`` and ``sin`` are saved for backward. Results
@@ -53,9 +53,12 @@ def rotary(
         sin: Of the same shape and dtype.
         unsqueeze_dim: 1; or 2 where ``q`` and ``k`` are [B, T, H, d].
         promote: Return the dtype that PyTorch promotes q and cos to, instead of q's.
-        pairs: ``"halves"``; ``"interleaved"``, where entry i of a table is for value i (Cohere); or ``"repeated"``:
-            interleaved as well, and entry i of a table's first half is for both values of pair i (GLM); or
-            ``"short"``: halves, and tables have r / 2 entries, one for both values of a pair (gpt-oss).
+        pairs: ``"halves"``; ``"interleaved"``, neighbours (a, b), where entry i of a table is for value i (Cohere);
+            ``"repeated"``, neighbours, and entry i of a table's first half is for both values of pair i (GLM);
+            ``"deinterleaved"``, the same, with the results as halves: first all a, then all b (DeepSeek); ``"short"``
+            and ``"short_interleaved"``, halves (gpt-oss) and neighbours (GPT-J, Llama 4) with tables of r / 2 entries,
+            one for both values of a pair; ``"trailing"``, the same neighbours, but of a head's last r values
+            (DeepSeek-V4); or ``"backwards"``, halves rotated by the negative angle (nanochat).
 
     Returns:
         tuple[Tensor, Tensor]: The new queries and keys, of the shapes of ``q`` and ``k``.
@@ -137,7 +140,7 @@ def _why_not_shapes(
     B, T, d = q.shape[0], q.shape[time], q.shape[3]
     if (k.shape[0], k.shape[time], k.shape[3]) != (B, T, d):
         return ArgumentValueError(message("k", f"q's sizes {list(q.shape)} but for the heads", str(list(k.shape))))
-    each = 2 if pairs is Pairs.SHORT else 1  # values for an entry
+    each = 2 if pairs.entries == "short" else 1  # values for an entry
     if (
         cos.dim() != 3
         or cos.shape[0] not in (1, B)
@@ -167,12 +170,15 @@ def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = _outputs(*args)
     if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
         with undisturbed(call.q.device):
-            half = PAIRS[call.pairs].count(call.cos.shape[-1])
-            values, entries = PAIRS[call.pairs].places(half)
-            tables = [side for t in (call.cos, call.sin) for side in _sides(t.unsqueeze(1), half, *entries)]
+            pairs = PAIRS[call.pairs]
+            half = pairs.count(call.cos.shape[-1])
+            read, written, entries = pairs.places(half, inverse=call.inverse)
+            sin = -call.sin if pairs.backwards else call.sin
+            tables = [side for t in (call.cos, sin) for side in _sides(t.unsqueeze(1), half, *entries)]
             for x, out in ((call.q, q_out), (call.k, k_out)):
-                _rotate_into(_sides(out, half, *values), _sides(x, half, *values), tables, inverse=call.inverse)
-                out[..., 2 * half :].copy_(x[..., 2 * half :])
+                (old, old_rest), (new, new_rest) = (_parts(t, 2 * half, last=pairs.last) for t in (x, out))
+                _rotate_into(_sides(new, half, *written), _sides(old, half, *read), tables, inverse=call.inverse)
+                new_rest.copy_(old_rest)
         return q_out, k_out
     from lowtide.layers.kernels.rotary import rotate_heads
 
@@ -194,6 +200,11 @@ def why_no_kernel(q: Tensor, cos: Tensor) -> str | None:
 @cache
 def _why_no_kernel(device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype) -> str | None:
     return why_not_row(device, dtype, 1) or why_not_row(device, table_dtype, 1)
+
+
+def _parts(x: Tensor, r: int, *, last: bool) -> tuple[Tensor, Tensor]:
+    """Return views of a head's first r values, or its last, and of its others."""
+    return (x[..., x.shape[-1] - r :], x[..., : x.shape[-1] - r]) if last else (x[..., :r], x[..., r:])
 
 
 def _sides(x: Tensor, half: int, step: int, apart: int) -> tuple[Tensor, Tensor]:

@@ -50,13 +50,16 @@ def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
     return None
 
 
-def why_not_patch_head(head: nn.Module | None, why_not_linear: str | None) -> str | None:
+def why_not_patch_head(model: nn.Module, head: nn.Module | None, why_not_linear: str | None) -> str | None:
     """Return why ``head``, what a model's output embedding is or calls, cannot return lazy logits.
 
     ``why_not_linear`` is why it is not a linear layer, with adapters or without.
     """
     if head is None:
-        return "the model has no output embedding"
+        heads = {name: getattr(m, "get_output_embeddings", lambda: None)() for name, m in model.named_modules()}
+        inner = next((name for name, head in heads.items() if head is not None), None)
+        hint = "" if inner is None else f"; its {inner} has one: pass that to patch, with scoring=True"
+        return f"the model has no output embedding{hint}"
     if part_of(head) is not None:
         return "another patched model has this output embedding"
     if why_not_linear is not None:

@@ -129,7 +129,7 @@ def adopt_head(model: Any, state: LossState) -> None:
     if not known and is_free(head, state) and is_on_top(head):  # a copy whose wrapper was taken off
         take_class_back(head)
     state.head = None
-    state.why_not = None if known else eligibility.why_not_patch_head(head, why_not_linear(head))
+    state.why_not = None if known else eligibility.why_not_patch_head(model, head, why_not_linear(head))
     name = "-" if head is None else next((name for name, child in model.named_modules() if child is head), "")
     if state.why_not is None:
         state.head = head

@@ -64,7 +64,8 @@ def patch(
             experts with their weights in one module run by grouped GEMMs. All of these get an
             attribute ``checkpoint_level``, 0 at first, as `lowtide.swiglu_mlp` takes it.
         norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
-        rope: Whether attention that calls ``apply_rotary_pos_emb`` rotates by `lowtide.layers.rotary`.
+        rope: Whether attention that calls a rotary embedding (``apply_rotary_pos_emb`` and others with "rotary" in
+            their names) rotates by `lowtide.layers.rotary`.
         scoring: Whether calls without labels build no logits either where only log-probabilities, their sums or argmax
             are read of them, as in an evaluation. It needs ``loss``. See also `scoring`.
         options: How `lowtide.linear_cross_entropy` is to run.

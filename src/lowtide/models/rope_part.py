@@ -1,110 +1,179 @@
 """The part `rope` of `lowtide.patch`: attention whose rotary embedding runs as `lowtide.layers.rotary`.
 
-An attention is a module whose forward calls a global function ``apply_rotary_pos_emb``; a probe calls it to find what
-it computes. The patched attention has the same code with globals of its own, in which that name is our function. These
-globals are a copy: after a name that the code uses has got another value, the stock code runs.
+An attention is a module whose forward uses global functions with "rotary" in their names, such as
+``apply_rotary_pos_emb``; a probe calls each to find what it computes and how it takes its arguments. The patched
+attention has the same code with globals of its own, in which these names are our functions. These globals are a copy:
+after a name that the code uses has got another value, the stock code runs.
 """
 
 import dis
+import functools
 import inspect
+from collections.abc import Iterator
+from itertools import product
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.code import Code, names_of
 from lowtide.layers import rotary
-from lowtide.layers.pairs import PAIRS, Pairs
+from lowtide.layers.pairs import PAIRS
 from lowtide.layers.rope import checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
 from lowtide.models.probe import DTYPES, ProbedCode, is_like, outcome, random
 
-_NAME = "apply_rotary_pos_emb"
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
 _WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
+# What a function may take, in this order: queries and keys or one of them, and the tables.
+_COMPLEX = ("q", "k", "cos + i sin")
+_ORDERS = (("q", "k", "cos", "sin"), ("x", "cos", "sin"), ("x", "sin", "cos"), _COMPLEX)
+# A layout is the axis of the heads, which the tables lack; or: tables [T, r] beside [T, H, d] or [B, T, H, d].
+_FLAT = 0
+_Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+class _Form(NamedTuple):
+    """What a function of an attention computes, as arguments of `rotary`, and how it takes its own."""
+
+    order: tuple[str, ...]
+    layouts: tuple[int, ...]  # those it can be called for: two where an argument ``unsqueeze_dim`` chooses
+    pairs: str
+    promote: bool
+    double: bool  # float64 is rotated in float64, as lowtide does; else the stock code rotates it
+
+
+_Forms = tuple[tuple[str, _Form], ...]  # of each name
+
+
+def _rotations(forward: FunctionType) -> dict[str, Any]:
+    """Return the global functions that a forward uses and that are rotary embeddings by their names."""
+    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if "rotary" in name}
+    return {name: value for name, value in named.items() if callable(value)}
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether the module's forward calls a rotary embedding by its usual name."""
+    """Whether the module's forward uses a function that is a rotary embedding by its name."""
     if part_of(module) is not None:  # patched: `find` looks at the stock forward
         return True
     forward = inspect.unwrap(type(module).forward)
-    return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
+    return isinstance(forward, FunctionType) and bool(_rotations(forward))
 
 
-def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool, str, bool]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:
     """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
     forward = base.forward
     why_not = why_not_forward(module, base)
     if why_not is not None:
         return why_not
-    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType) or not _rotations(forward):
         return "its forward is wrapped in another function"
     if "globals" in names_of(forward.__code__) or any(i.opname in _WRITES for i in dis.get_instructions(forward)):
         return "its forward writes to globals of its module"
-    stock = forward.__globals__[_NAME]
-    cases = [(dtypes, dim) for dtypes in DTYPES for dim in (1, 2)]
-    for pairs in (kind.value for kind in Pairs):
-        entries = _SIZES[-1] // (2 if pairs == Pairs.SHORT.value else 1)
-        mixed = _outcome(stock, torch.bfloat16, torch.float32, entries, 1)
-        promote = isinstance(mixed, tuple) and isinstance(mixed[0], Tensor) and mixed[0].dtype == torch.float32
-        if all(_computes(stock, promote, pairs, dtypes, entries, dim) for dtypes, dim in cases):
-            break
-    else:
-        return f"its {_NAME} is not of the form rotary(q, k, cos, sin), halves or neighbours rotated"
-    partial = _outcome(stock, *DTYPES[0], entries // 2, 1)
-    if not isinstance(partial, Exception) and not _computes(stock, promote, pairs, DTYPES[0], entries // 2, 1):
-        return f"its {_NAME} rotates a part of a head in another way"
-    double = _computes(stock, promote, pairs, (torch.float64, torch.float64), entries, 1)
-    which = "" if pairs == Pairs.HALVES.value else f" (pairs {pairs})"
-    return f"rotates queries and keys by lowtide.layers.rotary{which}", (promote, pairs, double)
+    forms = {name: _form_of(stock) for name, stock in _rotations(forward).items()}
+    found = tuple((name, form) for name, form in forms.items() if form is not None)
+    others = ", ".join(name for name, form in forms.items() if form is None)
+    if not found:
+        orders = " or ".join(f"({', '.join(order)})" for order in _ORDERS)
+        return f"its {others} does not take {orders}, or rotates other pairs than lowtide.layers.rotary"
+    pairs = sorted({form.pairs for _, form in found})
+    which = f" (pairs {', '.join(pairs)})" if pairs != ["halves"] else ""
+    stay = f", but not by its {others}" if others else ""
+    return f"rotates queries and keys by lowtide.layers.rotary{which}{stay}", (found,)
 
 
-def _inputs(x_dtype: torch.dtype, table_dtype: torch.dtype, r: int, dim: int) -> tuple[Tensor, ...]:
+def _form_of(stock: Any) -> _Form | None:
+    """Return what a function computes, None if `rotary` does not."""
+    for order, layouts, pairs in product(_ORDERS, ((1, 2), (_FLAT,), (1,), (2,)), PAIRS):
+        form, first = _Form(order, layouts, pairs, promote=False, double=False), layouts[0]
+        _, mixed = next(_probes(stock, form, first, (torch.bfloat16, torch.float32)))
+        if not isinstance(mixed[0], Tensor):
+            continue
+        form = form._replace(promote=mixed[0].dtype == torch.float32)
+        every = [dtypes for dtypes in DTYPES if order != _COMPLEX or dtypes[1] == torch.float32]
+        if not all(_computes(stock, form, layout, dtypes) for dtypes in every for layout in layouts):
+            continue
+        if _computes(stock, form, first, DTYPES[0], share=2) is not False:
+            return form._replace(double=bool(_computes(stock, form, first, (torch.float64, torch.float64))))
+    return None
+
+
+def _probes(
+    stock: Any, form: _Form, layout: int, dtypes: _Dtypes, share: int = 1
+) -> Iterator[tuple[list[Tensor], tuple[Any, ...]]]:
+    """Yield random arguments in each shape of a layout, the tables for a ``share`` of a head, and the results."""
     B, T, Hq, Hk, d = _SIZES
-    shapes = ((B, Hq, T, d), (B, Hk, T, d)) if dim == 1 else ((B, T, Hq, d), (B, T, Hk, d))
-    # a third: in float64 no number of float32, which shows where that is computed in
-    q, k = (random(*shape, seed=i).to(x_dtype) / 3 for i, shape in enumerate(shapes))
-    cos, sin = (random(B, T, r, seed=i).to(table_dtype) / 3 for i in (2, 3))
+    r = d // share // (2 if PAIRS[form.pairs].entries == "short" else 1)
+    shapes = [[(B, Hq, T, d), (B, Hk, T, d), (B, T, r)] if layout == 1 else [(B, T, Hq, d), (B, T, Hk, d), (B, T, r)]]
+    if layout == _FLAT:
+        shapes = [[(T, Hq, d), (T, Hk, d), (T, r)], [*shapes[0][:2], (T, r)]]
+    chosen = {"unsqueeze_dim": 2} if layout == 2 and len(form.layouts) == 2 else {}
+    for q_shape, k_shape, table in shapes:
+        # a third: in float64 no number of float32, which shows where that is computed in
+        q, k = (random(*shape, seed=i).to(dtypes[0]) / 3 for i, shape in enumerate((q_shape, k_shape)))
+        cos, sin = (random(*table, seed=i).to(dtypes[1]) / 3 for i in (2, 3))
+        given = {"q": q, "x": q, "k": k, "cos": cos, "sin": sin}
+        args = [given[name] if name in given else torch.complex(cos, sin) for name in form.order]
+        got = outcome(functools.partial(stock, *args, **chosen))
+        yield args, got if isinstance(got, tuple) and got else (got,)
+
+
+def _computes(stock: Any, form: _Form, layout: int, dtypes: _Dtypes, share: int = 1) -> bool | None:
+    """Return whether a function computes what `rotary` does by ``form``; None if it raises."""
+    tolerance = _ROUNDINGS * torch.finfo(dtypes[0]).eps
+    dim = 1 if layout == 1 else 2
+    for args, got in _probes(stock, form, layout, dtypes, share):
+        if isinstance(got[0], Exception):
+            return None
+        operands = _operands(form.order, layout, args)
+        rotated = rotary(*operands, unsqueeze_dim=dim, promote=form.promote, pairs=form.pairs)
+        expected = _results(form.order, layout, args, rotated)
+        if len(got) != len(expected) or not all(
+            is_like(a, b) and bool(((a - b).abs() <= tolerance * b.abs().amax()).all())
+            for a, b in zip(got, expected, strict=True)
+        ):
+            return False
+    return True
+
+
+def _operands(order: tuple[str, ...], layout: int, args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the queries, keys and tables of a call; beside one tensor, keys of no heads."""
+    if order == _COMPLEX:
+        q, k, (cos, sin) = args[0], args[1], torch.view_as_real(args[2].resolve_conj()).unbind(-1)
+    elif "k" in order:
+        q, k, cos, sin = args
+    else:
+        q, (cos, sin) = args[0], args[1:] if order[1] == "cos" else args[:0:-1]
+        heads = 1 if layout == 1 else q.dim() - 2
+        k = q.new_empty([0 if axis == heads else size for axis, size in enumerate(q.shape)])
+    if layout == _FLAT:
+        q, k = (x if x.dim() == 4 else x.unsqueeze(0) for x in (q, k))
+        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
     return q, k, cos, sin
 
 
-def _outcome(stock: Any, x_dtype: torch.dtype, table_dtype: torch.dtype, r: int, dim: int) -> Any:
-    inputs = _inputs(x_dtype, table_dtype, r, dim)
-    return outcome(lambda: stock(*inputs) if dim == 1 else stock(*inputs, unsqueeze_dim=dim))
+def _results(order: tuple[str, ...], layout: int, args: Any, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return what a function returns for these arguments, one result as a tuple."""
+    if layout == _FLAT:
+        rotated = rotated[0].view_as(args[0]), rotated[1].view_as(args[1]) if "k" in order else rotated[1]
+    return rotated if "k" in order else rotated[:1]
 
 
-def _computes(stock: Any, promote: bool, pairs: str, dtypes: tuple[torch.dtype, torch.dtype], r: int, dim: int) -> bool:
-    x_dtype, table_dtype = dtypes
-    got = _outcome(stock, x_dtype, table_dtype, r, dim)
-    q, k, cos, sin = _inputs(x_dtype, table_dtype, r, dim)
-    expected = rotary(q, k, cos, sin, unsqueeze_dim=dim, promote=promote, pairs=pairs)
-    if not isinstance(got, tuple) or len(got) != 2:
-        return False
-    tolerance = _ROUNDINGS * torch.finfo(x_dtype).eps
-    return all(
-        is_like(a, b) and bool(((a - b).abs() <= tolerance * b.abs().amax()).all())
-        for a, b in zip(got, expected, strict=True)
-    )
-
-
-def overrides(base: Any, promote: bool, pairs: str, double: bool) -> dict[str, Any]:
-    """Return what a patched attention does differently from ``base``: the same code, another global.
-
-    ``double``: float64 is rotated in float64, as lowtide does; else the stock code rotates it.
-    """
-    rotating = _rotating(base.forward, promote, pairs, double)
+def overrides(base: Any, forms: _Forms) -> dict[str, Any]:
+    """Return what a patched attention does differently from ``base``: the same code, other globals."""
+    rotating = _rotating(base.forward, forms)
 
     def look() -> Code:
         nonlocal rotating
-        rotating = _rotating(base.forward, promote, pairs, double)
+        rotating = _rotating(base.forward, forms)
         stock = base.forward
-        return Code((), functions=(stock.__globals__[_NAME],), shallow=(stock,), attributes=((base, "forward"),))
+        turns = [stock.__globals__[name] for name, _ in forms]
+        return Code((), functions=turns, shallow=(stock,), attributes=((base, "forward"),))
 
-    probed = ProbedCode(base, look, None, lambda attention: find(attention, base)[1:] == ((promote, pairs, double),))
+    probed = ProbedCode(base, look, None, lambda attention: find(attention, base)[1:] == ((forms,),))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if probed.differs(self):
@@ -114,23 +183,33 @@ def overrides(base: Any, promote: bool, pairs: str, double: bool) -> dict[str, A
     return with_forward(base, forward, **{PROBED: probed})
 
 
-def _rotating(stock: FunctionType, promote: bool, pairs: str, double: bool) -> FunctionType:
-    """Return ``stock`` with our rotation among its globals."""
-    turn: Any = stock.__globals__[_NAME]
-
-    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        dim = kwargs.get("unsqueeze_dim", 1)
-        if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs) or has_nothing_to_save(args[0]):
-            return turn(*args, **kwargs)
-        if not is_ordinary(args, ()) or why_not_rotary(*args, dim, PAIRS[pairs]) is not None:
-            return turn(*args, **kwargs)
-        if args[0].dtype == torch.float64 and not double:
-            return turn(*args, **kwargs)
-        return checked_rotary(*args, dim, promote, pairs)
-
+def _rotating(stock: FunctionType, forms: _Forms) -> FunctionType:
+    """Return ``stock`` with our rotations among its globals."""
     # Without the module's name torch.compile looks names up here, and not in the module.
     own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
-    own[_NAME] = apply_rotary_pos_emb
+    own |= {name: _rotation(own[name], *form) for name, form in forms}
     forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
     forward.__kwdefaults__ = stock.__kwdefaults__
     return forward
+
+
+def _rotation(
+    stock: Any, order: tuple[str, ...], layouts: tuple[int, ...], pairs: str, promote: bool, double: bool
+) -> Any:
+    """Return a function that rotates as ``stock`` does, of a form."""
+
+    def rotation(*args: Any, **kwargs: Any) -> Any:
+        layout = kwargs.get("unsqueeze_dim", layouts[0])
+        if len(args) != len(order) or len(kwargs) != ("unsqueeze_dim" in kwargs) or layout not in layouts:
+            return stock(*args, **kwargs)
+        if has_nothing_to_save(args[0]) or not is_ordinary(args, ()):
+            return stock(*args, **kwargs)
+        if (args[0].dtype == torch.float64 and not double) or args[-1].dtype.is_complex != (order == _COMPLEX):
+            return stock(*args, **kwargs)
+        operands, dim = _operands(order, layout, args), 1 if layout == 1 else 2
+        if why_not_rotary(*operands, dim, PAIRS[pairs]) is not None:
+            return stock(*args, **kwargs)
+        results = _results(order, layout, args, checked_rotary(*operands, dim, promote, pairs))
+        return results if "k" in order else results[0]
+
+    return rotation
