@@ -65,7 +65,8 @@ def _backward(
 def _fake_projections(*fields: Any) -> tuple[Tensor, Tensor]:
     call = SwigluCall(*fields)
     shape = (call.tokens, call.down_shape[1])
-    return call.input.new_empty(shape, dtype=call.dtype), call.input.new_empty(shape, dtype=call.dtype)
+    gate, up = (call.input.new_empty(shape, dtype=call.saved_dtype) for _ in range(2))
+    return gate, up
 
 
 def _fake_output(*args: Any) -> Tensor:
