@@ -20,8 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.models import VOCAB, batch_of, fused, gradients, model_of, same, same_mean, step
+from distributed.models import VOCAB, batch_of, counted, fused, gradients, model_of, qlora, same, same_mean, step
 from lowtide.measure.collectives import counted_collectives
+from lowtide.models import mlp_part
 from support import relative_error
 
 
@@ -252,6 +253,28 @@ def policies() -> None:
             same_on_joined(counted_step(model, batch_of(rank))[0], joined)
         fused(report, 2)
         assert all(row.patched for row in report.parts.values()), str(report)
+
+
+def weights_in_4_bits() -> None:
+    """QLoRA: the MLPs run fused over whole weights that FSDP2 gathers, patched before or after it shards them."""
+    if (model := qlora()) is None:
+        return
+    stock = copy.deepcopy(model)
+    shard(stock.base_model.model, "root", None)
+    for level, first in ((0, True), (1, False)):
+        ours = copy.deepcopy(model)
+        if first:
+            lowtide.patch(ours)
+        shard(ours.base_model.model, "root", None)
+        report = lowtide.patch(ours)
+        assert report.parts["mlp"].patched, str(report)
+        for layer in ours.base_model.model.model.layers:
+            layer.mlp.checkpoint_level = level
+        with counted(mlp_part, "adapted_mlp") as calls:
+            for _ in range(2):
+                got, want = (step(one, batch_of(dist.get_rank())) for one in (ours, stock))
+                same(got, want)
+        assert calls == [4]
 
 
 def a_loss_that_never_comes() -> None:

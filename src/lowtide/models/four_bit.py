@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.code import Code
+from lowtide.distributed.zero import shape_of
 from lowtide.mlp.packed import Packed
 from lowtide.models.eligibility import plain_class
 from lowtide.models.probe import agree, outcome, random
@@ -47,15 +48,26 @@ def why_not_packed(linear: Any) -> str | None:
 
 
 def _why_not_weight(linear: Any) -> str | None:
-    weight, bnb = linear.weight, sys.modules["bitsandbytes"]
-    state = getattr(weight, "quant_state", None)
-    if type(weight) is not bnb.nn.Params4bit or state is None:
-        return "is a Linear4bit whose weight is not quantised yet, or sharded"
+    weight, state = linear.weight, _state_of(linear)
+    if state is None:
+        return "is a Linear4bit whose weight is not quantised yet: move the model to its device, then patch again"
     if getattr(state, "packing_format_for_cpu", False):
         return "is a Linear4bit whose weight an evaluation on this CPU has packed in another order"
-    if weight.requires_grad or tuple(state.shape) != (linear.out_features, linear.in_features):
+    shape = linear.out_features, linear.in_features
+    if weight.requires_grad or tuple(state.shape) != shape or shape_of(weight)[1:] != (1,):
         return "is a Linear4bit of another form than bitsandbytes makes it"
     return None
+
+
+def _state_of(linear: Any) -> Any:
+    """Return what dequantises the weight of a `Linear4bit`: of FSDP2's Parameter in its place the layer has it."""
+    state = getattr(linear.weight, "quant_state", None)
+    return linear.quant_state if state is None else state
+
+
+def is_here(weight: Tensor) -> bool:
+    """Whether a weight in 4 bits is itself on this device: FSDP2's shards outside of their module's call are not."""
+    return type(weight) in (sys.modules["bitsandbytes"].nn.Params4bit, nn.Parameter)
 
 
 def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
@@ -72,12 +84,12 @@ def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
 
 def packed_weight(linear: Any, dtype: torch.dtype) -> Packed:
     """Return the weight of a `Linear4bit` for GEMMs in ``dtype``."""
-    return Packed.of(linear.weight, linear.weight.quant_state, dtype)
+    return Packed.of(linear.weight, _state_of(linear), dtype)
 
 
 def kind_of(linear: Any) -> str:
     """Return the name of a `Linear4bit`'s data type, as in "NF4"."""
-    return str(linear.weight.quant_state.quant_type).upper()
+    return str(_state_of(linear).quant_type).upper()
 
 
 def rounds_input(module: nn.Module) -> bool:
