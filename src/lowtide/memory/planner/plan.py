@@ -237,6 +237,7 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
             job.operand == torch.float32
         ),
         "the temporaries of experts are an estimate": shape.experts > 0,
+        "experts stay in 16 or 32 bits: transformers puts none into 4": bool(shape.experts and shape.four_bit),
         "experts are not fused: their saved bytes are those of transformers' grouped_mm": (
             shape.experts > 0 and not job.fused_mlp
         ),
