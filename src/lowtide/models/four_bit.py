@@ -1,4 +1,4 @@
-"""bitsandbytes' `Linear4bit` (NF4, FP4) as the fused MLP runs it: its packed weight, dequantised for each GEMM.
+"""bitsandbytes' `Linear4bit` (NF4, FP4) as fused parts run it: its packed weight, dequantised for each use.
 
 With x its input and W its dequantised weight such a layer computes ``x W^T + b`` in its ``compute_dtype`` and returns
 it in the dtype of x. A probe checks once for each class that it does so.
@@ -16,6 +16,7 @@ from lowtide.code import Code
 from lowtide.distributed.zero import shape_of
 from lowtide.mlp.packed import Packed
 from lowtide.models.eligibility import plain_class
+from lowtide.models.instance import BASE
 from lowtide.models.probe import agree, outcome, random
 
 _IN, _OUT = 64, 6  # of the twin: 64 values share a scale
@@ -30,12 +31,18 @@ _known: dict[tuple[type, Any], tuple[str | None, Code]] = {}
 def is_four_bit(module: nn.Module) -> bool:
     """Whether the module is a `Linear4bit` of bitsandbytes, or one of its own subclasses for NF4 and FP4."""
     bnb = sys.modules.get("bitsandbytes")
-    return bnb is not None and plain_class(module) in (bnb.nn.Linear4bit, bnb.nn.LinearNF4, bnb.nn.LinearFP4)
+    return bnb is not None and _class_of(module) in (bnb.nn.Linear4bit, bnb.nn.LinearNF4, bnb.nn.LinearFP4)
+
+
+def _class_of(module: nn.Module) -> Any:
+    """Return the class of a layer beneath FSDP2's, and beneath ours if it is a patched output embedding."""
+    kind = plain_class(module)
+    return getattr(kind, BASE, kind)
 
 
 def why_not_packed(linear: Any) -> str | None:
-    """Return why the fused MLP cannot read this `Linear4bit`'s weight now, or None."""
-    kind: Any = plain_class(linear)
+    """Return why fused parts cannot read this `Linear4bit`'s weight now, or None."""
+    kind = _class_of(linear)
     key = (kind, kind.forward)
     if key not in _known:
         if torch.compiler.is_compiling():

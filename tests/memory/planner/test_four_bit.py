@@ -121,7 +121,7 @@ def test_a_model_of_70_billion_fits_on_one_gpu() -> None:
         ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, {}, "modules, got model.layers.0.mlp"),
         ({"llm_int8_skip_modules": ["down_proj"]}, {}, "got down_proj. Plan its config without"),
         ({"llm_int8_skip_modules": []}, {}, "expected the output layer among llm_int8_skip_modules, got \\[\\]"),
-        ({"llm_int8_skip_modules": ["vision_tower"]}, {}, "An output layer in 4 bits builds the logits"),
+        ({"llm_int8_skip_modules": ["vision_tower"]}, {}, "An output layer in 4 bits is not planned"),
         ({"bnb_4bit_compute_dtype": "float32"}, {"dtype": "bfloat16"}, "expected bfloat16, .* got float32. Set it"),
         ({"load_in_4bit": False, "load_in_8bit": True}, {}, "expected unset, .* got bitsandbytes in 8 bits"),
     ],

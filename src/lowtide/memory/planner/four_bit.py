@@ -47,7 +47,7 @@ def four_bit(settings: Mapping[str, Any]) -> str:
         expected = "no linear layer inside the layers among llm_int8_skip_modules"
         raise ArgumentValueError(message("quantization_config", expected, inside[0], hint))
     if skipped is not None and not any(name.rpartition(".")[2] in _HEADS for name in names):
-        hint = "An output layer in 4 bits builds the logits: add 'lm_head', or leave llm_int8_skip_modules out."
+        hint = "An output layer in 4 bits is not planned: add 'lm_head', or leave llm_int8_skip_modules out."
         expected = "the output layer among llm_int8_skip_modules"
         raise ArgumentValueError(message("quantization_config", expected, f"{names}", hint))
     return NESTED if config.get("bnb_4bit_use_double_quant") else SINGLE
