@@ -256,8 +256,8 @@ def policies() -> None:
 
 
 def weights_in_4_bits() -> None:
-    """QLoRA: the MLPs run fused over whole weights that FSDP2 gathers, patched before or after it shards them."""
-    if (model := qlora()) is None:
+    """QLoRA: MLPs and head run fused over whole weights that FSDP2 gathers, patched before or after it shards them."""
+    if (model := qlora(skip=())) is None:
         return
     stock = copy.deepcopy(model)
     shard(stock.base_model.model, "root", None)
@@ -275,6 +275,7 @@ def weights_in_4_bits() -> None:
                 got, want = (step(one, batch_of(dist.get_rank())) for one in (ours, stock))
                 same(got, want)
         assert calls == [4]
+        fused(report, 2)
 
 
 def a_loss_that_never_comes() -> None:

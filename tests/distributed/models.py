@@ -55,8 +55,8 @@ def model_of(family: str = "llama", *, dtype: torch.dtype = torch.float32, **set
     return model.to(DEVICE, dtype).train()
 
 
-def qlora(**settings: Any) -> Any:
-    """A model with its layers in 4 bits, stored as float32, which FSDP2 and ZeRO-3 can shard, and LoRA on MLPs.
+def qlora(skip: tuple[str, ...] = ("lm_head",)) -> Any:
+    """A model in 4 bits but for ``skip``, stored as float32, which FSDP2 and ZeRO-3 can shard, with LoRA on MLPs.
 
     None where bitsandbytes or peft is not installed.
     """
@@ -64,7 +64,7 @@ def qlora(**settings: Any) -> Any:
         return None
     from peft import LoraConfig, get_peft_model
 
-    model = in_four_bits(model_of(**settings), torch.float32, quant_storage=torch.float32)
+    model = in_four_bits(model_of(), torch.float32, skip=skip, quant_storage=torch.float32)
     lora = LoraConfig(r=2, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
     return get_peft_model(model, lora).train()
 
