@@ -53,16 +53,16 @@ _ON_DEVICE = (
 
 def _checksum(values: Tensor) -> Tensor | int:
     """Return the sum, modulo 2^64, of all bits times odd factors that depend on the index: a number on a CPU."""
-    bits = values.view(INTEGERS[values.element_size()]).long()
+    bits = values.long()
     total = bits.mul_(torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
     return int(total) if total.is_cpu else total
 
 
 def _diagonal(p: Tensor) -> Tensor:
-    """Return values of ``p`` along its diagonals."""
+    """Return values of ``p`` along its diagonals, their bits: autocast's torch.cat refuses the other 16-bit dtype."""
     flat = p.detach() if p.is_contiguous() else p.detach().contiguous()
     step = _stride(p.shape)
-    return flat.as_strided((-(-p.numel() // step),), (step,))
+    return flat.view(INTEGERS[p.element_size()]).as_strided((-(-p.numel() // step),), (step,))
 
 
 @cache
