@@ -246,14 +246,16 @@ def test_peak_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("joined", ["", "gate first"])
 @pytest.mark.parametrize("level", [0, 1])
-def test_operators(joined: str, level: int) -> None:
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_operators(x_dtype: torch.dtype, joined: str, level: int) -> None:
     torch.manual_seed(0)
     shapes = [(2 * 57, 34), (34, 57)] if joined else [(57, 34), (57, 34), (34, 57)]
     weights: list[Any] = [packed(layer(*shape, torch.float32, "nf4 nested"), torch.float32) for shape in shapes]
     if joined:
         weights.insert(1, None)
     settings = {"activation": "silu", "checkpoint_level": level, "tile_tokens": 4, "joined": joined}
-    call = SwigluCall.of((torch.randn(2, 5, 34), *weights, None, None, None), dtype=torch.float32, **settings)
+    x = torch.randn(2, 5, 34).to(x_dtype)
+    call = SwigluCall.of((x, *weights, None, None, None), dtype=torch.float32, **settings)
     torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(call))
     saved = torch.ops.lowtide.swiglu_projections(*call) if level == 0 else (torch.empty(0),) * 2
     torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*call, *saved))

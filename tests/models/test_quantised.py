@@ -333,6 +333,11 @@ def test_replaced_code_and_weights_that_are_not_quantised(quantised, batch, ran,
     model.model.layers[0].mlp.up_proj = bnb.nn.Linear4bit(64, 128, bias=False, quant_type="nf4")
     report = lowtide.patch(model)
     assert any("not quantised yet" in line.outcome for line in (report.parts["mlp"], *report.parts["mlp"].more))
+    model = quantised("4bit")
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(torch.randn(128, 64), requires_grad=False)  # the layer has the old one's state still
+    report = lowtide.patch(model)
+    assert any("of another form" in line.outcome for line in (report.parts["mlp"], *report.parts["mlp"].more))
 
 
 def test_compiled_without_graph_breaks(quantised, batch, ran):

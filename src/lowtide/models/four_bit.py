@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.code import Code
-from lowtide.distributed.zero import shape_of
 from lowtide.mlp.packed import Packed
 from lowtide.models.eligibility import plain_class
 from lowtide.models.instance import BASE
@@ -60,8 +59,8 @@ def _why_not_weight(linear: Any) -> str | None:
         return "is a Linear4bit whose weight is not quantised yet: move the model to its device, then patch again"
     if getattr(state, "packing_format_for_cpu", False):
         return "is a Linear4bit whose weight an evaluation on this CPU has packed in another order"
-    shape = linear.out_features, linear.in_features
-    if weight.requires_grad or tuple(state.shape) != shape or shape_of(weight)[1:] != (1,):
+    dense = type(weight) is nn.Parameter and weight.shape[1:] != (1,)  # put in place of the packed one
+    if dense or weight.requires_grad or tuple(state.shape) != (linear.out_features, linear.in_features):
         return "is a Linear4bit of another form than bitsandbytes makes it"
     return None
 
