@@ -181,7 +181,10 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     lighter = [name for name in OPTIMIZERS if name != job.optimizer and search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
     if states > budget:
-        ways = "take more GPUs" if job.adapters is not None else "train adapters (LoRA), or take more GPUs"
+        ways = "take more GPUs"
+        if job.adapters is None or not job.shape.four_bit:
+            smaller = "put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)"
+            ways = f"{'train adapters (LoRA)' if job.adapters is None else smaller}, or {ways}"
         way_out = "" if lighter else f": {ways}"
         helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB{way_out}")
     else:
