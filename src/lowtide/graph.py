@@ -249,7 +249,8 @@ def keep_stored(ctx: Any, stored: Sequence[Any], sources: Sequence[Tensor | None
     """
     compiling = torch.compiler.is_compiling()
     # so that second derivatives are an error; in memory until backward, as the gradients are
-    ctx.stored, ctx.sources = tuple(stored), () if compiling else sources
+    trained = () if compiling else [x for x in sources if x is not None and x.requires_grad]
+    ctx.stored, ctx.sources = tuple(stored), trained
     # a dispatch mode, such as that of selective checkpointing, may hold the results of forward
     ctx.shared = not compiling and torch._C._len_torch_dispatch_stack() > 0
 

@@ -20,9 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.models import VOCAB, batch_of, counted, fused, gradients, model_of, same, same_mean, step
+from distributed.models import VOCAB, batch_of, counted, fused, gradients, model_of, qlora, same, same_mean, step
 from lowtide.measure.collectives import counted_collectives
-from lowtide.models import experts_part
+from lowtide.models import experts_part, mlp_part
 from support import relative_error
 
 
@@ -276,6 +276,29 @@ def experts_in_units_of_their_own() -> None:
             for _ in range(2):
                 same(step(model, batch), step(stock, batch), (first, level))
         assert calls == [4], f"{first} {level}"
+
+
+def weights_in_4_bits() -> None:
+    """QLoRA: MLPs and head run fused over whole weights that FSDP2 gathers, patched before or after it shards them."""
+    if (model := qlora(skip=())) is None:
+        return
+    stock = copy.deepcopy(model)
+    shard(stock.base_model.model, "root", None)
+    for level, first in ((0, True), (1, False)):
+        ours = copy.deepcopy(model)
+        if first:
+            lowtide.patch(ours)
+        shard(ours.base_model.model, "root", None)
+        report = lowtide.patch(ours)
+        assert report.parts["mlp"].patched, str(report)
+        for layer in ours.base_model.model.model.layers:
+            layer.mlp.checkpoint_level = level
+        with counted(mlp_part, "adapted_mlp") as calls:
+            for _ in range(2):
+                got, want = (step(one, batch_of(dist.get_rank())) for one in (ours, stock))
+                same(got, want)
+        assert calls == [4]
+        fused(report, 2)
 
 
 def a_loss_that_never_comes() -> None:

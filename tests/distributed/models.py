@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import lowtide
 from distributed.launch import DEVICE
+from four_bit import in_four_bits
 from support import relative_error
 
 VOCAB, T = 97, 11  # neither a multiple of 2 or 3
@@ -55,6 +57,20 @@ def model_of(family: str = "llama", *, dtype: torch.dtype = torch.float32, **set
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return model.to(DEVICE, dtype).train()
+
+
+def qlora(skip: tuple[str, ...] = ("lm_head",)) -> Any:
+    """A model in 4 bits but for ``skip``, stored as float32, which FSDP2 and ZeRO-3 can shard, with LoRA on MLPs.
+
+    None where bitsandbytes or peft is not installed.
+    """
+    if find_spec("bitsandbytes") is None or find_spec("peft") is None:
+        return None
+    from peft import LoraConfig, get_peft_model
+
+    model = in_four_bits(model_of(), torch.float32, skip=skip, quant_storage=torch.float32)
+    lora = LoraConfig(r=2, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, lora).train()
 
 
 def batch_of(stream: int = 0) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import lowtide
 from distributed.fsdp_cases import Functional
 from distributed.launch import DEVICE, main
-from distributed.models import SHAPE, batch_of, counted, fused, model_of
+from distributed.models import SHAPE, batch_of, counted, fused, model_of, qlora
 from lowtide.measure.timing import peak_above
 from lowtide.models import experts_part
 
@@ -450,6 +450,16 @@ def adapters() -> None:
         assert gathered(engine) == set(), saved
         layer = engine.module.base_model.model.model.layers[0].mlp
         assert len(layer._external_params) == 9, "the MLP was not fused"
+
+
+def weights_in_4_bits() -> None:
+    """QLoRA: a fused MLP gathers the weights in 4 bits of the layers inside it."""
+    if (model := qlora()) is None:
+        return
+    engine, _ = trains_as_stock("4 bits", model)
+    assert gathered(engine) == set()
+    mlp = engine.module.base_model.model.model.layers[0].mlp
+    assert {id(p) for p in mlp._external_params.values()} == {id(p) for p in mlp.parameters()}, "it was not fused"
 
 
 class Distilled(nn.Module):

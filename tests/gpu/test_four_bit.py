@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from typing import Any
@@ -123,6 +124,40 @@ def model_of(level: int | None, *, nested: bool) -> Any:
         assert "NF4 weights dequantised" in report.parts["mlp"].outcome
         apply_policy(model, ActivationPolicy(mlp_level=level))
     return model
+
+
+def test_an_output_embedding_in_4_bits() -> None:
+    """Its loss without logits, beside stock's and beside a float64 one of the dequantised weight."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(**{**CONFIG, **sizes, "num_key_value_heads": 2})
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    models = [in_four_bits(model.train(), torch.bfloat16, skip=())]
+    models.append(copy.deepcopy(models[0]))
+    ids = torch.randint(1, 32000, (1, 4096), device="cuda")
+    report = lowtide.patch(models[0], mlp=False, norm=False, rope=False)
+    assert "NF4 weight dequantised for it" in report.parts["loss"].outcome
+    losses, gradients, peaks = [], [], []
+    for m in models:
+        norm = m.model.norm.weight.requires_grad_()
+
+        def step(m: Any = m, norm: Tensor = norm) -> tuple[Tensor, Tensor]:
+            loss = m(input_ids=ids, labels=ids).loss
+            return loss.detach(), torch.autograd.grad(loss, norm)[0]
+
+        loss, gradient = step()
+        losses.append(loss)
+        gradients.append(gradient)
+        peaks.append(peak_above(step, "cuda"))
+    hidden = models[1].model(input_ids=ids).last_hidden_state.detach().double()
+    head = models[1].lm_head.weight
+    dense = bnb.functional.dequantize_4bit(head.data, head.quant_state).double()
+    true = F.cross_entropy((hidden @ dense.T)[0, :-1], ids[0, 1:])
+    assert relative_error(losses[0], true) <= 1.3 * relative_error(losses[1], true) + 1e-4
+    assert relative_error(*gradients) <= 2e-2
+    assert peaks[0] < peaks[1] / 2
+    assert (report.calls_fused, report.calls_materialised) == (2, 0)
 
 
 def test_a_step_beside_stock_and_beside_its_plan() -> None:

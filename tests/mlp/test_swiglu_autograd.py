@@ -287,3 +287,17 @@ def test_backward_is_that_of_the_functions_that_forward_ran(
     monkeypatch.undo()
     for g, e in zip(found, grads(mlp_oracle(leaves).square().sum(), leaves), strict=True):
         assert relative_error(g, e) < 1e-12
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_weights_of_the_other_16_bits_than_autocasts(level: int) -> None:
+    torch.manual_seed(0)
+    x, *weights = (torch.randn(*shape).bfloat16() for shape in ((5, 8), (12, 8), (12, 8), (8, 12)))
+    weights = [torch.nn.Parameter(w) for w in weights]
+    found = []
+    for run in (lambda: swiglu_mlp(x, *weights, checkpoint_level=level), None):
+        with torch.autocast("cpu", torch.float16, enabled=run is not None):
+            y = run() if run else (F.silu(x @ weights[0].T) * (x @ weights[1].T)) @ weights[2].T
+        found.append([y.float(), *torch.autograd.grad(y.float().sum(), weights)])
+    for got, plain in zip(*found, strict=True):
+        torch.testing.assert_close(got.float(), plain.float(), rtol=0, atol=2e-2 * plain.abs().max().item())

@@ -151,6 +151,20 @@ def test_float64_to_the_last_digits(both, batch, ran):
     assert (report.calls_fused, ran["adapted_mlp"]) == (1, 2)
 
 
+def test_two_adapters_in_bfloat16_under_autocast_to_float16(both, batch, ran):
+    """torch.cat refuses them there; stock adapters are added one by one."""
+    models = both(lora(target_modules=MLP), lora(target_modules=MLP))[:2]
+    values = []
+    for m in models:
+        m.base_model.set_adapter(["default", "more0"])
+        for name, p in m.named_parameters():
+            p.data = p.data.bfloat16() if "lora_" in name else p.data
+        with torch.autocast("cpu", torch.float16):
+            values.append(m(**batch).loss)
+    torch.testing.assert_close(*values, rtol=1e-2, atol=0)
+    assert ran["adapted_mlp"] == 2
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("adapter_dtype", ["float32", "bfloat16"])
 def test_in_bfloat16_no_further_from_the_truth(autocast, adapter_dtype, both, batch):

@@ -1,11 +1,14 @@
 """bitsandbytes' layers, loaded as transformers loads them: MLPs in 4 bits run fused, other layers as they came."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 
 import lowtide
+from lowtide.mlp.packed import Packed
 from models.conftest import DYNAMO, assert_same_training, expect_calls
 
 transformers = pytest.importorskip("transformers")
@@ -55,12 +58,15 @@ def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch, ran):
     head_is_plain, mlp_is_plain = "lm_head" in skip, "up_proj" in skip
     assert type(stock.lm_head) is (torch.nn.Linear if head_is_plain else getattr(bnb.nn, kind))
     assert type(stock.model.layers[0].mlp.up_proj) is (torch.nn.Linear if mlp_is_plain else getattr(bnb.nn, kind))
-    expect_calls(report, int(head_is_plain), int(not head_is_plain))
+    fused = head_is_plain or bits == "4bit"
+    expect_calls(report, int(fused), int(not fused))
     assert ran["swiglu_mlp"] == 2 * mlp_is_plain
     assert ran["adapted_mlp"] == 2 * (bits == "4bit" and not mlp_is_plain)
-    if not head_is_plain:
-        reason = f"left as it is: the output embedding is a {kind}, not a plain torch.nn.Linear"
-        assert report.parts["loss"].outcome == reason
+    if not head_is_plain and fused:
+        assert report.parts["loss"].outcome.endswith("anything else reads them, NF4 weight dequantised for it")
+    elif not fused:
+        reason = f"left as it is: the output embedding is a {OF_8_BITS.format('')} (list it in llm_int8_skip_modules"
+        assert report.parts["loss"].outcome == f"{reason} to train without logits)"
     if not mlp_is_plain:
         outcomes = {
             "4bit": f"runs as lowtide.swiglu_mlp (silu), which keeps gate and up, {OF_4_BITS}",
@@ -116,12 +122,91 @@ def test_lora_on_a_quantised_head(bits, quantised, batch):
         pair.append(peft.get_peft_model(model, config).train())
     report = lowtide.patch(pair[0])
     compare(*pair, batch)
-    expect_calls(report, 0, 1)
-    assert f"the output embedding is LoRA on a {BITS[bits]}, not on a plain" in str(report)
+    expect_calls(report, int(bits == "4bit"), int(bits == "8bit"))
+    reasons = {
+        "4bit": "LoRA with it, NF4 weight dequantised for it",
+        "8bit": f"the output embedding is LoRA on a {OF_8_BITS.format('on ')} (list it in llm_int8_skip_modules",
+    }
+    assert reasons[bits] in str(report)
 
 
-def test_a_quantised_model_is_saved_and_copied_as_stock(quantised, batch, tmp_path):
-    model, stock = quantised("4bit"), quantised("4bit")
+def head_alone(models):
+    """Train the last norm alone: what is saved for backward and dequantised is the head's."""
+    for m in models:
+        m.model.norm.weight.requires_grad_()
+    return models
+
+
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+def test_a_quantised_head_is_dense_while_its_loss_is_computed(gradient, quantised, batch, monkeypatch):
+    model, stock = head_alone([quantised("4bit", ()) for _ in range(2)])
+    report = lowtide.patch(model, mlp=False, norm=False, options=lowtide.HeadOptions(gradient=gradient))
+    made, dense = [], Packed.dense
+
+    def watched(self):
+        found = dense(self)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Packed, "dense", watched)
+    loss = model(**batch).loss
+    gc.collect()
+    assert len(made) == 1, "one dequantisation for each loss"
+    assert (made[0]() is None) == (gradient == "forward"), "dX is computed in forward, and W is freed"
+    loss.backward()
+    gc.collect()
+    assert [one() for one in made] == [None]
+    expected = stock(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model.model.norm.weight.grad, stock.model.norm.weight.grad)
+    expect_calls(report, 1)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_head_computes_in_its_own_dtype(dtype, compute, autocast, quantised, batch):
+    """Stock code where that is not the hidden states' or autocast's, which our loss computes in."""
+    model, stock = head_alone([quantised("4bit", (), dtype=dtype, bnb_4bit_compute_dtype=compute) for _ in range(2)])
+    report = lowtide.patch(model, mlp=False, norm=False, rope=False)
+    values, logits, gradients = [], [], []
+    for m in (model, stock):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = m(**batch)
+        values.append(out.loss.float())
+        gradients.append(torch.autograd.grad(out.loss, m.model.norm.weight)[0].float())
+        logits.append(out.logits)
+    ours = compute == (torch.bfloat16 if autocast else dtype)
+    expect_calls(report, int(ours), int(not ours))
+    assert logits[0].dtype == logits[1].dtype == dtype
+    torch.testing.assert_close(*logits)
+    close = 1e-5 if compute == dtype == torch.float32 and not autocast else 2e-2
+    torch.testing.assert_close(*values, rtol=close, atol=0)
+    torch.testing.assert_close(*gradients, rtol=0, atol=close * gradients[1].abs().max().item())
+    if not ours:
+        assert "its bnb_4bit_compute_dtype, not in" in str(report)
+
+
+def test_a_quantised_head_scores_evaluates_and_compiles(quantised, batch):
+    model, stock = quantised("4bit", ()), quantised("4bit", ())
+    report = lowtide.patch(model, scoring=True)
+    ids = batch["input_ids"]
+    found = [m(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]) for m in (model, stock)]
+    torch.testing.assert_close(*found)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
+    expect_calls(report, 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
+    expect_calls(report, 2, 1)
+    assert "weight is a Params4bit, not a plain Parameter" in str(report)
+
+
+@pytest.mark.parametrize("skip", [(), ("lm_head",)], ids=len)
+def test_a_quantised_model_is_saved_and_copied_as_stock(skip, quantised, batch, tmp_path):
+    model, stock = quantised("4bit", skip), quantised("4bit", skip)
     lowtide.patch(model)
     other = copy.deepcopy(model)
     torch.testing.assert_close(other(**batch).loss, stock(**batch).loss)
@@ -248,6 +333,11 @@ def test_replaced_code_and_weights_that_are_not_quantised(quantised, batch, ran,
     model.model.layers[0].mlp.up_proj = bnb.nn.Linear4bit(64, 128, bias=False, quant_type="nf4")
     report = lowtide.patch(model)
     assert any("not quantised yet" in line.outcome for line in (report.parts["mlp"], *report.parts["mlp"].more))
+    model = quantised("4bit")
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(torch.randn(128, 64), requires_grad=False)  # the layer has the old one's state still
+    report = lowtide.patch(model)
+    assert any("of another form" in line.outcome for line in (report.parts["mlp"], *report.parts["mlp"].more))
 
 
 def test_compiled_without_graph_breaks(quantised, batch, ran):

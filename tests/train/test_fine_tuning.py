@@ -289,3 +289,23 @@ def test_a_base_in_4_bits(
     assert all(isinstance(weight, Packed) for weight in calls)
     assert ["double" in one.job.shape.four_bit for one in plans] == [nested]
     assert plans[0].job.shape.four_bit
+
+
+def test_a_budget_is_planned_in_the_dtype_that_the_checkpoint_has(
+    pretrained: Path, tune: Tune, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    narrow = tmp_path / "narrow"
+    AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.bfloat16).save_pretrained(narrow)
+    AutoTokenizer.from_pretrained(pretrained).save_pretrained(narrow)
+    plans = []
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        plans.append(plan_memory(*args, **kwargs))
+        return plans[-1]
+
+    monkeypatch.setattr("lowtide.train.activations.plan_memory", plan)
+    arguments = tune(model=narrow, dtype="auto", **{"max-steps": 1})
+    lowtide.done(*arguments, "--memory-budget", "1GiB", "--output", tmp_path / "out")
+    assert [one.job.dtype for one in plans] == [torch.bfloat16]

@@ -251,6 +251,7 @@ def test_defaults_are_the_libraries_except_those_that_help_names(pretrained: Pat
         (True, {"dataset_kwargs": "{}"}, ["--dataset_kwargs", "--columns"]),
         (False, {"use_liger_kernel": "true"}, ["--use_liger_kernel", "--no-patch"]),
         (False, {"adam_beta1": None, "lr_scheduler_type": "cosin"}, ["lr_scheduler_type", "cosin"]),
+        (True, {"load_in_4bit": "true", "dtype": "auto"}, ["--dtype", "got auto", "Give --dtype bfloat16"]),
     ],
 )
 def test_a_value_that_a_library_refuses_is_one_error(

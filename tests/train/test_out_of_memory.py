@@ -15,6 +15,7 @@ import torch
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
+from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
 from lowtide.train.advice import OutOfMemory, advise
@@ -97,6 +98,7 @@ def advice(
     dtype: str = "float32",
     seq_len: int = 8192,
     padded: bool = False,
+    four_bit: bool = False,
     arguments: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:
@@ -118,6 +120,8 @@ def advice(
     }
     shape = model_config(config.model, vocab_size=0)
     shape._attn_implementation = "sdpa"
+    if four_bit:
+        shape.quantization_config = config_of(nested=False)
     names = [f"layers.{i}.q_proj.lora_A.default.weight" for i in range(2 if adapters is not None else 0)]
     model = SimpleNamespace(config=shape, named_parameters=lambda: [(name, None) for name in names])
     monkeypatch.setattr("lowtide.train.activations.has_levels", lambda model: levels)
@@ -242,6 +246,10 @@ def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch
     text = advice(5, monkeypatch)
     assert "Nothing fits in 5.00 GiB" in text
     assert "--use_peft" in text
+    for four_bit in (False, True):
+        text = advice(1, monkeypatch, adapters=Adapters(16), four_bit=four_bit)
+        assert "(--dtype bfloat16)" in text
+        assert ("--load_in_4bit" in text) != four_bit
 
 
 @pytest.mark.parametrize("text", ["16 x all", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])

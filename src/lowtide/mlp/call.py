@@ -206,6 +206,11 @@ class SwigluCall(NamedTuple):
         return self.tokens, self.down_shape[1]
 
     @property
+    def saved_dtype(self) -> torch.dtype:
+        """Return the dtype of gate and up while they are saved: the input's if that is narrower than the GEMMs'."""
+        return min(self.dtype, self.input.dtype, key=lambda dtype: dtype.itemsize)
+
+    @property
     def wide(self) -> torch.dtype:
         """Return the dtype of sums over tiles."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

@@ -18,7 +18,7 @@ _CUBIC = 0.044715
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
-    """Write ``act(gate) * up`` into ``out``, which may be one of the two; all contiguous [C, F] of one dtype."""
+    """Write ``act(gate) * up`` into ``out``, of any dtype, which may be one of the two; all contiguous [C, F]."""
     if has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 

@@ -106,6 +106,11 @@ class ExpertsCall(NamedTuple):
         """Return the dtype of the output."""
         return self.input.dtype
 
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Return the dtype of gate and up while they are saved."""
+        return self.dtype
+
 
 class Inner(NamedTuple):
     """Gate and up of all rows, without their bias."""

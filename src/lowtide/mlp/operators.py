@@ -182,7 +182,7 @@ class Operators:
 
     def _fake_projections(self, *fields: Any) -> Any:
         call = self._call(*fields)
-        made = tuple(call.input.new_empty(call.projections_shape, dtype=call.dtype) for _ in range(self._count))
+        made = tuple(call.input.new_empty(call.projections_shape, dtype=call.saved_dtype) for _ in range(self._count))
         return made if len(made) > 1 else made[0]
 
     def _fake_output(self, *args: Any) -> Tensor:

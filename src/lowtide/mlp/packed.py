@@ -54,7 +54,8 @@ class Packed:
         data, scales, *outer = (tensor.as_subclass(Tensor) for tensor in self.tensors)  # a Parameter's class has rules
         start, stop, step = (self.rows or slice(None)).indices(F)
         shared = block * max(1, outer_block)  # values
-        apart = step == 1 and start * D % shared == 0 and (stop == F or stop * D % shared == 0)
+        # No block may cross rows: bitsandbytes' AVX512 kernel has other scales for these, by where the first row is.
+        apart = step == 1 and D % block == 0 and start * D % shared == 0 and (stop == F or stop * D % shared == 0)
         if apart and stop - start < F:  # rows that share no scale with others: those alone
 
             def part(tensor: Tensor, values: int) -> Tensor:

@@ -19,17 +19,20 @@ from lowtide.mlp.products import RowSum, Sum, multiply
 def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
     """Return gate and up [N, F]."""
     gate, up, _ = _projections(call)
-    x_ND = _rows(call.input)
+    x_ND, dtype = _rows(call.input), call.saved_dtype
     tiles = call.tiles()
     if len(tiles) == 1:
         x = _operand(x_ND, call.dtype)
-        return gate.output(x, None, 0), up.output(x, None, 0)
+        return gate.output(x, None, 0).to(dtype), up.output(x, None, 0).to(dtype)
     shape = (call.tokens, call.down_shape[1])
-    gate_NF, up_NF = (x_ND.new_empty(shape, dtype=call.dtype) for _ in range(2))
+    gate_NF, up_NF = (x_ND.new_empty(shape, dtype=dtype) for _ in range(2))
     for tile in tiles:
         x = _operand(x_ND[tile], call.dtype)
-        gate.output(x, gate_NF[tile], tile.start)
-        up.output(x, up_NF[tile], tile.start)
+        for projection, out in ((gate, gate_NF[tile]), (up, up_NF[tile])):
+            if dtype == call.dtype:
+                projection.output(x, out, tile.start)
+            else:
+                out.copy_(projection.output(x, None, tile.start))
     return gate_NF, up_NF
 
 
@@ -47,7 +50,7 @@ def forward_tiles(call: SwigluCall, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
             x = _operand(_part(x_ND, tile), call.dtype)
             g, u = gate.output(x, None, tile.start), up.output(x, None, tile.start)
             del x
-        p = torch.empty_like(g) if saved else g
+        p = torch.empty_like(g, dtype=call.dtype) if saved else g
         gated(g, u, call.activation, p)
         del g, u
         down.output(p, _part(y_ND, tile), tile.start)
@@ -131,6 +134,8 @@ def _backward_tile(
         x = _operand(x, call.dtype)
     if sides:
         u, g = sides.pop(), sides.pop()
+        if g.dtype != call.dtype:
+            g, u, in_place = g.to(call.dtype), u.to(call.dtype), True
     else:
         g, u = gate.output(x, None, start), up.output(x, None, start)
         in_place = True

@@ -279,7 +279,8 @@ def _adapter(adapters: Sequence[LowRankAdapter]) -> Adapter | None:
     scales = {float(adapter.scale) for adapter in adapters}
     scale = scales.pop() if len(scales) == 1 else 1.0
     sides = [adapter.b.weight if not scales else adapter.b.weight * adapter.scale for adapter in adapters]
-    return Adapter(torch.cat([adapter.a.weight for adapter in adapters]), torch.cat(sides, 1), scale, 0.0)
+    with torch.autocast(sides[0].device.type, enabled=False):  # whose torch.cat refuses the other 16-bit dtype
+        return Adapter(torch.cat([adapter.a.weight for adapter in adapters]), torch.cat(sides, 1), scale, 0.0)
 
 
 def _bias(layer: AdaptedLinear) -> Tensor | None:

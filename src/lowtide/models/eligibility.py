@@ -70,22 +70,25 @@ def why_not_patch_head(model: nn.Module, head: nn.Module | None, why_not_linear:
     return f"the output embedding {style}" if isinstance(style, str) else None
 
 
-def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call of an unsharded head must return real logits."""
+def why_not_lazy(head: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> str | None:
+    """Return why this call of an unsharded head must return real logits.
+
+    ``dtype`` is the one that its weight is dequantised to if it is in 4 bits, else None.
+    """
     bias = head.bias
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
-    if type(head.weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+    if (dtype is None and type(head.weight) is not nn.Parameter) or not (bias is None or type(bias) is nn.Parameter):
         return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
     if type(hidden) is not Tensor:
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
-    return why_not_now(head, hidden)
+    return why_not_now(head, hidden, dtype)
 
 
-def why_not_now(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call must return real logits, for any type of tensors."""
+def why_not_now(head: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> str | None:
+    """Return why this call must return real logits, for any type of tensors; ``dtype`` as for `why_not_lazy`."""
     if not hidden.is_floating_point():
         return f"the hidden states are a {type(hidden).__name__} of {hidden.dtype}"
-    if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
+    if hidden.dtype != (dtype or head.weight.dtype) and not is_autocast_on(hidden.device.type):
         return "hidden states and output embedding differ in dtype"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "a torch.func transform or forward-mode differentiation is active"

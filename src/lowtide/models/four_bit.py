@@ -1,4 +1,4 @@
-"""bitsandbytes' `Linear4bit` (NF4, FP4) as the fused MLP runs it: its packed weight, dequantised for each GEMM.
+"""bitsandbytes' `Linear4bit` (NF4, FP4) as fused parts run it: its packed weight, dequantised for each use.
 
 With x its input and W its dequantised weight such a layer computes ``x W^T + b`` in its ``compute_dtype`` and returns
 it in the dtype of x. A probe checks once for each class that it does so.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowtide.code import Code
 from lowtide.mlp.packed import Packed
 from lowtide.models.eligibility import plain_class
+from lowtide.models.instance import BASE
 from lowtide.models.probe import agree, outcome, random
 
 _IN, _OUT = 64, 6  # of the twin: 64 values share a scale
@@ -29,12 +30,18 @@ _known: dict[tuple[type, Any], tuple[str | None, Code]] = {}
 def is_four_bit(module: nn.Module) -> bool:
     """Whether the module is a `Linear4bit` of bitsandbytes, or one of its own subclasses for NF4 and FP4."""
     bnb = sys.modules.get("bitsandbytes")
-    return bnb is not None and plain_class(module) in (bnb.nn.Linear4bit, bnb.nn.LinearNF4, bnb.nn.LinearFP4)
+    return bnb is not None and _class_of(module) in (bnb.nn.Linear4bit, bnb.nn.LinearNF4, bnb.nn.LinearFP4)
+
+
+def _class_of(module: nn.Module) -> Any:
+    """Return the class of a layer beneath FSDP2's, and beneath ours if it is a patched output embedding."""
+    kind = plain_class(module)
+    return getattr(kind, BASE, kind)
 
 
 def why_not_packed(linear: Any) -> str | None:
-    """Return why the fused MLP cannot read this `Linear4bit`'s weight now, or None."""
-    kind: Any = plain_class(linear)
+    """Return why fused parts cannot read this `Linear4bit`'s weight now, or None."""
+    kind = _class_of(linear)
     key = (kind, kind.forward)
     if key not in _known:
         if torch.compiler.is_compiling():
@@ -47,15 +54,26 @@ def why_not_packed(linear: Any) -> str | None:
 
 
 def _why_not_weight(linear: Any) -> str | None:
-    weight, bnb = linear.weight, sys.modules["bitsandbytes"]
-    state = getattr(weight, "quant_state", None)
-    if type(weight) is not bnb.nn.Params4bit or state is None:
-        return "is a Linear4bit whose weight is not quantised yet, or sharded"
+    weight, state = linear.weight, _state_of(linear)
+    if state is None:
+        return "is a Linear4bit whose weight is not quantised yet: move the model to its device, then patch again"
     if getattr(state, "packing_format_for_cpu", False):
         return "is a Linear4bit whose weight an evaluation on this CPU has packed in another order"
-    if weight.requires_grad or tuple(state.shape) != (linear.out_features, linear.in_features):
+    dense = type(weight) is nn.Parameter and weight.shape[1:] != (1,)  # put in place of the packed one
+    if dense or weight.requires_grad or tuple(state.shape) != (linear.out_features, linear.in_features):
         return "is a Linear4bit of another form than bitsandbytes makes it"
     return None
+
+
+def _state_of(linear: Any) -> Any:
+    """Return what dequantises the weight of a `Linear4bit`: of FSDP2's Parameter in its place the layer has it."""
+    state = getattr(linear.weight, "quant_state", None)
+    return linear.quant_state if state is None else state
+
+
+def is_here(weight: Tensor) -> bool:
+    """Whether a weight in 4 bits is itself on this device: FSDP2's shards outside of their module's call are not."""
+    return type(weight) in (sys.modules["bitsandbytes"].nn.Params4bit, nn.Parameter)
 
 
 def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
@@ -72,12 +90,12 @@ def gemm_dtype(linear: Any, x: Tensor) -> torch.dtype | None:
 
 def packed_weight(linear: Any, dtype: torch.dtype) -> Packed:
     """Return the weight of a `Linear4bit` for GEMMs in ``dtype``."""
-    return Packed.of(linear.weight, linear.weight.quant_state, dtype)
+    return Packed.of(linear.weight, _state_of(linear), dtype)
 
 
 def kind_of(linear: Any) -> str:
     """Return the name of a `Linear4bit`'s data type, as in "NF4"."""
-    return str(linear.weight.quant_state.quant_type).upper()
+    return str(_state_of(linear).quant_type).upper()
 
 
 def rounds_input(module: nn.Module) -> bool:

@@ -96,6 +96,11 @@ class HeadCall:
         return self.hidden, self.head.weight, self.head.bias
 
     @property
+    def classes(self) -> int:
+        """Return V, or of a sharded head this rank's."""
+        return self.head.weight.shape[0]
+
+    @property
     def linked(self) -> tuple[Tensor | None, ...]:
         """Return `tensors` for autograd's graph; where ZeRO-3 shares them out, without asking a module, who gathers."""
         return self.tensors if self._found is None else self._found

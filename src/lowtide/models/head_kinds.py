@@ -1,6 +1,7 @@
-"""Output embeddings beside a plain linear layer, each with a record of one call: with LoRA, and sharded over ranks.
+"""Output embeddings beside a plain linear layer, with a record of one call: with LoRA, in 4 bits, sharded over ranks.
 
-With LoRA the logits are ``x W^T + b + sum of s_i h_i B_i^T`` with ``h_i = drop(x) A_i^T``, a few numbers per token.
+With LoRA the logits are ``x W^T + b + sum of s_i h_i B_i^T`` with ``h_i = drop(x) A_i^T``, a few numbers per token. A
+weight in 4 bits is dequantised once for what is computed of the logits, and freed after it.
 
 Legend: hidden x [..., D], logits [..., V] of which a rank has V_r, adapters of rank r.
 """
@@ -12,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.arguments import is_dtensor
-from lowtide.distributed.zero import gather_for
+from lowtide.arguments import is_dtensor, operand_dtype
+from lowtide.distributed.zero import gather_for, is_partitioned
 from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks import exchange
 from lowtide.head.ranks.shard import shard_of_dtensor
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora
 from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy, why_not_now
+from lowtide.models.four_bit import gemm_dtype, is_four_bit, is_here, kind_of, packed_weight, rounds_input
 from lowtide.models.head_call import Forward, HeadCall
 from lowtide.models.parallel_style import Style, is_sharded_along, style_aside, style_of, why_not_agreed
 from lowtide.models.report import PatchReport
@@ -32,17 +34,22 @@ _LORA_SHARDED = "has LoRA on a sharded weight"
 
 
 def why_not_linear(head: nn.Module | None) -> str | None:
-    """Return why ``head`` is no linear layer, with LoRA or without."""
-    found = None if head is None else adapted_linear(head)
+    """Return why ``head`` is no linear layer, with LoRA or without, in 4 bits or not."""
+    found = None if head is None else adapted_linear(head, four_bit=True)
     if isinstance(found, AdaptedLinear) and head is not None and is_lora(head) and style_of(found.base) is not None:
         return _LORA_SHARDED
+    if isinstance(found, str) and head is not None and rounds_input(head._modules.get("base_layer") or head):
+        found += " (list it in llm_int8_skip_modules to train without logits)"
     return found if isinstance(found, str) else None
 
 
 def with_what(head: nn.Module) -> str:
-    """Return the report's text about the adapters that are active now."""
-    found = adapted_linear(head) if is_lora(head) else None
-    return ", LoRA with it" if isinstance(found, AdaptedLinear) and found.adapters else ""
+    """Return the report's text about the adapters that are active now, and about a weight in 4 bits."""
+    found = adapted_linear(head, four_bit=True) if is_lora(head) or is_four_bit(head) else ""
+    if isinstance(found, str):
+        return ""
+    packed = f", {kind_of(found.base)} weight dequantised for it" if found.four_bit else ""
+    return ", LoRA with it" * bool(found.adapters) + packed
 
 
 def head_call(
@@ -55,37 +62,43 @@ def head_call(
     if why_not is not None:  # before anything reads the weight: a parametrization computes it anew each time
         return why_not
     if is_dtensor(head.weight):
-        if is_lora(head):
-            return f"the output embedding {_LORA_SHARDED}"
+        if is_lora(head) or is_four_bit(head):
+            return f"the output embedding {_LORA_SHARDED if is_lora(head) else 'is in 4 bits, and sharded'}"
         return sharded_call(head, hidden, report, options)
-    why_not = why_not_lazy(head, hidden)
-    if why_not is not None:
-        return why_not
-    if not is_lora(head):
-        return HeadCall(head, hidden, report, options)
-    layer = adapted_linear(head)
+    if not is_lora(head) and not is_four_bit(head):
+        return why_not_lazy(head, hidden) or HeadCall(head, hidden, report, options)
+    layer = adapted_linear(head, four_bit=True)
     if isinstance(layer, str):
         return f"the output embedding {layer}"
-    why_not = _why_not_inside(head, layer)
+    dtype, packed = None, layer.base.weight if layer.four_bit else None
+    if packed is not None:
+        if type(hidden) is not Tensor or not is_here(packed) or is_partitioned(packed):
+            return "the output embedding is in 4 bits, and sharded, or called with another kind of tensor"
+        dtype, other = gemm_dtype(layer.base, hidden), operand_dtype(hidden)
+        if dtype != other:
+            given = f"{layer.base.compute_dtype}, its bnb_4bit_compute_dtype"
+            return f"the output embedding is in 4 bits and computes in {given}, not in {other}"
+    why_not = why_not_lazy(head, hidden, dtype) or _why_not_inside(head, layer)
     if why_not is not None:
         return why_not
-    parameters = tuple(p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None)
-    if any(type(parameter) is not nn.Parameter for parameter in parameters):
+    parameters = [p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None]
+    if any(type(parameter) is not nn.Parameter for parameter in parameters if parameter is not packed):
         return "a weight of the output embedding's LoRA is not a plain Parameter"
     if not gather_for(head, parameters):
         return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
-    return LoraHeadCall(head, hidden, layer, report, options)
+    return LayerHeadCall(head, hidden, layer, report, options)
 
 
 def _why_not_inside(head: Any, layer: AdaptedLinear) -> str | None:
     """Return why a call of the layers inside may do more than linear layers do."""
-    if are_plain_linears(layer.linears, tuple(module for module in layer.around if module is not head)):
+    others = layer.around + layer.linears[: layer.four_bit]
+    if are_plain_linears(layer.linears[layer.four_bit :], tuple(module for module in others if module is not head)):
         return None
     return "a layer of the output embedding's LoRA has hooks or a forward of its own"
 
 
-class LoraHeadCall(HeadCall):
-    """One call of an output embedding with LoRA; logits built later use the adapters that were active in this call.
+class LayerHeadCall(HeadCall):
+    """One call of an output embedding with LoRA or in 4 bits; logits built later use the adapters of this call.
 
     The adapters' ``h`` [..., r] are computed at once, so that dropout draws where the head's own code draws, and the
     loss and logits built later see the same.
@@ -102,6 +115,17 @@ class LoraHeadCall(HeadCall):
         self._inner = tuple(inner)
         self.only_loss = bool(inner)
         super().__init__(head, hidden, report, options)
+        if layer.four_bit:
+            self.weight_dtype = operand_dtype(hidden)
+
+    @property
+    def classes(self) -> int:
+        """Return V, which the shape of a weight in 4 bits does not have."""
+        return self._layer.base.out_features if self._layer.four_bit else super().classes
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the logits: a layer in 4 bits returns its input's under autocast too."""
+        return self.hidden.dtype if self._layer.four_bit else super().dtype()
 
     def why_not_again(self) -> str | None:
         """Return why the head may do more now than it did then."""
@@ -114,9 +138,11 @@ class LoraHeadCall(HeadCall):
         weights = (parameter for adapter in adapters for parameter in (adapter.b.weight, adapter.b.bias))
         return (self.hidden, base.weight, base.bias, *self._inner, *weights)
 
-    def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:  # noqa: ARG002
+    def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
         hidden, inner = tensors[0], tensors[3 : 3 + len(self._inner)]
-        logits: Tensor = self._layer.base(hidden)
+        assert hidden is not None
+        base = self._layer.base
+        logits = forward(hidden) if base is self.head else base(hidden)
         dtype = logits.dtype
         for adapter, h in zip(self._layer.adapters, inner, strict=True):
             added: Tensor = adapter.b(h)
@@ -131,8 +157,13 @@ class LoraHeadCall(HeadCall):
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return those of the base layer, and the adapters with the rows of their inputs as a keyword argument."""
         base, adapters = self._layer.base, zip(self._inner, self._layer.adapters, strict=True)
+        weight: Tensor = base.weight
+        bias: Tensor | None = base.bias
+        if self._layer.four_bit:
+            weight = packed_weight(base, self.weight_dtype).dense()
+            bias = None if bias is None else bias.to(weight.dtype)
         low_rank = [(rows_of(h, steps), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in adapters]
-        return rows_of(hidden, steps), base.weight, base.bias, {"adapters": low_rank} if low_rank else {}
+        return rows_of(hidden, steps), weight, bias, {"adapters": low_rank} if low_rank else {}
 
 
 plain_cross_entropy: Any = original(F.cross_entropy)

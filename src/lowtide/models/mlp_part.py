@@ -21,7 +21,7 @@ from lowtide.mlp.swiglu import adapted_mlp, plain_mlp
 from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
-from lowtide.models.four_bit import gemm_dtype, is_four_bit, kind_of
+from lowtide.models.four_bit import gemm_dtype, is_four_bit, is_here, kind_of
 from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
 from lowtide.models.parallel_mlp import is_cut_over, is_hooked, mesh_of_mlp, run_sharded
 from lowtide.models.parallel_style import why_not_agreed
@@ -222,8 +222,10 @@ def _projections(
     if isinstance(layers, str) or tuple(map(type, others)) != other_types:
         return None, None
     if _are_plain(layers, others):
-        parameters = _parameters(layers)
-        if probed.differs(mlp, others) or not is_ordinary((x,), parameters) or not gather_for(mlp, parameters):
+        parameters, packed = _parameters(layers), [layer.base.weight for layer in layers if layer.four_bit]
+        if probed.differs(mlp, others) or not is_ordinary((x,), parameters) or not all(map(is_here, packed)):
+            return None, None
+        if not gather_for(mlp, (*parameters, *packed)):
             return None, None
         return (layers if why_not_together(layers) is None and _fits(x, layers) else None), None
     # Up to the agreement, all that is checked is equal on all ranks.

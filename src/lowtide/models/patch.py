@@ -39,12 +39,13 @@ def patch(
     wherever it is computed, is then `lowtide.linear_cross_entropy` of the hidden states; gathered log-probabilities,
     logsumexp and argmax need no logits either. Anything else that reads the logits (``outputs.logits`` later, another
     loss, a metric) gets real ones, built on first use and counted in the report. The loss uses float32 logits, even if
-    the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, plain, with
-    peft's LoRA or in its modules_to_save; others (other adapters, quantised weights) stay unmodified, and the report
-    says why. A plain one may be sharded over ranks by classes, as PyTorch's ``ColwiseParallel`` or transformers'
-    ``tp_plan`` does; then either all ranks read the logits or none does. ``torch.compile`` of the
-    model has a graph without logits for the same losses. With ``scoring`` calls without labels return lazy logits too,
-    except those for one token of each sequence, as in generation.
+    the model would have rounded its own to its dtype first. The output embedding is a ``torch.nn.Linear``, or one of
+    bitsandbytes in 4 bits, plain, with peft's LoRA or in its modules_to_save; others (other adapters, weights in 8
+    bits) stay unmodified, and the report says why. A plain one may be sharded over ranks by classes, as PyTorch's
+    ``ColwiseParallel`` or transformers' ``tp_plan`` does; then either all ranks read the logits or none does.
+    ``torch.compile`` of the model has a graph without logits for the same losses, unless the weight is in 4 bits. With
+    ``scoring`` calls without labels return lazy logits too, except those for one token of each sequence, as in
+    generation.
 
     The other parts: lowtide runs each candidate module's own code on a few random rows beside its own operation. Where
     they disagree the module stays unmodified, with the reason in the report. In training and in evaluation a patched

@@ -34,7 +34,7 @@ class RecordedLogits(Tensor):
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return the logits of ``call``, before any operation."""
-        like = torch.empty((*call.hidden.shape[:-1], call.head.weight.shape[0]), dtype=call.dtype(), device="meta")
+        like = torch.empty((*call.hidden.shape[:-1], call.classes), dtype=call.dtype(), device="meta")
         return cls._make(call, (), like, None, grad_mode=torch.is_grad_enabled())
 
     @classmethod

@@ -93,7 +93,7 @@ def planned_job(run: RunState) -> dict[str, Any]:
         ArgumentValueError: the planner does not have the optimizer.
     """
     args, model, batch = run.settings.args, run.model, run.batch
-    weights = getattr(torch, str(run.settings.model.dtype), torch.float32)
+    weights = getattr(torch, str(run.settings.model.dtype), model.config.dtype)  # "auto": as the checkpoint has them
     return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,

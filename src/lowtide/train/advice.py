@@ -127,7 +127,8 @@ def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
         )
     ways = ["train adapters (--use_peft --dtype bfloat16)"] if job.adapters is None else []
     if job.adapters is not None and settings.model.dtype == "float32":
-        ways.append("store the frozen weights in 16 bits (--dtype bfloat16) or in 4 (--load_in_4bit)")
+        in_4 = "" if job.shape.four_bit else " or in 4 (--load_in_4bit)"
+        ways.append(f"store the frozen weights in 16 bits (--dtype bfloat16){in_4}")
     elif job.adapters is not None and not job.shape.four_bit:
         ways.append("store the frozen weights in 4 bits (--load_in_4bit)")
     if memory.states > limit / 8:

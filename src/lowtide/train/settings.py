@@ -146,6 +146,9 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     if args.gradient_checkpointing and (config.policy or config.memory_budget):
         expected, hint = "neither --policy nor --memory-budget beside it", "Layers would be recomputed twice."
         raise ArgumentValueError(message("--gradient_checkpointing", expected, "one of them", hint))
+    if getattr(model, "load_in_4bit", False) and model.dtype in ("auto", None):
+        expected = "the dtype that the layers in 4 bits compute in, beside --load_in_4bit"
+        raise ArgumentValueError(message("--dtype", expected, str(model.dtype), "Give --dtype bfloat16."))
     if config.lora_merge and not getattr(model, "use_peft", False):
         raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
 

@@ -47,16 +47,25 @@ def test_bytes_of_llama_3_8b(nested: bool, bits: float) -> None:
     assert StepCosts(plain).weights == plain.weight_bytes + adapters
 
 
-# the last two have no formulas: their layers are traced
+# the last three have no formulas: their layers are traced
 @pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "falcon_h1"]
-)
+    "model_type",
+    [
+        "llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
+        "olmo2", "falcon_h1", "qwen2_moe",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("nested", [False, True])
 def test_bytes_are_those_of_a_model(model_type: str, nested: bool) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
     own = {"mlp_bias": True, "attention_bias": True} if model_type == "llama" else {"pad_token_id": 0}
-    config = transformers.AutoConfig.for_model(model_type, **TINY, **own)
+    experts = (
+        {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 192, "num_experts_per_tok": 2}
+        if model_type.endswith(("moe", "mixtral"))
+        else {}
+    )
+    config = transformers.AutoConfig.for_model(model_type, **TINY, **own, **experts)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     in_four_bits(model, torch.bfloat16, compress_statistics=nested)
     size = sum(p.nbytes for p in model.parameters())
@@ -98,7 +107,7 @@ def test_a_model_of_70_billion_fits_on_one_gpu() -> None:
         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
     }  # fmt: skip
     step: dict[str, Any] = {"seq_len": 4096, "batch_size": 1, "device": "h100", "adapters": Adapters(16)}
-    with pytest.raises(ArgumentValueError, match="budget_gib"):
+    with pytest.raises(ArgumentValueError, match=r"budget_gib.*: put the frozen weights into 4 bits .*, or take more"):
         plan_memory(llama, **step)
     plan = plan_memory({**llama, "quantization_config": config_of(nested=True)}, budget_gib=60, **step)
     assert "layers in 4 bits, double quantisation" in plan.title
@@ -111,7 +120,10 @@ def test_a_model_of_70_billion_fits_on_one_gpu() -> None:
         ({}, {"autocast": True, "dtype": "float32"}, "autocast: expected False for weights in 4 bits"),
         ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, {}, "modules, got model.layers.0.mlp"),
         ({"llm_int8_skip_modules": ["down_proj"]}, {}, "got down_proj. Plan its config without"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, {}, "quantization_config: expected unset"),
+        ({"llm_int8_skip_modules": []}, {}, "expected the output layer among llm_int8_skip_modules, got \\[\\]"),
+        ({"llm_int8_skip_modules": ["vision_tower"]}, {}, "An output layer in 4 bits is not planned"),
+        ({"bnb_4bit_compute_dtype": "float32"}, {"dtype": "bfloat16"}, "expected bfloat16, .* got float32. Set it"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, {}, "expected unset, .* got bitsandbytes in 8 bits"),
     ],
 )  # fmt: skip
 def test_what_is_refused(model: dict[str, Any], more: dict[str, Any], error: str) -> None:
@@ -133,10 +145,37 @@ def test_traced_layers_have_one_dense_weight_too() -> None:
     assert ours.forward > theirs.forward
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
-    mixtral = {"model_type": "mixtral", **TINY, "num_local_experts": 4, "tie_word_embeddings": False}
-    with pytest.raises(ArgumentValueError, match="unset for a mixture of experts"):
-        plan_memory({**mixtral, "quantization_config": config_of(nested=False)}, 64, 1, device="h100", adapters=9)
+def test_experts_stay_as_they_are() -> None:
+    mixtral = {**SHAPES["llama-3-8b"], "model_type": "mixtral", "num_local_experts": 8, "num_hidden_layers": 4}
+    planned, plain = (replace(job(mixtral, nested=nested), adapters=9, seq_len=32768) for nested in (False, None))
+    attention = 4096 * (4096 + 1024 + 1024 + 4096)
+    assert plain.weight_bytes - planned.weight_bytes == 4 * attention * (2 - 0.5 - 4 / 64)
+    assert planned.dequantised_bytes == int(4096 * 4096 * (2 + 4 / 64))
+    ours, theirs = (layer_cost(one, ActivationPolicy(mlp_level=1)) for one in (planned, plain))
+    each = attention * (0.5 + 4 / 64 + 2) / GPUS["h100"].bandwidth
+    assert ours.forward - theirs.forward == pytest.approx(each, rel=0.02)
+    assert ours.backward - theirs.backward == pytest.approx(each, rel=0.02)
+    config = {**mixtral, "quantization_config": config_of(nested=False)}
+    plan = plan_memory(config, 64, 1, device="h100", adapters=9)
+    assert any("experts stay" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("compute", "dtype"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), (None, "bfloat16")])
+def test_layers_that_compute_in_the_planned_dtype_or_a_narrower_one(compute: str | None, dtype: str) -> None:
+    config = {**config_of(nested=False), "bnb_4bit_compute_dtype": compute}
+    plan = plan_memory(
+        {**SHAPES["llama-3.2-1b"], "quantization_config": config}, 64, 1, device="h100", dtype=dtype, adapters=9
+    )
+    assert plan.job.dtype == getattr(torch, dtype)
+
+
+def test_the_text_part_of_a_larger_model_is_in_4_bits_as_the_whole_is() -> None:
+    pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text", **TINY, "pad_token_id": 0}
+    whole = {"model_type": "gemma3", "text_config": text}
+    planned, plain = (read_shape({**whole, **more}) for more in ({"quantization_config": config_of(nested=True)}, {}))
+    assert (planned.four_bit, plain.four_bit) == ("4 bits, double quantisation", "")
+    assert planned.packed_params > 0
 
 
 def test_a_head_that_is_skipped_changes_nothing() -> None:

@@ -50,6 +50,13 @@ def test_product(dtype: torch.dtype, activation: str, n: int) -> None:
         assert poisoned(room, n)
 
 
+def test_a_wider_product() -> None:
+    gate, up = torch.randn(2, 37, device=DEVICE).half()
+    out = torch.full((37,), torch.nan, device=DEVICE)
+    gated(gate, up, "silu", out)
+    torch.testing.assert_close(out.double(), F.silu(gate.double()) * up.double(), rtol=2e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("n", [0, 1, 37, BLOCK + 3])

@@ -21,8 +21,8 @@ class Job:
     """A training step that is planned; the fields are `plan_memory`'s arguments.
 
     Raises:
-        ArgumentValueError: Autocast or a mask, for layers that are traced; weights in 4 bits without adapters, or under
-            autocast.
+        ArgumentValueError: Autocast or a mask, for layers that are traced; weights in 4 bits without adapters, under
+            autocast, or that compute in a wider dtype.
     """
 
     shape: ModelShape
@@ -46,6 +46,11 @@ class Job:
         if self.shape.four_bit and self.autocast:
             hint = "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."
             raise ArgumentValueError(message("autocast", "False for weights in 4 bits", "True", hint))
+        if getattr(torch, self.shape.compute_dtype, self.dtype).itemsize > self.dtype.itemsize:
+            dtype = str(self.dtype).removeprefix("torch.")
+            expected = f"{dtype}, as it is planned in, for all GEMMs over weights in 4 bits run in it"
+            hint = f"Set it in the config (transformers' default is float32), or plan in {self.shape.compute_dtype}."
+            raise ArgumentValueError(message("bnb_4bit_compute_dtype", expected, self.shape.compute_dtype, hint))
         if self.shape.traced is None:
             return
         layers = f"False for {self.shape.model_type}, whose layers are traced"
@@ -104,7 +109,7 @@ class Job:
             return 0
         if shape.traced is not None:
             return int(shape.traced.largest_linear * (self.narrow + SCALES))
-        wide = (1 + shape.stacked) * shape.intermediate
+        wide = 0 if shape.experts else (1 + shape.stacked) * shape.intermediate
         wide = max(wide, shape.query_width + 2 * shape.kv_width if shape.stacked else shape.query_width)
         return int(shape.hidden * wide * (self.narrow + SCALES))
 

@@ -235,7 +235,7 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
     projections, mlp = gemm_sizes(job)
 
     def seconds(sizes: list[int]) -> float:  # small weights run slower
-        dequantised = sum(sizes) * job.dequantise_seconds
+        dequantised = 0.0 if shape.experts and sizes is mlp else sum(sizes) * job.dequantise_seconds
         return 2 * job.tokens * sum(size + HALF_RATE for size in sizes) / job.gemm_rate + dequantised
 
     reached = gpu.wide_head if shape.head_dim >= 96 else 1.0
@@ -244,7 +244,7 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
     attention, forward_rate = attention_flop(job), gpu.attention * reached
     thin_rate = gpu.bandwidth * THIN
     thin, thin_back = (size / thin_rate for size in _thin_bytes(job))
-    gemms = seconds(projections + mlp)
+    gemms = seconds(projections) + seconds(mlp)
     forward = gemms + attention / forward_rate + thin
     gradients = 2 if job.adapters is None else 1  # of the inputs, and of the weights unless they are frozen
     backward = gradients * gemms + BACKWARD_ATTENTION * attention / (gpu.attention_backward * reached) + thin_back

@@ -187,7 +187,10 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     lighter = [name for name in OPTIMIZERS if name != job.optimizer and search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
     if states > budget:
-        ways = "take more GPUs" if job.adapters is not None else "train adapters (LoRA), or take more GPUs"
+        ways = "take more GPUs"
+        if job.adapters is None or not job.shape.four_bit:
+            smaller = "put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)"
+            ways = f"{'train adapters (LoRA)' if job.adapters is None else smaller}, or {ways}"
         way_out = "" if lighter else f": {ways}"
         helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB{way_out}")
     else:
@@ -244,6 +247,7 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
             job.operand == torch.float32
         ),
         "the temporaries of experts are an estimate": shape.experts > 0,
+        "experts stay in 16 or 32 bits: transformers puts none into 4": bool(shape.experts and shape.four_bit),
         "experts are not fused: their saved bytes are those of transformers' grouped_mm": (
             shape.experts > 0 and not job.fused_mlp
         ),

@@ -56,6 +56,8 @@ def _of_text(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any
     settings = dict(text)
     if whole.get("model_type") != text.get("model_type"):
         settings["part_of"] = str(whole.get("model_type"))
+        if whole.get("quantization_config"):  # of the whole alone
+            settings["quantization_config"] = whole["quantization_config"]
         if settings.get("tie_word_embeddings") is None:  # of the whole alone, as its output layer is
             settings["tie_word_embeddings"] = whole.get("tie_word_embeddings")
     return settings

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.memory.planner.four_bit import BYTES, four_bit
+from lowtide.memory.planner.four_bit import BYTES, compute_dtype, four_bit
 from lowtide.memory.planner.settings import is_module, read_settings
 from lowtide.memory.planner.traced import MEASURE, TracedLayers, trace
 
@@ -91,6 +91,7 @@ class ModelShape(_Layout):
     activation: str = ""  # of the MLP; empty: not where the planner looks for it, and a fused one is assumed
     stock_mlp: str = ""  # why `lowtide.patch` does not fuse the MLPs; empty: it does
     four_bit: str = ""  # how the layers' linear layers are in 4 bits; empty: they are not
+    compute_dtype: str = ""  # that these layers compute in; empty: the model's
     part_of: str = ""  # the type of the larger model, with vision or audio, whose text part this is
     traced: TracedLayers | None = None  # what formulas lack is read from layers of the model itself
 
@@ -144,11 +145,11 @@ class ModelShape(_Layout):
 
     @property
     def packed_params(self) -> int:
-        """Return the parameters that are in 4 bits: those of all linear layers but the output layer."""
+        """Return the parameters that are in 4 bits: those of all linear layers but the output layer, and no experts."""
         if not self.four_bit or self.traced is not None:
             return self.traced.linear_params if self.four_bit and self.traced is not None else 0
         biases = (self.query_width + 2 * self.kv_width) * self.qkv_bias + self.hidden * self.output_bias
-        one = self.projection_params - biases + 3 * self.hidden * self.intermediate
+        one = self.projection_params - biases + 3 * self.hidden * self.intermediate * (not self.experts)
         return self.layers * one
 
     @property
@@ -249,6 +250,7 @@ def _by_layers(settings: Mapping[str, Any]) -> ModelShape:
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=size("max_position_embeddings"),
         four_bit=four_bit(settings),
+        compute_dtype=compute_dtype(settings),
         part_of=str(settings.get("part_of", "")),
         traced=traced,
     )
@@ -284,7 +286,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
     model_type = str(settings["model_type"])
     kind = KINDS.get(model_type, _PLAIN)
     experts = next((_size(settings, name) for name in kind.expert_fields if settings.get(name) is not None), 0)
-    packed = four_bit(settings, experts=experts)
+    packed = four_bit(settings)
     for name in _UNPLANNED:
         if settings.get(name) and not (packed and name == "quantization_config"):
             hint = f"The planner has no formula for this part of {model_type}. {MEASURE}"
@@ -327,6 +329,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         activation=activation,
         stock_mlp=stock_mlp,
         four_bit=packed,
+        compute_dtype=compute_dtype(settings),
         part_of=str(settings.get("part_of", "")),
     )
 

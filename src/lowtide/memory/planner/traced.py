@@ -106,12 +106,14 @@ def _quantised(settings: Mapping[str, Any]) -> str:
     config = settings.get("quantization_config")
     if not config or four_bit(settings):
         return ""
-    method = str(config.get("quant_method") if isinstance(config, Mapping) else config)
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    method = str(getattr(method, "value", method))  # of transformers' enumeration
     if method not in _DEQUANTISED:
         loaded = ", ".join(_DEQUANTISED)
         expected = f"unset, 4 bits by bitsandbytes, or weights that transformers can load in 16 bits ({loaded})"
         hint = "Plan its config without quantization_config: an upper bound."
-        raise ArgumentValueError(message("quantization_config", expected, method, hint))
+        bits = " in 8 bits" if isinstance(config, Mapping) and config.get("load_in_8bit") else ""
+        raise ArgumentValueError(message("quantization_config", expected, f"{method}{bits}", hint))
     return method
 
 
