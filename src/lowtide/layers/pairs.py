@@ -1,5 +1,6 @@
 """Which two values of a head a rotary embedding rotates together, and where their angle is in the tables."""
 
+from functools import cache
 from typing import Literal, NamedTuple
 
 Places = tuple[int, int]  # the step from pair to pair, and how far apart the two of a pair are
@@ -19,6 +20,12 @@ class Pairs(NamedTuple):
         """Return how many pairs a table with so many entries per position is for."""
         return entries if self.entries == "short" else entries // 2
 
+    @cache  # noqa: B019 (of the few values of `PAIRS`)
+    def parts(self, r: int, d: int) -> tuple[slice, slice]:
+        """Return where a head's r rotated values are among its d, and its others."""
+        return (slice(d - r, d), slice(d - r)) if self.last else (slice(r), slice(r, d))
+
+    @cache  # noqa: B019
     def places(self, half: int, *, inverse: bool) -> tuple[Places, Places, Places]:
         """Return the places of the values read and written, by the ``inverse`` or not, and of the table's entries."""
         halves, neighbours = (1, half), (2, 1)

@@ -175,10 +175,11 @@ def _rotated(*args: Any) -> tuple[Tensor, Tensor]:
             read, written, entries = pairs.places(half, inverse=call.inverse)
             sin = -call.sin if pairs.backwards else call.sin
             tables = [side for t in (call.cos, sin) for side in _sides(t.unsqueeze(1), half, *entries)]
+            rotated, rest = pairs.parts(2 * half, call.q.shape[-1])
             for x, out in ((call.q, q_out), (call.k, k_out)):
-                (old, old_rest), (new, new_rest) = (_parts(t, 2 * half, last=pairs.last) for t in (x, out))
-                _rotate_into(_sides(new, half, *written), _sides(old, half, *read), tables, inverse=call.inverse)
-                new_rest.copy_(old_rest)
+                old, new = _sides(x[..., rotated], half, *read), _sides(out[..., rotated], half, *written)
+                _rotate_into(new, old, tables, inverse=call.inverse)
+                out[..., rest].copy_(x[..., rest])
         return q_out, k_out
     from lowtide.layers.kernels.rotary import rotate_heads
 
@@ -200,11 +201,6 @@ def why_no_kernel(q: Tensor, cos: Tensor) -> str | None:
 @cache
 def _why_no_kernel(device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype) -> str | None:
     return why_not_row(device, dtype, 1) or why_not_row(device, table_dtype, 1)
-
-
-def _parts(x: Tensor, r: int, *, last: bool) -> tuple[Tensor, Tensor]:
-    """Return views of a head's first r values, or its last, and of its others."""
-    return (x[..., x.shape[-1] - r :], x[..., : x.shape[-1] - r]) if last else (x[..., :r], x[..., r:])
 
 
 def _sides(x: Tensor, half: int, step: int, apart: int) -> tuple[Tensor, Tensor]:
