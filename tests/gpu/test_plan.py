@@ -53,6 +53,23 @@ def test_other_ways_to_train_too(change: dict[str, Any], near: float) -> None:
     assert check_plan(settings, plan, warm=1, steps=1).peak_bytes == pytest.approx(plan.peak_bytes, rel=near)
 
 
+TRACED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 8, "num_hidden_layers": 3, "vocab_size": 32_000},  # eager attention
+    "cohere2": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 64_000},  # tied
+    "starcoder2": {"num_hidden_layers": 4},
+    "olmo2": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
+    "lfm2": {"num_hidden_layers": 4},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*token_id")
+@pytest.mark.parametrize("model_type", TRACED)
+def test_a_step_of_layers_that_were_traced_takes_what_is_planned(model_type: str) -> None:
+    settings = read_settings({"model_type": model_type, **TRACED[model_type]})
+    plan = plan_memory(settings, 4096, 2)
+    assert check_plan(settings, plan, warm=1, steps=1).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_with_offloaded_states_takes_what_is_planned(late: bool) -> None:
     """At the leanest and at a middling budget, states that come back with the layers or behind them."""

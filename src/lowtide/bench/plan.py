@@ -119,6 +119,7 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     try:
         with where, no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation=attention).train()
+        model.tie_weights()  # which is part of the initialisation that is left out
     except ValueError as error:  # capped scores, for one
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error

@@ -162,6 +162,15 @@ def test_an_mlp_whose_gate_and_up_are_one_projection_takes_as_much(level: int) -
     assert peaks[0] == peaks[1]
 
 
+def test_softmax_backward_has_the_tensor_that_a_gpu_makes_inside() -> None:
+    scores = torch.empty(3, 5, 7, device="meta", requires_grad=True)
+    y = scores.softmax(-1)
+    with Meter() as meter:
+        y.backward(torch.empty_like(y))
+    assert meter.peak == 2 * scores.nbytes
+    assert meter.work.thin == 6 * scores.nbytes
+
+
 def test_experts_get_equal_shares() -> None:
     """Traced, Mixtral's layers save and compute what its formulas have for two of eight experts."""
     settings = read_settings({**SHAPES["llama-3-8b"], "model_type": "mixtral", "num_local_experts": 8})

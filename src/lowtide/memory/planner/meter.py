@@ -37,6 +37,7 @@ _GROUPED = "aten::_grouped_mm"
 _FORMULAS: dict[str, Any] = {_GROUPED: lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]}
 _INDEXED = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _ATTENTION_BACKWARD = "attention_backward"
+_SOFTMAX_BACKWARD = "aten::_softmax_backward_data"  # on a GPU by way of a tensor: the gradient times the probabilities
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,7 +136,8 @@ def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Ten
         return Work(flop=flop, rows=rows, operators=1, ours=ours)
     aliased = {x.untyped_storage()._cdata for x in given}
     if name.endswith("_") or any(x.untyped_storage()._cdata not in aliased for x in made):
-        return Work(thin=sum(map(_bytes, (*given, *made))), operators=1, ours=ours)
+        passes = 2 if name == _SOFTMAX_BACKWARD else 1
+        return Work(thin=passes * sum(map(_bytes, (*given, *made))), operators=1, ours=ours)
     return Work()  # a view
 
 
@@ -154,6 +156,8 @@ def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
         D = x.shape[-1]
         of_row = rows[given[-1].dim() == 2](D, down[0].numel() // D)
         return int(ids.numel() * of_row * x.element_size())
+    if name == _SOFTMAX_BACKWARD:
+        return _bytes(given[0])
     if _ATTENTION_BACKWARD in name:  # the queries' gradient in float32; those of keys and values for each query head
         query, key = args[1], args[2]
         shared = query.shape[1] != key.shape[1]
