@@ -461,3 +461,20 @@ def test_weights_that_train_stay(adapters: int | None) -> None:
     plan = plan_memory(LLAMA_70B | {"num_hidden_layers": 8}, 4096, 1, host_gib=100, device="h200", adapters=adapters)
     assert any(one.weights for one in plan.front) == (adapters is not None)
     assert not plan._search().of(plan.job, 0)._layers
+
+
+def test_what_adapters_read_and_write_takes_time() -> None:
+    """Of one layer: peft's casts, products and sums on o_proj, and what a fused MLP's down_proj reads."""
+    shape = {**LLAMA_70B, "num_hidden_layers": 8}
+    wide, narrow, tokens = 28672, 8192, 4096
+    seconds = {}
+    for targets in (("o_proj",), ("o_proj", "down_proj")):
+        plan = plan_memory(shape, tokens, 1, device="h200", adapters=Adapters(16, targets))
+        bare = plan_memory(shape, tokens, 1, device="h200", adapters=1000)
+        both = [one._search().costs.layers[ActivationPolicy(mlp_level=0)] for one in (plan, bare)]
+        seconds[targets] = [getattr(both[0], way) - getattr(both[1], way) for way in ("forward", "backward")]
+        rate = plan.job.gpu.bandwidth * 0.9 / tokens
+    of_o = 12 * narrow + 12 * narrow
+    of_down = [2 * wide + 4 * narrow, 6 * wide + 4 * narrow]
+    assert seconds["o_proj",] == pytest.approx([of_o / rate, 2 * of_o / rate])
+    assert seconds["o_proj", "down_proj"] == pytest.approx([(of_o + of_down[0]) / rate, (2 * of_o + of_down[1]) / rate])

@@ -43,12 +43,18 @@ class Adapters:
 
     def sizes(self, shape: ModelShape) -> dict[str, int]:
         """Return the parameters of one layer's adapters, by projection."""
-        h, f, q, kv = shape.hidden, shape.intermediate, shape.query_width, shape.kv_width
-        sides = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
-        return {name: self.rank * sides.get(name, h + f) for name in PROJECTIONS if name in self.targets}
+        widths = projection_widths(shape)
+        return {name: self.rank * sum(widths[name]) for name in PROJECTIONS if name in self.targets}
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {' '.join(self.targets)}"
+
+
+def projection_widths(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return the widths of each projection's input and output."""
+    h, f, q, kv = shape.hidden, shape.intermediate, shape.query_width, shape.kv_width
+    attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+    return {**attention, "gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
 
 
 def numbers_alone(shape: ModelShape) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS, Adapters
+from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS, Adapters, projection_widths
 from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR, HALF_LENGTH, HALF_RATE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.policy import ActivationPolicy
@@ -221,10 +221,32 @@ def _thin_bytes(job: Job) -> tuple[float, float]:
     adds_back = adds - 2 * shape.hidden * n * (job.compile_layers and not shape.stacked)
     inputs = 2 if job.compile_layers else 4
     casts = inputs * shape.hidden * (e + n) if job.autocast else 0  # the inputs of GEMMs, and their gradients
-    forward = job.tokens * (norms + rope + adds + casts + 3 * width * n)
-    backward = job.tokens * (1.5 * norms + rope + adds_back + casts + 6 * width * n)
+    of_adapters, of_adapters_back = _adapter_bytes(job)
+    forward = job.tokens * (norms + rope + adds + casts + 3 * width * n + of_adapters)
+    backward = job.tokens * (1.5 * norms + rope + adds_back + casts + 6 * width * n + of_adapters_back)
     weights = shape.layer_params * (e + n) if job.autocast else 0
     return forward + weights, backward + weights
+
+
+def _adapter_bytes(job: Job) -> tuple[float, float]:
+    """Return the bytes per token that a layer's adapters read and write in forward and backward.
+
+    Their products are thin: what counts are the inputs and outputs. peft's cast the input to float32, where autocast
+    casts it back, and write B's product, scale it and add it; backward does each twice. Those of a fused MLP read the
+    input and add to the output; in backward they read both sides twice, and add to the input's gradient.
+    """
+    if not isinstance(job.adapters, Adapters):
+        return 0.0, 0.0
+    shape, n, forward, backward = job.shape, job.narrow, 0.0, 0.0
+    for name in job.adapters.targets:
+        inputs, outputs = projection_widths(shape)[name]
+        if job.fused_mlp and name not in ATTENTION:
+            forward += (inputs + 2 * outputs) * n
+            backward += (3 * inputs + 2 * outputs) * n
+        else:
+            apart = (2 * (n + 4) if n < 4 else n) * inputs + 6 * n * outputs
+            forward, backward = forward + apart, backward + 2 * apart
+    return forward, backward
 
 
 def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:

@@ -80,8 +80,8 @@ def plan_memory(
         keep_gradients: Whether gradients outlive a backward pass, as where they are accumulated over several.
         options: How the loss is to run, as for `lowtide.patch`.
         adapters: With LoRA, its `Adapters`, or how many float32 parameters they have: the model is frozen then, and
-            only they have gradients and optimizer states. What they compute is not counted, nor, given as a number,
-            what they save. With 16-bit weights the GEMMs run under autocast. None: no adapters.
+            only they have gradients and optimizer states. Given as a number, what they save and compute is not
+            counted. With 16-bit weights the GEMMs run under autocast. None: no adapters.
         attention_mask: Whether attention takes a [T, T] mask for each sequence, as
             ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
             other: T^2 numbers of each sequence in each layer with ``keep="all"``, beside keys and values that are
@@ -221,7 +221,7 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
         f"head: {str(job.head_plan).splitlines()[0]}": True,
         f"rates of the {gpu.name} from a table; `lowtide plan --gpu cuda`, in Python device='cuda', measures the GPU at"
         " hand": not gpu.measured,
-        f"{adapted}: what they {'compute' if by_rank else 'save and compute'} is not counted": job.adapters is not None,
+        f"{adapted}{'' if by_rank else ': what they save and compute is not counted'}": job.adapters is not None,
         f"attention has a mask of {mask:.3g} GiB in each layer with keep='all'; flash attention needs none": (
             job.attention_mask
         ),
