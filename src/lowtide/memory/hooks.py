@@ -30,11 +30,23 @@ class Hook:
     """Calls a handle's method with what the handle works on, under its lock, for as long as both live.
 
     Copies and pickles of what a hook is registered on have one that calls nothing.
+
+    Args:
+        method: The method; None: it calls nothing.
+        given: What the method is called with first.
+        keeps: Whether the handle lives as long as this does: a hook of a graph, which is to raise once it is removed.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
+    def __init__(self, method: Callable[..., Any] | None = None, *given: int, keeps: bool = False) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
         self._given = given
+        self._kept = method if keeps else None
+
+    @property
+    def handle(self) -> Any:
+        """The handle, None where it is gone."""
+        method = self._method() if self._method is not None else None
+        return method and method.__self__
 
     @_disable_dynamo
     def __call__(self, *called_with: Any) -> Any:
