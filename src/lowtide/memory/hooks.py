@@ -45,7 +45,7 @@ class Hook:
     @property
     def handle(self) -> Any:
         """The handle, None where it is gone."""
-        method = self._method() if self._method is not None else None
+        method: Any = self._method() if self._method is not None else None
         return method and method.__self__
 
     @_disable_dynamo
