@@ -221,12 +221,11 @@ def test_frozen_weights_save_no_inputs() -> None:
     assert frozen.backward <= trained.backward
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama4"])
-def test_weights_of_layers_of_several_kinds(model_type: str, side: LazySide, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense layers beside mixtures of experts: which layers are offloaded decides what is on the host, and what here."""
+def test_weights_of_unequal_layers(side: LazySide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense layers before mixtures of experts: which layers are offloaded decides what is where."""
     monkeypatch.setattr(weights, "MIN_BYTES", 0)
-    settings = settings_of(model_type, 6) | {"first_k_dense_replace": 2}
-    config = config_class(model_type).from_dict(settings)
+    settings = settings_of("deepseek_v3", 6) | {"first_k_dense_replace": 2}
+    config = config_class("deepseek_v3").from_dict(settings)
     model = transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False)
     costs = StepCosts(job_of(read_shape(settings), adapters=1000, dtype=torch.float32))
     assert len(set(costs.job.frozen_layers)) > 1
