@@ -34,13 +34,17 @@ class Hook:
     Args:
         method: The method; None: it calls nothing.
         given: What the method is called with first.
-        keeps: Whether the handle lives as long as this does: a hook of a graph, which is to raise once it is removed.
+        gone: What is called instead where one of them is gone; None: nothing.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None, *given: int, keeps: bool = False) -> None:
+    def __init__(
+        self,
+        method: Callable[..., Any] | None = None,
+        *given: int,
+        gone: Callable[[], object] | None = None,
+    ) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
-        self._given = given
-        self._kept = method if keeps else None
+        self._given, self._gone = given, gone
 
     @property
     def handle(self) -> Any:
@@ -54,7 +58,7 @@ class Hook:
         method: Any = self._method() if self._method is not None else None
         owner = None if method is None else method.__self__.owner()
         if owner is None:
-            return None
+            return self._gone() if self._gone is not None else None
         with method.__self__.lock:
             return method(owner, *self._given, *called_with)
 

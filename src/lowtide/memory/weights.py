@@ -239,7 +239,7 @@ class WeightOffload(Handle):
         # Not those that are passed through: backward comes to them late in an earlier layer.
         graph = [x for x in _graph_tensors(outputs) if self._given.get(id(x)) != x._version]
         for x in graph:
-            x.register_hook(Hook(self._reached, k, keeps=True))  # type: ignore[no-untyped-call]
+            x.register_hook(Hook(self._reached, k, gone=_removed))  # type: ignore[no-untyped-call]
         if _in_backward():
             return  # that of the layer follows
         self._pieces[k].leave()
@@ -253,9 +253,7 @@ class WeightOffload(Handle):
             UnsupportedError: `remove` was called since its forward, or the graph of gradients is requested.
         """
         if not self._pieces:
-            hint = "Call remove(), or offload_weights again, after backward."
-            got = "a backward whose forward was before"
-            raise UnsupportedError(message("offload_weights", "backward before its removal", got, hint))
+            _removed()
         if torch.is_grad_enabled():
             hint = "Call the handle's remove() before you take gradients of gradients."
             raise UnsupportedError(message("create_graph", "False with offloaded weights", "True", hint))
@@ -292,6 +290,16 @@ class WeightOffload(Handle):
                 hint = "Cast the model before offload_weights, or call the handle's remove() first."
                 raise UnsupportedError(message("model", f"{dtype} as before, with offloaded weights", "a cast", hint))
         return set(map(id, params))
+
+
+def _removed() -> None:
+    """Raise in a backward whose forward was before `WeightOffload.remove`, or before the end of the model.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    hint = "Call remove(), or offload_weights again, after backward, and keep the model until then."
+    raise UnsupportedError(message("offload_weights", "a backward before its removal", "one after it", hint))
 
 
 def _in_backward() -> bool:
