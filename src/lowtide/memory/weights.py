@@ -54,13 +54,15 @@ def offload_weights(
 
     Call it last: after adapters, quantisation and `lowtide.patch`. The model may be on the CPU: everything else moves
     to ``device``, a layer at a time, so that the GPU never holds all weights. From then on moves of the model leave
-    these weights where they are. Between their layers' turns the parameters are CPU tensors: ``state_dict``,
-    ``save_pretrained`` and merged adapters work, and what is written to them holds. Copies of the model have them on
-    the CPU. Calling again replaces what was set before.
+    these weights where they are. Between their layers' turns the parameters are CPU tensors: ``state_dict``
+    and ``save_pretrained`` work, and what is written to them holds. Adapters are on the GPU: to merge them, move all to
+    one device, by ``remove("cpu")`` and ``model.to("cpu")``. Copies of the model have them on the CPU. Calling again,
+    for the model or a part of it, replaces what was set before.
 
     Supports any decoder layers that `lowtide.memory.apply_policy` finds, policies, transformers' and PyTorch's
     checkpoints, bitsandbytes' 4-bit weights (their scales stay on the GPU), ``torch.compile``, gradient accumulation,
-    evaluation and generation. Parameters that train, that several modules share, or of up to 64 KiB stay on the GPU.
+    evaluation and generation. Parameters that train, that several modules share, of up to 64 KiB or of a tensor class
+    of their own stay on the GPU.
 
     Args:
         model: The model; its decoder layers are found as by `lowtide.memory.apply_policy`.
@@ -78,7 +80,8 @@ def offload_weights(
             budget out of range.
         UnsupportedError: No CUDA device; parameters that are sharded, on the meta device or moved by accelerate's
             hooks; host memory that does not suffice. Later: a forward that a CUDA graph captures, a weight that was
-            set to train, a cast of the model.
+            set to train, a cast of the model, a backward with ``create_graph=True``, or whose forward was before
+            ``remove()``.
 
     Example:
         >>> layers = [torch.nn.Sequential(torch.nn.Linear(512, 512)) for _ in range(4)]
