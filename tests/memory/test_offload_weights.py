@@ -309,6 +309,7 @@ def test_compiled_layers(ids: Tensor, side: LazySide) -> None:
         ({"layers": 0}, ArgumentValueError, "layers: expected at least 1"),
         ({"layers": 6}, ArgumentValueError, "layers: expected at most 5, got 6. None: all"),
         ({"layers": 2.5}, ArgumentTypeError, "layers: expected"),
+        ({"device": "gpu"}, ArgumentValueError, "device: expected a device as PyTorch names it: .*, got 'gpu'"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib: expected a finite number"),
         ({"host_gib": 1e-6}, UnsupportedError, r"host_gib: expected .* for the weights of 5 layers.*Offload fewer"),
         ({"model": inputs_trained(Plain()).to("meta")}, UnsupportedError, "embed.weight: expected a whole tensor"),
@@ -321,6 +322,15 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], said: s
         offload_weights(**{"model": model, "device": "cpu", **change})
     assert [p.data_ptr() for p in model.parameters()] == before
     assert side.pinned == 0
+
+
+def test_a_removal_to_nowhere_changes_nothing(frozen: Any, ids: Tensor, side: LazySide) -> None:
+    handle = offload_weights(frozen, device="cpu")
+    with pytest.raises(ArgumentValueError, match="device: expected"):
+        handle.remove("gpu")
+    step(frozen, ids)
+    assert is_at_rest(handle)
+    assert side.begun_back > 0
 
 
 def test_there_has_to_be_a_gpu() -> None:

@@ -86,14 +86,14 @@ class Piece:
             self._side.finish(self._copied)
             self._copied = None
 
-    def end(self, device: torch.device | str | None) -> None:
+    def end(self, device: torch.device | None) -> None:
         """Leave the parameters with memory of their own, on a device, or on the one where the layer runs."""
         self.leave()
         self.free()
         self.finish()
+        to = self._flat.device if device is None else device
         with torch.no_grad():
             for p in self.params:
-                to = torch.device(self._flat.device if device is None else device)
                 p.data = p.data.to(to) if to != p.device else p.data.clone()
                 move_scales(p, to)
 

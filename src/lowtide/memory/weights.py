@@ -194,11 +194,15 @@ class WeightOffload(Handle):
 
         Args:
             device: Where the weights go: None to the GPU, or ``"cpu"``.
+
+        Raises:
+            ArgumentValueError: There is no such device.
         """
+        to = None if device is None else _named(device)
         with self.lock:
             remove_hooks(self._hooks)
             for piece in self._pieces:
-                piece.end(device)
+                piece.end(to)
             for layer in self._layers:
                 vars(layer).pop(_STAYS, None)
                 if _BASE in vars(type(layer)):
@@ -372,4 +376,12 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     if device is None:
         device = next((p.device for p in model.parameters() if p.is_cuda), torch.device("cuda"))
     whole = str(device) == "cuda" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if whole else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if whole else _named(device)
+
+
+def _named(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        expected = 'a device as PyTorch names it: "cuda", "cuda:1", "cpu"'
+        raise ArgumentValueError(message("device", expected, repr(device))) from error
