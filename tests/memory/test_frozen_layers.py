@@ -118,6 +118,20 @@ def test_weights_have_storages_of_their_own(frozen: Any, side: LazySide) -> None
     assert accelerate.utils.other.clean_state_dict_for_safetensors(state).keys() == state.keys()
 
 
+def test_weights_outlive_their_model(ids: Tensor, side: LazySide) -> None:
+    model = inputs_trained(Plain())
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    offload_weights(model, device="cpu")
+    step(model, ids)
+    state = model.state_dict()
+    del model
+    gc.collect()
+    assert side.pinned == 0
+    others = [torch.full((n,), 7, dtype=torch.uint8) for n in [expected["blocks.0.qkv.weight"].nbytes * 4] * 50]
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert len(others) == 50
+
+
 def test_parameters_that_are_set_later(ids: Tensor, side: LazySide) -> None:
     class Half(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:

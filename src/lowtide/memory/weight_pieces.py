@@ -7,6 +7,7 @@ filled again.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,8 +32,7 @@ class Piece:
         self._here = self._entered = False
         self._host = buffer.memory[: self.nbytes]
         # A storage for each, since savers take those that share one for the same weight.
-        memory = self._host.numpy()
-        self._on_host = [_as(p, torch.from_numpy(memory[part])) for p, part in _parts(params)]
+        self._on_host = [_as(p, _alone(self._host[part])) for p, part in _parts(params)]
         with torch.no_grad():
             for p, view in zip(params, self._on_host, strict=True):
                 p.data = view.copy_(p.data)
@@ -121,6 +121,13 @@ def _parts(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, slice]]:
     for p in params:
         yield p, slice(start, start + p.nbytes)
         start += -(-p.nbytes // ALIGNED) * ALIGNED
+
+
+def _alone(memory: Tensor) -> Tensor:
+    """Return the same bytes as a storage of their own."""
+    array: Any = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
+    array.memory = memory  # lives as long
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def _as(p: Tensor, memory: Tensor) -> Tensor:
