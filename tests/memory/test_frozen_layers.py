@@ -150,6 +150,31 @@ def test_parameters_that_are_set_later(ids: Tensor, side: LazySide) -> None:
     assert is_at_rest(handle)
 
 
+def test_an_adapter_of_reference(llama: Any, ids: Tensor, side: LazySide) -> None:
+    """It is offloaded with the frozen rest, and peft sets it to train while it is active: without gradients it runs."""
+    peft = pytest.importorskip("peft")
+    ours = adapted(llama())
+    ours.add_adapter("reference", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    stock = copy.deepcopy(ours)
+    handle = offload_weights(ours, device="cpu")
+    names = {id(p): name for name, p in ours.named_parameters()}
+    assert any("reference" in names[id(p)] for p in handle._pieces[0].params)
+
+    def step_with_reference(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        model.set_adapter("reference")
+        with torch.no_grad():
+            loss = loss_of(model, ids)
+        model.set_adapter("default")
+        return loss, step(model, ids)[1]
+
+    for _ in range(2):
+        assert_same(step_with_reference(ours), step_with_reference(stock))
+        assert is_at_rest(handle)
+    ours.set_adapter("reference")
+    with pytest.raises(UnsupportedError, match="requires_grad: expected False"):
+        step(ours, ids)
+
+
 @pytest.mark.parametrize("how", ["removed", "again", "the model is gone"])
 def test_removed_before_backward(how: str, frozen: Any, ids: Tensor, side: LazySide) -> None:
     ours = copy.deepcopy(frozen)

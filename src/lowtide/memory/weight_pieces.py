@@ -56,7 +56,7 @@ class Piece:
         Raises:
             UnsupportedError: One of them is to be trained.
         """
-        if any(p.requires_grad for p in self.params):
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.params):
             hint = "Call the handle's remove() before you set it to train."
             raise UnsupportedError(message("requires_grad", "False for offloaded weights", "True", hint))
         self.begin()
