@@ -72,7 +72,7 @@ def test_same_bits(keep: Any, layers: int | None) -> None:
         with torch.no_grad():
             logits = [m(input_ids=ids[:, :50], use_cache=False).logits for m in (ours, stock)]
         assert torch.equal(*logits)
-    assert all(p.device.type == "cpu" for piece in handle._pieces for p in [piece.places[0].param])
+    assert all(p.device.type == "cpu" for piece in handle._pieces for p in piece.params)
     handle.remove()
     assert {p.device.type for p in ours.parameters()} == {"cuda"}
 

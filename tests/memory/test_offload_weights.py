@@ -16,47 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, pinned, remove_policy, weights
 from lowtide.models import patch
+from memory.frozen import LAYERS, adapted, hosts, inputs_trained, is_at_rest
 from memory.models import LazySide, Plain, assert_as_stock, assert_same, layers_of, loss_of, stack_of, step
 
-LAYERS = 5
 pytestmark = [
+    pytest.mark.usefixtures("every_matrix"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks by an old name
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MIN_BYTES", 128)  # the tests' matrices, and not their norms
-
-
-def adapted(model: Any) -> Any:
-    """The model with LoRA, whose B is not 0."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(4)
-    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
-
-
-def inputs_trained(model: Any) -> Any:
-    """A model of no library whose norms and head are trained, and all other weights frozen."""
-    for name, p in model.named_parameters():
-        p.requires_grad_("norm" in name or "head" in name)
-    return model
-
-
-@pytest.fixture(params=["llama", "plain"])
-def frozen(request: pytest.FixtureRequest, llama: Callable[..., Any]) -> Any:
-    return adapted(llama()) if request.param == "llama" else inputs_trained(Plain())
-
-
-def is_at_rest(handle: Any) -> bool:
-    """Whether every parameter is the host's, and nothing is on the device."""
-    pieces = handle._pieces
-    hosts = {piece._host.untyped_storage().data_ptr() for piece in pieces}
-    params = [place.param for piece in pieces for place in piece.places]
-    freed = all(piece._flat.untyped_storage().size() == 0 for piece in pieces)
-    made = not any(pending for piece in pieces for pending in piece._side.under_way)
-    return freed and made and all(p.untyped_storage().data_ptr() in hosts for p in params)
 
 
 class OnTheDevice(TorchDispatchMode):
@@ -64,7 +31,7 @@ class OnTheDevice(TorchDispatchMode):
 
     def __init__(self, handle: Any) -> None:
         super().__init__()
-        self.hosts = {piece._host.untyped_storage().data_ptr() for piece in handle._pieces}
+        self.hosts = hosts(handle)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
@@ -287,7 +254,7 @@ def test_shared_and_small_weights_stay(ids: Tensor, side: LazySide) -> None:
     stock = copy.deepcopy(model)
     handle = offload_weights(model, device="cpu")
     names = {id(p): name for name, p in model.named_parameters()}
-    moved = {names[id(place.param)] for piece in handle._pieces for place in piece.places}
+    moved = {names[id(p)] for piece in handle._pieces for p in piece.params}
     assert not any("norm" in name for name in moved)
     assert "blocks.1.out.weight" not in moved
     assert "blocks.2.out.weight" in moved
@@ -309,12 +276,12 @@ def test_weights_in_four_bits(quantise: str, ids: Tensor, side: LazySide) -> Non
     for seed in range(2):
         assert_same(step(model, ids, seed), step(stock, ids, seed))
         assert is_at_rest(handle)
-    assert any(place.param.dtype == torch.uint8 for place in handle._pieces[0].places)
+    assert any(p.dtype == torch.uint8 for p in handle._pieces[0].params)
 
 
 def test_a_layer_that_is_set_to_train_later(frozen: Any, ids: Tensor, side: LazySide) -> None:
     handle = offload_weights(frozen, device="cpu")
-    handle._pieces[1].places[0].param.requires_grad_(True)
+    handle._pieces[1].params[0].requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"requires_grad: expected False .* remove\(\)"):
         step(frozen, ids)
 
@@ -342,6 +309,7 @@ def test_compiled_layers(ids: Tensor, side: LazySide) -> None:
         ({"layers": 0}, ArgumentValueError, "layers: expected at least 1"),
         ({"layers": 6}, ArgumentValueError, "layers: expected at most 5, got 6. None: all"),
         ({"layers": 2.5}, ArgumentTypeError, "layers: expected"),
+        ({"device": "gpu"}, ArgumentValueError, "device: expected a device as PyTorch names it: .*, got 'gpu'"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib: expected a finite number"),
         ({"host_gib": 1e-6}, UnsupportedError, r"host_gib: expected .* for the weights of 5 layers.*Offload fewer"),
         ({"model": inputs_trained(Plain()).to("meta")}, UnsupportedError, "embed.weight: expected a whole tensor"),
@@ -354,6 +322,15 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], said: s
         offload_weights(**{"model": model, "device": "cpu", **change})
     assert [p.data_ptr() for p in model.parameters()] == before
     assert side.pinned == 0
+
+
+def test_a_removal_to_nowhere_changes_nothing(frozen: Any, ids: Tensor, side: LazySide) -> None:
+    handle = offload_weights(frozen, device="cpu")
+    with pytest.raises(ArgumentValueError, match="device: expected"):
+        handle.remove("gpu")
+    step(frozen, ids)
+    assert is_at_rest(handle)
+    assert side.begun_back > 0
 
 
 def test_there_has_to_be_a_gpu() -> None:

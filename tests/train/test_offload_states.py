@@ -131,6 +131,10 @@ def test_a_plan_that_offloads_weights(
     assert side.begun_back > 0
     assert losses(tmp_path / "2") == losses(tmp_path / "0")
     assert_same_weights(tmp_path / "2" / "model", tmp_path / "0" / "model")
+    shutil.rmtree(tmp_path / "2" / "checkpoint-6")
+    lowtide.done("train", "--resume_from_checkpoint", "true", "--output", tmp_path / "2")
+    assert losses(tmp_path / "2") == losses(tmp_path / "0")
+    assert_same_weights(tmp_path / "2" / "model", tmp_path / "0" / "model")
 
 
 def test_what_it_cannot_be_combined_with(

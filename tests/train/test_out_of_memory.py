@@ -99,6 +99,7 @@ def advice(
     seq_len: int = 8192,
     padded: bool = False,
     four_bit: bool = False,
+    weights: int = 0,
     arguments: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:
@@ -130,6 +131,8 @@ def advice(
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=6))
     run = RunState(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
+    if weights:
+        run.plan = SimpleNamespace(chosen=SimpleNamespace(states=0, late=False, weights=weights))
     return str(advise(error, run))
 
 
@@ -250,6 +253,16 @@ def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch
         text = advice(1, monkeypatch, adapters=Adapters(16), four_bit=four_bit)
         assert "(--dtype bfloat16)" in text
         assert ("--load_in_4bit" in text) != four_bit
+
+
+def test_weights_that_a_plan_offloads_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two layers are on the GPU, of sixteen; a layer has 60,821,504 parameters."""
+    given: dict[str, Any] = {"adapters": 1000, "dtype": "bfloat16", "batch_size": 1, "seq_len": 2}
+    texts = [advice(0.5, monkeypatch, weights=weights, **given) for weights in (0, 16)]
+    found = [re.search(r"weights, gradients and optimizer states take (\d+\.\d+)", text) for text in texts]
+    every, left = (float(one[1]) for one in found if one)
+    assert every - left == pytest.approx(14 * 2 * 60_821_504 / 2**30, abs=0.01)
+    assert takes(texts[0]) - takes(texts[1]) == pytest.approx(every - left, abs=0.02)
 
 
 @pytest.mark.parametrize("text", ["16 x all", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])

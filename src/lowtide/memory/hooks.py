@@ -30,11 +30,27 @@ class Hook:
     """Calls a handle's method with what the handle works on, under its lock, for as long as both live.
 
     Copies and pickles of what a hook is registered on have one that calls nothing.
+
+    Args:
+        method: The method; None: it calls nothing.
+        given: What the method is called with first.
+        gone: What is called instead where one of them is gone; None: nothing.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
+    def __init__(
+        self,
+        method: Callable[..., Any] | None = None,
+        *given: int,
+        gone: Callable[[], object] | None = None,
+    ) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
-        self._given = given
+        self._given, self._gone = given, gone
+
+    @property
+    def handle(self) -> Any:
+        """The handle, None where it is gone."""
+        method: Any = self._method() if self._method is not None else None
+        return method and method.__self__
 
     @_disable_dynamo
     def __call__(self, *called_with: Any) -> Any:
@@ -42,7 +58,7 @@ class Hook:
         method: Any = self._method() if self._method is not None else None
         owner = None if method is None else method.__self__.owner()
         if owner is None:
-            return None
+            return self._gone() if self._gone is not None else None
         with method.__self__.lock:
             return method(owner, *self._given, *called_with)
 

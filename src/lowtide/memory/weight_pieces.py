@@ -7,7 +7,8 @@ filled again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,32 +20,25 @@ from lowtide.memory.optimizer_blocks import ALIGNED
 from lowtide.memory.pinned import Buffer
 
 
-class Place:
-    """One weight: its module, its name there, and where it is in its layer's piece."""
-
-    def __init__(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        self.module, self.name, self.param = module, name, param
-        self.nbytes = param.numel() * param.element_size()
-
-
 class Piece:
     """The weights of one layer: on the host, and on the device between `begin` and `free`."""
 
-    def __init__(self, places: list[Place], buffer: Buffer, side: Side, device: torch.device) -> None:
-        self.places, self.nbytes = places, flat_bytes(places)
+    def __init__(self, params: Sequence[nn.Parameter], buffer: Buffer, side: Side, device: torch.device) -> None:
+        self.params, self.nbytes = params, flat_bytes(params)
         self._buffer, self._side = buffer, side
-        self._host = buffer.memory[: self.nbytes]
-        self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._views = [list(_views(flat, places)) for flat in (self._host, self._flat)]
         self._event: Any = None  # of a copy that its stream has not waited for
         self._copied: Any = None  # of the last copy
         self._stream: Any = None
         self._here = self._entered = False
+        self._host = buffer.memory[: self.nbytes]
+        # A storage for each, since savers take those that share one for the same weight.
+        self._on_host = [_as(p, _alone(self._host[part])) for p, part in _parts(params)]
         with torch.no_grad():
-            for place, view in zip(places, self._views[0], strict=True):
-                view.copy_(place.param.data)
-                place.param.data = view
-                move_scales(place.param, device)
+            for p, view in zip(params, self._on_host, strict=True):
+                p.data = view.copy_(p.data)
+                move_scales(p, device)
+        self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._on_device = [_as(p, self._flat[part]) for p, part in _parts(params)]
         self._flat.untyped_storage().resize_(0)
 
     def begin(self) -> None:
@@ -62,7 +56,7 @@ class Piece:
         Raises:
             UnsupportedError: One of them is to be trained.
         """
-        if any(place.param.requires_grad for place in self.places):
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.params):
             hint = "Call the handle's remove() before you set it to train."
             raise UnsupportedError(message("requires_grad", "False for offloaded weights", "True", hint))
         self.begin()
@@ -70,12 +64,14 @@ class Piece:
         self._wait(here)
         if here != self._stream:
             self._side.used_on(self._flat, here)
-        self._set(1)
+        self._set(self._on_device)
+        self._entered = True
 
     def leave(self) -> None:
         """Let the parameters be the host's tensors."""
         if self._entered:
-            self._set(0)
+            self._set(self._on_host)
+            self._entered = False
 
     def free(self) -> None:
         """Free the device's memory in the order of the device's work."""
@@ -90,22 +86,20 @@ class Piece:
             self._side.finish(self._copied)
             self._copied = None
 
-    def end(self, device: torch.device | str | None) -> None:
+    def end(self, device: torch.device | None) -> None:
         """Leave the parameters with memory of their own, on a device, or on the one where the layer runs."""
         self.leave()
         self.free()
         self.finish()
+        to = self._flat.device if device is None else device
         with torch.no_grad():
-            for place in self.places:
-                to = torch.device(self._flat.device if device is None else device)
-                data = place.param.data
-                place.param.data = data.to(to) if to != data.device else data.clone()
-                move_scales(place.param, to)
+            for p in self.params:
+                p.data = p.data.to(to) if to != p.device else p.data.clone()
+                move_scales(p, to)
 
-    def _set(self, device: int) -> None:
-        for place, view in zip(self.places, self._views[device], strict=True):
-            place.param.data = view
-        self._entered = bool(device)
+    def _set(self, views: Sequence[Tensor]) -> None:
+        for p, view in zip(self.params, views, strict=True):
+            p.data = view
 
     def _wait(self, stream: Any) -> None:
         if self._event is not None:
@@ -121,14 +115,26 @@ def move_scales(param: Any, device: torch.device) -> None:
         state.to(device)
 
 
-def _views(flat: Tensor, places: Sequence[Place]) -> Iterator[Tensor]:
+def _parts(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, slice]]:
+    """Yield weights, each with its part of their piece."""
     start = 0
-    for place in places:
-        own = flat[start : start + place.nbytes].view(place.param.dtype)
-        yield own.as_strided(place.param.shape, place.param.stride(), own.storage_offset())
-        start += -(-place.nbytes // ALIGNED) * ALIGNED
+    for p in params:
+        yield p, slice(start, start + p.nbytes)
+        start += -(-p.nbytes // ALIGNED) * ALIGNED
 
 
-def flat_bytes(places: Sequence[Place]) -> int:
+def _alone(memory: Tensor) -> Tensor:
+    """Return the same bytes as a storage of their own."""
+    array: Any = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
+    array.memory = memory  # lives as long
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _as(p: Tensor, memory: Tensor) -> Tensor:
+    """Return memory as a tensor of a weight's dtype, shape and strides."""
+    return memory.view(p.dtype).as_strided(p.shape, p.stride())
+
+
+def flat_bytes(params: Iterable[Tensor]) -> int:
     """Return the bytes of a piece of these weights."""
-    return sum(-(-place.nbytes // ALIGNED) * ALIGNED for place in places)
+    return sum(-(-p.nbytes // ALIGNED) * ALIGNED for p in params)

@@ -22,7 +22,7 @@ from lowtide.memory.optimizer_blocks import MIN_BYTES
 from lowtide.memory.pinned import HostPool, budget_bytes
 from lowtide.memory.policy import check_count
 from lowtide.memory.stack import find_stack
-from lowtide.memory.weight_pieces import Piece, Place, flat_bytes
+from lowtide.memory.weight_pieces import Piece, flat_bytes
 from lowtide.swap import child_class
 
 ON_GPU = 2  # offloaded layers whose weights are on the GPU at a time: the one at work, and the next
@@ -54,13 +54,15 @@ def offload_weights(
 
     Call it last: after adapters, quantisation and `lowtide.patch`. The model may be on the CPU: everything else moves
     to ``device``, a layer at a time, so that the GPU never holds all weights. From then on moves of the model leave
-    these weights where they are. Between their layers' turns the parameters are CPU tensors: ``state_dict``,
-    ``save_pretrained`` and merged adapters work, and what is written to them holds. Copies of the model have them on
-    the CPU. Calling again replaces what was set before.
+    these weights where they are. Between their layers' turns the parameters are CPU tensors: ``state_dict``
+    and ``save_pretrained`` work, and what is written to them holds. Adapters are on the GPU: to merge them, move all to
+    one device, by ``remove("cpu")`` and ``model.to("cpu")``. Copies of the model have them on the CPU. Calling again,
+    for the model or a part of it, replaces what was set before.
 
     Supports any decoder layers that `lowtide.memory.apply_policy` finds, policies, transformers' and PyTorch's
     checkpoints, bitsandbytes' 4-bit weights (their scales stay on the GPU), ``torch.compile``, gradient accumulation,
-    evaluation and generation. Parameters that train, that several modules share, or of up to 64 KiB stay on the GPU.
+    evaluation and generation. Parameters that train, that several modules share, of up to 64 KiB or of a tensor class
+    of their own stay on the GPU.
 
     Args:
         model: The model; its decoder layers are found as by `lowtide.memory.apply_policy`.
@@ -78,7 +80,8 @@ def offload_weights(
             budget out of range.
         UnsupportedError: No CUDA device; parameters that are sharded, on the meta device or moved by accelerate's
             hooks; host memory that does not suffice. Later: a forward that a CUDA graph captures, a weight that was
-            set to train, a cast of the model.
+            set to train, a cast of the model, a backward with ``create_graph=True``, or whose forward was before
+            ``remove()``.
 
     Example:
         >>> layers = [torch.nn.Sequential(torch.nn.Linear(512, 512)) for _ in range(4)]
@@ -97,12 +100,13 @@ def offload_weights(
     host = None if host_gib is None else budget_bytes("host_gib", host_gib, hint="None: whatever the host has free.")
     to = _device(model, device)
     side = offload.side_for(to)
-    former: WeightOffload | None = vars(model).get(_HANDLE)
-    if former is not None:
-        former.remove("cpu")
+    for layer in stack.layers.values():
+        former = vars(layer).get(_STAYS, Hook()).handle
+        if former is not None:
+            former.remove("cpu")
     every, shared = list(stack.layers.values()), _shared(model)
     chosen = [every[i] for i in offloaded_layers(len(every), layers or len(every))]
-    found = [(layer, places) for layer in chosen if (places := _frozen(layer, shared))]
+    found = [(layer, params) for layer in chosen if (params := _frozen(layer, shared))]
     if not found:
         hint = "Add adapters (LoRA) first, which freeze the rest, or requires_grad_(False) what is not to be trained."
         raise ArgumentValueError(message("model", "layers with frozen weights", "none", hint))
@@ -124,19 +128,19 @@ class WeightOffload(Handle):
     def __init__(
         self,
         model: nn.Module,
-        found: Sequence[tuple[nn.Module, list[Place]]],
+        found: Sequence[tuple[nn.Module, list[nn.Parameter]]],
         side: offload.Side,
         device: torch.device,
         host_limit: int | None,
     ) -> None:
         super().__init__(model)
         self._last = -1  # whose forward ran last
-        self._graph_task = -1  # whose end is to free what is on the GPU
+        self._ends = False  # whether the end of backward is to free what is on the GPU
+        self._given: dict[int, int] = {}  # the versions of the tensors that the layer at work was given, by id
         self._hooks: list[RemovableHandle] = []
         self._pool: HostPool | None = HostPool(host_limit, side.pin, side.unpin, _HOST_HINT)
-        every = [place for _, places in found for place in places]
-        here = sum(place.nbytes for place in every if place.param.device.type == "cpu")
-        needed, what = sum(flat_bytes(places) for _, places in found), f"the weights of {len(found)} layers"
+        here = sum(p.nbytes for _, params in found for p in params if p.device.type == "cpu")
+        needed, what = sum(flat_bytes(params) for _, params in found), f"the weights of {len(found)} layers"
         self._pool.check(needed, what, freed=here)
         self._pieces: list[Piece] = []
         self._layers = [layer for layer, _ in found]
@@ -150,15 +154,15 @@ class WeightOffload(Handle):
         self,
         model: nn.Module,
         pool: HostPool,
-        found: Sequence[tuple[nn.Module, list[Place]]],
+        found: Sequence[tuple[nn.Module, list[nn.Parameter]]],
         side: offload.Side,
         device: torch.device,
     ) -> None:
         """Move the weights to the host, layer by layer, and all else to the device."""
-        for k, (layer, places) in enumerate(found):
-            self._pieces.append(Piece(places, pool.take(k, flat_bytes(places)), side, device))
+        for k, (layer, params) in enumerate(found):
+            self._pieces.append(Piece(params, pool.take(k, flat_bytes(params)), side, device))
             self._hooks += [
-                layer.register_forward_pre_hook(Hook(self._forward, k), prepend=True),
+                layer.register_forward_pre_hook(Hook(self._forward, k), prepend=True, with_kwargs=True),
                 layer.register_forward_hook(Hook(self._forwarded, k), always_call=True),
             ]
             vars(layer)[_STAYS] = Hook(self._checked, k)
@@ -190,11 +194,15 @@ class WeightOffload(Handle):
 
         Args:
             device: Where the weights go: None to the GPU, or ``"cpu"``.
+
+        Raises:
+            ArgumentValueError: There is no such device.
         """
+        to = None if device is None else _named(device)
         with self.lock:
             remove_hooks(self._hooks)
             for piece in self._pieces:
-                piece.end(device)
+                piece.end(to)
             for layer in self._layers:
                 vars(layer).pop(_STAYS, None)
                 if _BASE in vars(type(layer)):
@@ -219,11 +227,13 @@ class WeightOffload(Handle):
         if following is not None:
             self._pieces[following].begin()
 
-    def _forward(self, model: nn.Module, k: int, *_: Any) -> None:
+    def _forward(self, _: nn.Module, k: int, __: nn.Module, *given: Any) -> None:
         refuse_capture("offload_weights", "the weights")
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the layer
-            self._backward(model, k)
+        self._given = {id(x): x._version for x in _graph_tensors(given)}
+        if _in_backward():  # a checkpoint recomputes the layer
+            self._back(k)
             return
+        self._ends = False  # for the next backward
         if k <= self._last:  # another forward: the host's weights may have changed since
             self._free()
         # Behind the last layer comes its own backward, and that of the one before.
@@ -233,27 +243,39 @@ class WeightOffload(Handle):
         self._last = k
 
     def _forwarded(self, _: nn.Module, k: int, __: nn.Module, ___: Any, outputs: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # backward follows
-        self._pieces[k].leave()
-        graph = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        # Not those that are passed through: backward comes to them late in an earlier layer.
+        graph = [x for x in _graph_tensors(outputs) if self._given.get(id(x)) != x._version]
         for x in graph:
-            x.register_hook(Hook(self._backward, k))  # type: ignore[no-untyped-call]
+            x.register_hook(Hook(self._reached, k, gone=_removed))  # type: ignore[no-untyped-call]
+        if _in_backward():
+            return  # that of the layer follows
+        self._pieces[k].leave()
         if not graph and k + 1 == len(self._pieces):
             self._end()
 
-    def _backward(self, _: nn.Module, k: int, *__: Any) -> None:
-        """Turn to a layer as backward reaches it, or its recompute."""
+    def _reached(self, _: nn.Module, k: int, *__: Any) -> None:
+        """Turn to a layer as backward reaches its outputs.
+
+        Raises:
+            UnsupportedError: `remove` was called since its forward, or the graph of gradients is requested.
+        """
+        if not self._pieces:
+            _removed()
+        if torch.is_grad_enabled():
+            hint = "Call the handle's remove() before you take gradients of gradients."
+            raise UnsupportedError(message("create_graph", "False with offloaded weights", "True", hint))
+        self._back(k)
+
+    def _back(self, k: int) -> None:
         self._turn(k, k - 1 if k else None)
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._graph_task = task
+        if not self._ends:
+            self._ends = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(Hook(self._end))
 
     def _end(self, *_: Any) -> None:
         """Free the GPU's memory, and let the host wait for the copies, so that it may write to its tensors."""
-        self._graph_task = -1
+        self._ends = False
         self._free()
         for piece in self._pieces:
             piece.finish()
@@ -263,18 +285,37 @@ class WeightOffload(Handle):
             piece.leave()
             piece.free()
 
-    def _checked(self, _: nn.Module, k: int, fn: Callable[[Tensor], Tensor]) -> list[Place]:
-        """Return the weights that a move of the module leaves where they are.
+    def _checked(self, _: nn.Module, k: int, fn: Callable[[Tensor], Tensor]) -> set[int]:
+        """Return the ids of the weights that a move of the module leaves where they are.
 
         Raises:
             UnsupportedError: It is a cast.
         """
-        piece = self._pieces[k]
-        for dtype in {place.param.dtype for place in piece.places}:
+        params = self._pieces[k].params
+        for dtype in {p.dtype for p in params}:
             if fn(torch.empty(0, dtype=dtype)).dtype != dtype:
                 hint = "Cast the model before offload_weights, or call the handle's remove() first."
                 raise UnsupportedError(message("model", f"{dtype} as before, with offloaded weights", "a cast", hint))
-        return piece.places
+        return set(map(id, params))
+
+
+def _removed() -> None:
+    """Raise in a backward whose forward was before `WeightOffload.remove`, or before the end of the model.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    hint = "Call remove(), or offload_weights again, after backward, and keep the model until then."
+    raise UnsupportedError(message("offload_weights", "a backward before its removal", "one after it", hint))
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _graph_tensors(given: Any) -> list[Tensor]:
+    """Return the tensors of a call's arguments or outputs that are in a graph."""
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _overrides(base: type[nn.Module]) -> dict[str, Any]:
@@ -282,14 +323,15 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
 
     def _apply(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
         check = vars(self).get(_STAYS)
-        places = (check(fn) if check is not None else None) or []
-        for place in places:
-            place.module._parameters[place.name] = None
+        stay = (check(fn) if check is not None else None) or set()
+        places = [(m, name, p) for m in self.modules() for name, p in m._parameters.items() if id(p) in stay]
+        for module, name, _ in places:
+            module._parameters[name] = None
         try:
             return base._apply(self, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            for place in places:
-                place.module._parameters[place.name] = place.param
+            for module, name, p in places:
+                module._parameters[name] = p
 
     return {"_apply": _apply}
 
@@ -302,17 +344,16 @@ def _shared(model: nn.Module) -> set[int]:
     return shared
 
 
-def _frozen(layer: nn.Module, shared: set[int]) -> list[Place]:
-    """Return a layer's weights that can be on the host."""
+def _frozen(layer: nn.Module, shared: set[int]) -> list[nn.Parameter]:
+    """Return a layer's weights that can be on the host: frozen ones of plain memory, or of bitsandbytes' 4 bits."""
     return [
-        Place(module, name, p)
-        for module in layer.modules()
-        for name, p in module._parameters.items()
-        if p is not None
-        and not p.requires_grad
+        p
+        for p in layer.parameters()
+        if not p.requires_grad
         and id(p) not in shared
-        and p.numel() * p.element_size() > MIN_BYTES
+        and p.nbytes > MIN_BYTES
         and offload.is_dense(p)
+        and (type(p) is nn.Parameter or getattr(p, "quant_state", None) is not None)
     ]
 
 
@@ -335,4 +376,12 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     if device is None:
         device = next((p.device for p in model.parameters() if p.is_cuda), torch.device("cuda"))
     whole = str(device) == "cuda" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if whole else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if whole else _named(device)
+
+
+def _named(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        expected = 'a device as PyTorch names it: "cuda", "cuda:1", "cpu"'
+        raise ArgumentValueError(message("device", expected, repr(device))) from error

@@ -87,7 +87,7 @@ def _what_fits(run: RunState) -> list[str]:
         may = "another --policy" + " and --offload-states" * any("states" in options for options, _ in helps)
         lines.append(f"A resumed run can be given {may}; another length is another run.")
     else:
-        lines.append(_nothing(settings, job, search, limit))
+        lines.append(_nothing(settings, job, search, limit, weights))
     line = _plan_line(config, settings, job, limit)
     return [*lines, f"The figures: {line}"] if line else lines
 
@@ -117,9 +117,9 @@ def _smaller(job: Job, limit: float, peak_of: Callable[[StepCosts], int]) -> Ite
         yield from islice((each for each in peaks if each[1] <= limit), 1)
 
 
-def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
+def _nothing(settings: Settings, job: Job, search: Search, limit: float, offloaded: int) -> str:
     memory = search.costs
-    fixed = memory.weights + memory.states + memory.all_gradients
+    fixed = memory.weights - memory.weights_away(offloaded) + memory.states + memory.all_gradients
     if fixed < limit / 2:
         return (
             "No smaller step would take much less: look for what else has the memory, other programs or data outside "

@@ -425,7 +425,7 @@ def test_weights_on_the_host() -> None:
     plan = plan_memory(LLAMA_70B, 8192, 1, host_gib=160, **given)
     n, job = plan.chosen.weights, plan.job
     layer = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672) + 2 * 8192
-    assert job.frozen_layer_bytes == 2 * layer
+    assert job.frozen_layers == (2 * layer,) * 80
     assert n % 10 == 0 < n
     every = 2 * 80 * layer + 2 * (2 * 128256 + 1) * 8192 + 4 * job.adapters.numbers(job.shape)
     assert {phase.weights for phase in plan.phases} == {every - 2 * (n - 2) * layer}
@@ -448,7 +448,7 @@ def test_the_time_of_weights_that_come_from_the_host() -> None:
         plan = plan_memory({**LLAMA_70B, "num_hidden_layers": 16}, seq_len, 1, host_gib=400, **given)
         costs, groups = plan._search().costs, [(ActivationPolicy(keep="input", mlp_level=0), 16)]
         without, every = costs.seconds(groups), costs.seconds(groups, 16)
-        copies = 2 * 16 * plan.job.frozen_layer_bytes / plan.job.gpu.pcie
+        copies = 2 * sum(plan.job.frozen_layers) / plan.job.gpu.pcie
         assert without < every
         assert (every > copies) == bound or every > without
         assert every < (copies + without if bound else 1.1 * without)

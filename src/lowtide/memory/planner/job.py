@@ -92,14 +92,14 @@ class Job:
         shape = self.shape
         return (shape.params - shape.packed_params) * self.element + shape.packed_bytes
 
-    @property
-    def frozen_layer_bytes(self) -> int:
-        """Return the bytes of one layer's weights that can be on the host, the mean: frozen, without 4 bits' scales."""
-        shape = self.shape
+    @cached_property
+    def frozen_layers(self) -> tuple[int, ...]:
+        """Return the bytes of each layer's weights that can be on the host: frozen, without 4 bits' scales."""
+        shape, params = self.shape, self.shape.params_of_layers
         if self.adapters is None:
-            return 0
-        numbers = sum(shape.params_of_layers) - shape.packed_params
-        return (numbers * self.element + shape.packed_params // 2) // shape.layers
+            return (0,) * shape.layers
+        every = (sum(params) - shape.packed_params) * self.element + shape.packed_params // 2
+        return tuple(every * own // sum(params) for own in params)
 
     @property
     def dequantised_bytes(self) -> int:

@@ -88,7 +88,7 @@ class Search:
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
         rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # short in the lines of Python
         self._amounts = sorted(rounded - {0})
-        layers, frozen = job.shape.layers, offload_weights and host_bytes > 0 and job.frozen_layer_bytes > 0
+        layers, frozen = job.shape.layers, offload_weights and host_bytes > 0 and job.adapters is not None
         eighths = {-(-layers * i // EIGHTHS) for i in range(1, EIGHTHS + 1)} if frozen else set[int]()
         self._layers = sorted(n for n in eighths if n > ON_GPU)
 

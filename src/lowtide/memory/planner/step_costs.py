@@ -13,7 +13,7 @@ from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.layer_costs import PAGES, LayerCost
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.weights import ON_GPU
+from lowtide.memory.weights import ON_GPU, offloaded_layers
 
 MIB = 2**20
 # What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.
@@ -187,11 +187,15 @@ class StepCosts:
 
     def weights_away(self, layers: int) -> int:
         """Return the bytes of weights that are not on the GPU where so many layers' are offloaded."""
-        return max(0, layers - ON_GPU) * self.job.frozen_layer_bytes
+        return sum(sorted(self._offloaded(layers))[:-ON_GPU])
 
     def weights_on_host(self, layers: int) -> int:
         """Return the host memory that so many layers' weights take."""
-        return layers * (self.job.frozen_layer_bytes + PAGES)
+        return sum(self._offloaded(layers)) + layers * PAGES
+
+    def _offloaded(self, layers: int) -> list[int]:
+        sizes = self.job.frozen_layers
+        return [sizes[i] for i in offloaded_layers(len(sizes), layers)]
 
     def phases(self, groups: Groups, states: int = 0, *, late: bool = False, weights: int = 0) -> list[Phase]:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last.
@@ -257,7 +261,7 @@ class StepCosts:
         copies beside it: to the GPU in forward, and again in backward, where checkpoints come the same way.
         """
         seconds, job = self.fixed_seconds, self.job
-        come = weights / job.shape.layers * job.frozen_layer_bytes / job.gpu.pcie
+        come = sum(self._offloaded(weights)) / job.shape.layers / job.gpu.pcie
         for run in self._runs(groups):
             for one, n in zip(run.costs, run.counts, strict=True):
                 copy = one.transfer * run.moves
