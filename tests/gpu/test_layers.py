@@ -195,6 +195,7 @@ def test_memory() -> None:
     assert peak == kept
     out = rms_norm(x, weight, EPS)
     partial = 4 * torch.cuda.get_device_properties(0).multi_processor_count * D * 4
+    torch.cuda.empty_cache()  # of a block that is free the unused rest would count
     extra = peak_above(lambda: torch.autograd.grad(out, (x, weight), out, retain_graph=True), "cuda")
     assert extra <= row + partial + 64 * D
 
