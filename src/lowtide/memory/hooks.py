@@ -13,6 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import UnsupportedError, message
 
+# Of a layer: what is called before it runs outside of its turn, in backward of a later one; and with True before that.
+OUT_OF_TURN = "_lowtide_out_of_turn"
+
 
 class Handle:
     """What hooks belong to, and what it works on.
