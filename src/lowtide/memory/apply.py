@@ -121,7 +121,8 @@ def apply_policy(
             layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is set for a layer
             without a fused MLP, or ``offload`` on a machine without a CUDA device. At a layer's first forward:
             ``keep="attention"`` where no fused attention ran, or host memory that does not suffice; ``every`` under
-            ``torch.compile``, FSDP or ZeRO-3, or where hidden states change between layers. In backward: an argument, a parameter or a large buffer of a layer that was written to since its forward, or code that was
+            ``torch.compile``, FSDP or ZeRO-3, or where hidden states change between layers. In backward: an
+            argument, a parameter or a large buffer of a layer that was written to since its forward, or code that was
             replaced since.
 
     Example:
@@ -224,7 +225,9 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
 
 def _groups(policies: dict[str, ActivationPolicy]) -> list[list[str]]:
     """Return the names of the layers that save something for backward together: each alone, but for ``every``."""
-    runs = [(policy.every, [name for name, _ in run]) for policy, run in groupby(policies.items(), key=lambda one: one[1])]
+    runs = [
+        (policy.every, [name for name, _ in run]) for policy, run in groupby(policies.items(), key=lambda one: one[1])
+    ]
     return [names[i : i + every] for every, names in runs for i in range(0, len(names), every)]
 
 

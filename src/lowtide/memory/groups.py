@@ -87,8 +87,6 @@ class _Group:
         store: Saves the first one's input.
     """
 
-    _by_output: weakref.WeakValueDictionary[int, _Group] = weakref.WeakValueDictionary()
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._layers: list[tuple[nn.Module, Run, _Surroundings]] = []
@@ -96,10 +94,10 @@ class _Group:
         self._output: weakref.ref[Tensor] | None = None
         self._version = 0
 
-    @classmethod
-    def ending_in(cls, hidden: Tensor) -> _Group | None:
+    @staticmethod
+    def ending_in(hidden: Tensor) -> _Group | None:
         """Return the group whose last layer returned these hidden states, unmodified; None: there is none."""
-        group = cls._by_output.get(_key(hidden))
+        group = _by_output.get(_key(hidden))
         output = group._output() if group is not None and group._output is not None else None
         if group is None or output is None or _key(output) != _key(hidden) or hidden._version != group._version:
             return None
@@ -118,18 +116,18 @@ class _Group:
             return partial(self._input, place)
 
         self._inputs.append(None)
-        # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
+        # The checkpoint saves its inputs through the hooks that surround it; inside, its own take over.
         with saved_tensors_hooks(put, lambda get: get()):
             outputs = checkpoint(run, hidden, use_reentrant=False)
         self._layers.append((layer, run, around))
         output = _hidden_of(outputs)
         if output is not None:
             self._output, self._version = weakref.ref(output), output._version
-            self._by_output[_key(output)] = self
+            _by_output[_key(output)] = self
         return outputs
 
     def _input(self, place: int) -> Tensor:
-        """Return the input of a layer; all that it takes to compute it is recomputed unless backward was here already."""
+        """Return the input of a layer, once for each recompute of the layers before it."""
         if place and self._inputs[place] is None:
             self._recompute(place)
         get = self._inputs[place]
@@ -140,14 +138,18 @@ class _Group:
 
     def _recompute(self, place: int) -> None:
         """Run the layers before ``place`` again, and hold the inputs of those behind the first."""
-        hidden: Tensor | None = self._input(0)
+        hidden = self._input(0)
         for i, (layer, run, around) in enumerate(self._layers[:place]):
             _turn_to(layer, over=False)
             with torch.no_grad(), around.restored():
-                hidden = _hidden_of(run(hidden))
-            assert hidden is not None
+                output = _hidden_of(run(hidden))
+            assert output is not None
+            hidden = output
             self._inputs[i + 1] = stay(hidden)
         _turn_to(self._layers[place][0], over=True)
+
+
+_by_output: weakref.WeakValueDictionary[int, _Group] = weakref.WeakValueDictionary()
 
 
 def _key(tensor: Tensor) -> int:
@@ -167,7 +169,7 @@ class _Surroundings:
     def __init__(self, hidden: Tensor) -> None:
         self._device = hidden.device.type
         self._random = torch.get_rng_state()
-        self._on_devices = get_device_states(hidden)  # type: ignore[no-untyped-call]
+        self._on_devices = get_device_states(hidden)
         kinds = [kind for kind in dict.fromkeys(("cpu", self._device)) if torch.amp.is_autocast_available(kind)]
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
@@ -178,7 +180,7 @@ class _Surroundings:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices, device_type=self._device))
             torch.set_rng_state(self._random)
-            set_device_states(devices, states, device_type=self._device)  # type: ignore[no-untyped-call]
+            set_device_states(devices, states, device_type=self._device)
             for kind, dtype, enabled in self._autocast:
                 # Casts of weights that a cache would hold have no graph here; backward may run under autocast too.
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))

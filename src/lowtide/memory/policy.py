@@ -94,8 +94,8 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
     """Return the policy that a text names, or one for each layer where it has numbers of layers.
 
     Args:
-        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ every LAYERS][ offloaded]``, or several of them, each as
-            ``NUMBER x POLICY``, joined by commas, first layers first. For a shell also
+        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ every LAYERS][ offloaded]``, or several of them,
+            each as ``NUMBER x POLICY``, joined by commas, first layers first. For a shell also
             ``keep[-mlpLEVEL][-tileTOKENS][-everyLAYERS][-offload]``, joined by ``+``.
         layers: How many the model has, to check that the numbers add up; None: not checked.
 
@@ -149,9 +149,7 @@ def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
     return policy, {"gib": float(match[1]) if match[1] else None, "late": bool(match[2])}
 
 
-def _policy(
-    keep: Any, level: str | None, tile: str | None, every: str | None, offload: str | None
-) -> ActivationPolicy:
+def _policy(keep: Any, level: str | None, tile: str | None, every: str | None, offload: str | None) -> ActivationPolicy:
     numbers = {"mlp_level": level, "mlp_tile_tokens": tile, "every": every}
     given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
     return ActivationPolicy(keep=keep, offload=bool(offload), **given)

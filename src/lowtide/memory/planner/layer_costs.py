@@ -41,7 +41,9 @@ class LayerCost:
     backward_bytes: int  # the same of its backward, without the weights' gradients
     forward: float  # seconds
     backward: float  # seconds, with the recompute
-    transfer: float  # seconds of the way to the host, and as many of the way back; 0: not offloaded; the mean of a group
+    transfer: (
+        float  # seconds of the way to the host, and as many of the way back; 0: not offloaded; the mean of a group
+    )
     flop: float  # operations of the recompute
 
     def places(self, *, moves: bool) -> tuple[int, int]:
