@@ -77,15 +77,13 @@ def test_random_states(offload: bool, side: LazySide, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("around_backward", [False, True])
 def test_autocast(around_backward: bool, pair: tuple[Any, Any], ids: Tensor) -> None:
-    """Also where backward runs under it: no cast of a weight without a graph stays in the cache."""
+    """Also where backward runs under it: no cast of a weight without a graph stays in its cache."""
     apply_policy(pair[0], every(3))
     gradients = []
     for model in pair:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, ids)
-            if around_backward:
-                loss.backward()
-        if not around_backward:
+        with torch.autocast("cpu", torch.bfloat16, enabled=around_backward):
             loss.backward()
         gradients.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
     assert_same(*gradients)
@@ -129,16 +127,20 @@ def test_without_gradients_each_layer_runs_once(pair: tuple[Any, Any], ids: Tens
     assert_as_stock(*pair, ids, calls=3 * LAYERS - 3)
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("frozen", [1, 2, 3])
-def test_layers_before_the_first_that_trains(pair: tuple[Any, Any], frozen: int, ids: Tensor) -> None:
+def test_layers_before_the_first_that_trains(
+    pair: tuple[Any, Any], frozen: int, offload: bool, side: LazySide, ids: Tensor
+) -> None:
     """They save nothing, and the first that trains saves its input, wherever in its group it is."""
     for model in pair:
         model.requires_grad_(False)
         for layer in layers_of(model)[frozen:]:
             layer.requires_grad_(True)
-    apply_policy(pair[0], every(2))
+    apply_policy(pair[0], every(2, offload=offload))
     saving = groups(LAYERS - frozen - frozen % 2, 2) + frozen % 2
     assert_as_stock(*pair, ids, calls=frozen + 3 * (LAYERS - frozen) - saving)
+    assert side.copies == (offload and frozen < 2)  # of three groups the last two stay
 
 
 def test_the_state_of_forward(ids: Tensor) -> None:
@@ -238,6 +240,17 @@ def test_bytes_between_forward_and_backward_and_in_it(k: int) -> None:
     assert peak - plain_peak == pytest.approx((k - 1) * one, abs=slack)
 
 
+def test_inputs_that_were_recomputed_do_not_outlive_their_use() -> None:
+    model = Plain(6, D=64, heads=4)
+    apply_policy(model, every(3))
+    ids = torch.randint(3, VOCAB, (1, 512))
+    model(ids).backward()
+    loss = model(ids)
+    with track_allocations() as seen:
+        loss.backward(retain_graph=True)
+    assert seen.events[-1].total_bytes < 64 * 512 * 4  # one input
+
+
 class Between(Plain):
     """A model that changes hidden states between its layers."""
 
@@ -256,7 +269,7 @@ def test_hidden_states_that_change_between_layers_are_refused(how: str, ids: Ten
     model = Between()
     model.how = how
     apply_policy(model, [INPUT, *[every(2)] * 4])
-    with pytest.raises(UnsupportedError, match=r"^blocks\.2: expected the output of the layer before .* with every=2"):
+    with pytest.raises(UnsupportedError, match=r"^blocks\.2: expected the output of the layer before .* every > 1"):
         model(ids)
 
 

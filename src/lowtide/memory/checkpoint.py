@@ -65,11 +65,16 @@ def run_layer(
     if cached or not in_graph:
         return forward(*args, **kwargs)
     run, hidden = _of_hidden_states(layer, state.name, forward, args, kwargs)
+    offloader = state.offloader
     if state.policy.every > 1:
-        return run_in_group(layer, state, run, hidden)
-    if state.offloader is None:
+
+        def begin() -> Store:
+            return stay if offloader is None else offloader.begin(moves=state.moves).put
+
+        return run_in_group(layer, state.name, run, hidden, follows=state.follows, begin=begin)
+    if offloader is None:
         return _run(state, run, hidden, stay)
-    return _run_offloaded(state, state.offloader, run, hidden)
+    return _run_offloaded(state, offloader, run, hidden)
 
 
 # Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.

@@ -14,7 +14,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,39 +27,39 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import Get, Store, stay
 from lowtide.memory.hooks import OUT_OF_TURN
 
-if TYPE_CHECKING:
-    from lowtide.memory.checkpoint import LayerState
-
 Run = Callable[[Tensor], Any]
 
 
-def run_in_group(layer: nn.Module, state: LayerState, run: Run, hidden: Tensor) -> Any:
+def run_in_group(
+    layer: nn.Module, name: str, run: Run, hidden: Tensor, *, follows: bool, begin: Callable[[], Store]
+) -> Any:
     """Run a layer whose policy has ``every`` above 1.
 
     Args:
         layer: The layer.
-        state: Its policy, and whether it follows another layer of its group.
+        name: Its name in the model.
         run: The layer as a function of its hidden states; a second call runs it in the state of the first.
         hidden: These.
+        follows: Whether it is behind another layer of its group.
+        begin: Returns what saves the input of a group.
 
     Raises:
         UnsupportedError: It is compiled, or its weights are gathered for its own turn alone, or its hidden states are
             not the output of the layer before.
     """
     if torch.compiler.is_compiling():
-        _refuse_compile(state.name)
+        _refuse_compile(name)
     if _is_gathered(layer):
         hint = "Take every=1, with offload=True if that is too much memory."
         got = "one of FSDP or ZeRO-3, which gathers them for its own turn alone"
-        raise UnsupportedError(message(state.name, "with every > 1 a layer that holds its weights", got, hint))
-    group = _Group.ending_in(hidden) if state.follows else None
+        raise UnsupportedError(message(name, "with every > 1 a layer that holds its weights", got, hint))
+    group = _Group.ending_in(hidden) if follows else None
     # Layers before the first that trains have no graph, and no group: that one saves its input.
-    if group is None and state.follows and hidden.requires_grad:
+    if group is None and follows and hidden.requires_grad:
         hint = "Take every=1 where the model or a hook changes hidden states between layers."
-        expected = f"the output of the layer before as hidden states, with every={state.policy.every}"
-        raise UnsupportedError(message(state.name, expected, "another tensor, or one written to since", hint))
-    if group is None:
-        group = _Group(stay if state.offloader is None else state.offloader.begin(moves=state.moves).put)
+        expected = "the output of the layer before as hidden states, with every > 1"
+        raise UnsupportedError(message(name, expected, "another tensor, or one written to since", hint))
+    group = _Group(begin()) if group is None else group
     return group.run(layer, run, hidden)
 
 

@@ -198,8 +198,10 @@ class Search:
             for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in left if h >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
-                    others = [last for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
-                    yield from (self.candidate([(policy, layers - 1), (last, 1)]) for last in others)
+                    ends = [(last, 1) for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
+                    if policy in self.sparse:  # in whose last group the inputs of all groups are there
+                        ends += [(one, (layers - 1) % k + 1) for one in self._beside(policy) if one.keep == "input"]
+                    yield from (self.candidate([(policy, layers - n), (last, n)]) for last, n in ends)
                 else:
                     others = self._beside(policy)
                     yield from (self.candidate([(policy, room), (other, layers - room)]) for other in others)
