@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import UnsupportedError, message
 
-# Of a layer: what is called before it runs outside of its turn, in backward of a later one; and with True before that.
+# An attribute of a layer: called with False before the layer runs again in a later one's backward, and with True before
+# that backward goes on.
 OUT_OF_TURN = "_lowtide_out_of_turn"
 
 
