@@ -34,15 +34,15 @@ def differences(backend: str, *, dropout: bool) -> dict[str, Any]:
         want = step(stock, ids)
         again = step(stock, ids)
         assert _unlike(want, again) == [], "the stock model differs from itself"
-        for keep in ("attention", "input"):
+        for keep, every in (("attention", 1), ("input", 1), ("input", 3)):
             for offload in (False, True):
-                apply_policy(model, ActivationPolicy(keep=keep, offload=offload))
+                apply_policy(model, ActivationPolicy(keep=keep, every=every, offload=offload))
                 unlike: list[str] = []
                 for _ in range(3):
                     with CountAttention() as counted:
                         got = step(model, ids)
                     unlike += _unlike(got, want)
-                found[f"{keep} {offload}"] = [unlike, counted.calls]
+                found[f"{keep} {every} {offload}"] = [unlike, counted.calls]
     return found
 
 

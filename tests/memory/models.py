@@ -23,6 +23,7 @@ SHAPE = {
 
 
 ALL, ATTENTION, INPUT = (ActivationPolicy(keep=keep) for keep in get_args(Keep))
+GROUPED = ActivationPolicy(keep="input", every=3)
 OFFLOADED_ATTENTION, OFFLOADED_INPUT = (dataclasses.replace(policy, offload=True) for policy in (ATTENTION, INPUT))
 RECOMPUTING = {word_of(policy): policy for policy in (ATTENTION, INPUT, OFFLOADED_ATTENTION, OFFLOADED_INPUT)}
 

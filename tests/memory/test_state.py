@@ -17,7 +17,7 @@ import lowtide
 from lowtide.errors import UnsupportedError
 from lowtide.memory import apply_policy, remove_policy
 from lowtide.samples import Samples
-from memory.models import ALL, ATTENTION, INPUT, Layer, Plain
+from memory.models import ALL, ATTENTION, GROUPED, INPUT, Layer, Plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -112,10 +112,11 @@ ASSIGNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
 }
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("what", ASSIGNED)
-def test_what_is_assigned_is_put_back_for_the_recompute(what: str, llama: Any, ids: Tensor) -> None:
+def test_what_is_assigned_is_put_back_for_the_recompute(what: str, grouped: bool, llama: Any, ids: Tensor) -> None:
     prepare, change = ASSIGNED[what]
-    assert_as_stock(prepare(llama()), ids, change, (INPUT, ATTENTION)[len(what) % 2])
+    assert_as_stock(prepare(llama()), ids, change, GROUPED if grouped else (INPUT, ATTENTION)[len(what) % 2])
 
 
 @torch.no_grad()
@@ -253,9 +254,10 @@ AROUND: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("policy", [INPUT, GROUPED])
 @pytest.mark.parametrize("what", AROUND)
-def test_what_surrounds_forward_surrounds_its_recompute(what: str, llama: Any, ids: Tensor) -> None:
-    assert_as_stock(llama(), ids, lambda m: None, INPUT, AROUND[what])
+def test_what_surrounds_forward_surrounds_its_recompute(what: str, policy: Any, llama: Any, ids: Tensor) -> None:
+    assert_as_stock(llama(), ids, lambda m: None, policy, AROUND[what])
 
 
 def test_the_default_dtype_is_that_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:

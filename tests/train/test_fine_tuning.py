@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "smoothed": ("rows", {"label_smoothing_factor": 0.2}),
     "dft": ("pairs", {"loss_type": "dft"}),
     "policy": ("messages", {"policy": "1 x input, 1 x all/0"}),
+    "groups": ("messages", {"policy": "input every 2"}),
     "evaluated": ("rows", {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}),
 }
 

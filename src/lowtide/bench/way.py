@@ -59,7 +59,7 @@ class Way:
         found = parse_policies(self.policy)
         if self.impl in OURS:
             return
-        if isinstance(found, list) or found.mlp_level is not None:
+        if isinstance(found, list) or found.mlp_level is not None or found.every > 1:
             raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_SAVE}", repr(self.policy)))
         if self.compiles_layers and found.keep == "attention":
             hint = "A checkpoint cannot look into a compiled layer to keep attention's output."

@@ -36,7 +36,7 @@ class PolicyReport:
         policies: Each layer's policy, by the layer's name, in order.
         bytes_per_token: What a layer saves per token, by the layer's name; None where it depends on the layer's
             operations (``keep="all"``) or the model's config lacks the sizes. In the dtype of its parameters: under
-            autocast attention's output is narrower.
+            autocast attention's output is narrower. With ``every`` a layer's share of its group's input.
         on_device: The names of layers with ``offload=True`` that stay on the GPU, since backward begins with them.
         others: Further lists of layers, not changed.
         offloader: What the layers with ``offload=True`` share; None without any.
@@ -66,8 +66,9 @@ class PolicyReport:
     def _cells(self, name: str) -> list[str]:
         policy, size = self.policies[name], self.bytes_per_token[name]
         where = "host" if policy.offload and name not in self.on_device else "GPU"
+        saves = _SAVES[policy.keep] + f" of every {policy.every} layers" * (policy.every > 1)
         level = "unchanged" if policy.mlp_level is None else str(policy.mlp_level)
-        return [_SAVES[policy.keep], where, level, "-" if size is None else f"{size:,}"]
+        return [saves, where, level, "-" if size is None else f"{size:,}"]
 
 
 def apply_policy(
@@ -90,6 +91,10 @@ def apply_policy(
 
     With ``offload=True`` what is saved is in pinned host memory meanwhile, but for the last two of those layers, and
     is brought back a layer ahead of backward. The first forward pins the memory; later ones reuse it.
+
+    With ``every=k`` layers of equal policies form groups of k, from the first on; the last one may be shorter. Only a
+    group's first layer saves its input. Backward of a group begins with forwards of all its layers but the last, which
+    hold nothing but the other layers' inputs; then each layer is recomputed as usual.
 
     The recompute runs with the state that the layer had in forward (adapters, modes, hooks, parameters, attributes),
     whatever was assigned since, and restores the current state. Writes to tensors cannot be undone, and raise.
@@ -115,7 +120,8 @@ def apply_policy(
         UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
             layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is set for a layer
             without a fused MLP, or ``offload`` on a machine without a CUDA device. At a layer's first forward:
-            ``keep="attention"`` where no fused attention ran, or host memory that does not suffice. In backward: an
+            ``keep="attention"`` where no fused attention ran, or host memory that does not suffice; ``every`` under
+            ``torch.compile``, FSDP or ZeRO-3, or where hidden states change between layers. In backward: an
             argument, a parameter or a large buffer of a layer that was written to since its forward, or code that was
             replaced since.
 
@@ -138,15 +144,19 @@ def apply_policy(
     _check_layers(model, stack, chosen)
     for layer in reversed(stack.layers.values()):
         _restore(layer)
-    offloaded = [name for name, one in chosen.items() if one.offload]
-    moving = offloaded[: max(len(offloaded) - ON_DEVICE, 0)]
+    groups = _groups(chosen)
+    offloaded = [group for group in groups if chosen[group[0]].offload]
+    moving = [group[0] for group in offloaded[: max(len(offloaded) - ON_DEVICE, 0)]]
     keeping_attention = sum(chosen[name].keep == "attention" for name in moving)
     offloader = Offloader(limit, len(moving), keeping_attention) if offloaded else None
-    for name, layer in stack.layers.items():
-        own = offloader if chosen[name].offload else None
-        _adopt(layer, LayerState(name, chosen[name], own, moves=name in moving))
+    for first, *others in groups:
+        own = offloader if chosen[first].offload else None
+        for name in (first, *others):
+            state = LayerState(name, chosen[name], own, moves=first in moving, follows=name != first)
+            _adopt(stack.layers[name], state)
     saved = {name: _bytes_per_token(model, stack.layers[name], policy) for name, policy in chosen.items()}
-    return PolicyReport(stack.name, chosen, saved, tuple(offloaded[len(moving) :]), stack.others, offloader)
+    staying = tuple(name for group in offloaded[len(moving) :] for name in group)
+    return PolicyReport(stack.name, chosen, saved, staying, stack.others, offloader)
 
 
 def remove_policy(model: nn.Module) -> None:
@@ -213,6 +223,14 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
                     raise ArgumentValueError(message("policy", expected, got, f"Give both the same {setting}."))
 
 
+def _groups(policies: dict[str, ActivationPolicy]) -> list[list[str]]:
+    """Return the names of the layers that save something for backward together: each alone, but for ``every``."""
+    runs = [
+        (policy.every, [name for name, _ in run]) for policy, run in groupby(policies.items(), key=lambda one: one[1])
+    ]
+    return [names[i : i + every] for every, names in runs for i in range(0, len(names), every)]
+
+
 def _with(attribute: str, layer: nn.Module) -> dict[str, Any]:
     """Return a layer's modules that have an attribute, by name."""
     return {name: module for name, module in layer.named_modules() if hasattr(module, attribute)}
@@ -277,7 +295,7 @@ def _bytes_per_token(model: nn.Module, layer: nn.Module, policy: ActivationPolic
     if policy.keep == "all" or hidden is None or itemsize is None:
         return None
     if policy.keep == "input":
-        return hidden * itemsize
+        return hidden * itemsize // policy.every
     if heads is None:
         return None
     width = hidden // heads if head_dim is None else head_dim

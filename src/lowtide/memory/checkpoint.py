@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import SavedAttention, Store, changed_in_place, contexts_under_compile, stay
+from lowtide.memory.groups import run_in_group
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.state import Snapshot, Versions
@@ -34,6 +35,7 @@ class LayerState:
     policy: ActivationPolicy
     offloader: Offloader | None = None  # with offload=True, what its stack shares
     moves: bool = False  # what it saves goes to the host: not the last layers'
+    follows: bool = False  # with every > 1: the layer before, of the same group, computes its input
     before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
 
 
@@ -52,7 +54,7 @@ def run_layer(
     Raises:
         UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys;
             ``keep="attention"``, and no fused attention ran; offloading, from a device that is none or to a host
-            without room.
+            without room; or as `run_in_group`.
     """
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         raise double_recompute(state.name)
@@ -63,9 +65,16 @@ def run_layer(
     if cached or not in_graph:
         return forward(*args, **kwargs)
     run, hidden = _of_hidden_states(layer, state.name, forward, args, kwargs)
-    if state.offloader is None:
+    offloader = state.offloader
+    if state.policy.every > 1:
+
+        def begin() -> Store:
+            return stay if offloader is None else offloader.begin(moves=state.moves).put
+
+        return run_in_group(layer, state.name, run, hidden, follows=state.follows, begin=begin)
+    if offloader is None:
         return _run(state, run, hidden, stay)
-    return _run_offloaded(state, state.offloader, run, hidden)
+    return _run_offloaded(state, offloader, run, hidden)
 
 
 # Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.

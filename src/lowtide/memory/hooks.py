@@ -13,6 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import UnsupportedError, message
 
+# An attribute of a layer: called with False before the layer runs again in a later one's backward, and with True before
+# that backward goes on.
+OUT_OF_TURN = "_lowtide_out_of_turn"
+
 
 class Handle:
     """What hooks belong to, and what it works on.

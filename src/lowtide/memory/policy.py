@@ -11,12 +11,14 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 Keep = Literal["all", "attention", "input"]
 
 _WORD = re.compile(
-    r"(?:(\d+)\s*x\s*)?(all|attention|input)(?:(?:/|-mlp)([01]))?(?:(?:\s+by\s+|-tile)([1-9]\d*))?((?:\s+|-)offload(?:ed)?)?"
+    r"(?:(\d+)\s*x\s*)?(all|attention|input)(?:(?:/|-mlp)([01]))?(?:(?:\s+by\s+|-tile)([1-9]\d*))?"
+    r"(?:(?:\s+|-)every(?:\s+|-?)([1-9]\d*))?((?:\s+|-)offload(?:ed)?)?"
 )
 _STATES = re.compile(r"states(?:=(\d+(?:\.\d+)?))?(-late)?")
 FORM = (
-    "all, attention or input, with /0 or /1 (the MLP's level; or -mlp0), ' by TOKENS' (-tileTOKENS) and ' offloaded'"
-    " (-offload) behind; or several, as lowtide plan prints them: '12 x input/1, 4 x all/0' (12xinput/1+4xall/0)"
+    "all, attention or input, with /0 or /1 (the MLP's level; or -mlp0), ' by TOKENS' (-tileTOKENS), for input ' every"
+    " LAYERS' (-everyLAYERS), and ' offloaded' (-offload) behind; or several, as lowtide plan prints them: '12 x"
+    " input/1, 4 x all/0' (12xinput/1+4xall/0)"
 )
 STATES_FORM = (
     "with @states at the end the optimizer's states are offloaded too, @states=2.5 so many GiB of them, -late until"
@@ -47,16 +49,20 @@ class ActivationPolicy:
             holds for a moment in backward, 3f values per token, is then that of a tile: for sequences so long that one
             layer's transients are what does not fit. Level 0 saves gate and up of all tokens even so. None leaves it
             unmodified.
+        every: With ``keep="input"``, how many consecutive layers of this policy save one input, that of the first.
+            Backward recomputes the inputs of the others, and holds them until each is used: one more forward for
+            ``every - 1`` layers of ``every``. For sequences so long that even the layers' inputs do not fit.
 
     Raises:
         ArgumentValueError: A value that is none of these.
-        ArgumentTypeError: ``offload`` is not a bool, or ``mlp_tile_tokens`` no whole number.
+        ArgumentTypeError: ``offload`` is not a bool, or ``mlp_tile_tokens`` or ``every`` no whole number.
     """
 
     keep: Keep = "all"
     mlp_level: int | None = None
     offload: bool = False
     mlp_tile_tokens: int | None = None
+    every: int = 1
 
     def __post_init__(self) -> None:
         if self.keep not in get_args(Keep):
@@ -71,6 +77,14 @@ class ActivationPolicy:
         if self.offload and self.keep == "all":
             hint = "Take keep='attention' or keep='input' with offload=True."
             raise ArgumentValueError(message("offload", "False with keep='all'", "True", hint))
+        check_count("every", self.every)
+        if self.every > 1 and self.keep != "input":
+            hint = "Take keep='input' with every > 1."
+            raise ArgumentValueError(message("every", f"1 with keep={self.keep!r}", f"{self.every}", hint))
+
+    def saves(self, layers: int) -> int:
+        """Return how many of so many consecutive layers save something for backward."""
+        return -(-layers // self.every)
 
 
 Mixture = tuple[tuple[ActivationPolicy, int], ...]  # policies of layers one after another, each with its number of them
@@ -80,9 +94,9 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
     """Return the policy that a text names, or one for each layer where it has numbers of layers.
 
     Args:
-        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ offloaded]``, or several of them, each as ``NUMBER x
-            POLICY``, joined by commas, first layers first. For a shell also ``keep[-mlpLEVEL][-tileTOKENS][-offload]``,
-            joined by ``+``.
+        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ every LAYERS][ offloaded]``, or several of them,
+            each as ``NUMBER x POLICY``, joined by commas, first layers first. For a shell also
+            ``keep[-mlpLEVEL][-tileTOKENS][-everyLAYERS][-offload]``, joined by ``+``.
         layers: How many the model has, to check that the numbers add up; None: not checked.
 
     Raises:
@@ -135,16 +149,20 @@ def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
     return policy, {"gib": float(match[1]) if match[1] else None, "late": bool(match[2])}
 
 
-def _policy(keep: Any, level: str | None, tile: str | None, offload: str | None) -> ActivationPolicy:
-    mlp_level, mlp_tile_tokens = (None if number is None else int(number) for number in (level, tile))
-    return ActivationPolicy(keep=keep, mlp_level=mlp_level, mlp_tile_tokens=mlp_tile_tokens, offload=bool(offload))
+def _policy(keep: Any, level: str | None, tile: str | None, every: str | None, offload: str | None) -> ActivationPolicy:
+    numbers = {"mlp_level": level, "mlp_tile_tokens": tile, "every": every}
+    given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
+    return ActivationPolicy(keep=keep, offload=bool(offload), **given)
 
 
 def word_of(policy: ActivationPolicy) -> str:
-    """Return a policy in a few letters, as `parse_policies` reads it: ``attention/0``, ``input/1 by 512 offloaded``."""
+    """Return a policy in a few letters, as `parse_policies` reads it: ``attention/0``, ``input/1 by 512 offloaded``,
+    ``input/1 every 4``.
+    """
     level = "" if policy.mlp_level is None else f"/{policy.mlp_level}"
     tile = "" if policy.mlp_tile_tokens is None else f" by {policy.mlp_tile_tokens}"
-    return f"{policy.keep}{level}{tile}{' offloaded' if policy.offload else ''}"
+    every = f" every {policy.every}" if policy.every > 1 else ""
+    return f"{policy.keep}{level}{tile}{every}{' offloaded' if policy.offload else ''}"
 
 
 def words_of(mixture: Iterable[tuple[ActivationPolicy, int]]) -> str:

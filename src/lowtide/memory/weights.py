@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import offload
-from lowtide.memory.hooks import Handle, Hook, refuse_capture, remove_hooks
+from lowtide.memory.hooks import OUT_OF_TURN, Handle, Hook, refuse_capture, remove_hooks
 from lowtide.memory.optimizer_blocks import MIN_BYTES
 from lowtide.memory.pinned import HostPool, budget_bytes
 from lowtide.memory.policy import check_count
@@ -166,6 +166,7 @@ class WeightOffload(Handle):
                 layer.register_forward_hook(Hook(self._forwarded, k), always_call=True),
             ]
             vars(layer)[_STAYS] = Hook(self._checked, k)
+            vars(layer)[OUT_OF_TURN] = Hook(self._out_of_turn, k)
             if not any(_BASE in vars(cls) for cls in type(layer).__mro__):
                 layer.__class__ = child_class(type(layer), _overrides, _BASE)
         vars(model)[_HANDLE] = self
@@ -204,7 +205,8 @@ class WeightOffload(Handle):
             for piece in self._pieces:
                 piece.end(to)
             for layer in self._layers:
-                vars(layer).pop(_STAYS, None)
+                for name in (_STAYS, OUT_OF_TURN):
+                    vars(layer).pop(name, None)
                 if _BASE in vars(type(layer)):
                     layer.__class__ = vars(type(layer))[_BASE]
             self._pieces, self._layers, self._pool = [], [], None
@@ -272,6 +274,13 @@ class WeightOffload(Handle):
             self._ends = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(Hook(self._end))
+
+    def _out_of_turn(self, model: nn.Module, k: int, over: bool) -> None:
+        """Turn to a layer whose output a later one needs as its input, or back to that later one."""
+        if over:
+            self._backward(model, k)
+        else:
+            self._turn(k, k + 1 if k + 1 < len(self._pieces) else None)
 
     def _end(self, *_: Any) -> None:
         """Free the GPU's memory, and let the host wait for the copies, so that it may write to its tensors."""

@@ -174,6 +174,9 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
         backward += _seconds(job, one.recompute) + again
         flop += one.recompute.flop + (one.recompute.attention * windowed if policy.keep == "input" else 0.0)
     host, host_back = _host_seconds(one, policy)
+    more = 1 - 1 / policy.every  # layers of a group that run once more
+    backward += more * forward
+    flop += more * (one.forward.flop + one.forward.attention * windowed)
     return LayerCost(
         policy,
         saved=saved,
@@ -181,8 +184,8 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
         forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak) + dense,
         backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak) + dense,
         forward=slower(forward, host),
-        backward=slower(backward, host_back),
-        transfer=saved / job.gpu.pcie if policy.offload else 0.0,
+        backward=slower(backward, host_back + more * host),
+        transfer=saved / policy.every / job.gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )
 

@@ -35,13 +35,15 @@ class LayerCost:
     """What one layer with a policy takes."""
 
     policy: ActivationPolicy
-    saved: int  # bytes for backward, wherever they are
+    saved: int  # bytes for backward, wherever they are; with ``every`` only the first layer of a group has them
     whole: int  # bytes that it has for backward once it is recomputed
     forward_bytes: int  # the most that lives within its forward alone
     backward_bytes: int  # the same of its backward, without the weights' gradients
     forward: float  # seconds
     backward: float  # seconds, with the recompute
-    transfer: float  # seconds of the way to the host, and as many of the way back; 0 where nothing is offloaded
+    transfer: (
+        float  # seconds of the way to the host, and as many of the way back; 0: not offloaded; the mean of a group
+    )
     flop: float  # operations of the recompute
 
     def places(self, *, moves: bool) -> tuple[int, int]:
@@ -279,6 +281,10 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
         again = attention if policy.keep == "input" else 0.0
         recompute += seconds(projections) + again / forward_rate + THIN_AGAIN * thin
         flop += 2 * job.tokens * sum(projections) + again
+    # With ``every`` all layers of a group but the last run once more, to compute the others' inputs.
+    more = 1 - 1 / policy.every
+    recompute += more * forward
+    flop += more * (2 * job.tokens * (sum(projections) + sum(mlp)) + attention)
     host_forward, host_backward = _host_seconds(job, policy)
     saved = checkpoint_bytes(job, policy)
     return LayerCost(
@@ -288,8 +294,8 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
         forward_bytes=forward_transients(job, policy),
         backward_bytes=backward_transients(job, policy),
         forward=slower(forward, host_forward),
-        backward=slower(backward + recompute, host_backward),
-        transfer=saved / gpu.pcie if policy.offload else 0.0,
+        backward=slower(backward + recompute, host_backward + more * host_forward),
+        transfer=saved / policy.every / gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )
 

@@ -171,7 +171,9 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         requested_bytes=requested,
         host_budget_bytes=search.host_bytes,
         front=tuple(search.front),
-        ladder=tuple(costs.layers[policy] for policy in search.ladder),
+        ladder=tuple(
+            costs.layers[policy] for policy in (*search.ladder, *(one for one in search.sparse if not one.offload))
+        ),
         offload_states=search.offload_states,
         offload_weights=search.offload_weights,
         job=job,

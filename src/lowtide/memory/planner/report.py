@@ -22,7 +22,8 @@ FRONT_LINES = 10
 FRONT_INDENT = 32  # letters before the last column of the front's table
 RUNGS = """\
 all: what backward reads but the MLP's product (/0), or but gate and up too (/1);
-attention: the layer's input and attention's output; input: its input; backward recomputes the rest"""
+attention: the layer's input and attention's output; input: its input, or that of one layer of several (every 2);
+backward recomputes the rest"""
 
 COMPILE = ("for layer in model.get_decoder().layers:", "    layer.compile(dynamic=False)")
 
@@ -167,7 +168,7 @@ class MemoryPlan:
             "ladder": [
                 {
                     "policy": word_of(cost.policy),
-                    "bytes_per_token": cost.saved / job.tokens,
+                    "bytes_per_token": cost.saved / cost.policy.every / job.tokens,
                     "recompute_flop": cost.flop,
                     "forward_s": cost.forward,
                     "backward_s": cost.backward,
@@ -248,8 +249,9 @@ class MemoryPlan:
             ["", "token", "", "", "TFLOP", "ms", "ms", "ms"],
         ]
         for cost in self.ladder:
-            each, seconds = cost.saved / tokens, (cost.forward, cost.backward, cost.transfer)
-            stored = [word_of(cost.policy), f"{each:,.0f}", f"{each / hidden:.1f}h", f"{gib(cost.saved):.3f}"]
+            saved = cost.saved / cost.policy.every
+            each, seconds = saved / tokens, (cost.forward, cost.backward, cost.transfer)
+            stored = [word_of(cost.policy), f"{each:,.0f}", f"{each / hidden:.1f}h", f"{gib(saved):.3f}"]
             times = [f"{time * 1e3:.2f}" if time else "" for time in seconds]
             rows.append([*stored, f"{cost.flop / 1e12:.2f}", *times])
         return table(rows)

@@ -3,7 +3,8 @@
 A mixture is a number of layers for each policy. Those that save less come first: backward reaches
 them last, when what the others saved is free again, and offloaded ones have the longest time to travel. Each is tried
 with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up, or with
-the frozen weights of some layers.
+the frozen weights of some layers. Policies by which one layer of several saves its input are tried beside one other
+policy at most: they cost a forward for less than anything else saves, so that they matter where nothing else fits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
 from lowtide.memory.weights import ON_GPU
 
+EVERY = (2, 4)  # layers of which one saves its input: the numbers that are tried
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states, and of the layers whose weights are offloaded: the amounts that are tried
 STEP = 256  # tokens: the longest sequence is a multiple of it
@@ -68,6 +70,14 @@ def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
     return [ActivationPolicy(keep=keep, mlp_level=level, offload=place) for keep, place in rungs for level in levels]
 
 
+def sparse(job: Job, *, offload: bool) -> list[ActivationPolicy]:
+    """Return the policies by which one layer of several saves its input; compiled layers have none."""
+    level = 1 if job.fused_mlp and job.shape.has_levels else None
+    places = (False, True)[: 1 + offload]
+    each = [(k, place) for place in places for k in EVERY if k <= job.shape.layers and not job.compile_layers]
+    return [ActivationPolicy(keep="input", mlp_level=level, every=k, offload=place) for k, place in each]
+
+
 class Search:
     """The mixtures of one job, for a budget of pinned host memory.
 
@@ -82,7 +92,7 @@ class Search:
         self.job, self.host_bytes = job, host_bytes
         self.offload_states, self.offload_weights = offload_states, offload_weights
         self.costs = StepCosts(job)
-        self.ladder = ladder(job, offload=host_bytes > 0)
+        self.ladder, self.sparse = (list_of(job, offload=host_bytes > 0) for list_of in (ladder, sparse))
         states = self.costs.states if offload_states and host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
@@ -134,7 +144,20 @@ class Search:
             for i in range(step, layers, step)
             for j in range(step, layers - i, step)
         ]
+        every += filter(_moves, self._sparse())
         return [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
+
+    def _sparse(self) -> Iterator[Candidate]:
+        """Yield what is tried of policies by which one layer of several saves its input, whole groups of them first."""
+        layers = self.job.shape.layers
+        for a in self.sparse:
+            yield self.candidate([(a, layers)])
+            for b in self._beside(a):
+                yield from (self.candidate([(a, n), (b, layers - n)]) for n in range(a.every, layers, a.every))
+
+    def _beside(self, policy: ActivationPolicy) -> list[ActivationPolicy]:
+        """Return the policies of layers that stay on the GPU, behind those of a policy that saves less."""
+        return [b for b in (*self.ladder, *self.sparse) if not b.offload and (b.every == 1 or b.every < policy.every)]
 
     def _places(self, policy: ActivationPolicy) -> tuple[int, int]:
         """Return the bytes that a layer saves on the GPU and on the host, where one that offloads moves."""
@@ -170,15 +193,17 @@ class Search:
         taken = [self.costs.states_on_host(n) for n in self._amounts]
         taken += [self.costs.weights_on_host(n) for n in self._layers]
         left = [self.host_bytes, *(self.host_bytes - n for n in taken)]
-        for policy in self.ladder:
-            each = self._places(policy)[1]
-            for room in {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}:
+        for policy in (*self.ladder, *self.sparse):
+            each, k = self._places(policy)[1], policy.every
+            for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in left if h >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
-                    others = [last for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
-                    yield from (self.candidate([(policy, layers - 1), (last, 1)]) for last in others)
+                    ends = [(last, 1) for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
+                    if policy in self.sparse:  # in whose last group the inputs of all groups are there
+                        ends += [(one, (layers - 1) % k + 1) for one in self._beside(policy) if one.keep == "input"]
+                    yield from (self.candidate([(policy, layers - n), (last, n)]) for last, n in ends)
                 else:
-                    others = [other for other in self.ladder if not other.offload]
+                    others = self._beside(policy)
                     yield from (self.candidate([(policy, room), (other, layers - room)]) for other in others)
 
     def of(self, job: Job, host_bytes: int | None = None) -> Search:

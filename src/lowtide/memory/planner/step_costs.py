@@ -67,11 +67,11 @@ class Phase(NamedTuple):
 
 def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
     """Return the runs with whether what they save goes to the host: not that of the last offloaded layers."""
-    to_move = max(0, sum(n for policy, n in groups if policy.offload) - ON_DEVICE)
+    to_move = max(0, sum(policy.saves(n) for policy, n in groups if policy.offload) - ON_DEVICE)
     found = []
     for policy, n in groups:
-        moved = min(n, to_move) if policy.offload else 0
-        to_move -= moved
+        moved = min(n, to_move * policy.every) if policy.offload else 0
+        to_move -= policy.saves(moved)
         found += [(policy, m, moves) for m, moves in ((moved, True), (n - moved, False)) if m]
     return found
 
@@ -87,13 +87,18 @@ class _Run(NamedTuple):
     @property
     def on_gpu(self) -> int:
         """Return the bytes that all of them save on the GPU."""
-        return 0 if self.moves else sum(n * one.saved for n, one in zip(self.counts, self.costs, strict=True))
+        return 0 if self.moves else self._saved()
 
     @property
     def on_host(self) -> int:
         """Return the bytes that all of them save on the host."""
-        costs = zip(self.counts, self.costs, strict=True)
-        return sum(n * one.places(moves=True)[1] for n, one in costs) if self.moves else 0
+        return self._saved(PAGES) if self.moves else 0
+
+    def _saved(self, more: int = 0) -> int:
+        """Return the bytes that all of them save, and ``more`` for each that does."""
+        n = sum(self.counts)
+        every = sum(n * (one.saved + more) for n, one in zip(self.counts, self.costs, strict=True))
+        return every * self.costs[0].policy.saves(n) // n
 
 
 def _counts_before(kind_of: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -162,6 +167,7 @@ class StepCosts:
         self._ahead, self._behind = _nearest(shape.kind_of), [[shape.layers - 1 - n for n in each] for each in back]
         self._shares = [(share_away(k, layers), 1 - share_back(layers - 1 - k, layers)) for k in range(layers)]
         self._turns = (1, layers_to_leave(layers) - 1)
+        self._runs_of: tuple[Groups, list[_Run]] = (), []
         self._last = [
             self._phase("embedding", -1, self.all_gradients, 0, 0, embedding, 0.0, 1.0),
             self._phase("optimizer", -1, self.all_gradients, 0, 0, step),
@@ -215,16 +221,24 @@ class StepCosts:
         upto, leaving, kind_of = 0, 0, self.job.shape.kind_of
         for run in self._runs(groups):
             first, last = run.first, run.first + sum(run.counts) - 1
+            every = run.costs[0].policy.every
             ends = (*self._ahead[first], *self._behind[last], *self._turns)  # the first and last of each kind
+            if every > 1:  # and of the first group, the last whole one, and what is left
+                whole = first + (last + 1 - first) // every * every
+                marks = (first + every - 1, whole - every, whole - 1, whole)
+                near = {min(max(first, at), last) for at in marks}
+                ends += tuple(at for mark in near for at in (*self._ahead[mark], *self._behind[mark]))
             for layer in sorted({min(max(first, at), last) for at in ends}):
                 cost = run.costs[kind_of[layer]]
                 on_gpu, on_host = cost.places(moves=run.moves)
-                again = 0 if cost.policy.keep == "all" else cost.whole - on_gpu
+                follows = (layer - first) % every  # its input and those of as many before it are there, recomputed
+                again = 0 if cost.policy.keep == "all" else cost.whole - on_gpu + follows * cost.saved
                 saved = upto + self._run(cost.policy, first, layer + 1, moves=run.moves).on_gpu
                 # On their way: the checkpoint of the layer before, fetched ahead; in forward its own as well.
-                before = leaving if layer == first else run.costs[kind_of[layer - 1]].places(moves=run.moves)[1]
+                before = leaving if layer - first < every else run.costs[kind_of[layer - 1]].places(moves=run.moves)[1]
                 away, not_back = self._shares[layer]
                 forward, held = saved + on_host + before, saved + again + before
+                forward += cost.saved if follows else 0
                 yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away)
                 done = self._gradients_from[layer + 1] + self.vocab_gradients + self._mlp_gradients
                 transients = cost.backward_bytes + self._new
@@ -242,11 +256,15 @@ class StepCosts:
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
 
     def _runs(self, groups: Groups) -> list[_Run]:
-        """Return the runs of layers with one policy, from the first layer on."""
+        """Return the runs of layers with one policy, from the first layer on; those of the last call are at hand."""
+        if groups is self._runs_of[0]:
+            return self._runs_of[1]
         found, first = [], 0
         for policy, n, moves in placed(groups):
             found.append(self._run(policy, first, first + n, moves=moves))
             first += n
+        if isinstance(groups, tuple):  # which nobody changes
+            self._runs_of = groups, found
         return found
 
     def _run(self, policy: ActivationPolicy, first: int, stop: int, *, moves: bool) -> _Run:
@@ -258,15 +276,17 @@ class StepCosts:
 
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
         from the other's rate. Offloaded layers are evenly spread, so that each layer's work has its share of their
-        copies beside it: to the GPU in forward, and again in backward, where checkpoints come the same way.
+        copies beside it: to the GPU in forward, and again in backward, where checkpoints come the same way; with
+        ``every`` once more for all layers of a group but the last.
         """
         seconds, job = self.fixed_seconds, self.job
         come = sum(self._offloaded(weights)) / job.shape.layers / job.gpu.pcie
         for run in self._runs(groups):
             for one, n in zip(run.costs, run.counts, strict=True):
                 copy = one.transfer * run.moves
-                layer = max(one.forward, copy, come) + max(one.backward, copy + come)
-                seconds += n * (layer + 2 * BESIDE * (copy + come))
+                back = copy + come * (2 - 1 / one.policy.every)
+                layer = max(one.forward, copy, come) + max(one.backward, back)
+                seconds += n * (layer + BESIDE * (copy + come + back))
         return seconds
 
     def travels(self, groups: Groups) -> int:
