@@ -384,3 +384,10 @@ def test_the_report(llama: Callable[..., Any]) -> None:
     assert [report.bytes_per_token[f"{name}.{i}"] for i in range(5)] == [4 * 24 // 2] * 4 + [None]
     first = str(report).splitlines()[2]
     assert first.split() == f"{name}.0 - {name}.3 input of every 2 layers GPU unchanged 48".split()
+
+
+def test_every_alone_saves_inputs() -> None:
+    assert ActivationPolicy(every=4) == ActivationPolicy(keep="input", every=4)
+    assert ActivationPolicy(every=1) == ActivationPolicy() == ActivationPolicy(keep="all")
+    with pytest.raises(ArgumentValueError, match="every: expected 1 with keep='all', got 2"):
+        ActivationPolicy(keep="all", every=2)

@@ -275,10 +275,10 @@ class WeightOffload(Handle):
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(Hook(self._end))
 
-    def _out_of_turn(self, model: nn.Module, k: int, over: bool) -> None:
+    def _out_of_turn(self, _: nn.Module, k: int, over: bool) -> None:
         """Turn to a layer whose output a later one needs as its input, or back to that later one."""
         if over:
-            self._backward(model, k)
+            self._back(k)
         else:
             self._turn(k, k + 1 if k + 1 < len(self._pieces) else None)
 

@@ -91,7 +91,7 @@ def test_what_it_takes() -> None:
     assert four.backward - one.backward == pytest.approx(3 / 4 * one.forward, rel=0.02)
     weights = StepCosts(replace(job, adapters=10**6))
     slow = replace(job, adapters=10**6, gpu=replace(job.gpu, pcie=1e9))
-    come = slow.frozen_layer_bytes / 1e9
+    come = slow.frozen_layers[0] / 1e9
     for policy, times in ((INPUT, 2), (FOUR, 2 + 3 / 4)):  # offloaded weights come as often
         seconds = StepCosts(slow).seconds(((policy, 32),), 32) - weights.fixed_seconds
         assert seconds == pytest.approx(32 * come * times * (1 + BESIDE))
