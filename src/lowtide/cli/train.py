@@ -11,7 +11,7 @@ from typing import Any
 
 from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
-from lowtide.train.config import TrainConfig
+from lowtide.train.config import NEWEST_IF_ANY, TrainConfig
 from lowtide.train.files import find_data
 from lowtide.train.options import check_pretraining, parse
 from lowtide.train.shapes import SHAPES, config_file
@@ -109,7 +109,7 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> TrainConfig:
     """Return the run's config, checked as far as that takes no library; a resumed run's data is in its folder."""
     settings, options = parse(own, arguments.unknown, arguments.config)
     config = TrainConfig(**settings, options=options)
-    if config.resumes_from is None:
+    if config.resumes_from in (None, NEWEST_IF_ANY):
         if config.model not in SHAPES:
             config_file(config.model)
         if not config.fine_tunes:
