@@ -28,9 +28,12 @@ def _rank(fault: str, arguments: list[str]) -> None:
 
 
 def _node(port: int, nodes: int, ranks: int, *what: Any) -> None:
+    # torch 2.13's agents keep the store in which the ranks of before left their addresses
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1, max_nodes=nodes, nproc_per_node=ranks, run_id="run", rdzv_backend="c10d", max_restarts=1,
         rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={**PATIENCE}, monitor_interval=0.1, start_method="fork",
+        local_addr="127.0.0.1",
     )  # fmt: skip
     elastic_launch(config, _rank)(*what)
 

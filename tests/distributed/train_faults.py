@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -9,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from transformers import Trainer
 
@@ -17,10 +17,17 @@ _FILE_BYTES = 4096  # more than a rank prints, less than each file of a checkpoi
 
 
 def cause(fault: str) -> None:
-    """Let ``kill``, ``node``, ``stop``, ``full`` or ``nan`` come to this rank if it is the one, in the middle of that step or its save."""
+    """Let it come to this rank, if it is the one, in the middle of that step or of its save."""
     kind, rank, step = fault.split()
     if rank == os.environ.get("RANK", "0"):
-        {"kill": partial(_stop, signal.SIGKILL), "stop": partial(_stop, signal.SIGSTOP), "node": partial(_stop, signal.SIGKILL, node=True), "full": _fill, "nan": _poison}[kind](int(step))
+        {
+            "kill": partial(_stop, signal.SIGKILL),
+            "stop": partial(_stop, signal.SIGSTOP),
+            "node": partial(_stop, signal.SIGKILL, node=True),
+            "full": _fill,
+            "nan": partial(_poison, math.nan),
+            "inf": partial(_poison, math.inf),
+        }[kind](int(step))
 
 
 def _wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
@@ -55,13 +62,13 @@ def _fill(step: int) -> None:
     _wrap(Trainer, "_save_checkpoint", save)
 
 
-def _poison(step: int) -> None:
-    """Let this rank's loss of a step, and its gradients, be NaN."""
+def _poison(factor: float, step: int) -> None:
+    """Let this rank's loss of a step, and its gradients, not be finite."""
 
     def loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         value = original(trainer, *args, **kwargs)
         if trainer.state.global_step != step - 1 or not trainer.model.training:
             return value
-        return (value[0] * torch.nan, *value[1:]) if isinstance(value, tuple) else value * torch.nan
+        return (value[0] * factor, *value[1:]) if isinstance(value, tuple) else value * factor
 
     _wrap(Trainer, "compute_loss", loss)

@@ -16,7 +16,7 @@ from lowtide.train.rows import COLUMNS
 from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
 
 DEFAULT_ROOT = Path("lowtide-runs")
-NEWEST_IF_ANY = "auto"  # --resume_from_checkpoint: the newest of --output, else a new run, so that a launcher can repeat it
+NEWEST_IF_ANY = "auto"  # as --resume_from_checkpoint: a new run where --output has none, for commands that are repeated
 Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 ACTIVATIONS = ("memory_budget", "policy")  # ways to choose what layers save for backward: one of them
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

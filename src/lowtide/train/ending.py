@@ -19,8 +19,8 @@ from lowtide.train.parallel import in_group
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # how gloo and NCCL report that the other end of a connection is closed, or does not answer
-_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "nccl")
-_LOST += ("timed out waiting",)
+_CLOSED = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+_LOST = (*_CLOSED, "timed out waiting", "nccl")
 _OF_GLOO = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")  # around the reason: its source, its guesses
 
 

@@ -150,7 +150,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         line = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         if "loss" in logs:
             # a scaler of float16 leaves out the steps whose gradients overflow
-            checked = {"loss": logs["loss"], "gradient norm": 0.0 if args.fp16 else logs.get("grad_norm", 0.0)}
+            checked = {"training loss": logs["loss"], "gradient norm": 0.0 if args.fp16 else logs.get("grad_norm", 0.0)}
             for name, value in checked.items():
                 self._check_finite(name, value, state.global_step)
             self._measure(state.global_step, logs["loss"])
