@@ -48,7 +48,8 @@ examples:
   lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --lr 1e-5 --memory-budget 75GiB --output my-run
       each layer saves for backward what fits; `lowtide plan` shows why
   lowtide train --resume_from_checkpoint true --output my-run
-      resume from the last complete checkpoint, after a crash or Ctrl-C, with the settings it began with
+      resume from the last complete checkpoint, after a crash or Ctrl-C, with the settings it began with; `auto` in
+      place of `true` begins the run if there is no checkpoint, for a whole command that a launcher or cluster repeats
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
       --parallel fsdp2 --lr 1e-5 --weight_decay 0.1
       eight GPUs that shard weights, gradients and optimizer states
