@@ -149,10 +149,9 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             return
         line = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         if "loss" in logs:
-            # a scaler of float16 leaves out the steps whose gradients overflow
-            checked = {"training loss": logs["loss"], "gradient norm": 0.0 if args.fp16 else logs.get("grad_norm", 0.0)}
-            for name, value in checked.items():
-                self._check_finite(name, value, state.global_step)
+            self._check_finite("training loss", logs["loss"], state.global_step, shared=True)
+            if not args.fp16:  # whose scaler leaves out the steps with gradients that overflow
+                self._check_finite("gradient norm", logs.get("grad_norm", 0.0), state.global_step)
             self._measure(state.global_step, logs["loss"])
             line["tokens_per_second"] = round(self.metrics.step_tokens[-1] / self.metrics.step_seconds[-1], 1)
             line["peak_bytes"] = self.metrics.peak_bytes
@@ -160,12 +159,12 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             self._print(state, line)
             self._write({"step": state.global_step, "time": round(time.time(), 3), **line})
 
-    def _check_finite(self, name: str, value: float, step: int) -> None:
-        """Raise on all ranks if a value that they share is not finite, before it is in a checkpoint."""
+    def _check_finite(self, name: str, value: float, step: int, *, shared: bool = False) -> None:
+        """Raise if a value is not finite, before a checkpoint has it; a ``shared`` one is the mean of all ranks' own."""
         if math.isfinite(value):
             return
         got = f"{value} at step {step}" if step == self._at + 1 else f"{value} in steps {self._at + 1} to {step}"
-        if in_group() and (ranks := _ranks_where(not math.isfinite(self.metrics.own_loss))):
+        if shared and in_group() and (ranks := _ranks_where(not math.isfinite(self.metrics.own_loss))):
             got += f" on rank {' and '.join(map(str, ranks))} of {dist.get_world_size()}"
         hint = "Start again with a lower --lr, or in float32 (--bf16 false). "
         hint += "A resume repeats the same step from the last checkpoint."
