@@ -160,7 +160,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             self._write({"step": state.global_step, "time": round(time.time(), 3), **line})
 
     def _check_finite(self, name: str, value: float, step: int, *, shared: bool = False) -> None:
-        """Raise if a value is not finite, before a checkpoint has it; a ``shared`` one is the mean of all ranks' own."""
+        """Raise if a value is not finite, before a checkpoint has it; a ``shared`` one is the mean of all ranks."""
         if math.isfinite(value):
             return
         got = f"{value} at step {step}" if step == self._at + 1 else f"{value} in steps {self._at + 1} to {step}"
