@@ -162,6 +162,8 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             vars(parallel)["let_first_report"] = lambda: _wait_for_end(first, seconds)
         if spied := job["env"].get("SPY"):
             importlib.import_module("distributed.train_spy").spy(spied.split())
+        if fault := job["env"].get("FAULT"):
+            importlib.import_module("distributed.train_faults").cause(fault)
         if script := job["script"]:
             sys.argv = [script, *job["argv"]]
             runpy.run_path(script, run_name="__main__")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,7 +244,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_it_can_begin_again(
     output = tmp_path / "out"
     high = ["--lr", "1e30", "--warmup_steps", "0", "--save_steps", "50", "--max-steps", "12"]
     err = lowtide.refused(*tiny, *high, "--output", output)
-    assert "lr: expected a training loss that stays finite, got " in err
+    assert re.search("lr: expected a (training loss|gradient norm) that stays finite, got ", err)
     assert not (output / "model").exists()
     lowtide.done(*tiny, "--output", output)
 

@@ -150,6 +150,17 @@ def test_a_resumed_log_forgets_what_will_be_written_again_and_half_lines(tmp_pat
     assert file.read_text() == "", "a run that begins again"
 
 
+@pytest.mark.parametrize(("name", "called"), [("loss", "training loss"), ("grad_norm", "gradient norm")])
+def test_what_is_not_finite_ends_the_run(name: str, called: str) -> None:
+    """Gradients too: the weights that they make would be saved, and the loss be NaN from the next step on."""
+    state = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=9)
+    args, logs = SimpleNamespace(fp16=False), {"loss": 1.0, "grad_norm": 1.0, name: float("inf")}
+    with pytest.raises(ValueError, match=f"^lr: expected a {called} that stays finite, got inf at step 1"):
+        Monitor(StepMetrics()).on_log(args, state, None, logs)
+    if name == "grad_norm":  # whose scaler leaves out the step
+        Monitor(StepMetrics()).on_log(SimpleNamespace(fp16=True), state, None, logs)
+
+
 def test_a_saved_model_and_its_tokenizer_are_fine_tuned_next(finished: Path, tmp_path: Path, lowtide: Run) -> None:
     text = finished.parent / "text"
     size = options(**{"seq-len": 32, "max-steps": 1, "per_device_train_batch_size": 2, "held-out": 4})

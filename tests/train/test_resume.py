@@ -211,6 +211,22 @@ def test_the_same_settings_again_and_another_batch_are_no_change(finished: Path,
     assert "a run.json as this version writes it" in err
 
 
+def test_a_command_for_launchers_begins_a_run_and_resumes_it(
+    tiny: list[str], finished: Path, tmp_path: Path, lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, auto = tmp_path / "run", ["--resume_from_checkpoint", "auto"]
+    given = [*tiny, "--max-steps", STEPS, *auto, "--output", output]
+    assert "resume" not in lowtide.done(*given)
+    assert_same_run(output, finished)
+    shutil.rmtree(output / "checkpoint-12")
+    shutil.rmtree(output / MODEL)
+    assert f"from {output}/checkpoint-9" in lowtide.done(*given)
+    assert_same_run(output, finished)
+    monkeypatch.chdir(tmp_path)
+    assert "output: expected a folder beside auto, got none" in lowtide.refused(*tiny, *auto)
+    assert "data: expected" in lowtide.refused("train", *auto, "--data", "none.txt", "--output", "new")
+
+
 def test_early_stopping_leaves_the_best_model(tune: Tune, tmp_path: Path, lowtide: Run) -> None:
     """A rate so high that it soon gets worse."""
     pytest.importorskip("trl")

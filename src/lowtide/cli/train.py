@@ -11,7 +11,7 @@ from typing import Any
 
 from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
-from lowtide.train.config import TrainConfig
+from lowtide.train.config import NEWEST_IF_ANY, TrainConfig
 from lowtide.train.files import find_data
 from lowtide.train.options import check_pretraining, parse
 from lowtide.train.shapes import SHAPES, config_file
@@ -48,7 +48,8 @@ examples:
   lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --lr 1e-5 --memory-budget 75GiB --output my-run
       each layer saves for backward what fits; `lowtide plan` shows why
   lowtide train --resume_from_checkpoint true --output my-run
-      resume from the last complete checkpoint, after a crash or Ctrl-C, with the settings it began with
+      resume from the last complete checkpoint, after a crash or Ctrl-C, with the settings it began with; `auto` in
+      place of `true` begins the run if there is no checkpoint, for a whole command that a launcher or cluster repeats
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
       --parallel fsdp2 --lr 1e-5 --weight_decay 0.1
       eight GPUs that shard weights, gradients and optimizer states
@@ -109,7 +110,7 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> TrainConfig:
     """Return the run's config, checked as far as that takes no library; a resumed run's data is in its folder."""
     settings, options = parse(own, arguments.unknown, arguments.config)
     config = TrainConfig(**settings, options=options)
-    if config.resumes_from is None:
+    if config.resumes_from in (None, NEWEST_IF_ANY):
         if config.model not in SHAPES:
             config_file(config.model)
         if not config.fine_tunes:

@@ -30,7 +30,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         ArgumentValueError: a setting, the data or the model cannot be used; nothing was written then.
         SaveError: a checkpoint or the model could not be written; the last complete checkpoint is still there.
         Terminated: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
-        RankLost: another of the run's processes has ended.
+        RankLost: another of the run's processes has ended or does not answer.
         OutOfMemory: a step, or the model, needs more memory than there is; the text says what would fit.
     """
     from lowtide.train.run import run

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.config import DEFAULT_ROOT, NEWEST_IF_ANY
 from lowtide.train.files import RUN_FILE, why
 from lowtide.train.parallel import in_group
 
@@ -115,7 +115,8 @@ def new_output(output: str | None, stamp: str) -> Path:
         if found & {RUN_FILE, _RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.part"} and not unfinished and not checkpoints(path):
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
-            hint = "Resume it with --resume_from_checkpoint true, or name another folder."
+            hint = f"Resume it with --resume_from_checkpoint true ({NEWEST_IF_ANY}, if a launcher starts it again), "
+            hint += "or name another folder."
             raise ArgumentValueError(message("output", expected, f"{path}, which holds a run", hint))
         if path.exists() and (not path.is_dir() or found):
             raise ArgumentValueError(message("output", expected, f"{path}, which is neither", "Name another."))
@@ -127,13 +128,13 @@ def new_output(output: str | None, stamp: str) -> Path:
 
 
 def checkpoint_to_resume(output: str | None, given: str) -> Path:
-    """Return the checkpoint that ``--resume_from_checkpoint`` names: itself, or with "true" the run's newest.
+    """Return the checkpoint that ``--resume_from_checkpoint`` names: itself, or with "true" or "auto" the newest.
 
     Raises:
         ArgumentValueError: there is none that is complete.
     """
     name = "--resume_from_checkpoint"
-    if given.lower() != "true":
+    if given.lower() not in ("true", NEWEST_IF_ANY):
         path = Path(given).expanduser()
         if not (path / COMPLETE).is_file() or not (path.parent / RUN_FILE).is_file():
             hint = "Give `true` for the newest one of --output."

@@ -16,6 +16,7 @@ from lowtide.train.rows import COLUMNS
 from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
 
 DEFAULT_ROOT = Path("lowtide-runs")
+NEWEST_IF_ANY = "auto"  # as --resume_from_checkpoint: a new run where --output has none, for commands that are repeated
 Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 ACTIVATIONS = ("memory_budget", "policy")  # ways to choose what layers save for backward: one of them
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -172,7 +173,7 @@ class TrainConfig:
 
     @property
     def resumes_from(self) -> str | None:
-        """The checkpoint that the run is resumed from, "true" for its newest; None for a new run."""
+        """The checkpoint that the run is resumed from: "true" for its newest, `NEWEST_IF_ANY`; None for a new run."""
         given = str(self.options.get("resume_from_checkpoint") or "false")
         return None if given.lower() == "false" else given
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from transformers import TrainerCallback
 
 from lowtide.errors import LowtideError
+from lowtide.train.files import why
 from lowtide.train.parallel import in_group
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# how gloo and NCCL report that the other end of a connection is closed
-_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "nccl")
+# how gloo and NCCL report that the other end of a connection is closed, or does not answer
+_CLOSED = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+_LOST = (*_CLOSED, "timed out waiting", "nccl")
+_OF_GLOO = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")  # around the reason: its source, its guesses
 
 
 class Terminated(LowtideError, InterruptedError):
@@ -30,7 +35,7 @@ class Terminated(LowtideError, InterruptedError):
 
 
 class RankLost(LowtideError, ConnectionError):
-    """Another process of the run has ended, and this one cannot go on alone."""
+    """Another process of the run has ended or does not answer, and this one cannot go on alone."""
 
 
 def is_lost_rank(error: BaseException) -> bool:
@@ -38,6 +43,12 @@ def is_lost_rank(error: BaseException) -> bool:
     if not in_group() or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _LOST)
+
+
+def lost_rank(error: BaseException, next_step: str) -> RankLost:
+    """Return the error for a collective that `is_lost_rank`; ``next_step`` says what to do."""
+    reason = _OF_GLOO.sub("", why(error)).rstrip(".")
+    return RankLost(f"another process has ended or does not answer ({reason}). {next_step}")
 
 
 class SaveAndStop(TrainerCallback):  # type: ignore[misc]
@@ -53,8 +64,12 @@ class SaveAndStop(TrainerCallback):  # type: ignore[misc]
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Handle the signals; Python lets only the main thread do so."""
-        del args, state, control
+        """Handle the signals, which Python lets only the main thread do, and bound the wait for other ranks."""
+        del state, control
+        if in_group() and args.ddp_timeout != type(args).ddp_timeout:
+            # transformers passes it to neither gloo's groups nor DeepSpeed's own
+            for group in list(c10d._world.pg_map):
+                c10d._set_pg_timeout(args.ddp_timeout_delta, group)
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
 

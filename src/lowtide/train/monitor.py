@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from transformers import TrainerCallback
 
@@ -29,6 +30,7 @@ from lowtide.measure.resident import (
 )
 from lowtide.measure.units import mib
 from lowtide.train.checkpoints import save_error
+from lowtide.train.parallel import in_group
 from lowtide.train.result import WARM_STEPS
 
 _LINE_EVERY_SECONDS = 10.0
@@ -40,6 +42,7 @@ class StepMetrics:
 
     Attributes:
         losses: training loss of each step, this process's and earlier ones' of the same run.
+        own_loss: the sum of this rank's own losses since the last log; of all ranks there is the mean in ``losses``.
         step_seconds: of each step this process ran, from the batch to the updated weights; between two logs the mean.
         tokens: of all ranks, padding included, in the steps so far.
         step_tokens: tokens of the steps of ``step_seconds``.
@@ -51,6 +54,7 @@ class StepMetrics:
     """
 
     losses: dict[int, float] = field(default_factory=dict)
+    own_loss: torch.Tensor | float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     step_tokens: list[float] = field(default_factory=list)
@@ -137,14 +141,17 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
         """Stop the clock: Trainer has just read the loss, so the device is done with the step.
 
         Raises:
-            ArgumentValueError: the loss is not finite.
+            ArgumentValueError: the loss or the gradients are not finite; on all ranks.
             SaveError: the log could not be written.
         """
-        del args, control
+        del control
         if "train_runtime" in logs:  # Trainer's own summary at the end
             return
         line = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         if "loss" in logs:
+            self._check_finite("training loss", logs["loss"], state.global_step, shared=True)
+            if not args.fp16:  # whose scaler leaves out the steps with gradients that overflow
+                self._check_finite("gradient norm", logs.get("grad_norm", 0.0), state.global_step)
             self._measure(state.global_step, logs["loss"])
             line["tokens_per_second"] = round(self.metrics.step_tokens[-1] / self.metrics.step_seconds[-1], 1)
             line["peak_bytes"] = self.metrics.peak_bytes
@@ -152,16 +159,24 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             self._print(state, line)
             self._write({"step": state.global_step, "time": round(time.time(), 3), **line})
 
+    def _check_finite(self, name: str, value: float, step: int, *, shared: bool = False) -> None:
+        """Raise if a value is not finite, before a checkpoint has it; a ``shared`` one is the mean of all ranks."""
+        if math.isfinite(value):
+            return
+        got = f"{value} at step {step}" if step == self._at + 1 else f"{value} in steps {self._at + 1} to {step}"
+        if shared and in_group() and (ranks := _ranks_where(not math.isfinite(self.metrics.own_loss))):
+            got += f" on rank {' and '.join(map(str, ranks))} of {dist.get_world_size()}"
+        hint = "Start again with a lower --lr, or in float32 (--bf16 false). "
+        hint += "A resume repeats the same step from the last checkpoint."
+        raise ArgumentValueError(message("lr", f"a {name} that stays finite", got, hint))
+
     def _measure(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss):
-            hint = "Lower --lr, or train in float32 (--bf16 false); a resume goes on from the last checkpoint."
-            raise ArgumentValueError(message("lr", "a training loss that stays finite", f"{loss} at step {step}", hint))
         metrics, steps = self.metrics, max(1, step - self._at)
         began = time.perf_counter() if self._began is None else self._began
         metrics.step_seconds.append((time.perf_counter() - began) / steps)
         metrics.step_tokens.append((metrics.tokens - self._tokens) / steps)
         self._began, self._at, self._tokens = None, step, metrics.tokens
-        metrics.losses[step] = loss
+        metrics.losses[step], metrics.own_loss = loss, 0.0
         metrics.read_memory()
 
     def _print(self, state: Any, line: dict[str, Any]) -> None:
@@ -195,3 +210,10 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
                 os.close(handle)
         except OSError as error:
             raise save_error(self._file, error) from error
+
+
+def _ranks_where(condition: bool) -> list[int]:
+    """Return the ranks on which something holds; each has to call it."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, condition)
+    return [rank for rank, one in enumerate(found) if one]

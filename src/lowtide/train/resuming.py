@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.train.checkpoints import checkpoint_to_resume, read_run_file
-from lowtide.train.config import ACTIVATIONS, TrainConfig
+from lowtide.train.checkpoints import checkpoint_to_resume, checkpoints, read_run_file
+from lowtide.train.config import ACTIVATIONS, NEWEST_IF_ANY, TrainConfig
 from lowtide.train.model import pretrained_model
 from lowtide.train.parallel import first_does, is_first_rank, launched_ranks, uses_deepspeed, uses_fsdp, zero_stage
 
@@ -37,6 +37,12 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     Raises:
         ArgumentValueError: there is no such run, or a setting that it must keep is another one now.
     """
+    if config.resumes_from == NEWEST_IF_ANY:
+        if config.output is None:
+            hint = "Name it with --output, or give `true` for the newest run."
+            raise ArgumentValueError(message("output", f"a folder beside {NEWEST_IF_ANY}", "none", hint))
+        if not checkpoints(Path(config.output).expanduser()):
+            config = replace(config, options={**config.options, "resume_from_checkpoint": "false"})
     if config.resumes_from is None:
         return config, None
     checkpoint = checkpoint_to_resume(config.output, config.resumes_from)

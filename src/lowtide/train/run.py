@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_callback import PrinterCallback
 
 import lowtide
@@ -21,7 +22,7 @@ from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
 from lowtide.train.checkpoints import Complete, how_to_resume, write_folder
 from lowtide.train.config import TrainConfig
-from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
+from lowtide.train.ending import SaveAndStop, Terminated, is_lost_rank, lost_rank
 from lowtide.train.files import find_data, why
 from lowtide.train.model import pretrained_model, stored_dtype
 from lowtide.train.monitor import Monitor
@@ -57,12 +58,12 @@ def _run(config: TrainConfig, console: Console, side: Side | None) -> TrainResul
             return _trained(one, console)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(how_to_resume(one.output)) from interrupt
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             if is_out_of_memory(error):
                 error.__traceback__ = None  # its frames hold the step's tensors
                 raise advise(error, one) from error
             if is_lost_rank(error):
-                raise RankLost(f"another process has ended ({why(error)}). {how_to_resume(one.output)}") from error
+                raise lost_rank(error, how_to_resume(one.output)) from error
             if one.settings is not None and one.settings.args.push_to_hub and type(error).__module__.startswith(_HUB):
                 expected, hint = "a Hub that takes the model", "Log in with `hf auth login`, or leave it out."
                 raise ArgumentValueError(message("--push_to_hub", expected, why(error), hint)) from error

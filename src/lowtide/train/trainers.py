@@ -40,7 +40,15 @@ class Measured:
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""
         self._metrics_of_run.tokens += inputs["input_ids"].numel() * self.args.world_size
-        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        self._metrics_of_run.own_loss = self._metrics_of_run.own_loss + loss
+        return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log before a checkpoint, an evaluation and the end, so that no weights are used that made the loss NaN."""
+        control = self.control
+        control.should_log |= control.should_save or control.should_evaluate or control.should_training_stop
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; its folder then exists for every rank, also where sharded checkpoints put nothing there yet.
