@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from lowtide.bench.plan import PlanCheck, check_plan, planned_model
 from lowtide.bench.ways import language_part, make_optimizer
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.memory import plan_memory
+from lowtide.memory import Adapters, plan_memory
+from lowtide.memory.planner import four_bit
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.train.shapes import SHAPES
 
@@ -91,6 +93,24 @@ def test_a_check_needs_a_gpu() -> None:
     plan = plan_memory(SHAPES["llama-3.2-1b"], 1024, 1, device="h100")
     with pytest.raises(UnsupportedError, match=r"^check: expected a CUDA GPU"):
         check_plan(SHAPES["llama-3.2-1b"], plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "adapters", "said"),
+    [
+        (
+            {"quantization_config": four_bit.config_of(nested=False)},
+            Adapters(8),
+            "check: expected weights in 16 or 32 bits, got 4",
+        ),
+        ({}, 5000, "check: expected adapters by their rank, got 5000 parameters. Plan with lowtide.memory.Adapters"),
+    ],
+)
+def test_what_cannot_be_checked(change: dict[str, Any], adapters: Any, said: str) -> None:
+    settings = {**SHAPES["llama-3.2-1b"], **change}
+    plan = plan_memory(settings, 1024, 1, device="h100", adapters=adapters)
+    with pytest.raises(UnsupportedError, match=re.escape(said)):
+        check_plan(settings, plan)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

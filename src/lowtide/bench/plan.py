@@ -66,8 +66,16 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
     """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
 
     Raises:
-        UnsupportedError: there is no GPU, transformers or the optimizer's library is missing, or memory ran out.
+        UnsupportedError: the plan is for weights in 4 bits or for adapters given by their number; there is no GPU;
+            transformers, peft or the optimizer's library is missing, or memory ran out.
     """
+    job = plan.job
+    if job.shape.four_bit:
+        hint = "Check the plan of the config without quantization_config."
+        raise UnsupportedError(message("check", "weights in 16 or 32 bits", job.shape.four_bit, hint))
+    if isinstance(job.adapters, int):
+        hint = "Plan with lowtide.memory.Adapters(rank): which layers a number of parameters is in is not known."
+        raise UnsupportedError(message("check", "adapters by their rank", f"{job.adapters} parameters", hint))
     if not torch.cuda.is_available():
         raise UnsupportedError(message("check", "a CUDA GPU on this machine", "none", "Leave it out to plan alone."))
     gc.collect()
@@ -112,6 +120,11 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
         hint = "pip install 'lowtide[hf]'"
         raise UnsupportedError(message("check", "transformers to be installed", str(error), hint)) from error
     job = plan.job
+    if job.adapters is not None:
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise UnsupportedError(message("check", "peft to be installed", str(error), "pip install peft")) from error
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
     attention = "sdpa" if job.shape.traced is None else job.shape.traced.attention
@@ -127,8 +140,6 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
         random = torch.empty_like(p, device=device)
         p.data.copy_(random.normal_(std=0.02) if p.dim() > 1 else random.fill_(1))
     if isinstance(job.adapters, Adapters):
-        from peft import LoraConfig, get_peft_model
-
         lora = LoraConfig(r=job.adapters.rank, target_modules=list(job.adapters.targets), init_lora_weights=False)
         model = get_peft_model(model, lora)
     patch(model, options=job.head)

@@ -154,7 +154,7 @@ def test_the_last_resort() -> None:
     least_without = min(one.peak for one in search.candidates if all(p.every == 1 for p, _ in one.groups))
     assert all(policy.every == 1 for one in search.front if one.peak >= least_without for policy, _ in one.groups)
     tight = plan_memory(model, 65536, 1, (least_without - 1) / GIB, device="h100", optimizer="sgd")
-    assert {policy.every for policy in tight.policies} > {1} or {policy.every for policy in tight.policies} <= {2, 4}
+    assert any(policy.every > 1 for policy in tight.policies)
     assert search.least().peak == search.front[0].peak < least_without
     assert tight.longest_sequence >= 65536
     text = str(tight)
