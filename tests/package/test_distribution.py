@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -109,11 +110,12 @@ def test_it_runs_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Pat
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     python = place / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps", built[1]]
-    subprocess.run(pip, check=True, capture_output=True)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where pip would find it
+    subprocess.run(pip, check=True, capture_output=True, env=alone)
     paths = sysconfig.get_paths(vars={"base": str(place), "platbase": str(place)})
     (Path(paths["purelib"]) / "torch.pth").write_text(sysconfig.get_paths()["purelib"])
     for arguments in (["-c", TRY.format(where=str(place))], ["-m", "lowtide", "plan", "--help"]):
         ended = subprocess.run([python, "-I", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr[-2000:]
     command = [python.with_name("lowtide"), "--help"]
-    assert "train" in subprocess.check_output(command, cwd=tmp_path, text=True)
+    assert "train" in subprocess.check_output(command, cwd=tmp_path, text=True, env=alone)
