@@ -60,6 +60,10 @@ class Head(NamedTuple):
     accumulate: str
     backend: str
     ignored_tokens: str
+    skip: float  # the error that the gradients may have: see `HeadOptions`; 0: none
+    skip_unbiased: bool
+    skip_seed: int
+    order: int  # the number of a `VocabularyOrder` whose tiles are skipped, or negative: watched; 0: none
     bf16_input: bool  # whether float32 hidden states are known to hold bfloat16 numbers
     bf16_weight: bool
     ranks: Ranks | Alone  # which share the classes
@@ -90,7 +94,7 @@ class Head(NamedTuple):
     @property
     def options(self) -> HeadOptions:
         """Return how it trades memory for time; when gradients are computed is settled before."""
-        return _options(self.workspace_mib, self.accumulate, self.backend, self.ignored_tokens)
+        return _options(self.workspace_mib, self.accumulate, self.backend, self.ignored_tokens, self.skip or None)
 
     @property
     def drops_tokens(self) -> bool:
@@ -143,14 +147,30 @@ def checked_call(
             input, ranks = ranks.gathered(input)
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         scale = ranks.whole(scale)
+    if options.skip is not None:
+        check_skip(function, ranks, softcap)
     if ranks.vocab == 0 and function != "linear_cross_entropy":
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
-    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens
+    asked: tuple[Any, ...]
+    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0
+    asked = *asked, options.skip_unbiased, options.skip_seed, 0
     softcap = check_softcap("softcap", softcap)
     return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, False, False, ranks), ranks, options
+
+
+def check_skip(function: str, ranks: Ranks | Alone, softcap: object) -> None:
+    """Raise where no tiles can be skipped."""
+    reasons = {
+        "only linear_cross_entropy skips tiles": function != "linear_cross_entropy",
+        "the vocabulary is sharded": not ranks.alone,
+        "the logits have a soft cap": softcap is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedError(message("options", "skip=None", "skip above 0", f"In {function}: {reason}."))
 
 
 def check_head(
@@ -330,9 +350,12 @@ class DivergenceArgs(NamedTuple):
 
 
 @cache
-def _options(workspace_mib: float | None, accumulate: Any, backend: Any, ignored_tokens: Any) -> HeadOptions:
+def _options(
+    workspace_mib: float | None, accumulate: Any, backend: Any, ignored_tokens: Any, skip: float | None
+) -> HeadOptions:
     return HeadOptions(
-        workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, ignored_tokens=ignored_tokens
+        workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, ignored_tokens=ignored_tokens,
+        skip=skip,
     )
 
 

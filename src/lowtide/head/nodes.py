@@ -22,6 +22,7 @@ from lowtide.head.ignored import decided, kept_tokens
 from lowtide.head.pieces import is_cast
 from lowtide.head.plan import check_backend
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
+from lowtide.head.skipping import skipping
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
 
 Values = dict[str, Tensor]
@@ -95,12 +96,14 @@ class Function:
         """
         head = head if isinstance(args, SupportArgs) else with_known_numbers(head)
         check_backend(head, args)
-        if not head.ranks.alone and torch.compiler.is_compiling():
+        if (head.skip or not head.ranks.alone) and torch.compiler.is_compiling():
             return exchanges_between_ranks_run_in_eager(self._connected, head, args, recompute)
         return self._connected(head, args, recompute)
 
     def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
         trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
+        if head.skip and trained and torch.is_grad_enabled():
+            head = skipping(head, recompute=recompute)
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         if not (torch.is_grad_enabled() and trained):
             return self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]

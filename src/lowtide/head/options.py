@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
+from lowtide.arguments import check_flag, check_index, check_number
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
 Accumulate = Literal["auto", "float32", "input"]
@@ -42,9 +43,17 @@ class HeadOptions:
             have to have as many valid tokens, and a sequence that is sharded is gathered first, [N, D].
             ``"compute"``: computed and discarded everywhere. `linear_apply` drops them in any case.
 
+        skip: The largest relative error that the gradients of `linear_cross_entropy` may have, such as 5e-3, above
+            bfloat16's own of 2e-3 to 3e-3; None: no more than that. The gradients' GEMMs then leave out tiles of the
+            softmax that carry little, and put means in their place. Loss and statistics stay exact. In bfloat16 on
+            GPUs of compute capability 9.0; elsewhere an error. See `skip_report` and docs/skipping.md.
+        skip_unbiased: Whether a tile that would be left out stays at random, so that the gradients' mean over the
+            random numbers is exact: at the same error fewer tiles are left out, but steps average it out.
+        skip_seed: Seed of these numbers; the same calls draw the same.
+
     Raises:
         ArgumentValueError: A value that is none of these.
-        ArgumentTypeError: ``workspace_mib`` is not a number.
+        ArgumentTypeError: ``workspace_mib`` or ``skip`` is not a number.
     """
 
     workspace_mib: float | None = None
@@ -52,6 +61,9 @@ class HeadOptions:
     backend: Backend = "auto"
     gradient: Gradient = "auto"
     ignored_tokens: IgnoredTokens = "auto"
+    skip: float | None = None
+    skip_unbiased: bool = False
+    skip_seed: int = 0
 
     def __post_init__(self) -> None:
         mib: object = self.workspace_mib
@@ -60,6 +72,13 @@ class HeadOptions:
                 raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
             if not 0 < float(mib) < math.inf:
                 raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
+        if self.skip is not None:
+            check_number("skip", self.skip, 0, 1, above=True)
+        check_flag("skip_unbiased", self.skip_unbiased)
+        check_index("skip_seed", self.skip_seed)
+        if self.skip_unbiased and self.skip is None:
+            hint = "It says how tiles are skipped."
+            raise ArgumentValueError(message("skip_unbiased", "False without skip", "True", hint))
         names = {"accumulate": Accumulate, "backend": Backend, "gradient": Gradient, "ignored_tokens": IgnoredTokens}
         for name, kind in names.items():
             allowed, got = get_args(kind), getattr(self, name)

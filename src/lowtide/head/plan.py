@@ -78,6 +78,8 @@ class HeadPlan:
         product_rows: Rows of a chunk per GEMM with the weight, on the exponential path and in `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
         bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
+        kept: Whether the gradients skip tiles of the softmax, as ``HeadOptions(skip=...)`` asks: in a copy of the
+            weight, which is in the scratch.
         pieces: bfloat16 numbers that a float32 one is split into for the GEMMs, ``block_rows`` of the weight at a time;
             0: they run in the operands' dtype.
     """
@@ -103,6 +105,7 @@ class HeadPlan:
     product_rows: int = 0
     piece_rows: int = 0
     bias_column: bool = False
+    kept: bool = False
     pieces: int = 0
 
     def slices(self) -> Iterator[slice]:
@@ -374,6 +377,7 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
     more["skips"] = skips_tokens(head, choice[0])
+    more["kept"] = head.order > 0
     splits = not isinstance(ranks, Ranks) or ranks.limits.splits
     more["pieces"] = float32_pieces(head.input.device) if splits else 0
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)

@@ -5,6 +5,7 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk. Figures: benchmarks/re
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,8 @@ EXP_NEAR = 1.01  # times the least time, by `cost`: what the default takes, howe
 EXP_PERCENT = 128 * MIB  # within that, what it pays for one percent of the time
 MOST_FOR_EXP = 1 / 24  # of a GPU's memory, and for a function
 EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, where the gradients wait for backward
+KEPT_ROWS = 512  # of a chunk, from which tiles are skipped
+KEPT_PARTS = 132 * 128 * 256  # float32 numbers, where parts of tiles meet
 EXP_ROWS = 2048  # a chunk may have so many by default, however few the tokens; else half of them
 EXP_BLOCKS_BELOW = 1024  # rows of the longest chunk that fits: blocks may be faster
 EXP_BLOCK_ROWS = (4096, 3072, 2048, 1792, 1536, 1024, 768, 512, 256, 128)  # of a chunk in blocks
@@ -90,6 +93,7 @@ class Work(NamedTuple):
     token_bytes: int = 0  # for each of the N
     sum_row_bytes: int = 0  # for each where nothing but sums is computed
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
+    kept: bool = False  # tiles of E are skipped: see `kernels.kept_tiles`
     skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
 
@@ -282,6 +286,8 @@ def _cut_exponentials(work: Work) -> Cut:
 
     By default the least product of time and price, the bytes in units of `EXP_PERCENT`, among what is nearly fastest.
     """
+    if work.kept:
+        return _cut_kept(work)
     schedule = Schedule(work.gpu, work.size, not work.weight_frozen)
     cuts = list(_cuts_of_exponentials(work, schedule))
     if not work.automatic:
@@ -296,6 +302,21 @@ def _cut_exponentials(work: Work) -> Cut:
     return min(near, key=price)[1]
 
 
+def _cut_kept(work: Work) -> Cut:
+    """Cut where tiles are skipped: by default in the memory of a call that skips none, if the ordered copy fits there.
+
+    If it does not, in as much more; a user's own limit is kept, and where it is too low no tile is skipped.
+    """
+    (N, D, V), dense = work.size, cut(work._replace(kept=False))
+    limits = [dense[1], dense[1] + 2 * V * D] if work.automatic else [work.budget()]
+    for limit in limits:
+        of_limit = work._replace(options=replace(work.options, workspace_mib=limit / MIB))
+        rows, scratch, more = next(_cuts_of_exponentials(of_limit, Schedule(work.gpu, work.size, trained=True)))[1]
+        if rows >= min(N, KEPT_ROWS):
+            return rows, scratch, {**more, "kept": True}
+    return dense
+
+
 def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[float, Cut]]:
     """Yield cuts that fit the workspace, or the one that comes nearest, and the seconds of each."""
     (N, D, V), recompute, sharded = work.size, work.gradient == "recompute", work.sharded
@@ -307,6 +328,10 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
     sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
     sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes
+    if work.kept:  # the ordered copy, means and their sums; parts that meet; squares, masses and lists
+        tiles = -(-V // 256)
+        fixed += 2 * V * D + 6 * tiles * D + 4 * KEPT_PARTS
+        thin, product = thin + 6 * tiles + tiles // 8, 0
     room = max(0, work.budget() - fixed)
     sum_rows = room // sum_row
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
@@ -319,12 +344,15 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     if work.automatic:
         longest = min(longest, max(N // 2, EXP_ROWS, 2 * sharded * piece))
     longest = max(1, min(longest, max(1, N)))
-    for rows in [] if recompute else _lengths(max(1, N), longest, least=2 * sharded * piece):
+    if work.kept:  # the fewest chunks, and these of one length
+        longest = level(N, whole_tiles(longest))
+    lengths = {longest} if work.kept else _lengths(max(1, N), longest, least=2 * sharded * piece)
+    for rows in [] if recompute else lengths:
         product_rows = level(rows, min(rows, piece))
         scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
         seconds = schedule.in_chunks(rows, _sum_bytes(work, rows))
         yield seconds, (rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows})
-    if not recompute and longest >= min(N, EXP_BLOCKS_BELOW):
+    if work.kept or (not recompute and longest >= min(N, EXP_BLOCKS_BELOW)):
         return
     blocks = list(_blocks(N, V, room, thin + product + 2 * gathered, work.gpu))
     if recompute and not blocks:

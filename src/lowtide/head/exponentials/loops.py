@@ -21,7 +21,8 @@ from lowtide.head.kernels import configs, gradient_gemms_hopper
 from lowtide.head.kernels.elementwise import take_counted
 from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.gemm import ALL, Used
-from lowtide.head.kernels.gradient_gemms_hopper import InputRows, Room, room_for
+from lowtide.head.kernels.gradient_gemms_hopper import room_for
+from lowtide.head.kernels.input_rows_hopper import InputRows, Room
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
+from lowtide.head.exponentials.kept import KeptTiles, see_chunk
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
@@ -24,13 +25,15 @@ from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logit
 from lowtide.head.kernels.exp_rows import Reports
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
-from lowtide.head.kernels.gradient_gemms_hopper import InputRows
+from lowtide.head.kernels.hopper import COLUMNS
+from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import input_is_copied
 from lowtide.head.terms.loss import Loss, RowFactors
+from lowtide.head.vocabulary_order import numbered
 
 
 class CrossEntropy(Exponentials):
@@ -41,13 +44,20 @@ class CrossEntropy(Exponentials):
     """
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
+        self.known = numbered(abs(head.order)) if head.order else None
+        self.kept: KeptTiles | None = None
+        if self.known is not None and head.order > 0 and plan.kept:
+            self.kept = KeptTiles(self.known, head)
+            head, loss = self.kept.head, self.kept.loss(loss)
         super().__init__(head, plan, loss.rows)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
         assert not isinstance(softcap, Tensor)
         self.transform = LogitTransform(head.bias_V, head.scale, softcap)
         self.hopper = self.transform.is_plain and exp_logits_hopper.why_not_on(head.input.device) is None
         if self.hopper:
-            self.config = configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value)
+            self.config = configs.GemmConfig(columns=COLUMNS.value)
+        elif self.kept is not None:
+            self.config = configs.GemmConfig()
         self.tiles = tiles_across(self.width, self.config)
         self.y_n, self.q_V, self.own_n = loss.y, q, None if alone else loss.own_n
         uniform = None
@@ -82,7 +92,12 @@ class CrossEntropy(Exponentials):
             self._e = self.weight_VD.new_empty(self._rows, padded(self.width))
             self._s_C, self._parts = self._new(self._rows), list[slice]()
             if alone and self.count is not None:
-                self._x = self.weight_VD.new_empty(self._rows, self.weight_VD.shape[1])
+                new = self.weight_VD.new_empty if self.kept is None else self.weight_VD.new_zeros
+                self._x = new(self._rows, self.weight_VD.shape[1])
+            if self.kept is not None:
+                self.kept.allocate(self._rows)
+                if self.kept.compares:
+                    self._e.zero_()  # it is read whole
         order = None if in_chunks else self.ranks.reordered(plan, plan.sum_rows)
         y_n, own_n = (x if x is None or order is None else x[order] for x in (self.y_n, self.own_n))
         assert y_n is not None
@@ -100,7 +115,9 @@ class CrossEntropy(Exponentials):
             found = torch.empty_like(found).index_copy_(1, order, found)
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
         if self._e is not None:
-            self._take_factors()  # also where there are no tokens
+            into = self._take_factors()  # also where there are no tokens
+            if self.kept is not None:
+                self.kept.end(into)
         elif factors is not None:
             del self._sums  # memory for the blocks
             self._views.clear()
@@ -231,7 +248,9 @@ class CrossEntropy(Exponentials):
         piece.rows = rows = Reports(target[0], target[-1], loss, lse, miss, s, rest, highest, listed, count)
         sums = self._sums[: len(loss)]
         if self.width:
-            self.exponentials(piece, self.weight_VD, e_CV, ExpRows.of(rows.target_logit, piece.y_C, sums))
+            squares = None if self.kept is None else self.kept.squares[: len(loss)]
+            of_rows = ExpRows.of(rows.target_logit, piece.y_C, sums, squares=squares)
+            self.exponentials(piece, self.weight_VD, e_CV, of_rows)
         if isinstance(self.ranks, Alone):
             piece.exchange = sums
             return piece
@@ -271,6 +290,8 @@ class CrossEntropy(Exponentials):
             self._factor_n, into = self._factors()
             self._has_factors, D, rows = True, self.weight_VD.shape[1], self._rows
             self._begin_even(into)
+            if self.kept is not None and self.count is not None:
+                self.kept.take_factors(self._factor_n, self.count)
             self._scaled = None
             if into.weight_VD is not None:
                 self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x
@@ -285,21 +306,43 @@ class CrossEntropy(Exponentials):
         factor_C = self._factor_n[piece.part]
         self._add_even(piece)  # before its hidden states are scaled in place
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
+        if e_CV is not None and self.known is not None:
+            self._heed(piece, e_CV, into)
         if into.input_ND is not None:
             self._input_grad(piece, e_CV, factor_C, into.input_ND)
         self._parts.append(piece.part)
         if piece.closes:
             self._close(into, piece.at.stop, last=piece.part.stop == self.plan.rows)
 
+    def _heed(self, piece: Piece, e_CV: Tensor, into: Gradients) -> None:
+        """Find which tiles of a chunk are kept, and at times what its classes' mean probabilities are."""
+        assert self.known is not None
+        used, rows, kept, factor_C = self.used(piece.part), piece.rows, self.kept, self._factor_n[piece.part]
+        if self.known.refreshes and piece.part.start == 0:
+            order = None if kept is None else kept.order
+            see_chunk(self.known, e_CV, rows.s, piece.y_C, factor_C, used, order)
+        if kept is not None:
+            if into.bias_V is not None:  # before E changes
+                exp_rows.add_column_sums(e_CV, rows.s, into.bias_V, used)
+            kept.find(piece.y_C, rows, self._sums[: len(e_CV)], e_CV, used)
+            ends = None if into.input_ND is None else self._ends(piece, factor_C, into.input_ND)
+            kept.settle(e_CV, ends, None if self._scaled is None else self._scaled[piece.at])
+
+    def _ends(self, piece: Piece, factor_C: Tensor, input_ND: Tensor) -> InputRows:
+        """Return what ends the rows of a piece's input gradient."""
+        rows, w_VD, (out, to_C) = piece.rows, self.weight_VD, self.places(input_ND, piece.part)
+        ends = InputRows(out, out.stride(0), to_C, rows.s, piece.y_C, rows.rest, w_VD, w_VD.stride(0))
+        return ends if self.terms.uniform_D is None else ends.even(*self.terms.even(factor_C))
+
     def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
         """Write a piece's input gradient, in blocks of the plan's rows; or this rank's part of it."""
         alone, product, rows, terms = self.ranks.alone, self._product, piece.rows, self.terms
         if self._x is not None and e_CV is not None:
-            w_VD, (out, to_C) = self.weight_VD, self.places(input_ND, piece.part)
-            ends = InputRows(out, out.stride(0), to_C, rows.s, piece.y_C, rows.rest, w_VD, w_VD.stride(0))
-            if terms.uniform_D is not None:
-                ends = ends.even(*terms.even(factor_C))
-            gradient_gemms_hopper.input_grad(e_CV, w_VD, ends, self.room, self.used(piece.part))
+            ends, used = self._ends(piece, factor_C, input_ND), self.used(piece.part)
+            if self.kept is not None:
+                self.kept.input_grad(e_CV, ends, used)
+            else:
+                gradient_gemms_hopper.input_grad(e_CV, self.weight_VD, ends, self.room, used)
             return
         assert product is not None
         if e_CV is None:
@@ -327,14 +370,20 @@ class CrossEntropy(Exponentials):
             # on one group of rows in one exchange
             parts = [chunk] if ranks.groups == 1 else self._parts
             waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p, self.index) for p in parts]
-        if last:  # before the product, so that of a single chunk it is written and not added
+        if last and self.kept is None:  # before the product, so that of a single chunk it is written and not added
             self._begun = self._put_even(add=self._begun)
         if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
-            self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=self._begun)
-        if e_CV is not None and into.bias_V is not None:
+            if self.kept is not None:
+                self.kept.weight_grad(e_CV, self._scaled[:C], into.weight_VD, self.used(chunk), add=self._begun)
+            else:
+                self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=self._begun)
+        if e_CV is not None and into.bias_V is not None and self.kept is None:
             exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V, self.used(chunk))
         for wait in waits:
             wait(into)
+        if last and self.kept is not None:
+            self.kept.see_sum(into)
+            self._put_even(add=True)
         self._parts, self._begun = [], True
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:

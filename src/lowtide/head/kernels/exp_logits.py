@@ -27,13 +27,15 @@ class ExpRows(NamedTuple):
     sums: Tensor | None  # [C, P] float32: takes each tile's row sums of exp(z - reference), the target left out
     sum_stride: int  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
     first_class: int  # that of W's first row
+    squares: Tensor | None = None  # [C, P] float32, of the same stride: takes the row sums of their squares
 
     @classmethod
     def of(
-        cls, reference_C: Tensor, y_C: Tensor, sums: Tensor | None, coefficient_C: Tensor | None = None, first: int = 0
-    ) -> "ExpRows":
+        cls, reference_C: Tensor, y_C: Tensor, sums: Tensor | None, coefficient_C: Tensor | None = None,
+        first: int = 0, squares: Tensor | None = None,
+    ) -> "ExpRows":  # fmt: skip
         """Return the record of these."""
-        return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first)
+        return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first, squares)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -58,6 +60,7 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
     bound = tl.where(kept, V - column, 0)
     y -= rows.first_class + column
     total = tl.zeros_like(reference)
+    squared = tl.zeros_like(reference)
     pieces = (z,)
     if PIECES == 2:
         pieces = halves(z, CONFIG)
@@ -81,8 +84,12 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
             e_d.store([row, column + i * WIDTH], stored.to(e_d.dtype))
         if rows.sums is not None:
             total = tl.sum(e, 1) if i == 0 else total + tl.sum(e, 1)
+        if rows.squares is not None:
+            squared = tl.sum(e * e, 1) if i == 0 else squared + tl.sum(e * e, 1)
     if rows.sums is not None:
         tl.store(rows.sums + at.to(tl.int64) * rows.sum_stride + p, total, mask=inside)
+    if rows.squares is not None:
+        tl.store(rows.squares + at.to(tl.int64) * rows.sum_stride + p, squared, mask=inside)
 
 
 @triton.jit

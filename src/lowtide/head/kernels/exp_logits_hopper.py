@@ -25,47 +25,38 @@ as it was: a version of this kernel so released one stage for ever, and hung. He
 """
 
 from functools import cache
-from typing import Any
-
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.gemm import ALL, Used, descriptor
+from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.hopper import (
+    COLUMNS,
+    CONSUMER_REGISTERS,
+    GLUON_ERROR,
+    PRODUCER_REGISTERS,
+    ROWS,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    hopper_descriptor,
+    load_tile,
+    mbarrier,
+    store_tile,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from lowtide.kernel_launch import Launcher, multiprocessors
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # Triton 3.9's names, else 3.6's
-    load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-    store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    GLUON_ERROR = None
-except (ImportError, AttributeError) as error:  # the functions below cannot run: see `why_not_on`
-    gluon, gl, GLUON_ERROR = triton, tl, str(error)
-
 LOG2E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
-COLUMNS = gl.constexpr(256)
 PIECE = gl.constexpr(128)  # columns stored at a time: two pieces share a buffer
 DEPTH = gl.constexpr(64)
 GROUP = gl.constexpr(16)  # row tiles that share a part of W in cache
 STAGES_LOG2 = gl.constexpr(2)
 STAGES = gl.constexpr(4)
-CONSUMER_REGISTERS = gl.constexpr(240)
-PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -148,6 +139,7 @@ def _consume(  # type: ignore[no-untyped-def]
         is_special = gl.max(special.to(gl.int32), 0) != 0
 
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+        squared = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
         pieces = z.reshape([ROWS, 2, PIECE]).permute(0, 2, 1).split()
         for i in gl.static_range(2):
             at = i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
@@ -159,6 +151,8 @@ def _consume(  # type: ignore[no-untyped-def]
                     e = gl.where(at[None, :] < bound[:, None], e, 0.0)
             if rows_of.sums is not None:
                 total += gl.sum(e, 1)
+            if rows_of.squares is not None:
+                squared += gl.sum(e * e, 1)
             if STORE:
                 if rows_of.coefficient is not None:  # noqa: SIM102 - known when compiled
                     if is_special:  # loaded only here, as there are no registers to hold it for long
@@ -173,6 +167,8 @@ def _consume(  # type: ignore[no-untyped-def]
                 store_tile(e_d, [row, column + i * PIECE], buffer)
         if rows_of.sums is not None:
             gl.store(rows_of.sums + rows.to(gl.int64) * rows_of.sum_stride + p, total, mask=rows < C)
+        if rows_of.squares is not None:
+            gl.store(rows_of.squares + rows.to(gl.int64) * rows_of.sum_stride + p, squared, mask=rows < C)
     tma.store_wait(0)  # shared memory goes when the program ends
 
 
@@ -229,18 +225,10 @@ def exp_logits_hopper(
     If `why_not_on` has no reason against the device.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
-    x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
+    x_d = hopper_descriptor(x_CD, ROWS.value, DEPTH.value)
     _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
-        x_d, _descriptor(w_VD, COLUMNS.value, DEPTH.value),
-        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value), rows, *used, C, V, D,
+        x_d, hopper_descriptor(w_VD, COLUMNS.value, DEPTH.value),
+        x_d if e_CV is None else hopper_descriptor(e_CV, ROWS.value, PIECE.value), rows, *used, C, V, D,
         BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
 
-
-def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
-    return descriptor(x, rows, columns, TensorDescriptor, _shared_layout((rows, columns)))
-
-
-@cache
-def _shared_layout(block: tuple[int, int]) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)

@@ -22,131 +22,33 @@ from which the sum is then stored. Two barriers more for each consumer: `old_ful
 `old_empty` when the buffer's last store has read it.
 """
 
-from functools import cache
-from typing import Any, NamedTuple
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.gemm import ALL, Used, descriptor
+from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.hopper import (
+    COLUMNS,
+    CONSUMER_REGISTERS,
+    LEAVE,
+    PRODUCER_REGISTERS,
+    ROWS,
+    barrier,
+    counted,
+    fence_async_shared,
+    gl,
+    gluon,
+    hopper_descriptor,
+    load_tile,
+    mbarrier,
+    multiply,
+    stage_and_phase,
+    store_tile,
+    tma,
+)
+from lowtide.head.kernels.input_rows_hopper import InputRows, Room, await_parts, finish_input, store_part
 from lowtide.kernel_launch import Launcher, multiprocessors
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # Triton 3.9's names, else 3.6's
-    load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-    store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    GLUON_ERROR = None
-except (ImportError, AttributeError) as error:
-    gluon, gl, GLUON_ERROR = triton, tl, str(error)
-
-ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
-COLUMNS = gl.constexpr(256)
-PIECE = gl.constexpr(64)  # columns finished at a time
 MOST_PARTS = gl.constexpr(16)
-LEAVE = gl.constexpr(2)  # the step at which a consumer asks whether its last store has left the buffer
-CONSUMER_REGISTERS = gl.constexpr(240)
-PRODUCER_REGISTERS = gl.constexpr(24)
-
-
-class InputRows(NamedTuple):
-    """What ends the tiles of E W, of ``out``'s type: dX = s (E W + rest w_y) - m g (a / V) sum_v q_v w_v.
-
-    See `exp_terms.finish_input_grad`. Without ``s`` it is E W alone.
-    """
-
-    out: Tensor  # [.., D], unit stride within rows
-    out_stride: int
-    to: Tensor | None = None  # [C] integers: the row of ``out`` of each row; None: the same
-    s: Tensor | None = None  # [C] float32
-    y: Tensor | None = None  # [C] int32
-    rest: Tensor | None = None  # [C] float32
-    w: Tensor | None = None  # [V, D]
-    w_stride: int = 0
-    first_class: int = 0
-    uniform: Tensor | None = None  # [D] float32
-    factor: Tensor | None = None  # [C] float32
-    scale: Tensor | None = None  # 0-d float32
-    share: float = 0.0
-    before: Tensor | None = None  # [C, D] float32, contiguous: what E W is added to; it may be ``out``
-
-    def even(self, uniform_D: Tensor | None, factor_C: Tensor, scale: Tensor | None, share: float) -> "InputRows":
-        """Return the same with what smoothing adds to every row: see `exp_terms.RowTerms.even`."""
-        return self._replace(uniform=uniform_D, factor=factor_C, scale=scale, share=share)
-
-
-class Room(NamedTuple):
-    """Where parts of tiles meet."""
-
-    parts: Tensor  # float32, of ``tiles`` tiles
-    arrived: Tensor  # int32, two a program, 0 outside of the kernel
-    tiles: int
-
-
-@gluon.jit
-def _rows(count, first, C):  # type: ignore[no-untyped-def]
-    """Return how many rows count."""
-    rows = gl.to_tensor(C)
-    if count is not None:
-        rows = gl.minimum(gl.maximum(gl.load(count) - first, 0), C)
-    return rows
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _stage_and_phase(step, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where a step's operands lie, and the parity of how often others lay there before."""
-    return step % STAGES, (step // STAGES) & 1
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def _multiply(  # type: ignore[no-untyped-def]
-    z, step, steps, stages, old_empty, HALF: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
-    DEEP: gl.constexpr
-):  # fmt: skip
-    """Add the next ``steps`` steps' products to z; return it and the next step. DEEP: a product runs on meanwhile."""
-    a_s, b_s, full, empty = stages
-    for k in range(steps):
-        stage, phase = _stage_and_phase(step, STAGES)
-        mbarrier.wait(full.index(stage), phase)
-        a = a_s.index(2 * stage + HALF)
-        if TRANSPOSED:
-            z = warpgroup_mma(a.permute((1, 0)), b_s.index(stage), z, use_acc=k > 0, is_async=True)
-        else:
-            z = warpgroup_mma(a, b_s.index(stage), z, use_acc=k > 0, is_async=True)
-        if old_empty is not None:  # noqa: SIM102 - known when compiled
-            if k == gl.minimum(LEAVE, steps - 1):
-                tma.store_wait(0)
-                barrier()
-                mbarrier.arrive(old_empty.index(HALF), count=1)
-        if DEEP:
-            z = warpgroup_mma_wait(1, deps=(z,))
-            if k > 0:
-                barrier()
-                mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-        else:
-            z = warpgroup_mma_wait(0, deps=(z,))
-            barrier()  # a warp's wait is for its own rows, and one thread arrives for all four
-            mbarrier.arrive(empty.index(stage), count=1)
-        step += 1
-    if DEEP:
-        z = warpgroup_mma_wait(0, deps=(z,))
-        if steps > 0:
-            barrier()
-            mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
-    return z, step
 
 
 @gluon.jit
@@ -185,7 +87,7 @@ def _produce_input(  # type: ignore[no-untyped-def]
     for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
         row, column, begin, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
         for k in range(begin, begin + steps):
-            stage, phase = _stage_and_phase(step, STAGES)
+            stage, phase = stage_and_phase(step, STAGES)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             loaded = full.index(stage)
             mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
@@ -195,85 +97,28 @@ def _produce_input(  # type: ignore[no-untyped-def]
             step += 1
 
 
-@gluon.jit
-def _pieces_of(z):  # type: ignore[no-untyped-def]
-    """Return a tile's columns in four pieces, in order."""
-    even, odd = z.reshape([ROWS, 2, 2, PIECE]).permute(0, 3, 1, 2).split()
-    first, third = even.split()
-    second, fourth = odd.split()
-    return first, second, third, fourth
-
-
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume_input(  # type: ignore[no-untyped-def]
     HALF: gl.constexpr, stages, ends, room, rows, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
     """Multiply, and finish, the HALF-th ROWS rows of each tile of E W."""
     whole_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     whole, rest, parts = _parts_of(rows, D, room)
     step = gl.to_tensor(0)
-    within = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * COLUMNS
-    within += gl.arange(0, PIECE, gl.SliceLayout(0, layout))[None, :]
     for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
         row, column, _, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
         z = gl.zeros([ROWS, COLUMNS], gl.float32, whole_layout)
-        z, step = _multiply(z, step, steps, stages, None, HALF, False, STAGES, DEEP)
-        pieces = _pieces_of(z)
+        z, step = multiply(z, step, steps, stages, None, HALF, False, STAGES, DEEP)
         number = unit - whole  # among the parts
-        stored = room.parts + HALF * (ROWS * COLUMNS)
+        arrived = room.arrived + 2 * (number % rest)
         if number >= 0 and number < rest * (parts - 1):
-            for i in gl.static_range(4):
-                piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
-                gl.store(stored + number.to(gl.int64) * (2 * ROWS * COLUMNS) + (within + i * PIECE), piece)
-            barrier()  # one thread arrives for all
-            gl.atomic_add(room.arrived + (2 * (number % rest) + HALF), 1, sem="release")
+            store_part(z, HALF, room.parts, number, arrived)
         else:
             others = gl.to_tensor(0)
-            if number >= 0 and parts > 1:
+            if number >= 0:
                 others = parts - 1
-                arrived = room.arrived + (2 * (number % rest) + HALF)
-                while gl.atomic_add(arrived, 0, sem="acquire") < others:
-                    pass
-                barrier()
-                gl.atomic_xchg(arrived, 0, sem="relaxed")
-            at_row = row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            counts = at_row < rows
-            if ends.to is not None:
-                to = gl.load(ends.to + at_row, mask=counts, other=0).to(gl.int64) * ends.out_stride
-            else:
-                to = at_row.to(gl.int64) * ends.out_stride
-            if ends.s is not None:
-                s = gl.load(ends.s + at_row, mask=counts, other=0.0)
-                y = gl.load(ends.y + at_row, mask=counts, other=-1)
-                lost = gl.load(ends.rest + at_row, mask=counts, other=0.0)
-                at_w = (y - ends.first_class).to(gl.int64)
-                lost = gl.where((at_w >= 0) & (at_w < V), lost, 0.0)
-                at_w = gl.where(lost == 0.0, 0, at_w) * ends.w_stride
-                if ends.uniform is not None:
-                    even = gl.load(ends.factor + at_row, mask=counts, other=0.0) * ends.share
-                    if ends.scale is not None:
-                        even *= gl.load(ends.scale)
-            for i in gl.static_range(4):
-                piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
-                for other in range(others):
-                    tile = (other * rest + number % rest).to(gl.int64) * (2 * ROWS * COLUMNS)
-                    piece += gl.load(stored + tile + (within + i * PIECE))
-                at = column + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
-                inside = (at < D)[None, :]
-                if ends.before is not None:
-                    before = ends.before + (at_row.to(gl.int64)[:, None] * D + at[None, :])
-                    piece += gl.load(before, mask=counts[:, None] & inside, other=0.0)
-                if ends.s is not None:
-                    w_at = ends.w + (at_w[:, None] + at[None, :])
-                    own = gl.load(w_at, mask=(lost != 0.0)[:, None] & inside, other=0.0)
-                    piece = (piece + lost[:, None] * own.to(gl.float32)) * s[:, None]
-                    piece = gl.where(s[:, None] == 0.0, 0.0, piece)
-                    if ends.uniform is not None:
-                        uniform = gl.load(ends.uniform + at, mask=at < D, other=0.0)
-                        piece = gl.where(y[:, None] >= 0, piece - even[:, None] * uniform[None, :], 0.0)
-                out = ends.out + (to[:, None] + at[None, :])
-                gl.store(out, piece.to(ends.out.dtype.element_ty), mask=counts[:, None] & inside)
+            await_parts(arrived, others, HALF)
+            finish_input(z, HALF, row, column, rows, V, D, ends, (room.parts, number % rest, rest, others))
 
 
 @Launcher
@@ -291,7 +136,7 @@ def _input_grad(  # type: ignore[no-untyped-def]
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     stages = (a_s, b_s, full, empty)
-    rows = _rows(count, first, C)
+    rows = counted(count, first, C)
     gl.warp_specialize(
         [
             (_consume_input, (0, stages, ends, room, rows, V, D, STAGES, DEPTH, DEEP)),
@@ -327,7 +172,7 @@ def _produce_weight(  # type: ignore[no-untyped-def]
         row = (tile // across) * (2 * ROWS)
         column = (tile % across) * COLUMNS
         for k in range(steps):
-            stage, phase = _stage_and_phase(step, STAGES)
+            stage, phase = stage_and_phase(step, STAGES)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             loaded = full.index(stage)
             mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
@@ -361,11 +206,11 @@ def _consume_weight(  # type: ignore[no-untyped-def]
     for tile in range(gl.program_id(0), _weight_tiles(rows, V, D, ADD), gl.num_programs(0)):
         z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         if ADD:
-            z, step = _multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
+            z, step = multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
             mbarrier.wait(old_full.index(HALF), done & 1)
             z += buffer.load(layout).to(gl.float32)
         else:
-            z, step = _multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
+            z, step = multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
             tma.store_wait(0)
         barrier()
         buffer.store(z.to(out_d.dtype))
@@ -399,7 +244,7 @@ def _weight_grad(  # type: ignore[no-untyped-def]
     fence_async_shared()
     stages = (a_s, b_s, full, empty)
     old = (out_s, old_full, old_empty)
-    rows = _rows(count, first, C)
+    rows = counted(count, first, C)
     gl.warp_specialize(
         [
             (_consume_weight, (0, out_d, stages, old, rows, V, D, ADD, STAGES, DEPTH, DEEP)),
@@ -418,7 +263,7 @@ def input_grad(
     """Write ``finish(E W)`` of the rows that are `Used` into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
     (C, V), D = e_CV.shape, w_VD.shape[1]
     _input_grad[(multiprocessors(e_CV.device),)](
-        _descriptor(e_CV, ROWS.value, depth), _descriptor(w_VD, depth, COLUMNS.value), ends, room, *used, C, V, D,
+        hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value), ends, room, *used, C, V, D,
         STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
     )  # fmt: skip
 
@@ -434,8 +279,8 @@ def weight_grad(
     stages = stages or (3 if narrow else 4)
     deep = narrow if deep is None else deep
     _weight_grad[(multiprocessors(e_CV.device),)](
-        _descriptor(e_CV, depth, ROWS.value), _descriptor(scaled_CD, depth, COLUMNS.value),
-        _descriptor(out_VD, ROWS.value, COLUMNS.value), *used, C, V, D,
+        hopper_descriptor(e_CV, depth, ROWS.value), hopper_descriptor(scaled_CD, depth, COLUMNS.value),
+        hopper_descriptor(out_VD, ROWS.value, COLUMNS.value), *used, C, V, D,
         ADD=add, STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
     )  # fmt: skip
 
@@ -446,12 +291,3 @@ def room_for(device: torch.device, elements: int | None = None) -> Room:
     tiles = programs if elements is None else min(programs, elements // (2 * ROWS.value * COLUMNS.value))
     parts = torch.empty(max(1, tiles) * 2 * ROWS.value * COLUMNS.value, dtype=torch.float32, device=device)
     return Room(parts, torch.zeros(2 * programs, dtype=torch.int32, device=device), tiles)
-
-
-def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
-    return descriptor(x, rows, columns, TensorDescriptor, _shared_layout((rows, columns), x.dtype))
-
-
-@cache
-def _shared_layout(block: tuple[int, int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float32)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowtide.errors import TargetIndexError
+from lowtide.errors import TargetIndexError, UnsupportedError, message
 from lowtide.graph import is_last_backward
 from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
@@ -23,6 +23,7 @@ from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+from lowtide.head.vocabulary_order import numbered
 
 ROWS_OF_STEP = 64  # of the GEMM that sums over the rows of a chunk: none is of two pieces
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
@@ -126,12 +127,20 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     With ``factors`` add the gradients, from ``known`` numbers where there are.
     """
     rows = loss.rows
+    if head.order and plan.backend != "exp":
+        hint = f"No tile is skipped: {plan.reason}."
+        raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
     if plan.backend == "exp":
         from lowtide.head.exponentials.losses import CrossEntropy
 
-        exponentials = CrossEntropy(head, loss, plan)
         if known is None:
-            return exponentials.forward(factors)
+            numbers = CrossEntropy(head, loss, plan).forward(factors)
+            if head.order and factors is not None:
+                order = numbered(abs(head.order))
+                if order.refreshes and order.mean is not None:
+                    order.refresh(head.weight_VD)
+            return numbers
+        exponentials = CrossEntropy(head, loss, plan)
         assert factors is not None
         exponentials.gradients(*factors(), known)
         return {}
@@ -187,7 +196,11 @@ def _plan(
         of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
         selection = select(y_N, V, args.ignore_index, weight_N, q, *of_shard)
         counted = selection.counted
-        if skips:
+        if keeps_tiles(head, plan):
+            from lowtide.head.exponentials.kept import sorted_rows
+
+            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, numbered(head.order), V)
+        elif skips:
             y, unit, index, count = selection.valid_first()
             rows = replace(rows, index=index, count=count)
         else:
@@ -229,6 +242,11 @@ def _own_weights(
     here_N = torch.cat((q_V, q_V.new_zeros(1)))[head.ranks.here(valid_N)[0]]
     every = head.ranks.sum_of(torch.cat((here_N, total[None])))
     return every[:-1], every[-1]
+
+
+def keeps_tiles(head: Head, plan: HeadPlan) -> bool:
+    """Return whether a pass computes its gradients from some tiles of E: all of a chunk's exist then."""
+    return head.order > 0 and plan.kept
 
 
 def put_last(rows: Rows, kept_N: Tensor) -> Rows:

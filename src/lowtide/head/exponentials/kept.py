@@ -1,0 +1,179 @@
+"""The gradients of a chunk from the tiles of E that are kept: see `kernels.kept_tiles` and docs/skipping.md.
+
+The classes are in the order of `VocabularyOrder`, in a copy of the weight; the weight's gradient is summed in that
+order, and put back at the end, into the copy's memory.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowtide.head.call import Head
+from lowtide.head.exponentials.comparison import Comparison
+from lowtide.head.gradients import Gradients
+from lowtide.head.kernels import exp_rows, kept_gemms_hopper, kept_tiles
+from lowtide.head.kernels.gemm import Used
+from lowtide.head.kernels.gradient_gemms_hopper import room_for
+from lowtide.head.kernels.input_rows_hopper import InputRows
+from lowtide.head.kernels.kept_tiles import Targets
+from lowtide.head.matmul import matmul_into
+from lowtide.head.planner import padded
+from lowtide.head.rows import Rows
+from lowtide.head.terms.loss import Loss
+from lowtide.head.vocabulary_order import VocabularyOrder
+
+ROWS, COLUMNS = kept_tiles.ROWS.value, kept_tiles.COLUMNS.value
+
+
+class KeptTiles:
+    """What the chunks of one call share."""
+
+    def __init__(self, known: VocabularyOrder, head: Head) -> None:
+        assert known.order is not None
+        assert known.total is not None
+        self.given_dtype = head.weight_VD.dtype
+        self.known, self.order, (V, D) = known, known.order, head.weight_VD.shape
+        new = head.input.new_empty
+        self.weight_VD = new(V, D, dtype=head.dtype)
+        self.tiles = -(-V // COLUMNS)
+        self.mean_PD = new(self.tiles, D, dtype=head.dtype)
+        kept_tiles.put_in_order(head.weight_VD, self.order, self.weight_VD, self.mean_PD)
+        self.head = head._replace(
+            weight_VD=self.weight_VD, bias_V=None if head.bias_V is None else self._ordered(head.bias_V)
+        )
+        self._shared_PD: Tensor | None = None
+        self._dropped: list[Tensor] = []
+        self._comparison: Comparison | None = None
+        if known.compares:
+            self._comparison = Comparison(self.weight_VD, known.signs(self.weight_VD), head.tokens)
+        known.total.zero_()
+
+    def _ordered(self, x_V: Tensor) -> Tensor:
+        return x_V.index_select(0, self.order[1:])
+
+    def loss(self, loss: Loss) -> Loss:
+        """Return the loss with its class weights in order; its rows' targets are already."""
+        q = loss.class_weight
+        return loss if q is None else replace(loss, class_weight=self._ordered(q))
+
+    def take_factors(self, factor_n: Tensor, count: Tensor) -> None:
+        """Take the rows' factors: the threshold is relative to their mean square."""
+        assert self.known.state is not None
+        self._least = self.known.state[:1].square() * (factor_n.square().sum() * ROWS / count)
+        self.known.tokens = factor_n.sum()
+
+    def allocate(self, rows: int) -> None:
+        """Make what chunks of so many rows share."""
+        device, D = self.weight_VD.device, self.weight_VD.shape[1]
+        self._lists, self._flags = kept_tiles.lists_for(rows, self.tiles, device)
+        self._shares, self._space = kept_tiles.shares_for(rows, device)
+        self._room = room_for(device)
+        self._mass = self.mean_PD.new_empty(rows, padded(self.tiles))
+        self._numbers = self.mean_PD.new_empty(2, rows, dtype=torch.float32)
+        self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
+        self._D = D
+
+    @property
+    def compares(self) -> bool:
+        """Whether the gradients are compared with those from all tiles."""
+        return self._comparison is not None
+
+    def find(self, y_C: Tensor, rows: exp_rows.Reports, sums_CP: Tensor, e_CV: Tensor, used: Used) -> None:
+        """Decide which of a chunk's tiles are kept."""
+        C, total = len(e_CV), self.known.total
+        assert total is not None
+        R = -(-C // ROWS)
+        self._targets = Targets(y_C, rows.s, rows.rest, *self._numbers[:, :C].unbind())
+        self._mass_CP = self._mass[:C, : self.tiles]
+        lists = self._lists
+        if len(lists.across) != R:  # a last chunk that is shorter
+            lists, self._flags = kept_tiles.lists_for(C, self.tiles, e_CV.device)
+        self._lists_of_chunk = lists
+        dropped = self.squares.new_empty(R * -(-self.tiles // kept_tiles.TILES.value))
+        self._dropped.append(dropped)
+        targets = self._targets
+        kept_tiles.find_kept(
+            sums_CP, self.squares[:C], targets, self._least, self._mass_CP, self._flags, dropped, used, self.known.seed
+        )
+        kept_tiles.list_kept(self._flags, lists, self._shares, self._space, total, e_CV, targets, self._D, used)
+
+    def settle(self, e_CV: Tensor, ends: InputRows | None, scaled_CD: Tensor | None) -> None:
+        """Take what is compared of a chunk's E, and then multiply the tiles that stay at random."""
+        if self._comparison is not None:
+            if ends is not None:
+                self._comparison.see_input(e_CV, self._targets, ends)
+            if scaled_CD is not None:
+                self._comparison.see_weight(e_CV, self._targets, scaled_CD)
+        if self.known.unbiased:
+            kept_tiles.multiply_drawn(self._flags, e_CV, self._targets)
+
+    def input_grad(self, e_CV: Tensor, ends: InputRows, used: Used) -> None:
+        """Write a chunk's input gradient."""
+        ends = ends._replace(rest=self._targets.lost)
+        kept_gemms_hopper.input_grad(
+            e_CV, self.weight_VD, self._mass_CP, self.mean_PD, ends, self._lists_of_chunk, self._shares, self._room,
+            used,
+        )  # fmt: skip
+
+    def weight_grad(self, e_CV: Tensor, scaled_CD: Tensor, sum_VD: Tensor, used: Used, *, add: bool) -> None:
+        """Write or add a chunk's weight gradient."""
+        kept_gemms_hopper.weight_grad(e_CV, scaled_CD, sum_VD, self._lists_of_chunk, add=add)
+        kept_tiles.add_targets(self._targets, scaled_CD, sum_VD, used)
+        first = self._shared_PD is None
+        if self._shared_PD is None:
+            self._shared_PD = self.squares.new_empty(self.tiles, self._D)
+        matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=not first)
+
+    def see_sum(self, into: Gradients) -> None:
+        """Compare the weight's gradient, when all chunks are in it and nothing else."""
+        if self._comparison is not None and into.weight_VD is not None and self._shared_PD is not None:
+            self._comparison.see_sum(into.weight_VD, self._shared_PD)
+
+    def end(self, into: Gradients) -> None:
+        """Put the gradients into the classes' own order: the weight's into the memory of the ordered copy."""
+        if self._comparison is not None:
+            self.known.adapt(self._comparison.errors(into.input_ND))
+        if into.weight_VD is not None and self._shared_PD is not None:
+            narrow = self.given_dtype == self.weight_VD.dtype
+            out = self.weight_VD if narrow else torch.empty_like(into.weight_VD)
+            kept_tiles.put_back(into.weight_VD, self._shared_PD, self.order, out)
+            into.weight_VD = out
+        if into.bias_V is not None:
+            into.bias_V = torch.empty_like(into.bias_V).index_copy_(0, self.order[1:].long(), into.bias_V)
+        self.known.dropped = torch.cat(self._dropped)
+        self.known.end()
+
+
+def see_chunk(
+    known: VocabularyOrder, e_CV: Tensor, s_C: Tensor, y_C: Tensor, factor_C: Tensor, used: Used, order: Tensor | None
+) -> None:
+    """Take a chunk's mean probabilities: the column sums of g (p - 1 at the target), and how often a class is one."""
+    V = e_CV.shape[1]
+    sums = s_C.new_zeros(V)
+    exp_rows.add_column_sums(e_CV, s_C, sums, used)
+    valid = y_C >= 0
+    n = valid.sum().clamp(min=1)
+    times = torch.zeros(V, dtype=torch.int32, device=y_C.device)
+    times.scatter_add_(0, y_C.clamp(min=0).long(), valid.int())
+    factor = factor_C.where(valid, 0).sum() / n
+    mean = ((sums / factor + times) / n).nan_to_num(0, 0, 0).clamp(min=0)
+    if order is not None:
+        mean = torch.empty_like(mean).index_copy_(0, order[1:].long(), mean)
+    known.see(mean)
+
+
+def sorted_rows(
+    rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int
+) -> tuple[Rows, Tensor, Tensor]:
+    """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count, by target.
+
+    Ignored tokens are last. A tile of rows then has few targets, and tokens that are alike.
+    """
+    assert known.inverse is not None
+    places = known.inverse.index_select(0, y_N.clamp(min=0)).where(y_N >= 0, V)
+    places, index = places.sort(stable=True)
+    valid = places < V
+    count = valid.sum(dtype=torch.int32).view(1)
+    return replace(rows, index=index, count=count), places.where(valid, -1), unit_N.index_select(0, index)
+

@@ -1,0 +1,338 @@
+"""The gradients' GEMMs on Hopper over the tiles of E that are kept.
+
+C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary, R tiles of rows. A tile of E has 128 rows
+and 256 columns; which are kept, and what stands for the others, says `kept_tiles`:
+
+    input_grad:   out = finish(E' W + m mean)    E' with zeros in the other tiles, m [C, P] what these hold in each row,
+                                                 mean [P, D] the mean row of W in each tile across
+    weight_grad:  dW = E'^T S, dW += E'^T S      tiles of dW for which nothing is kept are not touched where it is added
+
+Both are the kernels of `gradient_gemms_hopper` with sums that run over lists. The producer warp alone reads the lists;
+the consumers only count the steps.
+
+E' W has few tiles and long sums of unlike lengths. `kept_tiles.share_out` gives every program as much: tiles of its own
+as far as that goes, and parts of others' sums. A program that gave something away finishes its tile when the others'
+parts are there. Those come from programs with smaller numbers, which the device starts first and which wait for nobody:
+it is never left waiting.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.hopper import (
+    COLUMNS,
+    CONSUMER_REGISTERS,
+    LEAVE,
+    PRODUCER_REGISTERS,
+    ROWS,
+    barrier,
+    counted,
+    fence_async_shared,
+    gl,
+    gluon,
+    hopper_descriptor,
+    load_tile,
+    mbarrier,
+    multiply,
+    stage_and_phase,
+    store_tile,
+    tma,
+)
+from lowtide.head.kernels.input_rows_hopper import InputRows, Room, await_parts, finish_input, store_part
+from lowtide.kernel_launch import Launcher, multiprocessors
+
+DEPTH = gl.constexpr(64)
+PER_COLUMN_TILE = gl.constexpr(4)  # steps of the sum over the vocabulary
+PER_ROW_TILE = gl.constexpr(2)  # steps of the sum over tokens
+FIELDS = gl.constexpr(8)  # of a program's record: see `kept_tiles.share_out`
+
+
+class Lists(NamedTuple):
+    """Which tiles of a chunk's E are kept, int32: from both sides, in order."""
+
+    across: Tensor  # [R, P]: of each tile of rows, the tiles across the vocabulary
+    across_count: Tensor  # [R]
+    down: Tensor  # [P, R]: of each tile across, the tiles of rows
+    down_count: Tensor  # [P]
+
+
+class Shares(NamedTuple):
+    """Who computes which part of E' W, int32: see `kept_tiles.share_out`."""
+
+    records: Tensor  # [programs, FIELDS]
+    parts: Tensor  # [programs, 4]: (tile, begin, end, whose) of each part that is computed for another program
+    order: Tensor  # [R]: the tiles of rows, the longest sums first
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _unit(unit, record, lists, shares, across):  # type: ignore[no-untyped-def]
+    """Return a unit of a program: (tile of rows, tile of D, begin and end of its list, the part's number or -1)."""
+    tiles = gl.load(record + 1)
+    if unit < tiles:
+        lane = gl.load(record)
+        if unit % 2 == 1:
+            lane = gl.num_programs(0) - 1 - lane
+        tile = lane + unit * gl.num_programs(0)
+        row_tile = gl.load(shares.order + tile // across)
+        begin = tile * 0
+        end = gl.load(lists.across_count + row_tile)
+        if unit == tiles - 1:
+            end = gl.load(record + 2)
+        number = tile * 0 - 1
+    else:
+        number = gl.load(record + 5) + (unit - tiles)
+        part = shares.parts + number * 4
+        tile = gl.load(part)
+        row_tile = gl.load(shares.order + tile // across)
+        begin = gl.load(part + 1)
+        end = gl.load(part + 2)
+    return row_tile, tile % across, begin, end, number
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _produce_input(operands, stages, lists, shares, P, D, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the stages: of a tile's own program first those of what stands for the other tiles."""
+    e_d, w_d, mass_d, mean_d = operands
+    a_s, b_s, full, empty = stages
+    record = shares.records + gl.program_id(0) * FIELDS
+    units = gl.load(record + 1) + gl.load(record + 6)
+    step = gl.to_tensor(0)
+    for unit in range(units):
+        row_tile, d_tile, begin, end, number = _unit(unit, record, lists, shares, gl.cdiv(D, COLUMNS))
+        row = row_tile * (2 * ROWS)
+        column = d_tile * COLUMNS
+        if number < 0:
+            for k in range(gl.cdiv(P, DEPTH)):
+                stage, phase = stage_and_phase(step, STAGES)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                loaded = full.index(stage)
+                mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+                load_tile(mass_d, [row, k * DEPTH], loaded, a_s.index(2 * stage))
+                load_tile(mass_d, [row + ROWS, k * DEPTH], loaded, a_s.index(2 * stage + 1))
+                load_tile(mean_d, [k * DEPTH, column], loaded, b_s.index(stage))
+                step += 1
+        kept = lists.across + row_tile * P
+        ahead = gl.load(kept + gl.minimum(begin, P - 1))  # read one tile ahead of its use
+        for at in range(begin, end):
+            v = ahead * COLUMNS
+            ahead = gl.load(kept + gl.minimum(at + 1, P - 1))
+            for k in range(PER_COLUMN_TILE):
+                stage, phase = stage_and_phase(step, STAGES)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                loaded = full.index(stage)
+                mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+                load_tile(e_d, [row, v + k * DEPTH], loaded, a_s.index(2 * stage))
+                load_tile(e_d, [row + ROWS, v + k * DEPTH], loaded, a_s.index(2 * stage + 1))
+                load_tile(w_d, [v + k * DEPTH, column], loaded, b_s.index(stage))
+                step += 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _consume_input(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, stages, ends, lists, shares, room, rows, P, V, D, STAGES: gl.constexpr, DEEP: gl.constexpr
+):  # fmt: skip
+    """Multiply, and finish, the HALF-th ROWS rows of each unit."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    record = shares.records + gl.program_id(0) * FIELDS
+    tiles = gl.load(record + 1)
+    units = tiles + gl.load(record + 6)
+    step = gl.to_tensor(0)
+    for unit in range(units):
+        row_tile, d_tile, begin, end, number = _unit(unit, record, lists, shares, gl.cdiv(D, COLUMNS))
+        steps = (end - begin) * PER_COLUMN_TILE
+        if number < 0:
+            steps += gl.cdiv(P, DEPTH)
+        z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        z, step = multiply(z, step, steps, stages, None, HALF, False, STAGES, DEEP)
+        if number >= 0:
+            owner = gl.load(shares.parts + number * 4 + 3)
+            store_part(z, HALF, room.parts, number, room.arrived + 2 * owner)
+        else:
+            others = tiles * 0
+            first = tiles * 0
+            if unit == tiles - 1:
+                first = gl.load(record + 3)
+                others = gl.load(record + 4)
+            await_parts(room.arrived + 2 * gl.program_id(0), others, HALF)
+            meeting = (room.parts, first, 1, others)
+            finish_input(z, HALF, row_tile * (2 * ROWS), d_tile * COLUMNS, rows, V, D, ends, meeting)
+
+
+@Launcher
+@gluon.jit(do_not_specialize=["first", "C", "P", "V", "D"])  # type: ignore[untyped-decorator]
+def _input_grad(  # type: ignore[no-untyped-def]
+    e_d, w_d, mass_d, mean_d, ends, lists, shares, room, count, first, C, P, V, D, STAGES: gl.constexpr,
+    DEEP: gl.constexpr
+):  # fmt: skip
+    """Set up the stages and the barriers, and send the warps to their parts."""
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
+    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    stages = (a_s, b_s, full, empty)
+    operands = (e_d, w_d, mass_d, mean_d)
+    rows = counted(count, first, C)
+    gl.warp_specialize(
+        [
+            (_consume_input, (0, stages, ends, lists, shares, room, rows, P, V, D, STAGES, DEEP)),
+            (_consume_input, (1, stages, ends, lists, shares, room, rows, P, V, D, STAGES, DEEP)),
+            (_produce_input, (operands, stages, lists, shares, P, D, STAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _weight_unit(unit, lists, across):  # type: ignore[no-untyped-def]
+    """Return (tile across the vocabulary, first class, tile of D, how many tiles of rows)."""
+    tile = unit // (2 * across)
+    place = unit % (2 * across)
+    count = gl.load(lists.down_count + tile)
+    return tile, tile * COLUMNS + (place // across) * (2 * ROWS), (place % across) * COLUMNS, count
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _produce_weight(  # type: ignore[no-untyped-def]
+    e_d, x_d, out_d, stages, old, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr
+):
+    """Load E's and S's stages, and the tiles that are added to."""
+    a_s, b_s, full, empty = stages
+    out_s, old_full, old_empty = old
+    across = gl.cdiv(D, COLUMNS)
+    step = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    for unit in range(gl.program_id(0), P * 2 * across, gl.num_programs(0)):
+        tile, row, column, count = _weight_unit(unit, lists, across)
+        steps = count * PER_ROW_TILE
+        kept = lists.down + tile * R
+        ahead = gl.load(kept)
+        for at in range(count):
+            c = ahead * (2 * ROWS)
+            ahead = gl.load(kept + gl.minimum(at + 1, R - 1))
+            for k in range(PER_ROW_TILE):
+                stage, phase = stage_and_phase(step, STAGES)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                loaded = full.index(stage)
+                mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+                load_tile(e_d, [c + k * DEPTH, row], loaded, a_s.index(2 * stage))
+                load_tile(e_d, [c + k * DEPTH, row + ROWS], loaded, a_s.index(2 * stage + 1))
+                load_tile(x_d, [c + k * DEPTH, column], loaded, b_s.index(stage))
+                step += 1
+                if ADD:  # noqa: SIM102 - known when compiled
+                    # this stage was left last at the step in which the consumers freed the buffer, or later
+                    if at * PER_ROW_TILE + k == gl.minimum(STAGES + LEAVE, steps - 1):
+                        for half in gl.static_range(2):
+                            mbarrier.wait(old_empty.index(half), done & 1)
+                            mbarrier.expect(old_full.index(half), ROWS * COLUMNS * out_d.dtype.primitive_bitwidth // 8)
+                            load_tile(out_d, [row + half * ROWS, column], old_full.index(half), out_s.index(half))
+        if ADD:
+            done += gl.minimum(count, 1)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _consume_weight(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, out_d, stages, old, lists, P, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEEP: gl.constexpr
+):  # fmt: skip
+    """Multiply, and finish, the HALF-th ROWS rows of each tile of dW."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    out_s, old_full, old_empty = old
+    across = gl.cdiv(D, COLUMNS)
+    buffer = out_s.index(HALF)
+    step = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    for unit in range(gl.program_id(0), P * 2 * across, gl.num_programs(0)):
+        _, row, column, count = _weight_unit(unit, lists, across)
+        steps = count * PER_ROW_TILE
+        if ADD:
+            if steps > 0:
+                z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+                z, step = multiply(z, step, steps, stages, old_empty, HALF, True, STAGES, DEEP)
+                mbarrier.wait(old_full.index(HALF), done & 1)
+                z += buffer.load(layout).to(gl.float32)
+                barrier()
+                buffer.store(z.to(out_d.dtype))
+                fence_async_shared()
+                barrier()
+                store_tile(out_d, [row + HALF * ROWS, column], buffer)
+                done += 1
+        else:
+            z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+            z, step = multiply(z, step, steps, stages, None, HALF, True, STAGES, DEEP)
+            tma.store_wait(0)
+            barrier()
+            buffer.store(z.to(out_d.dtype))
+            fence_async_shared()
+            barrier()
+            store_tile(out_d, [row + HALF * ROWS, column], buffer)
+    tma.store_wait(0)  # shared memory goes when the program ends
+
+
+@Launcher
+@gluon.jit(do_not_specialize=["R", "P", "D"])  # type: ignore[untyped-decorator]
+def _weight_grad(  # type: ignore[no-untyped-def]
+    e_d, x_d, out_d, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEEP: gl.constexpr
+):  # fmt: skip
+    """Set up the stages and the barriers, and send the warps to their parts."""
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
+    b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
+    out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    old_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    old_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    for half in gl.static_range(2):
+        mbarrier.init(old_full.index(half), count=1)
+        mbarrier.init(old_empty.index(half), count=1)
+    fence_async_shared()
+    stages = (a_s, b_s, full, empty)
+    old = (out_s, old_full, old_empty)
+    gl.warp_specialize(
+        [
+            (_consume_weight, (0, out_d, stages, old, lists, P, D, ADD, STAGES, DEEP)),
+            (_consume_weight, (1, out_d, stages, old, lists, P, D, ADD, STAGES, DEEP)),
+            (_produce_weight, (e_d, x_d, out_d, stages, old, lists, R, P, D, ADD, STAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def input_grad(
+    e_CV: Tensor, w_VD: Tensor, mass_CP: Tensor, mean_PD: Tensor, ends: InputRows, lists: Lists, shares: Shares,
+    room: Room, used: Used = ALL,
+    *, stages: int = 4, deep: bool = True,
+) -> None:  # fmt: skip
+    """Write ``finish(E' W + m mean)`` into ``ends.out``: bfloat16 operands, rows at multiples of 16 bytes."""
+    (C, V), (P, D) = e_CV.shape, mean_PD.shape
+    depth = DEPTH.value
+    _input_grad[(multiprocessors(e_CV.device),)](
+        hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value),
+        hopper_descriptor(mass_CP, ROWS.value, depth), hopper_descriptor(mean_PD, depth, COLUMNS.value),
+        ends, lists, shares, room, *used, C, P, V, D, STAGES=stages, DEEP=deep, num_warps=4,
+    )  # fmt: skip
+
+
+def weight_grad(
+    e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, lists: Lists,
+    *, add: bool, stages: int | None = None, deep: bool | None = None,
+) -> None:  # fmt: skip
+    """Write ``E'^T S`` into ``out_VD`` (bfloat16 or float32), or add it."""
+    D, (P, R) = scaled_CD.shape[1], lists.down.shape
+    narrow = out_VD.dtype == torch.bfloat16
+    depth = DEPTH.value
+    _weight_grad[(multiprocessors(e_CV.device),)](
+        hopper_descriptor(e_CV, depth, ROWS.value), hopper_descriptor(scaled_CD, depth, COLUMNS.value),
+        hopper_descriptor(out_VD, ROWS.value, COLUMNS.value), lists, R, P, D,
+        ADD=add, STAGES=stages or (3 if narrow else 2), DEEP=narrow if deep is None else deep, num_warps=4,
+    )  # fmt: skip

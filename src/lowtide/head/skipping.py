@@ -1,0 +1,39 @@
+"""Gradients that skip tiles of the softmax: whether a call does, and what the last one did."""
+
+import torch
+from torch import Tensor
+
+from lowtide.arguments import check_tensor
+from lowtide.errors import UnsupportedError, message
+from lowtide.head.backends import skips_ignored
+from lowtide.head.call import Head
+from lowtide.head.vocabulary_order import Report, known_order, order_of
+
+
+OPERANDS = torch.bfloat16
+
+
+def skipping(head: Head, *, recompute: bool) -> Head:
+    """Return the head of a call that may skip tiles: with the number of its order, negative where it is dense."""
+    reasons = {
+        "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": not skips_ignored(head.input.device),
+        f"its kernels take bfloat16, and the operands are {head.dtype}": head.dtype != OPERANDS,
+        "the gradients are recomputed in backward, with reduction='none' or gradient='recompute'": recompute,
+        "the weight gets no gradient": not head.weight_VD.requires_grad,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", f"No tile is skipped: {reason}."))
+    known = order_of(head.weight_VD, (head.skip, head.skip_unbiased, head.skip_seed))
+    if known.begin():
+        return head._replace(order=known.number, ignored_tokens="skip")
+    return head._replace(order=-known.number)
+
+
+def skip_report(linear_weight: Tensor) -> Report | None:
+    """Return what the last call with this weight and ``HeadOptions(skip=...)`` did; None before one skipped tiles.
+
+    The host waits for the device.
+    """
+    known = known_order(check_tensor("linear_weight", linear_weight))
+    return None if known is None else known.report()

@@ -1,0 +1,199 @@
+"""What is remembered of a weight whose gradients skip tiles: the order of its classes, the threshold, the share kept.
+
+V classes, D hidden size, n tokens. Classes lie in bands of falling mean probability, and in a band by the cluster of
+their rows of the weight: a tile then holds classes that are likely at the same tokens, and whose rows are like their
+mean. The mean probabilities are running means of a chunk's, taken at some calls; between them nothing is computed.
+
+The host never waits: how many tiles a call kept it heeds AFTER calls later, when the number has arrived long ago. Where
+so many stay that skipping does not pay, calls are dense, but for one in PROBE.
+"""
+
+from collections import deque
+from itertools import count
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+BAND, CLUSTERS, ROUNDS = 16384, 64, 3
+PAYS = 0.65  # the share of tiles below which a call that skips is faster
+PROBE = 32  # calls, of which one skips where that does not pay
+AFTER, AT_ONCE = 4, 8  # calls; numbers under way
+FIRST = 0.008  # the first threshold over the error that is accepted
+EVERY = 64  # calls after which the order is refreshed, and before at the powers of two
+OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
+NEAR = 0.88  # of what is accepted, what is aimed at
+CHANGE = (0.5, 1.25)  # of the threshold, from one comparison to the next
+MEMORY = 0.8  # of the running mean
+
+
+Asked = tuple[float, bool, int]  # the error that is accepted, whether without bias, and the seed
+
+
+class Report(NamedTuple):
+    """What the last call that skipped did."""
+
+    share: float  # of the tiles that are kept
+    dropped_mass: float  # the mean probability, of a token, in no tile that is kept
+    input_error: float  # relative, of what was compared last with all tiles
+    weight_error: float
+    threshold: float
+    calls: int
+    dense: int  # calls that skipped nothing
+
+
+class VocabularyOrder:
+    """The order of one weight's classes, and what the calls before have found."""
+
+    def __init__(self, asked: Asked, number: int) -> None:
+        self.asked, self.number = asked, number
+        self.accepted, self.unbiased, self._seed = asked
+        self.calls = self.dense = 0
+        self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
+        self.inverse: Tensor | None = None  # int32 [V]: each class's place
+        self.mean: Tensor | None = None  # float32 [V]
+        self.state: Tensor | None = None  # float32 [5]: threshold; errors of dX and dW; both over what is aimed at
+        self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
+        self.dropped: Tensor | None = None  # float32 [.]: of each tile of rows of the last call, g p in no kept tile
+        self.tokens: Tensor | None = None  # float32: the sum of these rows' g
+        self._numbers: Tensor | None = None
+        self._signs: Tensor | None = None
+        self._arriving: deque[tuple[int, torch.cuda.Event, int]] = deque()
+        self._shares: deque[float] = deque(maxlen=4)
+
+    def adapt(self, errors: Tensor) -> None:
+        """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted."""
+        assert self.state is not None
+        aims = [NEAR * max(self.accepted**2 - own**2, (self.accepted / 3) ** 2) ** 0.5 for own in OWN]
+        share = errors / torch.tensor(aims, dtype=torch.float32).to(errors.device, non_blocking=True)
+        before = self.state[3:]
+        mean = (before * share).sqrt().where((before > 0) & (share > 0), share)
+        change = (1 / mean.max()).nan_to_num(1).clamp(*CHANGE)
+        self.state = torch.cat((self.state[:1] * change, errors, mean * change))
+
+    def signs(self, like: Tensor) -> Tensor:
+        """Return random signs [D, 16], always the same."""
+        if self._signs is None:
+            random = torch.Generator(like.device).manual_seed(0)
+            self._signs = torch.randint(0, 2, (like.shape[1], 16), generator=random, device=like.device) * 2 - 1
+        return self._signs.to(like.dtype)
+
+    @property
+    def seed(self) -> int | None:
+        """Return the seed of the present call's random numbers, None where there are none."""
+        return (self._seed * 1000003 + self.calls) % 2**31 if self.unbiased else None
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether the present call takes the mean probabilities, from which the order follows."""
+        n = self.calls - 1
+        return n & (n - 1) == 0 or n % EVERY == 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether the present call compares some rows with those from all tiles."""
+        return self.calls < 16 or self.calls % 8 == 0
+
+    def begin(self) -> bool:
+        """Begin a call; return whether it skips tiles."""
+        n = self.calls
+        self.calls += 1
+        while self._arriving and self._arriving[0][0] <= n - AFTER:
+            _, event, slot = self._arriving.popleft()
+            event.synchronize()
+            assert self._numbers is not None
+            kept, tiles = self._numbers[slot].tolist()
+            self._shares.append(kept / max(1, tiles))
+        pays = not self._shares or min(self._shares) < PAYS
+        skips = self.order is not None and (pays or n % PROBE == 0)
+        self.dense += not skips
+        return skips
+
+    def end(self) -> None:
+        """End a call that skipped: its numbers begin to arrive."""
+        assert self.total is not None
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self._numbers is None:
+            with torch.inference_mode(mode=False):
+                self._numbers = torch.empty(AT_ONCE, 2, dtype=torch.int32, pin_memory=True)
+        slot, arrived = self.calls % AT_ONCE, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._numbers[slot].copy_(self.total, non_blocking=True)
+        arrived.record(torch.cuda.current_stream(self.total.device))
+        self._arriving.append((self.calls - 1, arrived, slot))
+
+    def see(self, mean_V: Tensor) -> None:
+        """Take mean probabilities, in the classes' own order."""
+        self.mean = mean_V if self.mean is None else self.mean * MEMORY + mean_V * (1 - MEMORY)
+
+    def refresh(self, w_VD: Tensor) -> None:
+        """Order the classes anew."""
+        assert self.mean is not None
+        V = len(w_VD)
+        by_mean = self.mean.argsort(descending=True, stable=True)
+        band = torch.arange(V, device=w_VD.device) // BAND
+        cluster = _clusters(w_VD, by_mean)[by_mean]
+        classes = by_mean[(band * CLUSTERS + cluster).argsort(stable=True)]
+        self.order = torch.cat((classes.new_full((1,), V), classes)).int()
+        self.inverse = torch.empty_like(classes, dtype=torch.int32)
+        self.inverse[classes] = torch.arange(V, dtype=torch.int32, device=w_VD.device)
+        if self.state is None:
+            self.state = torch.zeros(5, dtype=torch.float32, device=w_VD.device)
+            self.state[0] = FIRST * self.accepted
+            self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)
+
+    def report(self) -> Report | None:
+        """Return what the last call that skipped did, None before it; the host waits for the device."""
+        if self.state is None or self.total is None or self.dropped is None or self.tokens is None:
+            return None
+        kept, tiles = self.total.tolist()
+        threshold, of_input, of_weight, _, _ = self.state.tolist()
+        mass = float(self.dropped.sum() / self.tokens)
+        return Report(kept / max(1, tiles), mass, of_input, of_weight, threshold, self.calls, self.dense)
+
+
+def _clusters(w_VD: Tensor, by_mean: Tensor) -> Tensor:
+    """Return each class's cluster, by the directions of the rows from their mean: spherical k-means."""
+    V, D = w_VD.shape
+    w = w_VD if w_VD.dtype == torch.bfloat16 else w_VD.bfloat16()
+    center = torch.ones(1, V, dtype=w.dtype, device=w.device).mm(w).float() / V
+    length = torch.linalg.vector_norm(w, dim=1, dtype=torch.float32).square()
+    length = (length - 2 * w.mv(center[0].to(w.dtype)).float() + center.square().sum()).clamp(min=1e-20).sqrt()
+    likely = by_mean[: min(V, BAND)]
+    centroids = w[likely[:: max(1, len(likely) // CLUSTERS)][:CLUSTERS]].float() - center
+    number = len(centroids)
+    nearest = by_mean
+    for _ in range(ROUNDS):
+        centroids = torch.nn.functional.normalize(centroids, dim=1)
+        nearest = (w.mm(centroids.T.to(w.dtype)).float() - center.mm(centroids.T)).argmax(1)
+        members = torch.zeros(number, V, dtype=w.dtype, device=w.device)
+        members[nearest, torch.arange(V, device=w.device)] = (1 / length).to(w.dtype)
+        centroids = members.mm(w).float() - members.float().sum(1, keepdim=True) * center
+    return nearest
+
+
+_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_by_number: WeakValueDictionary[int, VocabularyOrder] = WeakValueDictionary()
+_numbers = count(1)
+
+
+def order_of(weight: Tensor, asked: Asked) -> VocabularyOrder:
+    """Return what is remembered of a weight, made at the first call and where something else is asked."""
+    known = _orders.get(weight)
+    if known is None or known.asked != asked:
+        known = VocabularyOrder(asked, next(_numbers))
+        _orders[weight] = _by_number[known.number] = known
+    return known
+
+
+def known_order(weight: Tensor) -> VocabularyOrder | None:
+    """Return what is remembered of a weight, None before the first call that may skip tiles."""
+    found: VocabularyOrder | None = _orders.get(weight)
+    return found
+
+
+def numbered(number: int) -> VocabularyOrder:
+    """Return the one of this number: operators take no objects."""
+    return _by_number[number]
