@@ -137,6 +137,36 @@ class LongestBenchConfig(RunSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SkipBenchConfig(RunSettings):
+    """HeadOptions(skip=...) on a model's own hidden states of text: time and errors of cross entropy's gradients that
+    skip tiles of the softmax, the share of the tiles that stays, and the peak memory, beside the dense loss and the
+    three bare GEMMs, in turns. "busy" is with the launches hidden, as in training; x limit is the GEMMs' time over it.
+    """
+
+    benchmark, summary = "skip", "gradients that skip tiles, on a model's hidden states"
+    exit_1 = "lowtide itself failed"
+    examples: ClassVar = {
+        "--model runs/model --data held-out.txt": "a model that lowtide train wrote, on text it has not seen",
+        "--model runs/model --data held-out.txt --accepted 2e-2 1e-2 5e-3 3e-3 --unbiased": "error against speed",
+    }
+
+    model: str = setting("", "a folder with a trained model and its tokenizer", metavar="DIR")
+    data: tuple[str, ...] = setting((), "text files that it was not trained on", metavar="FILE")
+    accepted: tuple[str, ...] = setting(("5e-3", "3e-3"), "relative errors that are accepted", metavar="X")
+    unbiased: bool = setting(False, "also the form without bias")
+    tokens: int = setting(16384, "of the batch", least=1)
+    seq_len: int = setting(1024, "of a sequence", least=1)
+    calls: int = setting(24, "before the first that counts: the threshold adapts", least=2)
+    workspace_mib: float | None = setting(None, "scratch memory in MiB; without it, that of the dense loss")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("model", bool(self.model), "a folder")
+        self._require("data", bool(self.data), "files")
+        numbers("accepted", self.accepted, float)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelsBenchConfig(Settings):
     """What lowtide.patch does to every model type in transformers: a tiny model with random weights of each, stock
     beside patched, float32 on the CPU; loss and every gradient are compared, and allocations watched for logits. A type

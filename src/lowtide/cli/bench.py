@@ -17,7 +17,7 @@ BENCHMARKS: tuple[type[Settings], ...] = (
     operations.HeadBenchConfig, operations.SweepBenchConfig, operations.StatsBenchConfig,
     operations.DivergenceBenchConfig, operations.ContrastiveBenchConfig, operations.ApplyBenchConfig,
     operations.LayersBenchConfig, models.StepBenchConfig, models.LongestBenchConfig, operations.MlpBenchConfig,
-    operations.ExpertsBenchConfig, models.ModelsBenchConfig, operations.TuneConfig,
+    operations.ExpertsBenchConfig, models.SkipBenchConfig, models.ModelsBenchConfig, operations.TuneConfig,
 )  # fmt: skip
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
 _ABOUT = """\

@@ -67,7 +67,7 @@ class VocabularyOrder:
         """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted."""
         assert self.state is not None
         aims = [NEAR * max(self.accepted**2 - own**2, (self.accepted / 3) ** 2) ** 0.5 for own in OWN]
-        share = errors / torch.tensor(aims, dtype=torch.float32).to(errors.device, non_blocking=True)
+        share = torch.stack([error / aim for error, aim in zip(errors, aims, strict=True)])
         before = self.state[3:]
         mean = (before * share).sqrt().where((before > 0) & (share > 0), share)
         change = (1 / mean.max()).nan_to_num(1).clamp(*CHANGE)

@@ -92,6 +92,11 @@ class TrainConfig:
     )
     patch: bool = _setting(True, "use lowtide's loss and layers; --no-patch trains the stock model")
     workspace_mib: float | None = _setting(None, "scratch memory of the loss in MiB; without it, chosen by lowtide")
+    skip: float | None = _setting(
+        None,
+        "the relative error that the loss's gradients may have, such as 5e-3, as in HeadOptions: they then skip tiles "
+        "of the softmax (Hopper GPUs in bfloat16)",
+    )
     memory_budget: str | None = _setting(
         None,
         "GPU memory for tensors, such as 40GiB: `lowtide plan` chooses what each layer saves for backward, so that the "
@@ -136,6 +141,7 @@ class TrainConfig:
         self._require("lr", self.lr is None or 0 < self.lr < math.inf, "a number above 0")
         self._require("parallel", self.parallel in get_args(Parallel), " or ".join(get_args(Parallel)))
         self._require("workspace_mib", self.workspace_mib is None or self.workspace_mib > 0, "a number above 0")
+        self._require("skip", self.skip is None or 0 < self.skip < 1, "a number between 0 and 1")
         columns_of(self.columns)
         self._check_memory()
 

@@ -197,7 +197,7 @@ def _check_truncation(run: RunState, parts: Mapping[str, Any]) -> None:
 
 def _patch(run: RunState) -> None:
     if run.config.patch:
-        options = lowtide.HeadOptions(workspace_mib=run.config.workspace_mib)
+        options = lowtide.HeadOptions(workspace_mib=run.config.workspace_mib, skip=run.config.skip)
         run.patched = lowtide.patch(run.model, options=options)
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
             run.patched_trl = lowtide.patch_trl(options=options)

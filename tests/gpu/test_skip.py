@@ -1,0 +1,154 @@
+"""Gradients that skip tiles of the softmax, on Hopper: errors as asked, the loss exact, no waits, no more memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
+from lowtide import HeadOptions
+from lowtide.head import vocabulary_order
+from lowtide.head.backends import skips_ignored
+from support import relative_error
+
+ON_HOPPER = pytest.mark.skipif(
+    not (torch.cuda.is_available() and skips_ignored(torch.device("cuda"))), reason="needs a Hopper GPU"
+)
+pytestmark = [*ON_GPU, ON_HOPPER]
+SIZES = [(1000, 264, 5003), (4096, 1024, 32000), (3001, 896, 20000), (130, 2048, 9000)]  # N, D, V
+ACCEPTED = 1e-2
+CALLS = 14
+
+
+def problem(N: int, D: int, V: int, *, ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, a weight and targets with a softmax as concentrated as a trained model's."""
+    w = torch.randn(V, D, device="cuda") / math.sqrt(D)
+    frequency = 1 / (torch.randperm(V, device="cuda").float() + 3)
+    w[:, 0] = frequency.log() / 4 + 2
+    y = torch.multinomial(frequency, N, replacement=True)
+    x = torch.randn(N, D, device="cuda") * 1.5 + w[y] * math.sqrt(D) / 4
+    x[:, 0] = 4
+    if ignored:
+        y[::9] = -100
+    return x.bfloat16(), w.bfloat16(), y
+
+
+def exact(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, scale: float = 1.0, **more: Any) -> list[Tensor]:
+    """Return loss and gradients in float64, from the narrow numbers."""
+    leaves = [t.detach().bfloat16().double().requires_grad_() for t in (x, w)]
+    leaves += [] if b is None else [b.detach().double().requires_grad_()]
+    logits = leaves[0] @ leaves[1].T
+    logits = (logits if b is None else logits + leaves[2]) * scale
+    loss = torch.nn.functional.cross_entropy(logits, y, **more)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def check(x: Tensor, w: Tensor, y: Tensor, right: list[Tensor], b: Tensor | None = None, **more: Any) -> Any:
+    """Check some calls, and that the last ones skip tiles; return the report."""
+    leaves = [t for t in (x, w, b) if t is not None]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    options = more.pop("options", HeadOptions(skip=ACCEPTED))
+    for _ in range(CALLS):
+        loss = lowtide.linear_cross_entropy(x, w, y, linear_bias=b, options=options, **more)
+        grads = torch.autograd.grad(loss, leaves)
+        assert loss.item() == pytest.approx(right[0].item(), rel=1e-4)
+        errors = [relative_error(one, other) for one, other in zip(grads, right[1:], strict=True)]
+        assert max(errors) < ACCEPTED, errors
+    report = lowtide.skip_report(w)
+    assert report is not None
+    print(errors, report)
+    return report
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_errors(size: tuple[int, int, int], unbiased: bool) -> None:
+    """Both gradients are as near as asked, and tiles are left out."""
+    x, w, y = problem(*size)
+    report = check(x, w, y, exact(x, w, y), options=HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased, workspace_mib=600))
+    assert report.share < 0.9
+    assert report.dense == 1
+
+
+@pytest.mark.parametrize("workspace", [70, 100, 300])
+def test_chunks(workspace: int) -> None:
+    """Several chunks, the last one short."""
+    x, w, y = problem(5000, 512, 9000)
+    report = check(x, w, y, exact(x, w, y), options=HeadOptions(skip=ACCEPTED, workspace_mib=workspace))
+    assert report.share < 0.9
+
+
+def test_bias_and_scale() -> None:
+    """The GEMM with a transform, a bias with its own exact gradient, smoothing and class weights."""
+    x, w, y = problem(2000, 512, 8000)
+    b, q = torch.randn(8000, device="cuda") * 0.2, torch.rand(8000, device="cuda") + 0.5
+    right = exact(x, w, y, b, 0.9, weight=q.double(), label_smoothing=0.1)
+    b = b.bfloat16().float().bfloat16()
+    right = exact(x, w, y, b.float(), 0.9, weight=q.double(), label_smoothing=0.1)
+    check(x, w, y, right, b, weight=q, label_smoothing=0.1, logit_scale=0.9, options=HeadOptions(skip=ACCEPTED, workspace_mib=300))
+
+
+def test_float32_parameters_under_autocast() -> None:
+    """The ordered copy is narrow, the gradients are float32."""
+    x, w, y = problem(3000, 512, 9000)
+    x, w = x.float(), w.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        report = check(x, w, y, exact(x, w, y), options=HeadOptions(skip=ACCEPTED, workspace_mib=300))
+    assert report.share < 0.9
+
+
+def test_the_same_bits() -> None:
+    """The same calls have the same results."""
+    x, w, y = problem(3000, 512, 9000)
+    x.requires_grad_()
+    runs = []
+    for _ in range(2):
+        parameter, found = w.clone().requires_grad_(), []
+        for _ in range(6):
+            options = HeadOptions(skip=ACCEPTED, skip_unbiased=True, workspace_mib=300)
+            loss = lowtide.linear_cross_entropy(x, parameter, y, options=options)
+            found += torch.autograd.grad(loss, (x, parameter))
+        runs.append(found)
+        del parameter
+    assert all(map(torch.equal, *runs))
+
+
+def test_no_waits_and_no_more_memory() -> None:
+    """The host never waits for the device, and the peak is that of a dense call."""
+    x, w, y = problem(8192, 1024, 65536, ignored=False)
+    x.requires_grad_()
+    w.requires_grad_()
+
+    def step(options: HeadOptions | None) -> None:
+        lowtide.linear_cross_entropy(x, w, y, options=options).backward()
+
+    step(None)
+    dense = peak_beyond_gradients(lambda: step(None), x, w)
+    for _ in range(18):
+        step(HeadOptions(skip=ACCEPTED))
+    with no_waits():
+        for _ in range(2):
+            step(HeadOptions(skip=ACCEPTED))
+    assert peak_beyond_gradients(lambda: step(HeadOptions(skip=ACCEPTED)), x, w) <= dense * 1.02
+    gc.collect()
+
+
+def test_dense_where_it_does_not_pay() -> None:
+    """Flat distributions are computed whole after a few calls, but for one call in many."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2048, 256, device="cuda").bfloat16(), torch.randn(20000, 256, device="cuda").bfloat16() / 16
+    y = torch.randint(0, 20000, (2048,), device="cuda")
+    x.requires_grad_()
+    w.requires_grad_()
+    for _ in range(40):
+        lowtide.linear_cross_entropy(x, w, y, options=HeadOptions(skip=3e-3, workspace_mib=300)).backward()
+    report = lowtide.skip_report(w)
+    assert report is not None
+    assert report.dense > 40 - 8 - 40 // vocabulary_order.PROBE
