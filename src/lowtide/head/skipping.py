@@ -33,7 +33,21 @@ def skipping(head: Head, *, recompute: bool) -> Head:
 def skip_report(linear_weight: Tensor) -> Report | None:
     """Return what the last call with this weight and ``HeadOptions(skip=...)`` did; None before one skipped tiles.
 
-    The host waits for the device.
+    The host waits for the device. See docs/skipping.md.
+
+    Args:
+        linear_weight: The tensor itself that `linear_cross_entropy` got.
+
+    Returns:
+        Report: ``share`` of the tiles that are computed, ``dropped_mass``, ``input_error``, ``weight_error``,
+            ``threshold``, ``calls``, and ``dense`` of them that skipped nothing.
+
+    Raises:
+        ArgumentTypeError: ``linear_weight`` is no tensor.
+
+    Example:
+        >>> skip_report(torch.randn(50, 8)) is None
+        True
     """
     known = known_order(check_tensor("linear_weight", linear_weight))
     return None if known is None else known.report()
