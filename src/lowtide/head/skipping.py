@@ -9,21 +9,24 @@ from lowtide.head.backends import skips_ignored
 from lowtide.head.call import Head
 from lowtide.head.vocabulary_order import Report, known_order, order_of
 
-
 OPERANDS = torch.bfloat16
 
 
 def skipping(head: Head, *, recompute: bool) -> Head:
     """Return the head of a call that may skip tiles: with the number of its order, negative where it is dense."""
     reasons = {
-        "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": not skips_ignored(head.input.device),
+        "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": not skips_ignored(
+            head.input.device
+        ),
         f"its kernels take bfloat16, and the operands are {head.dtype}": head.dtype != OPERANDS,
         "the gradients are recomputed in backward, with reduction='none' or gradient='recompute'": recompute,
         "the weight gets no gradient": not head.weight_VD.requires_grad,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", f"No tile is skipped: {reason}."))
+            raise UnsupportedError(
+                message("options", "skip=None", f"skip={head.skip}", f"No tile is skipped: {reason}.")
+            )
     known = order_of(head.weight_VD, (head.skip, head.skip_unbiased, head.skip_seed))
     if known.begin():
         return head._replace(order=known.number, ignored_tokens="skip")
@@ -33,7 +36,21 @@ def skipping(head: Head, *, recompute: bool) -> Head:
 def skip_report(linear_weight: Tensor) -> Report | None:
     """Return what the last call with this weight and ``HeadOptions(skip=...)`` did; None before one skipped tiles.
 
-    The host waits for the device.
+    The host waits for the device. See docs/skipping.md.
+
+    Args:
+        linear_weight: The tensor itself that `linear_cross_entropy` got.
+
+    Returns:
+        Report: ``share`` of the tiles that are computed, ``dropped_mass``, ``input_error``, ``weight_error``,
+            ``threshold``, ``calls``, and ``dense`` of them that skipped nothing.
+
+    Raises:
+        ArgumentTypeError: ``linear_weight`` is no tensor.
+
+    Example:
+        >>> skip_report(torch.randn(50, 8)) is None
+        True
     """
     known = known_order(check_tensor("linear_weight", linear_weight))
     return None if known is None else known.report()
