@@ -27,6 +27,7 @@ from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes,
 
 Values = dict[str, Tensor]
 _IGNORED = Head._fields.index("ignored_tokens")
+_ORDER = Head._fields.index("order")
 _HEAD = Head._fields.index("ranks")  # what operators take of it: what stands before
 assert Head._fields[:3] == ("input", "weight_VD", "bias_V")  # whose gradients `node` takes for the first
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
@@ -76,7 +77,8 @@ class Function:
                 tensors = (*fields[:2], fields[_HEAD])
                 way, after = decided(kind, tensors, partial(self._kept, fields), alone=ranks is None)
                 fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
-            found: tuple[Tensor, ...] = operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
+            by_operator = ranks is None and not fields[_ORDER]  # what is remembered of a weight is no operand
+            found: tuple[Tensor, ...] = operator(*fields) if by_operator else compute(*fields, ranks=ranks)
             if after is not None:
                 after()
             return found

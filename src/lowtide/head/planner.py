@@ -345,7 +345,7 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
         longest = min(longest, max(N // 2, EXP_ROWS, 2 * sharded * piece))
     longest = max(1, min(longest, max(1, N)))
     if work.kept:  # the fewest chunks, and these of one length
-        longest = level(N, whole_tiles(longest))
+        longest = N if longest >= N else level(N, whole_tiles(longest))
     lengths = {longest} if work.kept else _lengths(max(1, N), longest, least=2 * sharded * piece)
     for rows in [] if recompute else lengths:
         product_rows = level(rows, min(rows, piece))

@@ -27,6 +27,8 @@ def skipping(head: Head, *, recompute: bool) -> Head:
             raise UnsupportedError(
                 message("options", "skip=None", f"skip={head.skip}", f"No tile is skipped: {reason}.")
             )
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return head
     known = order_of(head.weight_VD, (head.skip, head.skip_unbiased, head.skip_seed))
     if known.begin():
         return head._replace(order=known.number, ignored_tokens="skip")

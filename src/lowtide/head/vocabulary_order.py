@@ -24,8 +24,9 @@ AFTER, AT_ONCE = 4, 8  # calls; numbers under way
 FIRST = 0.008  # the first threshold over the error that is accepted
 EVERY = 64  # calls after which the order is refreshed, and before at the powers of two
 OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
-NEAR = 0.88  # of what is accepted, what is aimed at
-CHANGE = (0.5, 1.25)  # of the threshold, from one comparison to the next
+NEAR = 0.94  # of what is accepted, what is aimed at
+CHANGE = (0.5, 1.15)  # of the threshold, from one comparison to the next
+FAR, FAR_CHANGE = 0.3, 1.6  # where the errors are that far below, and what it changes by
 MEMORY = 0.8  # of the running mean
 
 
@@ -54,24 +55,31 @@ class VocabularyOrder:
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
         self.inverse: Tensor | None = None  # int32 [V]: each class's place
         self.mean: Tensor | None = None  # float32 [V]
-        self.state: Tensor | None = None  # float32 [5]: threshold; errors of dX and dW; both over what is aimed at
+        self.state: Tensor | None = None  # float32 [8]: see `adapt`
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
         self.dropped: Tensor | None = None  # float32 [.]: of each tile of rows of the last call, g p in no kept tile
         self.tokens: Tensor | None = None  # float32: the sum of these rows' g
         self._numbers: Tensor | None = None
         self._signs: Tensor | None = None
+        self._seen: Tensor | None = None
         self._arriving: deque[tuple[int, torch.cuda.Event, int]] = deque()
         self._shares: deque[float] = deque(maxlen=4)
 
     def adapt(self, errors: Tensor) -> None:
-        """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted."""
+        """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted.
+
+        The least error seen is bfloat16's own, and the rest of what is aimed at is left for the tiles.
+        """
         assert self.state is not None
+        threshold, _, least, before, _ = self.state.split([1, 2, 2, 2, 1])
+        least = torch.minimum(errors, least).where(least > 0, errors)
         aims = [NEAR * max(self.accepted**2 - own**2, (self.accepted / 3) ** 2) ** 0.5 for own in OWN]
-        share = torch.stack([error / aim for error, aim in zip(errors, aims, strict=True)])
-        before = self.state[3:]
-        mean = (before * share).sqrt().where((before > 0) & (share > 0), share)
-        change = (1 / mean.max()).nan_to_num(1).clamp(*CHANGE)
-        self.state = torch.cat((self.state[:1] * change, errors, mean * change))
+        room = torch.stack([(aim**2 - x.square()).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)])
+        share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt()
+        most = torch.maximum(share, (before * share).sqrt()).max()
+        change = (1 / most).nan_to_num(1).clamp(*CHANGE)
+        change = torch.where(most < FAR, FAR_CHANGE, change).view(1)
+        self.state = torch.cat((threshold * change, errors, least, share, change))
 
     def signs(self, like: Tensor) -> Tensor:
         """Return random signs [D, 16], always the same."""
@@ -94,44 +102,45 @@ class VocabularyOrder:
     @property
     def compares(self) -> bool:
         """Whether the present call compares some rows with those from all tiles."""
-        return self.calls < 16 or self.calls % 8 == 0
+        n = self.calls - 1
+        return n < 16 or n % 8 == 0
 
     def begin(self) -> bool:
-        """Begin a call; return whether it skips tiles."""
+        """Begin a call; return whether it skips tiles: also where the threshold is still far from what it will be."""
         n = self.calls
         self.calls += 1
         while self._arriving and self._arriving[0][0] <= n - AFTER:
             _, event, slot = self._arriving.popleft()
             event.synchronize()
             assert self._numbers is not None
-            kept, tiles = self._numbers[slot].tolist()
-            self._shares.append(kept / max(1, tiles))
+            kept, tiles, change = self._numbers[slot].tolist()
+            self._shares.append(0 if change > CHANGE[1] else kept / max(1, tiles))
         pays = not self._shares or min(self._shares) < PAYS
-        skips = self.order is not None and (pays or n % PROBE == 0)
-        self.dense += not skips
-        return skips
+        return self.order is not None and (pays or n % PROBE == 0)
 
     def end(self) -> None:
         """End a call that skipped: its numbers begin to arrive."""
         assert self.total is not None
-        if torch.cuda.is_current_stream_capturing():
-            return
+        assert self.state is not None
         if self._numbers is None:
             with torch.inference_mode(mode=False):
-                self._numbers = torch.empty(AT_ONCE, 2, dtype=torch.int32, pin_memory=True)
+                self._numbers = torch.empty(AT_ONCE, 3, pin_memory=True)
         slot, arrived = self.calls % AT_ONCE, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._numbers[slot].copy_(self.total, non_blocking=True)
+        self._numbers[slot].copy_(torch.cat((self.total.float(), self.state[7:])), non_blocking=True)
         arrived.record(torch.cuda.current_stream(self.total.device))
         self._arriving.append((self.calls - 1, arrived, slot))
 
-    def see(self, mean_V: Tensor) -> None:
-        """Take mean probabilities, in the classes' own order."""
-        self.mean = mean_V if self.mean is None else self.mean * MEMORY + mean_V * (1 - MEMORY)
+    def see(self, total_V: Tensor) -> None:
+        """Take the sums of some tokens' probabilities, in the classes' own order."""
+        self._seen = total_V if self._seen is None else self._seen + total_V
 
     def refresh(self, w_VD: Tensor) -> None:
-        """Order the classes anew."""
-        assert self.mean is not None
-        V = len(w_VD)
+        """Order the classes anew, if probabilities have been seen."""
+        if self._seen is None:
+            return
+        mean, V = self._seen / self._seen.sum(), len(w_VD)
+        self.mean = mean if self.mean is None else self.mean * MEMORY + mean * (1 - MEMORY)
+        self._seen = None
         by_mean = self.mean.argsort(descending=True, stable=True)
         band = torch.arange(V, device=w_VD.device) // BAND
         cluster = _clusters(w_VD, by_mean)[by_mean]
@@ -140,7 +149,7 @@ class VocabularyOrder:
         self.inverse = torch.empty_like(classes, dtype=torch.int32)
         self.inverse[classes] = torch.arange(V, dtype=torch.int32, device=w_VD.device)
         if self.state is None:
-            self.state = torch.zeros(5, dtype=torch.float32, device=w_VD.device)
+            self.state = torch.zeros(8, dtype=torch.float32, device=w_VD.device)
             self.state[0] = FIRST * self.accepted
             self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)
 
@@ -149,7 +158,7 @@ class VocabularyOrder:
         if self.state is None or self.total is None or self.dropped is None or self.tokens is None:
             return None
         kept, tiles = self.total.tolist()
-        threshold, of_input, of_weight, _, _ = self.state.tolist()
+        threshold, of_input, of_weight, *_ = self.state.tolist()
         mass = float(self.dropped.sum() / self.tokens)
         return Report(kept / max(1, tiles), mass, of_input, of_weight, threshold, self.calls, self.dense)
 

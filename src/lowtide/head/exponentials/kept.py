@@ -148,19 +148,18 @@ class KeptTiles:
 def see_chunk(
     known: VocabularyOrder, e_CV: Tensor, s_C: Tensor, y_C: Tensor, factor_C: Tensor, used: Used, order: Tensor | None
 ) -> None:
-    """Take a chunk's mean probabilities: the column sums of g (p - 1 at the target), and how often a class is one."""
+    """Take a chunk's probabilities: the column sums of g (p - 1 at the target), and how often a class is the target."""
     V = e_CV.shape[1]
     sums = s_C.new_zeros(V)
     exp_rows.add_column_sums(e_CV, s_C, sums, used)
     valid = y_C >= 0
-    n = valid.sum().clamp(min=1)
     times = torch.zeros(V, dtype=torch.int32, device=y_C.device)
     times.scatter_add_(0, y_C.clamp(min=0).long(), valid.int())
-    factor = factor_C.where(valid, 0).sum() / n
-    mean = ((sums / factor + times) / n).nan_to_num(0, 0, 0).clamp(min=0)
+    factor = factor_C.where(valid, 0).sum() / valid.sum()
+    total = (sums / factor + times).nan_to_num(0, 0, 0).clamp(min=0)
     if order is not None:
-        mean = torch.empty_like(mean).index_copy_(0, order[1:].long(), mean)
-    known.see(mean)
+        total = torch.empty_like(total).index_copy_(0, order[1:].long(), total)
+    known.see(total)
 
 
 def sorted_rows(

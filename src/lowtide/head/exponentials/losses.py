@@ -318,7 +318,7 @@ class CrossEntropy(Exponentials):
         """Find which tiles of a chunk are kept, and at times what its classes' mean probabilities are."""
         assert self.known is not None
         used, rows, kept, factor_C = self.used(piece.part), piece.rows, self.kept, self._factor_n[piece.part]
-        if self.known.refreshes and piece.part.start == 0:
+        if self.known.refreshes:
             order = None if kept is None else kept.order
             see_chunk(self.known, e_CV, rows.s, piece.y_C, factor_C, used, order)
         if kept is not None:

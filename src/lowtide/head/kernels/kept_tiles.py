@@ -3,9 +3,9 @@
 C rows of a chunk, D hidden size, V vocabulary, P tiles across it, R tiles of rows, g a token's factor, p its
 probabilities. E is unnormalised: with a row's s, ``s E = g p``. A tile counts for
 
-    q = sum over its rows and classes of (s E)^2, the target's entry left out
+    q = sum over its rows of s^2 (sum over its classes of E^2 - (sum of E)^2 / 256), the target's entry left out
 
-and is kept where q is at least a threshold, or MOST_TARGETS of its rows have their target in it. In place of every other
+what is left of it when each row's mean is taken out, and is kept where q is at least a threshold, or MOST_TARGETS of its rows have their target in it. In place of every other
 tile's row i, whose entries sum to m_i, stands m_i times the mean row of W in the tile, and in dW's rows of that tile
 s_i m_i x_i over the number of its classes. A target's entry in a tile that is not kept is added by itself.
 """
@@ -63,7 +63,8 @@ def _find_kept(  # type: ignore[no-untyped-def]
     squares = tl.load(squares_ptr + places, mask=mask, other=0.0)
     mass = tl.load(sums_ptr + places, mask=mask, other=0.0)
     at_home = tl.sum((home[:, None] == at[None, :]).to(tl.int32), 0)
-    part = s[:, None] * tl.sqrt(squares)
+    varied = squares - mass * (mass * (1.0 / COLUMNS))
+    part = s[:, None] * tl.sqrt(tl.where(varied < 0.0, 0.0, varied))  # NaN stays
     q = tl.sum(tl.where((s != 0.0)[:, None], part * part, 0.0), 0)
     least = tl.load(least_ptr)
     some = (at < P) & (tl.max(inside.to(tl.int32), 0) > 0)

@@ -137,7 +137,8 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
             numbers = CrossEntropy(head, loss, plan).forward(factors)
             if head.order and factors is not None:
                 order = numbered(abs(head.order))
-                if order.refreshes and order.mean is not None:
+                order.dense += not plan.kept
+                if order.refreshes:
                     order.refresh(head.weight_VD)
             return numbers
         exponentials = CrossEntropy(head, loss, plan)
