@@ -66,7 +66,12 @@ def texts(megabytes: int) -> list[tuple[str, str]]:
     """Return (suffix, text) of installed packages' sources and documents, no text twice, in a fixed order."""
     roots = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
     files = sorted(
-        {file for root in roots for suffix in (".py", ".pyi", ".md", ".rst", ".txt") for file in Path(root).rglob(f"*{suffix}")}
+        {
+            file
+            for root in roots
+            for suffix in (".py", ".pyi", ".md", ".rst", ".txt")
+            for file in Path(root).rglob(f"*{suffix}")
+        }
     )
     random.Random(0).shuffle(files)
     seen, found, size = set[bytes](), list[tuple[str, str]](), 0

@@ -126,7 +126,6 @@ def measure_head(x: Tensor, w: Tensor, y: Tensor, config: SkipBenchConfig) -> It
         yield row | {"ms": ms, "busy_ms": busy_ms, "speed": busy_limit / busy_ms}
 
 
-
 def held_out(config: SkipBenchConfig, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return a model's hidden states of text, its head and the targets, in bfloat16."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -74,7 +74,9 @@ class VocabularyOrder:
         threshold, _, least, before, _ = self.state.split([1, 2, 2, 2, 1])
         least = torch.minimum(errors, least).where(least > 0, errors)
         aims = [NEAR * max(self.accepted**2 - own**2, (self.accepted / 3) ** 2) ** 0.5 for own in OWN]
-        room = torch.stack([(aim**2 - x.square()).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)])
+        room = torch.stack(
+            [(aim**2 - x.square()).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)]
+        )
         share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt()
         most = torch.maximum(share, (before * share).sqrt()).max()
         change = (1 / most).nan_to_num(1).clamp(*CHANGE)

@@ -162,9 +162,7 @@ def see_chunk(
     known.see(total)
 
 
-def sorted_rows(
-    rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int
-) -> tuple[Rows, Tensor, Tensor]:
+def sorted_rows(rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int) -> tuple[Rows, Tensor, Tensor]:
     """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count, by target.
 
     Ignored tokens are last. A tile of rows then has few targets, and tokens that are alike.
@@ -175,4 +173,3 @@ def sorted_rows(
     valid = places < V
     count = valid.sum(dtype=torch.int32).view(1)
     return replace(rows, index=index, count=count), places.where(valid, -1), unit_N.index_select(0, index)
-

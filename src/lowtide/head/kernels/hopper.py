@@ -34,6 +34,32 @@ try:
 except (ImportError, AttributeError) as error:
     gluon, gl, GLUON_ERROR = triton, tl, str(error)
 
+__all__ = [
+    "COLUMNS",
+    "CONSUMER_REGISTERS",
+    "GLUON_ERROR",
+    "LEAVE",
+    "PIECE",
+    "PRODUCER_REGISTERS",
+    "ROWS",
+    "TensorDescriptor",
+    "barrier",
+    "counted",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "hopper_descriptor",
+    "load_tile",
+    "mbarrier",
+    "multiply",
+    "pieces_of",
+    "stage_and_phase",
+    "store_tile",
+    "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
 ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
 COLUMNS = gl.constexpr(256)
 PIECE = gl.constexpr(64)  # columns finished at a time
@@ -105,6 +131,7 @@ def counted(count, first, C):  # type: ignore[no-untyped-def]
 
 
 def hopper_descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    """Return the TMA descriptor of ``x``, to copy blocks of it into shared memory as the tensor cores read it."""
     return descriptor(x, rows, columns, TensorDescriptor, _shared_layout((rows, columns), x.dtype))
 
 

@@ -418,4 +418,3 @@ def put_back(sum_VD: Tensor, shared_PD: Tensor, order: Tensor, out_VD: Tensor) -
     """Write dW in the classes' own order, with what each tile's rows share (float32: the sum of them)."""
     V, D = sum_VD.shape
     _put_back[(V,)](sum_VD, shared_PD, order, out_VD, D, BLOCK=block_of(D), num_warps=4)
-
