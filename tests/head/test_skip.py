@@ -138,7 +138,7 @@ def test_errors(kernels: None, N: int, D: int, V: int) -> None:
     x, w, y = problem(N, D, V)
     right = exact(x, w, y)
     parameter = w.requires_grad_()
-    for call in range(7):
+    for _ in range(7):
         hidden = x.clone().requires_grad_()
         loss = lowtide.linear_cross_entropy(hidden, parameter, y, options=HeadOptions(skip=0.02))
         grads = torch.autograd.grad(loss, (hidden, parameter))
@@ -166,7 +166,7 @@ def test_options(kernels: None, unbiased: bool) -> None:
         1e-3 * (logits.logsumexp(1).square() * t)[valid].sum() / q[y[valid]].double().sum()
     )
     right = torch.autograd.grad(loss, (hidden, weight, linear_bias))
-    for call in range(6):
+    for _ in range(6):
         hidden = x.clone().requires_grad_()
         found = lowtide.linear_cross_entropy(
             hidden, parameter, y, linear_bias=bias, weight=q, label_smoothing=0.1, z_loss=1e-3, logit_scale=0.9,

@@ -354,7 +354,10 @@ def _options(
     workspace_mib: float | None, accumulate: Any, backend: Any, ignored_tokens: Any, skip: float | None
 ) -> HeadOptions:
     return HeadOptions(
-        workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, ignored_tokens=ignored_tokens,
+        workspace_mib=workspace_mib,
+        accumulate=accumulate,
+        backend=backend,
+        ignored_tokens=ignored_tokens,
         skip=skip,
     )
 

@@ -9,6 +9,7 @@ so many stay that skipping does not pay, calls are dense, but for one in PROBE.
 """
 
 from collections import deque
+from collections.abc import MutableMapping
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -29,7 +30,12 @@ CHANGE = (0.5, 1.25)  # of the threshold, from one comparison to the next
 MEMORY = 0.8  # of the running mean
 
 
-Asked = tuple[float, bool, int]  # the error that is accepted, whether without bias, and the seed
+class Asked(NamedTuple):
+    """What `HeadOptions` ask for."""
+
+    error: float  # that is accepted
+    unbiased: bool
+    seed: int
 
 
 class Report(NamedTuple):
@@ -49,7 +55,6 @@ class VocabularyOrder:
 
     def __init__(self, asked: Asked, number: int) -> None:
         self.asked, self.number = asked, number
-        self.accepted, self.unbiased, self._seed = asked
         self.calls = self.dense = 0
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
         self.inverse: Tensor | None = None  # int32 [V]: each class's place
@@ -63,15 +68,35 @@ class VocabularyOrder:
         self._arriving: deque[tuple[int, torch.cuda.Event, int]] = deque()
         self._shares: deque[float] = deque(maxlen=4)
 
+    def ask(self, asked: Asked) -> None:
+        """Take what a call asks for: where a smaller error is, the threshold falls with it."""
+        (error, unbiased, _), before = asked, self.asked
+        if self.state is not None and (error, unbiased) != before[:2]:
+            threshold = self.state[0] * min(1.0, error / before.error)
+            self.state = self._begun(threshold if unbiased == before.unbiased else FIRST * error)
+        self.asked = asked
+
+    def _begun(self, threshold: Tensor | float) -> Tensor:
+        assert self.order is not None
+        state = torch.zeros(5, dtype=torch.float32, device=self.order.device)
+        state[0] = threshold
+        return state
+
     def adapt(self, errors: Tensor) -> None:
-        """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted."""
+        """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted.
+
+        Errors of no gradient, or that are no numbers, say nothing. At most the threshold is what is accepted: it is one
+        tile's share of the gradients, and grows where nothing can be left out.
+        """
         assert self.state is not None
-        aims = [NEAR * max(self.accepted**2 - own**2, (self.accepted / 3) ** 2) ** 0.5 for own in OWN]
+        error = self.asked.error
+        aims = [NEAR * max(error**2 - own**2, (error / 3) ** 2) ** 0.5 for own in OWN]
         share = errors / torch.tensor(aims, dtype=torch.float32).to(errors.device, non_blocking=True)
         before = self.state[3:]
         mean = (before * share).sqrt().where((before > 0) & (share > 0), share)
-        change = (1 / mean.max()).nan_to_num(1).clamp(*CHANGE)
-        self.state = torch.cat((self.state[:1] * change, errors, mean * change))
+        change = (1 / mean.max()).clamp(*CHANGE)
+        changed = torch.cat(((self.state[:1] * change).clamp(max=error), errors, mean * change))
+        self.state = changed.where(errors.isfinite().all(), self.state)
 
     def signs(self, like: Tensor) -> Tensor:
         """Return random signs [D, 16], always the same."""
@@ -83,7 +108,7 @@ class VocabularyOrder:
     @property
     def seed(self) -> int | None:
         """Return the seed of the present call's random numbers, None where there are none."""
-        return (self._seed * 1000003 + self.calls) % 2**31 if self.unbiased else None
+        return (self.asked.seed * 1000003 + self.calls) % 2**31 if self.asked.unbiased else None
 
     @property
     def refreshes(self) -> bool:
@@ -100,7 +125,8 @@ class VocabularyOrder:
         """Begin a call; return whether it skips tiles."""
         n = self.calls
         self.calls += 1
-        while self._arriving and self._arriving[0][0] <= n - AFTER:
+        captured = torch.cuda.is_current_stream_capturing()
+        while not captured and self._arriving and self._arriving[0][0] <= n - AFTER:
             _, event, slot = self._arriving.popleft()
             event.synchronize()
             assert self._numbers is not None
@@ -140,8 +166,7 @@ class VocabularyOrder:
         self.inverse = torch.empty_like(classes, dtype=torch.int32)
         self.inverse[classes] = torch.arange(V, dtype=torch.int32, device=w_VD.device)
         if self.state is None:
-            self.state = torch.zeros(5, dtype=torch.float32, device=w_VD.device)
-            self.state[0] = FIRST * self.accepted
+            self.state = self._begun(FIRST * self.asked.error)
             self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)
 
     def report(self) -> Report | None:
@@ -156,7 +181,7 @@ class VocabularyOrder:
 
 def _clusters(w_VD: Tensor, by_mean: Tensor) -> Tensor:
     """Return each class's cluster, by the directions of the rows from their mean: spherical k-means."""
-    V, D = w_VD.shape
+    V = len(w_VD)
     w = w_VD if w_VD.dtype == torch.bfloat16 else w_VD.bfloat16()
     center = torch.ones(1, V, dtype=w.dtype, device=w.device).mm(w).float() / V
     length = torch.linalg.vector_norm(w, dim=1, dtype=torch.float32).square()
@@ -174,24 +199,35 @@ def _clusters(w_VD: Tensor, by_mean: Tensor) -> Tensor:
     return nearest
 
 
-_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# of each leaf: an order by the place of a weight in it
+_orders: MutableMapping[Tensor, dict[tuple[object, ...], VocabularyOrder]] = WeakTensorKeyDictionary()
 _by_number: WeakValueDictionary[int, VocabularyOrder] = WeakValueDictionary()
 _numbers = count(1)
 
 
 def order_of(weight: Tensor, asked: Asked) -> VocabularyOrder:
-    """Return what is remembered of a weight, made at the first call and where something else is asked."""
-    known = _orders.get(weight)
-    if known is None or known.asked != asked:
+    """Return what is remembered of a weight, made at the first call."""
+    known = known_order(weight)
+    if known is None:
         known = VocabularyOrder(asked, next(_numbers))
-        _orders[weight] = _by_number[known.number] = known
+        _orders.setdefault(leaf_of(weight), {})[_place(weight)] = _by_number[known.number] = known
+    known.ask(asked)
     return known
 
 
 def known_order(weight: Tensor) -> VocabularyOrder | None:
     """Return what is remembered of a weight, None before the first call that may skip tiles."""
-    found: VocabularyOrder | None = _orders.get(weight)
+    found: VocabularyOrder | None = _orders.get(leaf_of(weight), {}).get(_place(weight))
     return found
+
+
+def leaf_of(weight: Tensor) -> Tensor:
+    """Return the tensor that outlives a call: views may be made in each."""
+    return weight if weight._base is None else weight._base
+
+
+def _place(weight: Tensor) -> tuple[object, ...]:
+    return weight.device, weight.shape, weight.stride(), weight.storage_offset()
 
 
 def numbered(number: int) -> VocabularyOrder:

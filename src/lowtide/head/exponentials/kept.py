@@ -61,7 +61,7 @@ class KeptTiles:
         """Take the rows' factors: the threshold is relative to their mean square."""
         assert self.known.state is not None
         self._least = self.known.state[:1].square() * (factor_n.square().sum() * ROWS / count)
-        self.known.tokens = factor_n.sum()
+        self.known.tokens = factor_n.abs().sum()
 
     def allocate(self, rows: int) -> None:
         """Make what chunks of so many rows share."""
@@ -105,7 +105,7 @@ class KeptTiles:
                 self._comparison.see_input(e_CV, self._targets, ends)
             if scaled_CD is not None:
                 self._comparison.see_weight(e_CV, self._targets, scaled_CD)
-        if self.known.unbiased:
+        if self.known.asked.unbiased:
             kept_tiles.multiply_drawn(self._flags, e_CV, self._targets)
 
     def input_grad(self, e_CV: Tensor, ends: InputRows, used: Used) -> None:
@@ -148,24 +148,21 @@ class KeptTiles:
 def see_chunk(
     known: VocabularyOrder, e_CV: Tensor, s_C: Tensor, y_C: Tensor, factor_C: Tensor, used: Used, order: Tensor | None
 ) -> None:
-    """Take a chunk's mean probabilities: the column sums of g (p - 1 at the target), and how often a class is one."""
+    """Take a chunk's mean probabilities: the column sums of p - 1 at the target, and how often a class is one."""
     V = e_CV.shape[1]
     sums = s_C.new_zeros(V)
-    exp_rows.add_column_sums(e_CV, s_C, sums, used)
+    exp_rows.add_column_sums(e_CV, (s_C / factor_C).where(s_C != 0, 0), sums, used)
     valid = y_C >= 0
     n = valid.sum().clamp(min=1)
     times = torch.zeros(V, dtype=torch.int32, device=y_C.device)
     times.scatter_add_(0, y_C.clamp(min=0).long(), valid.int())
-    factor = factor_C.where(valid, 0).sum() / n
-    mean = ((sums / factor + times) / n).nan_to_num(0, 0, 0).clamp(min=0)
+    mean = ((sums + times) / n).nan_to_num(0, 0, 0).clamp(min=0)
     if order is not None:
         mean = torch.empty_like(mean).index_copy_(0, order[1:].long(), mean)
     known.see(mean)
 
 
-def sorted_rows(
-    rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int
-) -> tuple[Rows, Tensor, Tensor]:
+def sorted_rows(rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int) -> tuple[Rows, Tensor, Tensor]:
     """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count, by target.
 
     Ignored tokens are last. A tile of rows then has few targets, and tokens that are alike.
@@ -176,4 +173,3 @@ def sorted_rows(
     valid = places < V
     count = valid.sum(dtype=torch.int32).view(1)
     return replace(rows, index=index, count=count), places.where(valid, -1), unit_N.index_select(0, index)
-

@@ -25,6 +25,7 @@ as it was: a version of this kernel so released one stage for ever, and hung. He
 """
 
 from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -231,4 +232,3 @@ def exp_logits_hopper(
         x_d if e_CV is None else hopper_descriptor(e_CV, ROWS.value, PIECE.value), rows, *used, C, V, D,
         BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
-

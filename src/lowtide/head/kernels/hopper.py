@@ -34,6 +34,8 @@ try:
 except (ImportError, AttributeError) as error:
     gluon, gl, GLUON_ERROR = triton, tl, str(error)
 
+__all__ = ["fence_async_shared", "gl", "gluon", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"]  # for others
+
 ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
 COLUMNS = gl.constexpr(256)
 PIECE = gl.constexpr(64)  # columns finished at a time
@@ -105,6 +107,7 @@ def counted(count, first, C):  # type: ignore[no-untyped-def]
 
 
 def hopper_descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    """Return a TMA descriptor of a matrix, in blocks of so many rows and columns."""
     return descriptor(x, rows, columns, TensorDescriptor, _shared_layout((rows, columns), x.dtype))
 
 
