@@ -63,7 +63,6 @@ def check(x: Tensor, w: Tensor, y: Tensor, right: list[Tensor], b: Tensor | None
         assert max(errors) < ACCEPTED, errors
     report = lowtide.skip_report(w)
     assert report is not None
-    print(errors, report)
     return report
 
 

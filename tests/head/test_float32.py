@@ -346,9 +346,8 @@ def test_ranks_and_compilers_learn_nothing(pieces: Any) -> None:
     """Where the graph may differ from rank to rank, or is being traced, no operand is known to be a cast."""
     pieces(3)
     (x, w, _), _ = casts()
-    of = Head(
-        x.float(), w.float(), None, None, None, torch.float32, None, "auto", "auto", "auto", False, False, Alone(61)
-    )
+    asked = None, "auto", "auto", "auto", 0.0, False, 0, 0
+    of = Head(x.float(), w.float(), None, None, None, torch.float32, *asked, False, False, Alone(61))
     assert nodes.with_known_numbers(of).dtype == BF16
     assert nodes.with_known_numbers(of._replace(dtype=torch.float64)).dtype == torch.float64
 

@@ -7,29 +7,30 @@ from lowtide.arguments import check_tensor
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import skips_ignored
 from lowtide.head.call import Head
-from lowtide.head.vocabulary_order import Report, known_order, order_of
+from lowtide.head.vocabulary_order import Asked, Report, known_order, leaf_of, order_of
 
 OPERANDS = torch.bfloat16
 
 
 def skipping(head: Head, *, recompute: bool) -> Head:
     """Return the head of a call that may skip tiles: with the number of its order, negative where it is dense."""
+    hopper = skips_ignored(head.input.device)
     reasons = {
-        "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": not skips_ignored(
-            head.input.device
-        ),
+        "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": not hopper,
         f"its kernels take bfloat16, and the operands are {head.dtype}": head.dtype != OPERANDS,
         "the gradients are recomputed in backward, with reduction='none' or gradient='recompute'": recompute,
         "the weight gets no gradient": not head.weight_VD.requires_grad,
+        "the weight is a result of the call, of which nothing is remembered; give the parameter or a view of it": (
+            not leaf_of(head.weight_VD).is_leaf
+        ),
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UnsupportedError(
-                message("options", "skip=None", f"skip={head.skip}", f"No tile is skipped: {reason}.")
-            )
+            hint = f"No tile is skipped: {reason}."
+            raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return head
-    known = order_of(head.weight_VD, (head.skip, head.skip_unbiased, head.skip_seed))
+    known = order_of(head.weight_VD, Asked(head.skip, head.skip_unbiased, head.skip_seed))
     if known.begin():
         return head._replace(order=known.number, ignored_tokens="skip")
     return head._replace(order=-known.number)

@@ -9,6 +9,7 @@ so many stay that skipping does not pay, calls are dense, but for one in PROBE.
 """
 
 from collections import deque
+from collections.abc import MutableMapping
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -22,15 +23,22 @@ PAYS = 0.65  # the share of tiles below which a call that skips is faster
 PROBE = 32  # calls, of which one skips where that does not pay
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
 FIRST = 0.008  # the first threshold over the error that is accepted
+COMPARED = 16  # calls that are all compared, the first ones, and of later ones one in so many
 EVERY = 64  # calls after which the order is refreshed, and before at the powers of two
 OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
 NEAR = 0.94  # of what is accepted, what is aimed at
 CHANGE = (0.5, 1.15)  # of the threshold, from one comparison to the next
+OVER, UNDER = 1.3, 0.85  # over what is aimed at, from which the threshold stays below so much of what it was
 FAR, FAR_CHANGE = 0.3, 1.6  # where the errors are that far below, and what it changes by
 MEMORY = 0.8  # of the running mean
 
 
-Asked = tuple[float, bool, int]  # the error that is accepted, whether without bias, and the seed
+class Asked(NamedTuple):
+    """What `HeadOptions` ask for."""
+
+    error: float  # that is accepted
+    unbiased: bool
+    seed: int
 
 
 class Report(NamedTuple):
@@ -50,12 +58,11 @@ class VocabularyOrder:
 
     def __init__(self, asked: Asked, number: int) -> None:
         self.asked, self.number = asked, number
-        self.accepted, self.unbiased, self._seed = asked
         self.calls = self.dense = 0
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
         self.inverse: Tensor | None = None  # int32 [V]: each class's place
         self.mean: Tensor | None = None  # float32 [V]
-        self.state: Tensor | None = None  # float32 [8]: see `adapt`
+        self.state: Tensor | None = None  # float32 [9]: see `adapt`
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
         self.dropped: Tensor | None = None  # float32 [.]: of each tile of rows of the last call, g p in no kept tile
         self.tokens: Tensor | None = None  # float32: the sum of these rows' g
@@ -65,23 +72,43 @@ class VocabularyOrder:
         self._arriving: deque[tuple[int, torch.cuda.Event, int]] = deque()
         self._shares: deque[float] = deque(maxlen=4)
 
+    def ask(self, asked: Asked) -> None:
+        """Take what a call asks for: where a smaller error is, the threshold falls with it."""
+        (error, unbiased, _), before = asked, self.asked
+        if self.state is not None and (error, unbiased) != before[:2]:
+            threshold = self.state[0] * min(1.0, error / before.error)
+            self.state = self._begun(threshold if unbiased == before.unbiased else FIRST * error)
+        self.asked = asked
+
+    def _begun(self, threshold: Tensor | float) -> Tensor:
+        assert self.order is not None
+        state = torch.zeros(9, dtype=torch.float32, device=self.order.device)
+        state[0], state[8] = threshold, torch.inf
+        return state
+
     def adapt(self, errors: Tensor) -> None:
         """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted.
 
-        The least error seen is bfloat16's own, and the rest of what is aimed at is left for the tiles.
+        The least error seen is bfloat16's own, and the rest of what is aimed at is left for the tiles. Errors of no
+        gradient, or that are no numbers, say nothing. At most the threshold is what is accepted: it is one tile's share
+        of the gradients, and grows where nothing can be left out. Where it went too far, as where many tiles are alike,
+        it stays below until the order is refreshed.
         """
         assert self.state is not None
-        threshold, _, least, before, _ = self.state.split([1, 2, 2, 2, 1])
+        threshold, _, least, before = torch.split(self.state[:7], [1, 2, 2, 2])
+        error = self.asked.error
         least = torch.minimum(errors, least).where(least > 0, errors)
-        aims = [NEAR * max(self.accepted**2 - own**2, (self.accepted / 3) ** 2) ** 0.5 for own in OWN]
+        aims = [NEAR * max(error**2 - own**2, (error / 3) ** 2) ** 0.5 for own in OWN]
         room = torch.stack(
             [(aim**2 - x.square()).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)]
         )
         share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt()
         most = torch.maximum(share, (before * share).sqrt()).max()
-        change = (1 / most).nan_to_num(1).clamp(*CHANGE)
-        change = torch.where(most < FAR, FAR_CHANGE, change).view(1)
-        self.state = torch.cat((threshold * change, errors, least, share, change))
+        change = torch.where(most < FAR, FAR_CHANGE, (1 / most).clamp(*CHANGE)).view(1)
+        highest = torch.where(most > OVER, torch.minimum(self.state[8:], threshold * UNDER), self.state[8:])
+        threshold = torch.minimum((threshold * change).clamp(max=error), highest)
+        changed = torch.cat((threshold, errors, least, share, change, highest))
+        self.state = changed.where(errors.isfinite().all(), self.state)
 
     def signs(self, like: Tensor) -> Tensor:
         """Return random signs [D, 16], always the same."""
@@ -93,7 +120,7 @@ class VocabularyOrder:
     @property
     def seed(self) -> int | None:
         """Return the seed of the present call's random numbers, None where there are none."""
-        return (self._seed * 1000003 + self.calls) % 2**31 if self.unbiased else None
+        return (self.asked.seed * 1000003 + self.calls) % 2**31 if self.asked.unbiased else None
 
     @property
     def refreshes(self) -> bool:
@@ -105,7 +132,7 @@ class VocabularyOrder:
     def compares(self) -> bool:
         """Whether the present call compares some rows with those from all tiles."""
         n = self.calls - 1
-        return n < 16 or n % 8 == 0
+        return n < COMPARED or n % COMPARED == 0
 
     def begin(self) -> bool:
         """Begin a call; return whether it skips tiles: also where the threshold is still far from what it will be."""
@@ -128,7 +155,7 @@ class VocabularyOrder:
             with torch.inference_mode(mode=False):
                 self._numbers = torch.empty(AT_ONCE, 3, pin_memory=True)
         slot, arrived = self.calls % AT_ONCE, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._numbers[slot].copy_(torch.cat((self.total.float(), self.state[7:])), non_blocking=True)
+        self._numbers[slot].copy_(torch.cat((self.total.float(), self.state[7:8])), non_blocking=True)
         arrived.record(torch.cuda.current_stream(self.total.device))
         self._arriving.append((self.calls - 1, arrived, slot))
 
@@ -151,9 +178,9 @@ class VocabularyOrder:
         self.inverse = torch.empty_like(classes, dtype=torch.int32)
         self.inverse[classes] = torch.arange(V, dtype=torch.int32, device=w_VD.device)
         if self.state is None:
-            self.state = torch.zeros(8, dtype=torch.float32, device=w_VD.device)
-            self.state[0] = FIRST * self.accepted
+            self.state = self._begun(FIRST * self.asked.error)
             self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)
+        self.state = torch.cat((self.state[:8], self.state[8:] * 1.5))
 
     def report(self) -> Report | None:
         """Return what the last call that skipped did, None before it; the host waits for the device."""
@@ -167,7 +194,7 @@ class VocabularyOrder:
 
 def _clusters(w_VD: Tensor, by_mean: Tensor) -> Tensor:
     """Return each class's cluster, by the directions of the rows from their mean: spherical k-means."""
-    V, D = w_VD.shape
+    V = len(w_VD)
     w = w_VD if w_VD.dtype == torch.bfloat16 else w_VD.bfloat16()
     center = torch.ones(1, V, dtype=w.dtype, device=w.device).mm(w).float() / V
     length = torch.linalg.vector_norm(w, dim=1, dtype=torch.float32).square()
@@ -185,24 +212,35 @@ def _clusters(w_VD: Tensor, by_mean: Tensor) -> Tensor:
     return nearest
 
 
-_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# of each leaf: an order by the place of a weight in it
+_orders: MutableMapping[Tensor, dict[tuple[object, ...], VocabularyOrder]] = WeakTensorKeyDictionary()
 _by_number: WeakValueDictionary[int, VocabularyOrder] = WeakValueDictionary()
 _numbers = count(1)
 
 
 def order_of(weight: Tensor, asked: Asked) -> VocabularyOrder:
-    """Return what is remembered of a weight, made at the first call and where something else is asked."""
-    known = _orders.get(weight)
-    if known is None or known.asked != asked:
+    """Return what is remembered of a weight, made at the first call."""
+    known = known_order(weight)
+    if known is None:
         known = VocabularyOrder(asked, next(_numbers))
-        _orders[weight] = _by_number[known.number] = known
+        _orders.setdefault(leaf_of(weight), {})[_place(weight)] = _by_number[known.number] = known
+    known.ask(asked)
     return known
 
 
 def known_order(weight: Tensor) -> VocabularyOrder | None:
     """Return what is remembered of a weight, None before the first call that may skip tiles."""
-    found: VocabularyOrder | None = _orders.get(weight)
+    found: VocabularyOrder | None = _orders.get(leaf_of(weight), {}).get(_place(weight))
     return found
+
+
+def leaf_of(weight: Tensor) -> Tensor:
+    """Return the tensor that outlives a call: views may be made in each."""
+    return weight if weight._base is None else weight._base
+
+
+def _place(weight: Tensor) -> tuple[object, ...]:
+    return weight.device, weight.shape, weight.stride(), weight.storage_offset()
 
 
 def numbered(number: int) -> VocabularyOrder:

@@ -17,8 +17,7 @@ class Comparison:
     """Of one call, chunk by chunk; all classes are in the order of the tiles."""
 
     def __init__(self, w_VD: Tensor, signs_Dk: Tensor, tokens: int) -> None:
-        self._signs, (D, k) = signs_Dk, signs_Dk.shape
-        new = signs_Dk.new_empty
+        self._signs, k, new = signs_Dk, signs_Dk.shape[1], signs_Dk.new_empty
         self._weight = self._mixed(w_VD)
         self._parts = _in_two(self._weight, signs_Dk.dtype)
         self._input = new(tokens, k, dtype=torch.float32).zero_()
@@ -62,11 +61,11 @@ class Comparison:
         self._of_weight = _squares(self._mixed(sum_VD) + shared, self._sum[:, :k] + self._sum[:, k:])
 
     def errors(self, input_ND: Tensor | None) -> Tensor:
-        """Return what dX and dW are off by, relative; 0 where there is none."""
-        nothing = self._input.new_zeros(2)
+        """Return what dX and dW are off by, relative: 0 where there is none, no number where it is 0."""
+        nothing = torch.arange(2.0, device=self._input.device)
         of_input = nothing if input_ND is None else _squares(self._mixed(input_ND), self._input)
         found = torch.stack((of_input, nothing if self._of_weight is None else self._of_weight))
-        return (found[:, 0] / found[:, 1]).nan_to_num(0, 0, 0).sqrt()
+        return (found[:, 0] / found[:, 1]).sqrt()
 
 
 def _squares(given: Tensor, right: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class KeptTiles:
         """Take the rows' factors: the threshold is relative to their mean square."""
         assert self.known.state is not None
         self._least = self.known.state[:1].square() * (factor_n.square().sum() * ROWS / count)
-        self.known.tokens = factor_n.sum()
+        self.known.tokens = factor_n.abs().sum()
 
     def allocate(self, rows: int) -> None:
         """Make what chunks of so many rows share."""
@@ -105,7 +105,7 @@ class KeptTiles:
                 self._comparison.see_input(e_CV, self._targets, ends)
             if scaled_CD is not None:
                 self._comparison.see_weight(e_CV, self._targets, scaled_CD)
-        if self.known.unbiased:
+        if self.known.asked.unbiased:
             kept_tiles.multiply_drawn(self._flags, e_CV, self._targets)
 
     def input_grad(self, e_CV: Tensor, ends: InputRows, used: Used) -> None:
@@ -148,15 +148,14 @@ class KeptTiles:
 def see_chunk(
     known: VocabularyOrder, e_CV: Tensor, s_C: Tensor, y_C: Tensor, factor_C: Tensor, used: Used, order: Tensor | None
 ) -> None:
-    """Take a chunk's probabilities: the column sums of g (p - 1 at the target), and how often a class is the target."""
+    """Take a chunk's probabilities: the column sums of p - 1 at the target, and how often a class is one."""
     V = e_CV.shape[1]
     sums = s_C.new_zeros(V)
-    exp_rows.add_column_sums(e_CV, s_C, sums, used)
+    exp_rows.add_column_sums(e_CV, (s_C / factor_C).where(s_C != 0, 0), sums, used)
     valid = y_C >= 0
     times = torch.zeros(V, dtype=torch.int32, device=y_C.device)
     times.scatter_add_(0, y_C.clamp(min=0).long(), valid.int())
-    factor = factor_C.where(valid, 0).sum() / valid.sum()
-    total = (sums / factor + times).nan_to_num(0, 0, 0).clamp(min=0)
+    total = (sums + times).nan_to_num(0, 0, 0).clamp(min=0)
     if order is not None:
         total = torch.empty_like(total).index_copy_(0, order[1:].long(), total)
     known.see(total)

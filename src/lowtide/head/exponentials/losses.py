@@ -44,10 +44,10 @@ class CrossEntropy(Exponentials):
     """
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
-        self.watched = numbered(abs(head.order)) if head.order else None
+        self.remembered = numbered(abs(head.order)) if head.order else None
         self.kept: KeptTiles | None = None
-        if self.watched is not None and head.order > 0 and plan.kept:
-            self.kept = KeptTiles(self.watched, head)
+        if self.remembered is not None and head.order > 0 and plan.kept:
+            self.kept = KeptTiles(self.remembered, head)
             head, loss = self.kept.head, self.kept.loss(loss)
         super().__init__(head, plan, loss.rows)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
@@ -306,7 +306,7 @@ class CrossEntropy(Exponentials):
         factor_C = self._factor_n[piece.part]
         self._add_even(piece)  # before its hidden states are scaled in place
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
-        if e_CV is not None and self.watched is not None:
+        if e_CV is not None and self.remembered is not None:
             self._heed(piece, e_CV, into)
         if into.input_ND is not None:
             self._input_grad(piece, e_CV, factor_C, into.input_ND)
@@ -316,11 +316,11 @@ class CrossEntropy(Exponentials):
 
     def _heed(self, piece: Piece, e_CV: Tensor, into: Gradients) -> None:
         """Find which tiles of a chunk are kept, and at times what its classes' mean probabilities are."""
-        assert self.watched is not None
+        assert self.remembered is not None
         used, rows, kept, factor_C = self.used(piece.part), piece.rows, self.kept, self._factor_n[piece.part]
-        if self.watched.refreshes:
+        if self.remembered.refreshes:
             order = None if kept is None else kept.order
-            see_chunk(self.watched, e_CV, rows.s, piece.y_C, factor_C, used, order)
+            see_chunk(self.remembered, e_CV, rows.s, piece.y_C, factor_C, used, order)
         if kept is not None:
             if into.bias_V is not None:  # before E changes
                 exp_rows.add_column_sums(e_CV, rows.s, into.bias_V, used)

@@ -263,8 +263,8 @@ def input_grad(
     """Write ``finish(E W)`` of the rows that are `Used` into ``ends.out``: bfloat16 rows at multiples of 16 bytes."""
     (C, V), D = e_CV.shape, w_VD.shape[1]
     _input_grad[(multiprocessors(e_CV.device),)](
-        hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value), ends, room, *used, C, V, D,
-        STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
+        hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value), ends, room, *used,
+        C, V, D, STAGES=stages, DEPTH=depth, DEEP=deep, num_warps=4,
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def store_part(z, HALF: gl.constexpr, parts, number, arrived):  # type: ignore[n
     gl.atomic_add(arrived + HALF, 1, sem="release")
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def await_parts(arrived, others, HALF: gl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for ``others`` parts of a consumer's rows, and leave 0 arrivals."""
     if others > 0:

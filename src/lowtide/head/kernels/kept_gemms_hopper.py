@@ -67,7 +67,7 @@ class Shares(NamedTuple):
     order: Tensor  # [R]: the tiles of rows, the longest sums first
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
+@gluon.jit
 def _unit(unit, record, lists, shares, across):  # type: ignore[no-untyped-def]
     """Return a unit of a program: (tile of rows, tile of D, begin and end of its list, the part's number or -1)."""
     tiles = gl.load(record + 1)

@@ -5,9 +5,10 @@ probabilities. E is unnormalised: with a row's s, ``s E = g p``. A tile counts f
 
     q = sum over its rows of s^2 (sum over its classes of E^2 - (sum of E)^2 / 256), the target's entry left out
 
-what is left of it when each row's mean is taken out, and is kept where q is at least a threshold, or MOST_TARGETS of its rows have their target in it. In place of every other
-tile's row i, whose entries sum to m_i, stands m_i times the mean row of W in the tile, and in dW's rows of that tile
-s_i m_i x_i over the number of its classes. A target's entry in a tile that is not kept is added by itself.
+what is left of it without each row's mean, and is kept where q is at least a threshold, or MOST_TARGETS of its rows
+have their target in it. In place of row i of every other tile, whose entries sum to m_i, stands m_i times the mean row
+of W in the tile, and in dW's rows of that tile s_i m_i x_i over the number of its classes. A target's entry in a tile
+that is not kept is added by itself.
 """
 
 from typing import NamedTuple
@@ -48,7 +49,7 @@ def _home(targets, tile, used, C):  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit(do_not_specialize=["seed", "C", "P"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["seed", "C", "P"])
 def _find_kept(  # type: ignore[no-untyped-def]
     sums_ptr, squares_ptr, stride, targets, least_ptr, mass_ptr, mass_stride, flags_ptr, dropped_ptr, used, seed, C, P
 ):  # fmt: skip
@@ -81,11 +82,11 @@ def _find_kept(  # type: ignore[no-untyped-def]
     mass *= 1.0 - times[None, :]
     out = mass_ptr + at_row[:, None] * mass_stride + at[None, :]
     tl.store(out, mass.to(mass_ptr.dtype.element_ty), mask=(row < C)[:, None] & (at < P)[None, :])
-    dropped = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], mass * s[:, None], 0.0), 1), 0)
+    dropped = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], mass * tl.abs(s)[:, None], 0.0), 1), 0)
     tl.store(dropped_ptr + tile * tl.num_programs(1) + tl.program_id(1), dropped)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _list_down(flags_ptr, lists, tile, R, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """List the tiles of rows that keep TILES tiles across."""
     at = tile * TILES + tl.arange(0, TILES)
@@ -118,7 +119,7 @@ def _list_across(flags_ptr, lists, e_ptr, e_stride, targets, tile, used, C, P): 
     tl.store(targets.lost + row, entry + rest, mask=row < C)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _count(flags_ptr, lists, order_ptr, R, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count what each tile of rows keeps, and order them, those that keep most first; return the sum."""
     total = 0
@@ -147,7 +148,7 @@ def _count(flags_ptr, lists, order_ptr, R, P, BLOCK: tl.constexpr):  # type: ign
     return total
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _share_out(lists, shares, room_ptr, R, P, across, programs, BLOCK: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Give every program as much of E' W: see `list_kept`."""
     lane = tl.arange(0, BLOCK)
@@ -258,7 +259,7 @@ def _list_kept(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])
 def _multiply_drawn(flags_ptr, e, y_ptr, C, P):  # type: ignore[no-untyped-def]
     """A program per tile: those that were drawn times a power of two, which is exact, without the targets' entries."""
     e_ptr, e_stride, V = e
@@ -345,15 +346,16 @@ def lists_for(C: int, P: int, device: torch.device) -> tuple[Lists, Tensor]:
     """Return memory for the lists of C rows, and for the flags [R, P]."""
     R = blocks_of(C, ROWS.value)
     numbers = torch.empty(3 * R * P + R + P, dtype=torch.int32, device=device)
-    across, down, flags, more = numbers.split([R * P, R * P, R * P, R + P])
+    across, down, flags, more = torch.split(numbers, [R * P, R * P, R * P, R + P])
     return Lists(across.view(R, P), more[:R], down.view(P, R), more[R:]), flags
 
 
 def shares_for(C: int, device: torch.device) -> tuple[Shares, Tensor]:
     """Return memory for who computes what of C rows, and room to find it."""
     programs, R = multiprocessors(device), blocks_of(C, ROWS.value)
-    sizes = FIELDS.value * programs, 4 * programs, R, 10 * power_of_2(programs)
-    records, parts, order, room = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    sizes = [FIELDS.value * programs, 4 * programs, R, 10 * power_of_2(programs)]
+    numbers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    records, parts, order, room = torch.split(numbers, sizes)
     return Shares(records.view(programs, -1), parts.view(programs, 4), order), room
 
 
@@ -411,7 +413,8 @@ def add_targets(targets: Targets, scaled_CD: Tensor, out_VD: Tensor, used: Used 
 def put_in_order(w_VD: Tensor, order: Tensor, out_VD: Tensor, mean_PD: Tensor) -> None:
     """Write the rows of W in order, and the mean row of each tile; ``order`` (int32) is V, and the classes in order."""
     P, D = mean_PD.shape
-    _put_in_order[(P, blocks_of(D, 64))](matrix(w_VD), order, out_VD, mean_PD, BLOCK=64, num_warps=4)
+    rows = w_VD if w_VD.stride(1) == 1 else w_VD.contiguous()
+    _put_in_order[(P, blocks_of(D, 64))](matrix(rows), order, out_VD, mean_PD, BLOCK=64, num_warps=4)
 
 
 def put_back(sum_VD: Tensor, shared_PD: Tensor, order: Tensor, out_VD: Tensor) -> None:
