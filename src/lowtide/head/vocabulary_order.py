@@ -125,8 +125,7 @@ class VocabularyOrder:
         """Begin a call; return whether it skips tiles."""
         n = self.calls
         self.calls += 1
-        captured = torch.cuda.is_current_stream_capturing()
-        while not captured and self._arriving and self._arriving[0][0] <= n - AFTER:
+        while self._arriving and self._arriving[0][0] <= n - AFTER and not torch.cuda.is_current_stream_capturing():
             _, event, slot = self._arriving.popleft()
             event.synchronize()
             assert self._numbers is not None
