@@ -97,7 +97,9 @@ def check_number(name: str, value: object, low: float, high: float, *, above: bo
     if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number", f"{value!r}"))
     if not (low < value < high if above else low <= value <= high):
-        range_ = f"a finite number above {low}" if above else f"a number from {low} to {high}"
+        range_ = f"a number from {low} to {high}"
+        if above:
+            range_ = f"a finite number above {low}" if high == math.inf else f"a number above {low} and below {high}"
         raise ArgumentValueError(message(name, range_, f"{value!r}"))
     return _storable(name, value)
 

@@ -308,11 +308,11 @@ def _cut_kept(work: Work) -> Cut:
     If it does not, in as much more; a user's own limit is kept, and where it is too low no tile is skipped.
     """
     (N, D, V), dense = work.size, cut(work._replace(kept=False))
-    limits = [dense[1], dense[1] + 2 * V * D] if work.automatic else [work.budget()]
+    limits = [dense[1], dense[1] + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
     for limit in limits:
         of_limit = work._replace(options=replace(work.options, workspace_mib=limit / MIB))
         rows, scratch, more = next(_cuts_of_exponentials(of_limit, Schedule(work.gpu, work.size, trained=True)))[1]
-        if rows >= min(N, KEPT_ROWS):
+        if rows >= min(N, KEPT_ROWS) and scratch <= limit:
             return rows, scratch, {**more, "kept": True}
     return dense
 
@@ -328,9 +328,9 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
     sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
     sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes
-    if work.kept:  # the ordered copy, means and their sums; parts that meet; squares, masses and lists
+    if work.kept:  # the ordered copy or the gradient put back; means, their sums; parts that meet; squares, masses, lists
         tiles = -(-V // 256)
-        fixed += 2 * V * D + 6 * tiles * D + 4 * KEPT_PARTS
+        fixed += work.weight_dtype.itemsize * V * D + 6 * tiles * D + 4 * KEPT_PARTS
         thin, product = thin + 6 * tiles + tiles // 8, 0
     room = max(0, work.budget() - fixed)
     sum_rows = room // sum_row

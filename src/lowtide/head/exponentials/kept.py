@@ -43,7 +43,7 @@ class KeptTiles:
             weight_VD=self.weight_VD, bias_V=None if head.bias_V is None else self._ordered(head.bias_V)
         )
         self._shared_PD: Tensor | None = None
-        self._dropped: list[Tensor] = []
+        self._dropped = [new(0, dtype=torch.float32)]
         self._comparison: Comparison | None = None
         if known.compares:
             self._comparison = Comparison(self.weight_VD, known.signs(self.weight_VD), head.tokens)
