@@ -38,6 +38,7 @@ KINDS = (
     "longest",
     "mlp",
     "experts",
+    "skip",
     "models",
     "tune",
 )

@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Literal, get_args
+from numbers import Integral, Real
+from typing import Literal, cast, get_args
 
-from lowtide.arguments import check_flag, check_index, check_number
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
 Accumulate = Literal["auto", "float32", "input"]
@@ -72,18 +71,28 @@ class HeadOptions:
                 raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
             if not 0 < float(mib) < math.inf:
                 raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
-        if self.skip is not None:
-            check_number("skip", self.skip, 0, 1, above=True)
-        check_flag("skip_unbiased", self.skip_unbiased)
-        check_index("skip_seed", self.skip_seed)
-        if self.skip_unbiased and self.skip is None:
-            hint = "It says how tiles are skipped."
-            raise ArgumentValueError(message("skip_unbiased", "False without skip", "True", hint))
+        self._check_skip()
         names = {"accumulate": Accumulate, "backend": Backend, "gradient": Gradient, "ignored_tokens": IgnoredTokens}
         for name, kind in names.items():
             allowed, got = get_args(kind), getattr(self, name)
             if got not in allowed:
                 raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))
+
+    def _check_skip(self) -> None:
+        error, seed, unbiased = cast(object, self.skip), cast(object, self.skip_seed), cast(object, self.skip_unbiased)
+        if error is not None and (isinstance(error, bool) or not isinstance(error, Real)):
+            raise ArgumentTypeError(message("skip", "a relative error or None", f"{error!r}"))
+        if error is not None and not 0 < float(error) < 1:
+            raise ArgumentValueError(message("skip", "a number above 0 and below 1, or None", f"{error!r}"))
+        if not isinstance(unbiased, bool):
+            raise ArgumentTypeError(message("skip_unbiased", "True or False", f"{unbiased!r}"))
+        if isinstance(seed, bool) or not isinstance(seed, Integral):
+            raise ArgumentTypeError(message("skip_seed", "a whole number", f"{seed!r}"))
+        if not -(2**63) <= int(seed) < 2**63:
+            raise ArgumentValueError(message("skip_seed", "a number of 64 bits", f"{seed!r}"))
+        if unbiased and error is None:
+            hint = "It says how tiles are skipped."
+            raise ArgumentValueError(message("skip_unbiased", "False without skip", "True", hint))
 
 
 def check_options(options: HeadOptions | None) -> HeadOptions:
