@@ -328,7 +328,8 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
     sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
     sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes
-    if work.kept:  # the ordered copy or the gradient put back; means, their sums; parts that meet; squares, masses, lists
+    if work.kept:
+        # the ordered copy, or the gradient put back; means and their sums; parts that meet; squares, masses and lists
         tiles = -(-V // 256)
         fixed += work.weight_dtype.itemsize * V * D + 6 * tiles * D + 4 * KEPT_PARTS
         thin, product = thin + 6 * tiles + tiles // 8, 0
