@@ -1,6 +1,9 @@
 """Gradients that skip tiles of the softmax, by their kernels in Triton's interpreter: beside float64, and dense."""
 
+import copy
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +13,10 @@ from torch import Tensor
 import lowtide
 from head.kernel_plans import counted, use_kernels
 from lowtide import HeadOptions
+from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.head import skipping as asked
 from lowtide.head import vocabulary_order
-from lowtide.head.kernels import kept_gemms_hopper, kept_tiles
+from lowtide.head.kernels import configs, kept_gemms_hopper, kept_tiles
 from lowtide.head.kernels.kept_gemms_hopper import Lists, Shares
 from lowtide.head.terms import cross_entropy
 
@@ -89,7 +93,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan(*args: Any) -> Any:
         found = of_loss(*args)
-        rows = 300
+        rows = 160
         object.__setattr__(found, "chunk_rows", rows)
         object.__setattr__(found, "product_rows", rows)
         object.__setattr__(found, "kept", args[0].order > 0)
@@ -97,6 +101,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(cross_entropy, "plan_cross_entropy", plan)
+    monkeypatch.setattr(configs, "of_device", lambda device: configs.GemmConfig())
     monkeypatch.setattr(asked, "skips_ignored", lambda device: True)
     monkeypatch.setattr(asked, "OPERANDS", torch.float32)
     monkeypatch.setattr(kept_gemms_hopper, "input_grad", input_grad)
@@ -132,13 +137,13 @@ def relative(found: Tensor, right: Tensor) -> float:
     return ((found.double() - right).norm() / right.norm()).item()
 
 
-@pytest.mark.parametrize(("N", "D", "V"), [(700, 24, 2100), (300, 264, 1300)])
+@pytest.mark.parametrize(("N", "D", "V"), [(270, 24, 1800), (150, 264, 1100)])
 def test_errors(kernels: None, N: int, D: int, V: int) -> None:
     """The loss is exact, and both gradients are as near as asked, with most tiles left out."""
     x, w, y = problem(N, D, V)
     right = exact(x, w, y)
     parameter = w.requires_grad_()
-    for _ in range(7):
+    for _ in range(4):
         hidden = x.clone().requires_grad_()
         loss = lowtide.linear_cross_entropy(hidden, parameter, y, options=HeadOptions(skip=0.02))
         grads = torch.autograd.grad(loss, (hidden, parameter))
@@ -153,7 +158,7 @@ def test_errors(kernels: None, N: int, D: int, V: int) -> None:
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_options(kernels: None, unbiased: bool) -> None:
     """A bias, a scale, weights of classes and tokens, smoothing and ignored tokens: errors as asked."""
-    N, D, V = 500, 40, 1500
+    N, D, V = 200, 40, 1600
     x, w, y = problem(N, D, V)
     b, q, t = torch.randn(V) * 0.3, torch.rand(V) + 0.5, torch.rand(N) + 0.5
     options = HeadOptions(skip=0.02, skip_unbiased=unbiased, skip_seed=3)
@@ -166,7 +171,7 @@ def test_options(kernels: None, unbiased: bool) -> None:
         1e-3 * (logits.logsumexp(1).square() * t)[valid].sum() / q[y[valid]].double().sum()
     )
     right = torch.autograd.grad(loss, (hidden, weight, linear_bias))
-    for _ in range(6):
+    for _ in range(4):
         hidden = x.clone().requires_grad_()
         found = lowtide.linear_cross_entropy(
             hidden, parameter, y, linear_bias=bias, weight=q, label_smoothing=0.1, z_loss=1e-3, logit_scale=0.9,
@@ -185,13 +190,13 @@ def test_options(kernels: None, unbiased: bool) -> None:
 def test_unbiased(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of gradients over the random numbers tends to the exact ones, as that of others does not."""
     monkeypatch.setattr(vocabulary_order, "CHANGE", (1.0, 1.0))
-    monkeypatch.setattr(vocabulary_order, "FIRST", 0.15)
-    x, w, y = problem(400, 24, 1100)
+    monkeypatch.setattr(vocabulary_order, "FIRST", 0.3)
+    x, w, y = problem(140, 24, 1300)
     right, errors = exact(x, w, y), {}
     for unbiased in (False, True):
         parameter = w.clone().requires_grad_()
         total, one = [torch.zeros_like(x), torch.zeros_like(w)], [0.0, 0.0]
-        for call in range(31):
+        for call in range(17):
             hidden = x.clone().requires_grad_()
             options = HeadOptions(skip=0.02, skip_unbiased=unbiased)
             loss = lowtide.linear_cross_entropy(hidden, parameter, y, options=options)
@@ -199,8 +204,208 @@ def test_unbiased(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
             if call:
                 total = [a + b for a, b in zip(total, grads, strict=True)]
                 one = [relative(a, b) for a, b in zip(grads, right[1:], strict=True)]
-        errors[unbiased] = [relative(a / 30, b) for a, b in zip(total, right[1:], strict=True)], one
+        errors[unbiased] = [relative(a / 16, b) for a, b in zip(total, right[1:], strict=True)], one
     for mean, each in zip(*errors[True], strict=True):
-        assert mean < 0.35 * each
+        assert mean < 0.5 * each
     for mean, each in zip(*errors[False], strict=True):
         assert mean > 0.8 * each
+
+
+def step(
+    x: Tensor, w: Tensor, y: Tensor, skip: float = 0.02, *, unbiased: bool = False, **more: Any
+) -> tuple[Any, ...]:
+    """Return a call's loss and gradients."""
+    hidden = x.clone().requires_grad_()
+    options = HeadOptions(skip=skip, skip_unbiased=unbiased)
+    loss = lowtide.linear_cross_entropy(hidden, w, y, options=options, **more)
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, w))]
+
+
+def remembered(w: Tensor) -> vocabulary_order.VocabularyOrder:
+    """Return what is, of a weight that has had calls."""
+    known = vocabulary_order.known_order(w)
+    assert known is not None
+    return known
+
+
+@pytest.mark.parametrize("lies", ["columns", "wide", "transposed"])
+def test_a_weight_in_any_order(kernels: None, lies: str) -> None:
+    """Strides within rows and between them; a view made in each call is the same weight."""
+    N, D, V = 90, 16, 600
+    x, w, y = problem(N, D, V)
+    store = torch.randn(V + 8, 2 * D)
+    views: dict[str, Callable[[Tensor], Tensor]] = {
+        "columns": lambda of: of[:V, D:],
+        "wide": lambda of: of[8:, :D],
+        "transposed": lambda of: of.view(-1)[: V * D].view(D, V).T,
+    }
+    views[lies](store).copy_(w)
+    store.requires_grad_()
+    right = exact(x, w, y)
+    for _ in range(3):
+        grads = step(x, views[lies](store), y)[1:]
+    assert max(relative(found, one) for found, one in zip(grads, right[1:], strict=True)) < 0.02
+    report = lowtide.skip_report(views[lies](store))
+    assert report is not None
+    assert (report.calls, report.dense) == (3, 1)
+
+
+def test_a_weight_that_changes_its_size(kernels: None) -> None:
+    """A parameter may get other memory, of more classes: its order begins anew."""
+    x, w, y = problem(60, 16, 500)
+    parameter = torch.nn.Parameter(w.clone())
+    step(x, parameter, y)
+    step(x, parameter, y)
+    w = torch.cat((w, torch.randn(300, 16) / 4))
+    parameter.data, y[1] = w.clone(), 790
+    right = exact(x, w, y)
+    for _ in range(2):
+        found = step(x, parameter, y)
+        assert max(relative(one, other) for one, other in zip(found[1:], right[1:], strict=True)) < 0.02
+
+
+def test_what_is_asked_may_change(kernels: None) -> None:
+    """The order stays; a threshold falls with the error, and does not rise by itself."""
+    x, w, y = problem(60, 16, 500)
+    parameter = w.requires_grad_()
+    for skip, unbiased in [(0.02, False), (0.02, False), (0.2, False), (0.01, False), (0.01, True), (0.02, True)]:
+        known = vocabulary_order.known_order(parameter)
+        before = None if known is None or known.state is None else known.state[0].item()
+        step(x, parameter, y, skip, unbiased=unbiased)
+        known = remembered(parameter)
+        assert known.state is not None
+        assert before is None or known.state[0].item() <= 1.26 * max(before, 0.06 * skip)
+        assert known.state[0].item() <= 1.26 * skip
+    assert (known.calls, known.dense) == (6, 1)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+def test_batches_that_say_nothing(kernels: None) -> None:
+    """Without tokens, and where numbers overflow, the threshold stays, and the order is of numbers."""
+    x, w, y = problem(60, 16, 500)
+    parameter = w.clone().requires_grad_()
+    step(x, parameter, y)
+    step(x, parameter, y)
+    known = remembered(parameter)
+    assert known.state is not None
+    before = known.state.clone()
+    ignored = step(x * torch.nan, parameter, torch.full_like(y, -100), reduction="sum")
+    none = step(x[:0], parameter, y[:0], reduction="sum")
+    assert not any(found.any() for found in (*ignored, *none))
+    assert torch.equal(known.state, before)
+    x[1] = torch.nan
+    step(x, parameter, y)
+    assert torch.equal(known.state, before)
+    assert known.mean is not None
+    assert known.mean.isfinite().all()
+
+
+def test_thresholds_end(kernels: None) -> None:
+    """Where nothing can be left out the threshold does not grow for ever."""
+    known = vocabulary_order.VocabularyOrder(vocabulary_order.Asked(0.02, False, 0), 1)
+    known.see(torch.rand(300))
+    known.refresh(torch.randn(300, 8))
+    for _ in range(40):
+        known.adapt(torch.full((2,), 1e-7))
+    assert known.state is not None
+    assert known.state[0].item() == pytest.approx(0.02)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+def test_ignored_tokens_and_overflow(kernels: None) -> None:
+    """Hidden states of ignored tokens do not matter, exponentials overflow, and tokens' weights have signs."""
+    x, w, y = problem(150, 16, 700)
+    x[3:9] *= 300
+    t = torch.randn(150)
+    right_x = x.double().requires_grad_()
+    right_w = w.double().requires_grad_()
+    each = torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none") * t
+    right = torch.autograd.grad(each.sum() / (y >= 0).sum(), (right_x, right_w))
+    x[y < 0] = torch.tensor([torch.nan, torch.inf]).repeat(8)
+    parameter = w.clone().requires_grad_()
+    for _ in range(3):
+        found = step(x, parameter, y, 0.05, token_weight=t)
+    assert max(relative(one, other) for one, other in zip(found[1:], right, strict=True)) < 0.05
+    report = lowtide.skip_report(parameter)
+    assert report is not None
+    assert 0 <= report.dropped_mass < 1
+
+
+@pytest.mark.parametrize(
+    ("why", "call"),
+    [
+        ("compute capability", lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, options=o)),
+        ("soft cap", lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, softcap=30.0, options=o)),
+        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y, options=o)),
+        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_token_stats(x, w, y, options=o)),
+        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_divergence(x, w, x, w, options=o)),
+        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_apply(lambda z: z.sum(1), x, w, options=o)),
+    ],
+)  # fmt: skip
+def test_elsewhere(why: str, call: Callable[..., Any]) -> None:
+    """What cannot skip says so, by the option's name."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=f"options: expected skip=None.*{why}"):
+        call(x, w, torch.tensor([1, 2, 3]), HeadOptions(skip=0.01))
+
+
+@pytest.mark.parametrize(
+    ("why", "weight", "more"),
+    [
+        ("gets no gradient", lambda w: w.detach(), {}),
+        ("recomputed in backward", lambda w: w, {"reduction": "none"}),
+        ("recomputed in backward", lambda w: w, {"gradient": "recompute"}),
+        ("a result of the call", lambda w: w * 1.0, {}),
+    ],
+)
+def test_calls_that_cannot(kernels: None, why: str, weight: Callable[[Tensor], Tensor], more: dict[str, Any]) -> None:
+    """Nor does a call on the right device fall back in silence; without gradients there is nothing to skip."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    options, y = HeadOptions(skip=0.01, gradient=more.pop("gradient", "auto")), torch.tensor([1, 2, 3])
+    with pytest.raises(UnsupportedError, match=f"options: expected skip=None.*{why}"):
+        lowtide.linear_cross_entropy(x, weight(w), y, options=options, **more)
+    with torch.no_grad():
+        lowtide.linear_cross_entropy(x, weight(w), y, options=options, **more)
+    assert lowtide.skip_report(w) is None
+
+
+def test_wrong_options() -> None:
+    """The range is in the message."""
+    for wrong in (0, 1, -0.1, math.nan):
+        with pytest.raises(ArgumentValueError, match="skip: expected a number above 0 and below 1"):
+            HeadOptions(skip=wrong)
+    with pytest.raises(ArgumentValueError, match="skip_unbiased"):
+        HeadOptions(skip_unbiased=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo asks for
+def test_compiled_and_deterministic(kernels: None) -> None:
+    """A compiler's graph ends before the call, and nothing refuses to be deterministic."""
+    x, w, y = problem(60, 16, 500)
+    weight, right = torch.nn.Parameter(w.clone()), exact(x, w, y)
+
+    @torch.compile(backend="eager")
+    def loss(hidden: Tensor) -> Any:
+        return lowtide.linear_cross_entropy(hidden * 1.0, weight, y, options=HeadOptions(skip=0.02)) * 2
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            (grad,) = torch.autograd.grad(loss(x), weight)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch._dynamo.reset()
+    assert relative(grad / 2, right[2]) < 0.02
+    assert lowtide.skip_report(weight) is not None
+
+
+def test_a_weight_is_forgotten(kernels: None) -> None:
+    """What is remembered of it goes with it, and a copy has nothing of it."""
+    x, w, y = problem(20, 16, 300)
+    weight = torch.nn.Parameter(w)
+    step(x, weight, y)
+    step(x, weight, y)
+    known = weakref.ref(remembered(weight))
+    assert lowtide.skip_report(copy.deepcopy(weight)) is None
+    del weight
+    assert known() is None

@@ -1,0 +1,205 @@
+"""The kernels that say which tiles of the softmax are kept and who computes what, in Triton's interpreter."""
+
+import math
+import random
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from lowtide.head.kernels import kept_tiles
+from lowtide.head.kernels.kept_tiles import Targets
+
+ROWS, COLUMNS = 128, 256
+CPU = torch.device("cpu")
+
+
+def targets_of(y: Tensor, s: Tensor | None = None) -> Targets:
+    C = len(y)
+    return Targets(y, torch.ones(C) if s is None else s, *(torch.zeros(C) for _ in range(3)))
+
+
+def some_flags(R: int, P: int, kind: int, share: float) -> Tensor:
+    """Return which tiles are kept: anywhere, unlike numbers in each row, nearly all in few rows, or some columns."""
+    drawn = torch.rand(R, P)
+    if kind == 0:
+        return drawn < share
+    if kind == 1:
+        return drawn < torch.rand(R, 1) * share
+    if kind == 2:
+        return drawn < (torch.arange(R)[:, None] <= R // 10) * 0.95 + 0.01
+    return (torch.arange(P) < P * share).expand(R, P).clone()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists in order from both sides; every tile's sum is computed once, by programs of which helpers are first."""
+    chosen = random.Random(seed)
+    R = chosen.choice([1, 2, 7, 33, chosen.randrange(1, 200)])
+    P = chosen.choice([1, 2, 127, 129, chosen.randrange(1, 1100)])
+    across, programs = chosen.choice([1, 3, 16, chosen.randrange(1, 33)]), chosen.choice([132, 132, 7, 2, 1])
+    monkeypatch.setattr(kept_tiles, "multiprocessors", lambda device: programs)
+    C, D = R * ROWS - chosen.randrange(ROWS), across * COLUMNS - chosen.randrange(COLUMNS)
+    keep = some_flags(R, P, seed % 4, chosen.choice([0, 0.02, 0.3, 1]))
+    lists, flags = kept_tiles.lists_for(C, P, CPU)
+    shares, room = kept_tiles.shares_for(C, CPU)
+    for x in (*lists, *shares, room):
+        x.fill_(-7)
+    flags.copy_((keep.int() * torch.randint(1, 4, (R, P))).flatten())
+    total, y = torch.zeros(2, dtype=torch.int32), torch.full((C,), -1, dtype=torch.int32)
+    kept_tiles.list_kept(flags, lists, shares, room, total, torch.zeros(C, 1), targets_of(y), D)
+
+    counts = keep.sum(1).tolist()
+    assert total.tolist() == [sum(counts), R * P]
+    for side, of_side, flagged in ((lists.across, lists.across_count, keep), (lists.down, lists.down_count, keep.T)):
+        assert of_side.tolist() == flagged.sum(1).tolist()
+        for listed, number, row in zip(side, of_side, flagged, strict=True):
+            assert torch.equal(listed[:number].long(), row.nonzero()[:, 0])
+    order, records, parts = shares.order.tolist(), shares.records.tolist(), shares.parts.tolist()
+    assert order == sorted(range(R), key=lambda r: -counts[r])
+    assert sorted(record[0] for record in records) == list(range(programs))
+
+    computed, by, fetched = defaultdict(list), {}, []
+    for pid, (lane, own, end, first_taken, taken, first_part, helps, _) in enumerate(records):
+        for unit in range(own):
+            tile = unit * programs + (programs - 1 - lane if unit % 2 else lane)
+            computed[tile].append((0, end if unit == own - 1 else counts[order[tile // across]]))
+            if unit == own - 1:
+                waits = range(first_taken, first_taken + taken)
+                assert all(parts[part][0] == tile and parts[part][3] == pid for part in waits)
+                fetched += waits
+        assert own or not taken
+        for part in range(first_part, first_part + helps):
+            tile, begin, stop, owner = parts[part]
+            assert pid < owner
+            assert begin < stop
+            assert part not in by
+            by[part] = pid
+            computed[tile].append((begin, stop))
+    assert sorted(fetched) == sorted(by)
+    assert not by or max(by) < programs
+    assert sorted(computed) == list(range(R * across))
+    for tile, spans in computed.items():
+        at = 0
+        for begin, stop in sorted(span for span in spans if span[0] < span[1]):
+            assert begin == at
+            at = stop
+        assert at == counts[order[tile // across]]
+
+
+def times_of(flags: Tensor) -> Tensor:
+    """Return what a tile is multiplied by."""
+    return torch.where(flags == 0, 0.0, torch.exp2((flags - 1).clamp(min=0).float()))
+
+
+def test_which_tiles_are_kept() -> None:
+    """Those whose squares reach the threshold or that hold many targets; others are drawn, in the mean exactly once."""
+    C, P, calls = 200, 15, 200
+    sums, squares, s = torch.rand(C, P), torch.rand(C, P) * torch.logspace(0, -9, P), torch.randn(C)
+    y = torch.randint(P * COLUMNS, (C,), dtype=torch.int32)
+    y[:20], y[::7], s[::5], squares[::5] = 12 * COLUMNS + 3, -1, 0, torch.nan
+    targets, least = targets_of(y, s), torch.tensor([20.0])
+    valid = y >= 0
+    part = (s[:, None].square() * squares).where((valid & (s != 0))[:, None], 0)
+    q = torch.stack([part[:ROWS].sum(0), part[ROWS:].sum(0)])
+    home = torch.stack([torch.bincount(one[one >= 0] // COLUMNS, minlength=P) for one in y.split(ROWS)])
+    kept = (q >= least) | (home >= 16)
+    assert 0 < kept.sum() < kept.numel()
+    mass, flags, dropped = torch.empty(C, P), torch.empty(2 * P, dtype=torch.int32), torch.empty(2)
+
+    kept_tiles.find_kept(sums, squares, targets, least, mass, flags, dropped)
+    assert torch.equal(flags.view(2, P), kept.int())
+    of_row = (~kept).repeat_interleave(ROWS, 0)[:C]
+    assert torch.equal(mass, sums.where(valid[:, None], 0) * of_row)
+    each = (mass * s.abs()[:, None]).sum(1)
+    assert torch.allclose(dropped, torch.stack([each[:ROWS].sum(), each[ROWS:].sum()]))
+
+    times, beyond = torch.zeros(2, P), least / q.clamp(min=least.item() * 2.0**-60)
+    chance = torch.exp2(-(0.5 * beyond.log2()).ceil())
+    for seed in range(calls):
+        kept_tiles.find_kept(sums, squares, targets, least, mass, flags, dropped, seed=seed)
+        now = times_of(flags.view(2, P))
+        of_rows = 1 - now.repeat_interleave(ROWS, 0)[:C]
+        assert torch.allclose(mass, sums.where(valid[:, None], 0) * of_rows)
+        assert torch.equal(now.where(~kept & (now > 0), 0), (1 / chance).where(~kept & (now > 0), 0))
+        times += now / calls
+    off = (times - 1).abs() / ((1 / chance - 1).clamp(min=0) / calls).sqrt().where(~kept, 1)
+    likely = kept | (chance > 10 / calls)
+    assert torch.allclose(times[kept], torch.ones(()))
+    assert (likely & ~kept).any()
+    assert off[likely].max() < 5
+
+
+def test_tiles_that_were_drawn() -> None:
+    """They are multiplied, exactly, and lose their targets' entries, which stand alone."""
+    C, V, D = 140, 700, 8
+    e, y = torch.randn(C, V), torch.randint(V, (C,), dtype=torch.int32).sort().values
+    y[-9:] = -1
+    flags = torch.tensor([[1, 0, 3], [4, 1, 0]], dtype=torch.int32)
+    targets, before = targets_of(y), e.clone()
+    targets.rest.copy_(torch.randn(C))
+    lists, _ = kept_tiles.lists_for(C, 3, CPU)
+    shares, room = kept_tiles.shares_for(C, CPU)
+    kept_tiles.list_kept(flags.flatten(), lists, shares, room, torch.zeros(2, dtype=torch.int32), e, targets, D)
+    kept_tiles.multiply_drawn(flags.flatten(), e, targets)
+    flag = flags.repeat_interleave(ROWS, 0)[:C].repeat_interleave(COLUMNS, 1)[:, :V]
+    is_target = torch.arange(V) == y[:, None]
+    right = torch.where(flag > 1, before * torch.exp2((flag - 1).float()), before)
+    assert torch.equal(e, right.where(~((flag > 1) & is_target), 0))
+    valid = y >= 0
+    own = before.gather(1, y.clamp(min=0)[:, None].long())[:, 0] + targets.rest
+    at_home = flag.gather(1, y.clamp(min=0)[:, None].long())[:, 0] == 1
+    assert torch.equal(targets.alone[valid], own.where(~at_home, 0)[valid])
+    assert torch.equal(targets.lost[valid], torch.where(at_home, targets.rest, own)[valid])
+    assert not targets.alone[~valid].any()
+
+    scaled, out = torch.randn(C, D), torch.randn(V, D)
+    added = torch.zeros(V, D).index_add_(0, y.clamp(min=0).long(), targets.alone[:, None] * scaled) + out
+    kept_tiles.add_targets(targets, scaled, out)
+    assert torch.allclose(out, added, atol=1e-6)
+
+
+@pytest.mark.parametrize("lies", ["rows", "columns"])
+def test_order_and_back(lies: str) -> None:
+    """A weight is put in order, whatever its strides, and a gradient back, with what a tile's rows share."""
+    V, D, P = 600, 70, 3
+    w = torch.randn(V, D) if lies == "rows" else torch.randn(D, V).T
+    classes = torch.randperm(V)
+    order = torch.cat((torch.tensor([V]), classes)).int()
+    ordered, mean, shared, back = torch.empty(V, D), torch.empty(P, D), torch.randn(P, D), torch.empty(V, D)
+    kept_tiles.put_in_order(w, order, ordered, mean)
+    assert torch.equal(ordered, w[classes])
+    assert torch.allclose(mean, torch.stack([tile.mean(0) for tile in ordered.split(COLUMNS)]), atol=1e-6)
+    kept_tiles.put_back(ordered, shared, order, back)
+    sizes = [len(tile) for tile in ordered.split(COLUMNS)]
+    share = torch.cat([(shared[p] / n).expand(n, D) for p, n in enumerate(sizes)])
+    assert torch.allclose(back[classes], w[classes] + share, atol=1e-6)
+    assert math.isclose(sum(sizes), V)
+
+
+def test_triton_without_gluon() -> None:
+    """The exponential path runs on other GPUs with a Triton that lacks what Hopper's own kernels are written in."""
+    code = """
+import importlib.abc, sys
+
+class No(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("triton.experimental.gluon"):
+            raise ImportError("no Gluon")
+
+import triton
+for name in [name for name in sys.modules if name.startswith("triton.experimental")]:
+    del sys.modules[name]
+if hasattr(triton, "experimental"):
+    del triton.experimental
+sys.meta_path.insert(0, No())
+import lowtide.head.exponentials.losses
+from lowtide.head.kernels.hopper import GLUON_ERROR
+assert "no Gluon" in GLUON_ERROR, GLUON_ERROR
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
