@@ -104,7 +104,8 @@ def test_which_tiles_are_kept() -> None:
     y[:20], y[::7], s[::5], squares[::5] = 12 * COLUMNS + 3, -1, 0, torch.nan
     targets, least = targets_of(y, s), torch.tensor([20.0])
     valid = y >= 0
-    part = (s[:, None].square() * squares).where((valid & (s != 0))[:, None], 0)
+    varied = (squares - sums.square() / COLUMNS).clamp(min=0)
+    part = (s[:, None].square() * varied).where((valid & (s != 0))[:, None], 0)
     q = torch.stack([part[:ROWS].sum(0), part[ROWS:].sum(0)])
     home = torch.stack([torch.bincount(one[one >= 0] // COLUMNS, minlength=P) for one in y.split(ROWS)])
     kept = (q >= least) | (home >= 16)

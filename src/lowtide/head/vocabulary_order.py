@@ -167,7 +167,7 @@ class VocabularyOrder:
         """Order the classes anew, if probabilities have been seen."""
         if self._seen is None:
             return
-        mean, V = self._seen / self._seen.sum(), len(w_VD)
+        mean, V = self._seen / self._seen.sum().clamp(min=1e-30), len(w_VD)
         self.mean = mean if self.mean is None else self.mean * MEMORY + mean * (1 - MEMORY)
         self._seen = None
         by_mean = self.mean.argsort(descending=True, stable=True)
