@@ -118,8 +118,9 @@ class VocabularyOrder:
 
     @property
     def compares(self) -> bool:
-        """Whether the present call compares some rows with those from all tiles."""
-        return self.calls < 16 or self.calls % 8 == 0
+        """Whether the present call finds its errors, as each does that skips where that does not pay."""
+        n = self.calls - 1
+        return n < 16 or n % 8 == 0
 
     def begin(self) -> bool:
         """Begin a call; return whether it skips tiles."""
