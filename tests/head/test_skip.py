@@ -311,6 +311,17 @@ def test_thresholds_end(kernels: None) -> None:
     assert known.state[0].item() == pytest.approx(0.02)
 
 
+def test_calls_of_which_few_skip() -> None:
+    """Where too many tiles stay, the calls that try again also compare: the threshold still finds its place."""
+    known = vocabulary_order.VocabularyOrder(vocabulary_order.Asked(0.02, False, 0), 1)
+    known.see(torch.rand(300))
+    known.refresh(torch.randn(300, 8))
+    known._shares.append(0.9)
+    skipping = [known.compares for _ in range(200) if known.begin()]
+    assert len(skipping) == 7
+    assert all(skipping)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 def test_ignored_tokens_and_overflow(kernels: None) -> None:
     """Hidden states of ignored tokens do not matter, exponentials overflow, and tokens' weights have signs."""

@@ -130,7 +130,7 @@ class VocabularyOrder:
 
     @property
     def compares(self) -> bool:
-        """Whether the present call compares some rows with those from all tiles."""
+        """Whether the present call finds its errors, as each does that skips where that does not pay."""
         n = self.calls - 1
         return n < COMPARED or n % COMPARED == 0
 
