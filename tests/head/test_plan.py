@@ -221,3 +221,16 @@ def test_a_weight_of_another_narrow_dtype_is_summed_in_float32() -> None:
         16, 64, 1000, torch.float16, "cuda", HeadOptions(backend="row", accumulate="input"), weight_dtype=torch.bfloat16
     )
     assert plan.accumulate == "float32"
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("N", [1, 512, 8192])
+def test_skipping_tiles_fits_a_limit(N: int, weight_dtype: torch.dtype) -> None:
+    """The ordered copy is scratch: below what it needs no tile is skipped; by default a long batch has room."""
+    of = {"size": (N, 2048, 32000), "dtype": torch.bfloat16, "weight_dtype": weight_dtype, "device": CUDA}
+    more: dict[str, Any] = {"choice": ("exp", ""), "gradient": "forward", "skips": True, "device_bytes": 80 << 30}
+    for mib in (1.0, 64.0, 512.0, 2048.0, None):
+        plan = plan_of(Work(**of, **more, options=HeadOptions(workspace_mib=mib), weight_frozen=False, kept=True))
+        assert mib is None or not plan.kept or plan.scratch_bytes <= mib * MIB
+        assert plan.kept or mib is not None or N < 8192
+        assert not plan.kept or plan.scratch_bytes > 2048 * 32000 * weight_dtype.itemsize
