@@ -60,7 +60,7 @@ def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for listed, number, row in zip(side, of_side, flagged, strict=True):
             assert torch.equal(listed[:number].long(), row.nonzero()[:, 0])
     order, records, parts = shares.order.tolist(), shares.records.tolist(), shares.parts.tolist()
-    assert order == sorted(range(R), key=lambda r: -counts[r])
+    assert order == sorted(range(R), key=lambda r: counts[r])
     assert sorted(record[0] for record in records) == list(range(programs))
 
     computed, by, fetched = defaultdict(list), {}, []

@@ -22,7 +22,7 @@ BAND, CLUSTERS, ROUNDS = 16384, 64, 3
 PAYS = 0.65  # the share of tiles below which a call that skips is faster
 PROBE = 32  # calls, of which one skips where that does not pay
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
-FIRST = 0.008  # the first threshold over the error that is accepted
+FIRST = 0.012  # the first threshold over the error that is accepted
 COMPARED = 16  # calls that are all compared, the first ones, and of later ones one in so many
 EVERY = 64  # calls after which the order is refreshed, and before at the powers of two
 OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
@@ -66,6 +66,7 @@ class VocabularyOrder:
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
         self.dropped: Tensor | None = None  # float32 [.]: of each tile of rows of the last call, g p in no kept tile
         self.tokens: Tensor | None = None  # float32: the sum of these rows' g
+        self.size: Tensor | None = None  # float32: the mean square of the targets' entries in g (p - 1), over that of g
         self._numbers: Tensor | None = None
         self._signs: Tensor | None = None
         self._seen: Tensor | None = None
@@ -109,6 +110,11 @@ class VocabularyOrder:
         threshold = torch.minimum((threshold * change).clamp(max=error), highest)
         changed = torch.cat((threshold, errors, least, share, change, highest))
         self.state = changed.where(errors.isfinite().all(), self.state)
+
+    def see_misses(self, factor_n: Tensor, miss_n: Tensor) -> None:
+        """Take how far the targets' probabilities are from 1: the gradients' size, to which thresholds are relative."""
+        squares = factor_n.square()
+        self.size = ((squares * torch.expm1(-miss_n).square()).sum() / squares.sum()).nan_to_num(0, 0, 0)
 
     def signs(self, like: Tensor) -> Tensor:
         """Return random signs [D, 16], always the same."""

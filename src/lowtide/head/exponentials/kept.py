@@ -58,9 +58,10 @@ class KeptTiles:
         return loss if q is None else replace(loss, class_weight=self._ordered(q))
 
     def take_factors(self, factor_n: Tensor, count: Tensor) -> None:
-        """Take the rows' factors: the threshold is relative to their mean square."""
+        """Take the rows' factors: the threshold is relative to the gradients' mean square, by the call before."""
         assert self.known.state is not None
-        self._least = self.known.state[:1].square() * (factor_n.square().sum() * ROWS / count)
+        assert self.known.size is not None
+        self._least = self.known.state[:1].square() * (factor_n.square().sum() * self.known.size * ROWS / count)
         self.known.tokens = factor_n.abs().sum()
 
     def allocate(self, rows: int) -> None:

@@ -118,6 +118,8 @@ class CrossEntropy(Exponentials):
             into = self._take_factors()  # also where there are no tokens
             if self.kept is not None:
                 self.kept.end(into)
+            if self.remembered is not None:
+                self.remembered.see_misses(self._factor_n, numbers["miss"])
         elif factors is not None:
             del self._sums  # memory for the blocks
             self._views.clear()

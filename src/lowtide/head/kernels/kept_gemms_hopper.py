@@ -64,7 +64,7 @@ class Shares(NamedTuple):
 
     records: Tensor  # [programs, FIELDS]
     parts: Tensor  # [programs, 4]: (tile, begin, end, whose) of each part that is computed for another program
-    order: Tensor  # [R]: the tiles of rows, the longest sums first
+    order: Tensor  # [R]: the tiles of rows, the shortest sums first
 
 
 @gluon.jit

@@ -121,7 +121,7 @@ def _list_across(flags_ptr, lists, e_ptr, e_stride, targets, tile, used, C, P): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count(flags_ptr, lists, order_ptr, R, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count what each tile of rows keeps, and order them, those that keep most first; return the sum."""
+    """Count what each tile of rows keeps, and order them, those that keep least first; return the sum."""
     total = 0
     for r in range(0, R, BLOCK):
         row = r + tl.arange(0, BLOCK)
@@ -142,7 +142,7 @@ def _count(flags_ptr, lists, order_ptr, R, P, BLOCK: tl.constexpr):  # type: ign
             at = other + tl.arange(0, BLOCK)
             theirs = tl.load(lists.across_count + at, mask=at < R, other=-1)
             same = (theirs[None, :] == count[:, None]) & (at[None, :] < row[:, None])
-            rank += tl.sum(((theirs[None, :] > count[:, None]) | same).to(tl.int32), 1)
+            rank += tl.sum((((theirs[None, :] < count[:, None]) & (at < R)[None, :]) | same).to(tl.int32), 1)
         tl.store(order_ptr + rank, row, mask=row < R)
     tl.debug_barrier()
     return total
@@ -383,7 +383,7 @@ def list_kept(
 ) -> None:  # fmt: skip
     """Write the lists, share E' W out, and take the targets' entries in other tiles; add to ``total`` (int32 [2]).
 
-    E' W has R tiles of rows times those of D. Every program gets its share of these, the longest sums first and back
+    E' W has R tiles of rows times those of D. Every program gets its share of these, the shortest sums first and back
     and forth over the programs; what it has too much of its last one others take, who have less than the mean.
     """
     P, R = lists.down.shape
