@@ -72,8 +72,8 @@ def measure_head(x: Tensor, w: Tensor, y: Tensor, config: SkipBenchConfig) -> It
 
     ``speed`` is the limit's time, in the same rounds, over the row's: where the GPU is busy, on a GPU.
     """
-    shape = Shape("", *x.shape, len(w))
-    problem = Problem(shape=shape, setting=PLAIN, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    (N, D), V = x.shape, len(w)
+    problem = Problem(shape=Shape("", N, D, V), setting=PLAIN, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
     for peer in peers(config):
         own = problem.in_setting(PLAIN)  # with a tensor of its own as weight, of which an order is remembered
         bench = Bench(loss_task(own), error=True, warm=config.warm, reps=config.reps)
@@ -129,11 +129,10 @@ def held_out(config: SkipBenchConfig, dtype: torch.dtype, device: torch.device) 
     if len(ids) <= config.tokens:
         raise ArgumentValueError(message("data", f"text of more than {config.tokens} tokens", f"{len(ids)} tokens"))
     model = pretrained_model(folder, dtype=dtype, alone=True).to(device).eval()
-    states = []
     with torch.no_grad():
-        for rows in blocks(config.tokens, config.seq_len):
-            states.append(model.base_model(ids[rows][None].to(device)).last_hidden_state[0])
-    return torch.cat(states), model.get_output_embeddings().weight.detach().clone(), ids[1:].to(device)
+        sequences = [ids[rows][None].to(device) for rows in blocks(config.tokens, config.seq_len)]
+        x = torch.cat([model.base_model(sequence).last_hidden_state[0] for sequence in sequences])
+    return x, model.get_output_embeddings().weight.detach().clone(), ids[1:].to(device)
 
 
 def measure(run: Run[SkipBenchConfig]) -> None:

@@ -141,8 +141,8 @@ class LongestBenchConfig(RunSettings):
 @dataclass(frozen=True, kw_only=True)
 class SkipBenchConfig(RunSettings):
     """HeadOptions(skip=...) on a model's own hidden states of text, or on random ones whose softmax is as concentrated:
-    time and errors of cross entropy's gradients that skip tiles of the softmax, the share of the tiles that is computed,
-    and the peak memory, beside the dense loss, each interleaved with the three bare GEMMs. "busy" is with the launches
+    time and errors of cross entropy's gradients that skip tiles of the softmax, the share of tiles that is computed,
+    and the peak memory, beside the dense loss; each interleaved with the three bare GEMMs. "busy" is with the launches
     hidden, as in training; x limit is the GEMMs' time over it. Where nothing can be skipped, rows have the reason.
     """
 
