@@ -81,6 +81,7 @@ def measure_head(x: Tensor, w: Tensor, y: Tensor, config: SkipBenchConfig) -> It
         if peer.name == LOWTIDE:
             busy = {"busy_ms": row["busy_limit_ms"]} if "busy_limit_ms" in row else {}
             yield {"name": LIMIT, "ms": bench.limit_ms, **busy, "speed": 1.0}
+        del bench  # its truth, before the next is computed
         yield _told(row, own.w)
 
 
