@@ -129,7 +129,8 @@ class Settings:
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
             got = getattr(self, name)
-            raise ArgumentValueError(message(name, expected, " ".join(got) if isinstance(got, tuple) else repr(got)))
+            text = " ".join(got) or "none" if isinstance(got, tuple) else repr(got)
+            raise ArgumentValueError(message(name, expected, text))
 
     def _require_positive(self, name: str) -> None:
         value = getattr(self, name)

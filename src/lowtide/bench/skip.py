@@ -1,33 +1,35 @@
-"""The benchmark of skipped tiles: time, share and errors on a model's own hidden states.
+"""The benchmark of skipped tiles: time, share and errors on a model's own hidden states, or on random ones like them.
 
 N tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_cross_entropy, skip_report
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in
-from lowtide.bench.problem import blocks
-from lowtide.bench.task import BUSY_CYCLES, exact_gemms, relative_error
+from lowtide.bench.harness import Benchmark, CannotError, Column, Peer, Row, Run, Table
+from lowtide.bench.head import loss_task
+from lowtide.bench.problem import PLAIN, Problem, blocks
+from lowtide.bench.shapes import Shape
+from lowtide.bench.task import Bench, Function, Task
 from lowtide.bench.train_config import SkipBenchConfig
-from lowtide.errors import ArgumentValueError, message
-from lowtide.measure.timing import peak_above, time_side_by_side
-from lowtide.measure.units import mib
+from lowtide.bench.way import LOWTIDE
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.train.model import pretrained_model
+from lowtide.train.shapes import model_folder
+from lowtide.train.tokenizer import load_tokenizer
 
-LIMIT, DENSE = "three GEMMs", "lowtide"
-ROWS = 2048  # of a chunk of exact logits
-CHUNKS = (4096, 16384)  # rows, of the bare GEMMs
+LIMIT = "three GEMMs"
+ERRORS = {"loss": "loss_error", "dx": "input_error", "dw": "weight_error"}
 
 TABLE = Table(
-    heads=(Column("", "name", "<24"),),
+    heads=(Column("", "name", "<28"),),
     figures=(
         Column("ms", "ms", "8.2f"),
         Column("busy", "busy_ms", "8.2f"),
@@ -40,123 +42,109 @@ TABLE = Table(
 )
 
 
-def run_of(x: Tensor, w: Tensor, y: Tensor, options: HeadOptions | None) -> Callable[[], tuple[Tensor, ...]]:
-    """Return what computes the loss and both gradients; of each its own weight, for which an order is remembered."""
-    x, w = (t.detach().clone().requires_grad_() for t in (x, w))
-
-    def run() -> tuple[Tensor, ...]:
-        loss = linear_cross_entropy(x, w, y, options=options)
-        return loss.detach(), *torch.autograd.grad(loss, (x, w))
-
-    run.weight = w  # type: ignore[attr-defined]
-    return run
+def peers(config: SkipBenchConfig) -> Iterator[Peer]:
+    """Yield the dense loss, and the one with each accepted error."""
+    yield Peer(LOWTIDE, partial(loss_of, None, 0))
+    for text in config.accepted:
+        for unbiased in (False, True) if config.unbiased else (False,):
+            options = HeadOptions(skip=float(text), skip_unbiased=unbiased, workspace_mib=config.workspace_mib)
+            name = f"{LOWTIDE} skip={text}{' unbiased' if unbiased else ''}"
+            yield Peer(name, partial(loss_of, options, config.calls))
 
 
-def bare_gemms(x: Tensor, w: Tensor, rows: int) -> Callable[[], None]:
-    """Return what runs the three GEMMs of a dense head in chunks of so many rows."""
-    z = torch.randn(min(rows, len(x)), len(w), device=x.device, dtype=x.dtype)
-    dx, dw = torch.empty_like(x), torch.empty_like(w)
+def loss_of(options: HeadOptions | None, calls: int, task: Task) -> Function:
+    """Return a task's loss with these options, after so many steps."""
+    head = task.head
 
-    @torch.no_grad()
-    def run() -> None:
-        for rows in blocks(len(x), len(z)):
-            part = z[: rows.stop - rows.start]
-            torch.mm(x[rows], w.T, out=part)
-            torch.mm(part, w, out=dx[rows])
-            if rows.start:
-                dw.addmm_(part.T, x[rows])
-            else:
-                torch.mm(part.T, x[rows], out=dw)
+    def function() -> dict[str, Tensor]:
+        return {"loss": linear_cross_entropy(head.x, head.w, head.y, options=options)}
 
-    return run
-
-
-@torch.no_grad()
-def exact(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Return the mean loss and both gradients of narrow numbers, in float32."""
-    x, w = x.float(), w.float()
-    loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(w)
-    with exact_gemms():
-        for rows in blocks(len(x), ROWS):
-            z = x[rows] @ w.T
-            at = torch.arange(len(z), device=z.device)
-            lse = z.logsumexp(1)
-            loss += (lse - z[at, y[rows]]).sum()
-            z.sub_(lse[:, None]).exp_()
-            z[at, y[rows]] -= 1
-            dx[rows] = z @ w
-            dw.addmm_(z.T, x[rows])
-    return loss / len(x), dx / len(x), dw / len(x)
+    try:
+        for _ in range(calls):
+            task.step(function)
+    except UnsupportedError as error:
+        raise CannotError(str(error)) from error
+    return function
 
 
 def measure_head(x: Tensor, w: Tensor, y: Tensor, config: SkipBenchConfig) -> Iterator[Row]:
-    """Yield the rows of one head: its limit, the dense loss, and each accepted error, timed in turns."""
-    right = exact(x, w, y)
-    ways: dict[str, HeadOptions | None] = {DENSE: None}
-    for text in config.accepted:
-        ways[f"skip={text}"] = HeadOptions(skip=float(text), workspace_mib=config.workspace_mib)
-        if config.unbiased:
-            ways[f"skip={text} unbiased"] = HeadOptions(
-                skip=float(text), skip_unbiased=True, workspace_mib=config.workspace_mib
-            )
-    limits = {f"{LIMIT} {rows}": bare_gemms(x, w, rows) for rows in CHUNKS if rows == CHUNKS[0] or rows <= len(x)}
-    runs = {name: run_of(x, w, y, options) for name, options in ways.items()}
-    rows: dict[str, Row] = {}
-    for name, run in runs.items():
-        for _ in range(config.calls if ways[name] else 1):
-            run()
-        loss, dx, dw = run()
-        errors = {"input_error": relative_error(dx, right[1]), "weight_error": relative_error(dw, right[2])}
-        rows[name] = {"name": name, **errors, "loss_error": abs(loss - right[0]).item()}
-        del loss, dx, dw
-        report = skip_report(run.weight)  # type: ignore[attr-defined]
-        if report is not None:
-            rows[name] |= {"share": report.share, "dropped_mass": report.dropped_mass, "threshold": report.threshold}
-            rows[name] |= {f"reported_{name}": getattr(report, name) for name in errors}
-        rows[name]["mib"] = mib(peak_above(run, x.device))
-    del right
-    timed: dict[str, Callable[[], object]] = {**limits, **runs}
-    idle = time_side_by_side(timed, x.device, warm=config.warm, reps=config.reps)
-    behind = partial(torch.cuda._sleep, BUSY_CYCLES)
-    busy = time_side_by_side(timed, x.device, warm=config.warm, reps=config.reps, behind=behind)
-    limit, busy_limit = (min(times[name].median_ms for name in limits) for times in (idle, busy))
-    yield {"name": LIMIT, "ms": limit, "busy_ms": busy_limit, "speed": 1.0}
-    for name, row in rows.items():
-        ms, busy_ms = idle[name].median_ms, busy[name].median_ms
-        yield row | {"ms": ms, "busy_ms": busy_ms, "speed": busy_limit / busy_ms}
+    """Yield the rows of one head: its limit, the dense loss, and each accepted error.
+
+    ``speed`` is the limit's time, in the same rounds, over the row's: where the GPU is busy, on a GPU.
+    """
+    (N, D), V = x.shape, len(w)
+    problem = Problem(shape=Shape("", N, D, V), setting=PLAIN, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    for peer in peers(config):
+        own = problem.in_setting(PLAIN)  # with a tensor of its own as weight, of which an order is remembered
+        bench = Bench(loss_task(own), error=True, warm=config.warm, reps=config.reps)
+        row = bench.measure(peer)
+        if peer.name == LOWTIDE:
+            busy = {"busy_ms": row["busy_limit_ms"]} if "busy_limit_ms" in row else {}
+            yield {"name": LIMIT, "ms": bench.limit_ms, **busy, "speed": 1.0}
+        del bench  # its truth, before the next is computed
+        yield _told(row, own.w)
 
 
-def held_out(config: SkipBenchConfig, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a model's hidden states of text, its head and the targets, in bfloat16."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _told(row: Row, w: Tensor) -> Row:
+    """Return a `Bench`'s row in this table's keys, with what the last call with the weight reports."""
+    if row.pop("unsupported", False):
+        return {"name": row["name"], "cannot": row["failed"], "unsupported": True}
+    if "share" in row:
+        share = row.pop("share")
+        row["speed"] = row.pop("busy_share", share)
+    if "peak_mib" in row:
+        row["mib"] = row.pop("peak_mib")
+    row |= {ERRORS[name]: error for name, error in row.pop("errors", {}).items()}
+    report = skip_report(w)
+    if report is None:
+        return row
+    about = {name: getattr(report, name) for name in ("share", "dropped_mass", "threshold")}
+    return row | about | {f"reported_{name}": getattr(report, name) for name in ("input_error", "weight_error")}
 
+
+def random_head(config: SkipBenchConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random hidden states, a head and targets, with a softmax as concentrated as a trained model's.
+
+    One direction of the hidden states has the logarithms of the classes' frequencies, Zipf's; in the others a hidden
+    state is near its target's row.
+    """
+    generator = torch.Generator(device).manual_seed(config.seed)
+    normal = partial(torch.randn, device=device, generator=generator)
+    scale = config.hidden**0.5
+    w = normal(config.vocab, config.hidden) / scale
+    frequency = 1 / (torch.randperm(config.vocab, device=device, generator=generator) + 3.0)
+    w[:, 0] = frequency.log() / 4 + 2
+    y = frequency.multinomial(config.tokens, replacement=True, generator=generator)
+    x = normal(config.tokens, config.hidden) * 1.5 + w[y] * scale / 4
+    x[:, 0] = 4
+    return x.to(dtype), w.to(dtype), y
+
+
+def held_out(config: SkipBenchConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a model's hidden states of text, its head and the targets."""
+    folder = model_folder(config.model)
+    assert folder is not None
     texts = [Path(file).read_text(errors="replace") for file in config.data]
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    tokenizer = load_tokenizer(folder)
     ids = torch.tensor([i for text in texts for i in tokenizer(text)["input_ids"]])[: config.tokens + 1]
     if len(ids) <= config.tokens:
         raise ArgumentValueError(message("data", f"text of more than {config.tokens} tokens", f"{len(ids)} tokens"))
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16).to(device).eval()
-    states = []
+    model = pretrained_model(folder, dtype=dtype, alone=True).to(device).eval()
     with torch.no_grad():
-        for rows in blocks(config.tokens, config.seq_len):
-            found = model.base_model(ids[rows][None].to(device)).last_hidden_state[0]
-            states.append(found)
-    head: Any = model.get_output_embeddings()
-    return torch.cat(states), head.weight.detach().clone(), ids[1:].to(device)
+        sequences = [ids[rows][None].to(device) for rows in blocks(config.tokens, config.seq_len)]
+        x = torch.cat([model.base_model(sequence).last_hidden_state[0] for sequence in sequences])
+    return x, model.get_output_embeddings().weight.detach().clone(), ids[1:].to(device)
 
 
 def measure(run: Run[SkipBenchConfig]) -> None:
-    """Measure one model's head."""
-    rows = run.result.setdefault("rows", [])
-    x, w, y = held_out(run.config, run.device)
-    run.result |= {"tokens": len(x), "hidden": x.shape[1], "vocab": len(w), "calls": run.config.calls}
+    """Measure a model's head, or a random one."""
+    config, rows = run.config, run.result.setdefault("rows", [])
+    x, w, y = (held_out if config.model else random_head)(config, run.dtype, run.device)
+    run.result |= {"tokens": len(x), "hidden": x.shape[1], "vocab": len(w), "dtype": run.dtype_name}
+    run.result |= {"calls": config.calls, "warm": config.warm, "reps": config.reps}
     run.say(f"{len(x)} x {x.shape[1]} x {len(w)}\n{TABLE.header}")
-    failure: Row = {"name": DENSE}
-    with reason_in(failure):
-        for row in measure_head(x, w, y, run.config):
-            run.add(row, rows, TABLE)
-    if "failed" in failure:
-        run.add(failure, rows, TABLE)
+    for row in measure_head(x, w, y, config):
+        run.add(row, rows, TABLE)
 
 
 SKIP = Benchmark(measure=measure)

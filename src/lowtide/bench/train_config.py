@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from lowtide.bench.settings import RunSettings, Sdpa, Settings, numbers, setting
 from lowtide.bench.way import HEADS, LOWTIDE, LOWTIDE_COMPILED
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
+from lowtide.train.shapes import model_folder
 
 NONE = "none"
 OFFLOADED = "-offload"  # ends the name of a way whose checkpoints lie in host memory
@@ -138,32 +140,45 @@ class LongestBenchConfig(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SkipBenchConfig(RunSettings):
-    """HeadOptions(skip=...) on a model's own hidden states of text: time and errors of cross entropy's gradients that
-    skip tiles of the softmax, the share of the tiles that stays, and the peak memory, beside the dense loss and the
-    three bare GEMMs, in turns. "busy" is with the launches hidden, as in training; x limit is the GEMMs' time over it.
+    """HeadOptions(skip=...) on a model's own hidden states of text, or on random ones whose softmax is as concentrated:
+    time and errors of cross entropy's gradients that skip tiles of the softmax, the share of tiles that is computed,
+    and the peak memory, beside the dense loss; each interleaved with the three bare GEMMs. "busy" is with the launches
+    hidden, as in training; x limit is the GEMMs' time over it. Where nothing can be skipped, rows have the reason.
     """
 
-    benchmark, summary = "skip", "gradients that skip tiles, on a model's hidden states"
-    exit_1 = "lowtide itself failed"
+    benchmark, summary = "skip", "gradients that skip tiles"
     examples: ClassVar = {
+        "": "random hidden states and a random head, of sizes for a GPU",
         "--model runs/model --data held-out.txt": "a model that lowtide train wrote, on text it has not seen",
         "--model runs/model --data held-out.txt --accepted 2e-2 1e-2 5e-3 3e-3 --unbiased": "error against speed",
+        "--tokens 1024 --hidden 256 --vocab 8192 --device cpu": "a quick run without a GPU: the dense loss alone",
     }
 
     model: str = setting("", "a folder with a trained model and its tokenizer", metavar="DIR")
-    data: tuple[str, ...] = setting((), "text files that it was not trained on", metavar="FILE")
+    data: tuple[str, ...] = setting((), "with --model: text files that it was not trained on", metavar="FILE")
     accepted: tuple[str, ...] = setting(("5e-3", "3e-3"), "relative errors that are accepted", metavar="X")
     unbiased: bool = setting(False, "also the form without bias")
     tokens: int = setting(16384, "of the batch", least=1)
-    seq_len: int = setting(1024, "of a sequence", least=1)
+    hidden: int = setting(2048, "without --model: the hidden size", least=1)
+    vocab: int = setting(131072, "without --model: the size of the vocabulary", least=1)
+    seq_len: int = setting(1024, "with --model: tokens of a sequence", least=1)
     calls: int = setting(24, "before the first that counts: the threshold adapts", least=2)
     workspace_mib: float | None = setting(None, "scratch memory in MiB; without it, that of the dense loss")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("model", bool(self.model), "a folder")
-        self._require("data", bool(self.data), "files")
-        numbers("accepted", self.accepted, float)
+        self._require("data", bool(self.data) or not self.model, "text files beside --model")
+        self._require("data", bool(self.model) or not self.data, "--model beside it")
+        errors = numbers("accepted", self.accepted, float)
+        self._require("accepted", all(0 < error < 1 for error in errors), "numbers above 0 and below 1")
+        self._require_positive("workspace_mib")
+
+    def check_here(self) -> None:
+        """Check the model's folder and the text files, where they are given."""
+        folder = model_folder(self.model) if self.model else None
+        whole = not self.model or (folder is not None and (folder / "config.json").is_file())
+        self._require("model", whole, "a folder with a trained model and its tokenizer")
+        self._require("data", all(Path(file).is_file() for file in self.data), "files")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,99 @@
+"""The benchmark of skipped tiles: rows of calls that skip, a random head, a model's own hidden states."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.results import result
+from head.test_skip import kernels  # noqa: F401
+from lowtide.bench.skip import held_out, measure_head, peers, random_head
+from lowtide.bench.train_config import SkipBenchConfig
+from lowtide.cli import main
+
+CPU = torch.device("cpu")
+DENSE = {"name", "ms", "speed", "mib", "input_error", "weight_error", "loss_error"}
+SKIPS = DENSE | {"share", "dropped_mass", "threshold", "reported_input_error", "reported_weight_error"}
+
+
+def config(**more: Any) -> SkipBenchConfig:
+    small = {"tokens": 150, "hidden": 24, "vocab": 1100, "calls": 2, "warm": 0, "reps": 1}
+    return SkipBenchConfig(**{**small, **more})
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_of_calls_that_skip() -> None:
+    """Each has its own errors and state: a row is the same whatever was measured before it."""
+    asked = config(accepted=("2e-1", "5e-2"))
+    x, w, y = random_head(asked, torch.float32, CPU)
+    limit, dense, *rows = measure_head(x, w, y, asked)
+    assert (limit["name"], limit["speed"]) == ("three GEMMs", 1.0)
+    assert set(dense) >= DENSE
+    assert "share" not in dense
+    for row in rows:
+        assert set(row) >= SKIPS
+        assert row["speed"] == pytest.approx(row["limit_ms"] / row["ms"])
+        assert dense["input_error"] < row["input_error"] < 0.2
+        assert row["share"] < 1
+        assert row["loss_error"] < 1e-5
+    *_, alone = measure_head(x, w, y, config(accepted=("5e-2",)))
+    same = alone.keys() - {"ms", "spread", "limit_ms", "speed", "mib"}
+    assert {name: alone[name] for name in same} == {name: rows[1][name] for name in same}
+    assert not w.requires_grad
+
+
+def test_names() -> None:
+    names = [peer.name for peer in peers(config(accepted=("1e-2", "5e-3"), unbiased=True))]
+    assert names == [
+        "lowtide",
+        *("lowtide skip=1e-2", "lowtide skip=1e-2 unbiased", "lowtide skip=5e-3", "lowtide skip=5e-3 unbiased"),
+    ]
+
+
+def test_where_nothing_can_be_skipped_rows_have_the_reason() -> None:
+    asked = config(accepted=("1e-2",), tokens=20, vocab=50)
+    *_, row = measure_head(*random_head(asked, torch.float32, CPU), asked)
+    assert row.keys() == {"name", "cannot", "unsupported"}
+    assert "No tile is skipped: its kernels are for GPUs" in row["cannot"]
+
+
+def test_a_random_head_is_as_concentrated_as_a_trained_one() -> None:
+    asked = config(tokens=500, hidden=256, vocab=5000)
+    x, w, y = random_head(asked, torch.bfloat16, CPU)
+    assert (x.shape, w.shape, y.shape, x.dtype, w.dtype) == ((500, 256), (5000, 256), (500,), *2 * (torch.bfloat16,))
+    logits = x.double() @ w.double().T
+    assert 0.2 < torch.nn.functional.cross_entropy(logits, y).item() < math.log(5000) / 2
+    largest = logits.softmax(1).mean(0).sort(descending=True).values
+    assert largest[:500].sum() > 0.5, "a tenth of the classes has most of the mean probability"
+    assert all(map(torch.equal, (x, w, y), random_head(asked, torch.bfloat16, CPU)))
+    assert not torch.equal(w, random_head(config(tokens=500, hidden=256, vocab=5000, seed=1), torch.bfloat16, CPU)[1])
+
+
+def test_a_models_own_hidden_states(tmp_path: Path) -> None:
+    """They times the head are the model's logits, sequence by sequence; the text has to be long enough."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from train.conftest import save_model
+
+    folder, text = save_model(tmp_path / "model"), tmp_path / "held-out.txt"
+    text.write_text("the tide is low, and the sand is dry " * 3)
+    asked = config(model=str(folder), data=(str(text),), tokens=50, seq_len=16)
+    x, w, y = held_out(asked, torch.float32, CPU)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"])[:51]
+    assert torch.equal(y, ids[1:])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = torch.cat([model(part[None]).logits[0] for part in ids[:-1].split(16)])
+    torch.testing.assert_close(x @ w.T, logits)
+
+    words = ["bench", "skip", "--model", str(folder), "--data", str(text), "--device", "cpu", "--seq-len", "16"]
+    assert main([*words, "--tokens", "50", "--reps", "1", "--output", str(tmp_path)]) == 0
+    told = result(tmp_path)
+    assert (told["tokens"], told["hidden"], told["vocab"]) == (50, *reversed(w.shape))
+    assert "speed" in told["rows"][1]
+    assert main([*words, "--tokens", "5000", "--output", str(tmp_path / "none")]) == 2
