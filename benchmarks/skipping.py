@@ -43,7 +43,7 @@ VARIANTS: dict[str, HeadOptions | None] = {
     "unbiased": HeadOptions(skip=5e-3, skip_unbiased=True),
     "drop": HeadOptions(skip=5e-3),
 }
-HEADS = {65536: (1024, 8, 700), 131072: (2048, 4, 250), 32768: (1024, 8, 500)}  # V: D, layers, steps
+HEADS = {65536: (1024, 8, 400), 131072: (2048, 4, 120), 32768: (1024, 8, 300)}  # V: D, layers, steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,8 @@ class Dropped:
         self.threshold = threshold
 
     def __enter__(self) -> None:
-        self.before = kept_tiles.put_in_order, kept_tiles.put_back, vocabulary_order.CHANGE, vocabulary_order.FIRST
+        order = vocabulary_order.VocabularyOrder
+        self.before = kept_tiles.put_in_order, kept_tiles.put_back, order.adapt, vocabulary_order.FIRST
         put_in_order, put_back = self.before[:2]
 
         def without_means(w: Tensor, order: Tensor, out: Tensor, mean: Tensor) -> None:
@@ -202,10 +203,11 @@ class Dropped:
             put_back(total, shared.zero_(), order, out)
 
         kept_tiles.put_in_order, kept_tiles.put_back = without_means, without_shared
-        vocabulary_order.CHANGE, vocabulary_order.FIRST = (1.0, 1.0), self.threshold / 5e-3
+        order.adapt, vocabulary_order.FIRST = (lambda *_: None), self.threshold / 5e-3  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        kept_tiles.put_in_order, kept_tiles.put_back, vocabulary_order.CHANGE, vocabulary_order.FIRST = self.before
+        order = vocabulary_order.VocabularyOrder
+        kept_tiles.put_in_order, kept_tiles.put_back, order.adapt, vocabulary_order.FIRST = self.before
 
 
 RUNS = Table(

@@ -23,10 +23,11 @@ PAYS = 0.65  # the share of tiles below which a call that skips is faster
 PROBE = 32  # calls, of which one skips where that does not pay
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
 FIRST = 0.012  # the first threshold over the error that is accepted
+STEADY = 0.9  # a change of the threshold below which the next calls are compared too
 COMPARED = 16  # calls that are all compared, the first ones, and of later ones one in so many
 EVERY = 64  # calls after which the order is refreshed, and before at the powers of two
 OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
-NEAR = 0.94  # of what is accepted, what is aimed at
+NEAR = 0.92  # of what is accepted, what is aimed at
 CHANGE = (0.5, 1.15)  # of the threshold, from one comparison to the next
 OVER, UNDER = 1.3, 0.85  # over what is aimed at, from which the threshold stays below so much of what it was
 FAR, FAR_CHANGE = 0.3, 1.6  # where the errors are that far below, and what it changes by
@@ -72,6 +73,7 @@ class VocabularyOrder:
         self._seen: Tensor | None = None
         self._arriving: deque[tuple[int, torch.cuda.Event, int]] = deque()
         self._shares: deque[float] = deque(maxlen=4)
+        self._change = 1.0  # of the threshold, the last one that is heeded
 
     def ask(self, asked: Asked) -> None:
         """Take what a call asks for: where a smaller error is, the threshold falls with it."""
@@ -105,7 +107,8 @@ class VocabularyOrder:
         )
         share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt()
         most = torch.maximum(share, (before * share).sqrt()).max()
-        change = torch.where(most < FAR, FAR_CHANGE, (1 / most).clamp(*CHANGE)).view(1)
+        change = torch.where(most < 1, (1 / most).sqrt(), 1 / most).clamp(*CHANGE)  # errors grow faster than it
+        change = torch.where(most < FAR, FAR_CHANGE, change).view(1)
         highest = torch.where(most > OVER, torch.minimum(self.state[8:], threshold * UNDER), self.state[8:])
         threshold = torch.minimum((threshold * change).clamp(max=error), highest)
         changed = torch.cat((threshold, errors, least, share, change, highest))
@@ -138,7 +141,7 @@ class VocabularyOrder:
     def compares(self) -> bool:
         """Whether the present call finds its errors, as each does that skips where that does not pay."""
         n = self.calls - 1
-        return n < COMPARED or n % COMPARED == 0
+        return n < COMPARED or n % COMPARED == 0 or not STEADY <= self._change <= CHANGE[1]
 
     def begin(self) -> bool:
         """Begin a call; return whether it skips tiles: also where the threshold is still far from what it will be."""
@@ -149,6 +152,7 @@ class VocabularyOrder:
             event.synchronize()
             assert self._numbers is not None
             kept, tiles, change = self._numbers[slot].tolist()
+            self._change = change
             self._shares.append(0 if change > CHANGE[1] else kept / max(1, tiles))
         pays = not self._shares or min(self._shares) < PAYS
         return self.order is not None and (pays or n % PROBE == 0)

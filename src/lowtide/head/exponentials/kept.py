@@ -162,14 +162,30 @@ def see_chunk(
     known.see(total)
 
 
-def sorted_rows(rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int) -> tuple[Rows, Tensor, Tensor]:
-    """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count, by target.
+def sorted_rows(
+    rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int, chunk_rows: int
+) -> tuple[Rows, Tensor, Tensor]:
+    """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count.
 
-    Ignored tokens are last. A tile of rows then has few targets, and tokens that are alike.
+    Those of a chunk are in the order of their targets: a tile of rows then has few, and tokens that are alike. Every
+    chunk has its part of all targets, so that what a class gets of its own tokens and of the others meets in one sum,
+    and not when it has been rounded. Ignored tokens are last.
     """
     assert known.inverse is not None
     places = known.inverse.index_select(0, y_N.clamp(min=0)).where(y_N >= 0, V)
     places, index = places.sort(stable=True)
     valid = places < V
     count = valid.sum(dtype=torch.int32).view(1)
+    if chunk_rows < len(places):
+        spread = _spread(len(places), chunk_rows, count)
+        places, valid, index = (torch.empty_like(x).index_copy_(0, spread, x) for x in (places, valid, index))
     return replace(rows, index=index, count=count), places.where(valid, -1), unit_N.index_select(0, index)
+
+
+def _spread(n: int, chunk_rows: int, count: Tensor) -> Tensor:
+    """Return the place of each of n sorted rows, of which the first ``count`` are valid and stay before the others."""
+    row = torch.arange(n, device=count.device)
+    chunk = row // chunk_rows
+    length = torch.where(chunk < count // chunk_rows, chunk_rows, count % chunk_rows)
+    within = (row % chunk_rows + chunk / (n // chunk_rows + 1)) / length
+    return within.where(row < count, torch.inf).argsort(stable=True)

@@ -200,7 +200,7 @@ def _plan(
         if keeps_tiles(head, plan):
             from lowtide.head.exponentials.kept import sorted_rows
 
-            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, numbered(head.order), V)
+            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, numbered(head.order), V, plan.chunk_rows)
         elif skips:
             y, unit, index, count = selection.valid_first()
             rows = replace(rows, index=index, count=count)
