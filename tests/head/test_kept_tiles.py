@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.kernels import kept_tiles
+from lowtide.head.kernels import kept_lists, kept_tiles
 from lowtide.head.kernels.kept_tiles import Targets
 
 ROWS, COLUMNS = 128, 256
@@ -42,16 +42,16 @@ def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     R = chosen.choice([1, 2, 7, 33, chosen.randrange(1, 200)])
     P = chosen.choice([1, 2, 127, 129, chosen.randrange(1, 1100)])
     across, programs = chosen.choice([1, 3, 16, chosen.randrange(1, 33)]), chosen.choice([132, 132, 7, 2, 1])
-    monkeypatch.setattr(kept_tiles, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(kept_lists, "multiprocessors", lambda device: programs)
     C, D = R * ROWS - chosen.randrange(ROWS), across * COLUMNS - chosen.randrange(COLUMNS)
     keep = some_flags(R, P, seed % 4, chosen.choice([0, 0.02, 0.3, 1]))
-    lists, flags = kept_tiles.lists_for(C, P, CPU)
-    shares, room = kept_tiles.shares_for(C, CPU)
+    lists, flags = kept_lists.lists_for(C, P, CPU)
+    shares, room = kept_lists.shares_for(C, CPU)
     for x in (*lists, *shares, room):
         x.fill_(-7)
     flags.copy_((keep.int() * torch.randint(1, 4, (R, P))).flatten())
     total, y = torch.zeros(2, dtype=torch.int32), torch.full((C,), -1, dtype=torch.int32)
-    kept_tiles.list_kept(flags, lists, shares, room, total, torch.zeros(C, 1), targets_of(y), D)
+    kept_lists.list_kept(flags, lists, shares, room, total, torch.zeros(C, 1), targets_of(y), D)
 
     counts = keep.sum(1).tolist()
     assert total.tolist() == [sum(counts), R * P]
@@ -143,9 +143,9 @@ def test_tiles_that_were_drawn() -> None:
     flags = torch.tensor([[1, 0, 3], [4, 1, 0]], dtype=torch.int32)
     targets, before = targets_of(y), e.clone()
     targets.rest.copy_(torch.randn(C))
-    lists, _ = kept_tiles.lists_for(C, 3, CPU)
-    shares, room = kept_tiles.shares_for(C, CPU)
-    kept_tiles.list_kept(flags.flatten(), lists, shares, room, torch.zeros(2, dtype=torch.int32), e, targets, D)
+    lists, _ = kept_lists.lists_for(C, 3, CPU)
+    shares, room = kept_lists.shares_for(C, CPU)
+    kept_lists.list_kept(flags.flatten(), lists, shares, room, torch.zeros(2, dtype=torch.int32), e, targets, D)
     kept_tiles.multiply_drawn(flags.flatten(), e, targets)
     flag = flags.repeat_interleave(ROWS, 0)[:C].repeat_interleave(COLUMNS, 1)[:, :V]
     is_target = torch.arange(V) == y[:, None]

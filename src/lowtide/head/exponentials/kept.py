@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.exponentials.comparison import Comparison
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import exp_rows, kept_gemms_hopper, kept_tiles
+from lowtide.head.kernels import exp_rows, kept_gemms_hopper, kept_lists, kept_tiles
 from lowtide.head.kernels.gemm import Used
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
@@ -67,8 +67,8 @@ class KeptTiles:
     def allocate(self, rows: int) -> None:
         """Make what chunks of so many rows share."""
         device, D = self.weight_VD.device, self.weight_VD.shape[1]
-        self._lists, self._flags = kept_tiles.lists_for(rows, self.tiles, device)
-        self._shares, self._space = kept_tiles.shares_for(rows, device)
+        self._lists, self._flags = kept_lists.lists_for(rows, self.tiles, device)
+        self._shares, self._space = kept_lists.shares_for(rows, device)
         self._room = room_for(device)
         self._mass = self.mean_PD.new_empty(rows, padded(self.tiles))
         self._numbers = self.mean_PD.new_empty(2, rows, dtype=torch.float32)
@@ -89,7 +89,7 @@ class KeptTiles:
         self._mass_CP = self._mass[:C, : self.tiles]
         lists = self._lists
         if len(lists.across) != R:  # a last chunk that is shorter
-            lists, self._flags = kept_tiles.lists_for(C, self.tiles, e_CV.device)
+            lists, self._flags = kept_lists.lists_for(C, self.tiles, e_CV.device)
         self._lists_of_chunk = lists
         dropped = self.squares.new_empty(R * -(-self.tiles // kept_tiles.TILES.value))
         self._dropped.append(dropped)
@@ -97,7 +97,7 @@ class KeptTiles:
         kept_tiles.find_kept(
             sums_CP, self.squares[:C], targets, self._least, self._mass_CP, self._flags, dropped, used, self.known.seed
         )
-        kept_tiles.list_kept(self._flags, lists, self._shares, self._space, total, e_CV, targets, self._D, used)
+        kept_lists.list_kept(self._flags, lists, self._shares, self._space, total, e_CV, targets, self._D, used)
 
     def settle(self, e_CV: Tensor, ends: InputRows | None, scaled_CD: Tensor | None) -> None:
         """Take what is compared of a chunk's E, and then multiply the tiles that stay at random."""
