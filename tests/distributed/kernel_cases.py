@@ -208,7 +208,7 @@ def plans_of_what_is_fetched_ahead() -> None:
 
     hidden, classes, mib = 4096, 32064, 160
     of_head: Any = SimpleNamespace(
-        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16, ignored_tokens="auto",
+        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16, ignored_tokens="auto", order=0,
         weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"), softcap=None,
         options=lowtide.HeadOptions(gradient="recompute", workspace_mib=mib),
     )  # fmt: skip

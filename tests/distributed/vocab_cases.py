@@ -303,7 +303,7 @@ def unlike_gpus() -> None:
                 weight = torch.empty(classes, hidden, dtype=dtype, device="meta")
                 of_head: Any = SimpleNamespace(
                     input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, ranks=ranks, softcap=None,
-                    options=lowtide.HeadOptions(), ignored_tokens="skip",
+                    options=lowtide.HeadOptions(), ignored_tokens="skip", order=0,
                 )  # fmt: skip
                 of_loss = CrossEntropyArgs(torch.empty(0), None, None, None, "mean", -100, 0.0, 0.0)
                 plan = plan_cross_entropy(of_head, of_loss, 20000, Wanted(True, True, True))

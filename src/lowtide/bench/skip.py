@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide import HeadOptions, linear_cross_entropy, skip_report
 from lowtide.bench.harness import Benchmark, CannotError, Column, Peer, Row, Run, Table
 from lowtide.bench.head import loss_task
 from lowtide.bench.problem import PLAIN, Problem, blocks
@@ -21,6 +20,9 @@ from lowtide.bench.task import Bench, Function, Task
 from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.bench.way import LOWTIDE
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.options import HeadOptions
+from lowtide.head.skipping import skip_report
 from lowtide.train.model import pretrained_model
 from lowtide.train.shapes import model_folder
 from lowtide.train.tokenizer import load_tokenizer
