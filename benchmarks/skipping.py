@@ -33,6 +33,7 @@ from lowtide.bench.skip import TABLE, measure_head
 from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.head import vocabulary_order
 from lowtide.head.kernels import kept_tiles
+from lowtide.measure.plots import new_figure
 
 HELD_OUT = 25  # one file in so many
 LENGTH, BATCH = 1024, 16
@@ -43,6 +44,7 @@ VARIANTS: dict[str, HeadOptions | None] = {
     "unbiased": HeadOptions(skip=5e-3, skip_unbiased=True),
     "drop": HeadOptions(skip=5e-3),
 }
+COLORS = {"dense": "#777777", "skip": "#0b62a8", "unbiased": "#d06b00"}
 HEADS = {65536: (1024, 8, 400), 131072: (2048, 4, 120), 32768: (1024, 8, 300)}  # V: D, layers, steps
 
 
@@ -222,6 +224,26 @@ RUNS = Table(
 )
 
 
+def draw(file: Path, rows: list[Row]) -> None:
+    """Draw, of the runs from random weights by Adam, the share of the tiles and how losses lie about the dense mean."""
+    chosen = [row for row in rows if (row["of"], row["optimizer"]) == ("scratch", "adam") and row["variant"] != "drop"]
+    dense = [row["curve"] for row in chosen if row["variant"] == "dense"]
+    mean = [sum(values) / len(values) for values in zip(*dense, strict=True)]
+    with new_figure(file, 10, 3.8, dpi=130) as figure:
+        share, loss = figure.subplots(1, 2)
+        for row in chosen:
+            color, name = COLORS[row["variant"]], row["variant"] if row["seed"] == 0 else None
+            steps = [EVERY * (i + 1) for i in range(len(mean))]
+            loss.plot(steps, [y - m for y, m in zip(row["curve"], mean, strict=True)], color=color, label=name, lw=0.9)
+            if points := [(step, part) for step, part, *_ in row["shares"]]:
+                share.plot(*zip(*points, strict=True), color=color, label=name, marker="o", ms=3, lw=1.2)
+        for axes, what in ((share, "share of the tiles that stay"), (loss, "loss, less the mean of the dense runs")):
+            axes.set(xlabel="steps", ylabel=what)
+            axes.grid(alpha=0.25)
+            axes.legend()
+        share.set_ylim(0, 1)
+
+
 def runs(run: Run[SkippingConfig], data: dict[str, Tensor]) -> None:
     config, rows, began = run.config, run.result.setdefault("rows", []), time.perf_counter()
     run.say(RUNS.header)
@@ -269,6 +291,7 @@ def runs(run: Run[SkippingConfig], data: dict[str, Tensor]) -> None:
         for variant in ("dense", "skip", "unbiased"):
             one("fine-tune", "adam", variant, seed)
     one("fine-tune", "adam", "drop", 0)
+    run.files.plot("runs", lambda file: draw(file, rows))
 
 
 def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
