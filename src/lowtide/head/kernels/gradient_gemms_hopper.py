@@ -33,15 +33,16 @@ from lowtide.head.kernels.hopper import (
     PRODUCER_REGISTERS,
     ROWS,
     barrier,
+    barriers,
     counted,
     fence_async_shared,
     gl,
     gluon,
     hopper_descriptor,
+    load_stage,
     load_tile,
     mbarrier,
     multiply,
-    stage_and_phase,
     store_tile,
     tma,
 )
@@ -81,19 +82,13 @@ def _produce_input(  # type: ignore[no-untyped-def]
     e_d, w_d, stages, room, rows, V, D, STAGES: gl.constexpr, DEPTH: gl.constexpr
 ):
     """Load E's and W's stages."""
-    a_s, b_s, full, empty = stages
     whole, rest, parts = _parts_of(rows, D, room)
     step = gl.to_tensor(0)
     for unit in range(gl.program_id(0), whole + rest * parts, gl.num_programs(0)):
         row, column, begin, steps = _unit_at(unit, rows, V, whole, rest, parts, DEPTH)
         for k in range(begin, begin + steps):
-            stage, phase = stage_and_phase(step, STAGES)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            loaded = full.index(stage)
-            mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
-            load_tile(e_d, [row, k * DEPTH], loaded, a_s.index(2 * stage))
-            load_tile(e_d, [row + ROWS, k * DEPTH], loaded, a_s.index(2 * stage + 1))
-            load_tile(w_d, [k * DEPTH, column], loaded, b_s.index(stage))
+            above, below = [row, k * DEPTH], [row + ROWS, k * DEPTH]
+            load_stage(stages, step, e_d, above, below, w_d, [k * DEPTH, column], STAGES, DEPTH)
             step += 1
 
 
@@ -129,11 +124,7 @@ def _input_grad(  # type: ignore[no-untyped-def]
     """Set up the stages and the barriers, and send the warps to their parts."""
     a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
     b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(STAGES, 2)
     fence_async_shared()
     stages = (a_s, b_s, full, empty)
     rows = counted(count, first, C)
@@ -162,7 +153,6 @@ def _produce_weight(  # type: ignore[no-untyped-def]
     e_d, x_d, out_d, stages, old, rows, V, D, ADD: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr
 ):  # fmt: skip
     """Load E's and S's stages, and the tiles that are added to."""
-    a_s, b_s, full, empty = stages
     out_s, old_full, old_empty = old
     across = gl.cdiv(D, COLUMNS)
     steps = gl.cdiv(rows, DEPTH)
@@ -172,13 +162,8 @@ def _produce_weight(  # type: ignore[no-untyped-def]
         row = (tile // across) * (2 * ROWS)
         column = (tile % across) * COLUMNS
         for k in range(steps):
-            stage, phase = stage_and_phase(step, STAGES)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            loaded = full.index(stage)
-            mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
-            load_tile(e_d, [k * DEPTH, row], loaded, a_s.index(2 * stage))
-            load_tile(e_d, [k * DEPTH, row + ROWS], loaded, a_s.index(2 * stage + 1))
-            load_tile(x_d, [k * DEPTH, column], loaded, b_s.index(stage))
+            above, below = [k * DEPTH, row], [k * DEPTH, row + ROWS]
+            load_stage(stages, step, e_d, above, below, x_d, [k * DEPTH, column], STAGES, DEPTH)
             step += 1
             if ADD:  # noqa: SIM102 - known when compiled
                 # this stage was left last at the step in which the consumers freed the buffer, or later
@@ -231,16 +216,8 @@ def _weight_grad(  # type: ignore[no-untyped-def]
     a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
     b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
     out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    old_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    old_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(old_full.index(half), count=1)
-        mbarrier.init(old_empty.index(half), count=1)
+    full, empty = barriers(STAGES, 2)
+    old_full, old_empty = barriers(2, 1)
     fence_async_shared()
     stages = (a_s, b_s, full, empty)
     old = (out_s, old_full, old_empty)

@@ -46,11 +46,13 @@ __all__ = [
     "ROWS",
     "TensorDescriptor",
     "barrier",
+    "barriers",
     "counted",
     "fence_async_shared",
     "gl",
     "gluon",
     "hopper_descriptor",
+    "load_stage",
     "load_tile",
     "mbarrier",
     "multiply",
@@ -112,6 +114,30 @@ def multiply(  # type: ignore[no-untyped-def]
             barrier()
             mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
     return z, step
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def load_stage(stages, step, a_d, above, below, b_d, b_at, STAGES: gl.constexpr, DEPTH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a step's operands when both consumers have left its stage: a's blocks ``above`` and ``below``, and b's."""
+    a_s, b_s, full, empty = stages
+    stage, phase = stage_and_phase(step, STAGES)
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    loaded = full.index(stage)
+    mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+    load_tile(a_d, above, loaded, a_s.index(2 * stage))
+    load_tile(a_d, below, loaded, a_s.index(2 * stage + 1))
+    load_tile(b_d, b_at, loaded, b_s.index(stage))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def barriers(COUNT: gl.constexpr, EMPTY: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return COUNT barriers that one arrival completes, and COUNT that EMPTY arrivals do."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=EMPTY)
+    return full, empty
 
 
 @gluon.jit

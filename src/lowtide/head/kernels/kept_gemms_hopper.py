@@ -29,15 +29,16 @@ from lowtide.head.kernels.hopper import (
     PRODUCER_REGISTERS,
     ROWS,
     barrier,
+    barriers,
     counted,
     fence_async_shared,
     gl,
     gluon,
     hopper_descriptor,
+    load_stage,
     load_tile,
     mbarrier,
     multiply,
-    stage_and_phase,
     store_tile,
     tma,
 )
@@ -96,7 +97,6 @@ def _unit(unit, record, lists, shares, across):  # type: ignore[no-untyped-def]
 def _produce_input(operands, stages, lists, shares, P, D, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
     """Load the stages: of a tile's own program first those of what stands for the other tiles."""
     e_d, w_d, mass_d, mean_d = operands
-    a_s, b_s, full, empty = stages
     record = shares.records + gl.program_id(0) * FIELDS
     units = gl.load(record + 1) + gl.load(record + 6)
     step = gl.to_tensor(0)
@@ -106,13 +106,8 @@ def _produce_input(operands, stages, lists, shares, P, D, STAGES: gl.constexpr):
         column = d_tile * COLUMNS
         if number < 0:
             for k in range(gl.cdiv(P, DEPTH)):
-                stage, phase = stage_and_phase(step, STAGES)
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                loaded = full.index(stage)
-                mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
-                load_tile(mass_d, [row, k * DEPTH], loaded, a_s.index(2 * stage))
-                load_tile(mass_d, [row + ROWS, k * DEPTH], loaded, a_s.index(2 * stage + 1))
-                load_tile(mean_d, [k * DEPTH, column], loaded, b_s.index(stage))
+                above, below = [row, k * DEPTH], [row + ROWS, k * DEPTH]
+                load_stage(stages, step, mass_d, above, below, mean_d, [k * DEPTH, column], STAGES, DEPTH)
                 step += 1
         kept = lists.across + row_tile * P
         ahead = gl.load(kept + gl.minimum(begin, P - 1))  # read one tile ahead of its use
@@ -120,13 +115,8 @@ def _produce_input(operands, stages, lists, shares, P, D, STAGES: gl.constexpr):
             v = ahead * COLUMNS
             ahead = gl.load(kept + gl.minimum(at + 1, P - 1))
             for k in range(PER_COLUMN_TILE):
-                stage, phase = stage_and_phase(step, STAGES)
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                loaded = full.index(stage)
-                mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
-                load_tile(e_d, [row, v + k * DEPTH], loaded, a_s.index(2 * stage))
-                load_tile(e_d, [row + ROWS, v + k * DEPTH], loaded, a_s.index(2 * stage + 1))
-                load_tile(w_d, [v + k * DEPTH, column], loaded, b_s.index(stage))
+                above, below = [row, v + k * DEPTH], [row + ROWS, v + k * DEPTH]
+                load_stage(stages, step, e_d, above, below, w_d, [v + k * DEPTH, column], STAGES, DEPTH)
                 step += 1
 
 
@@ -170,11 +160,7 @@ def _input_grad(  # type: ignore[no-untyped-def]
     """Set up the stages and the barriers, and send the warps to their parts."""
     a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
     b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], w_d.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(STAGES, 2)
     fence_async_shared()
     stages = (a_s, b_s, full, empty)
     operands = (e_d, w_d, mass_d, mean_d)
@@ -204,7 +190,6 @@ def _produce_weight(  # type: ignore[no-untyped-def]
     e_d, x_d, out_d, stages, old, lists, R, P, D, ADD: gl.constexpr, STAGES: gl.constexpr
 ):
     """Load E's and S's stages, and the tiles that are added to."""
-    a_s, b_s, full, empty = stages
     out_s, old_full, old_empty = old
     across = gl.cdiv(D, COLUMNS)
     step = gl.to_tensor(0)
@@ -218,13 +203,8 @@ def _produce_weight(  # type: ignore[no-untyped-def]
             c = ahead * (2 * ROWS)
             ahead = gl.load(kept + gl.minimum(at + 1, R - 1))
             for k in range(PER_ROW_TILE):
-                stage, phase = stage_and_phase(step, STAGES)
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                loaded = full.index(stage)
-                mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
-                load_tile(e_d, [c + k * DEPTH, row], loaded, a_s.index(2 * stage))
-                load_tile(e_d, [c + k * DEPTH, row + ROWS], loaded, a_s.index(2 * stage + 1))
-                load_tile(x_d, [c + k * DEPTH, column], loaded, b_s.index(stage))
+                above, below = [c + k * DEPTH, row], [c + k * DEPTH, row + ROWS]
+                load_stage(stages, step, e_d, above, below, x_d, [c + k * DEPTH, column], STAGES, DEPTH)
                 step += 1
                 if ADD:  # noqa: SIM102 - known when compiled
                     # this stage was left last at the step in which the consumers freed the buffer, or later
@@ -284,16 +264,8 @@ def _weight_grad(  # type: ignore[no-untyped-def]
     a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, DEPTH, ROWS], e_d.layout)
     b_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, DEPTH, COLUMNS], x_d.layout)
     out_s = gl.allocate_shared_memory(out_d.dtype, [2, ROWS, COLUMNS], out_d.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    old_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    old_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(old_full.index(half), count=1)
-        mbarrier.init(old_empty.index(half), count=1)
+    full, empty = barriers(STAGES, 2)
+    old_full, old_empty = barriers(2, 1)
     fence_async_shared()
     stages = (a_s, b_s, full, empty)
     old = (out_s, old_full, old_empty)
