@@ -31,7 +31,7 @@ from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, release
 from lowtide.bench.settings import ScriptSettings, setting
 from lowtide.bench.skip import TABLE, measure_head
 from lowtide.bench.train_config import SkipBenchConfig
-from lowtide.head import vocabulary_order
+from lowtide.head import threshold, vocabulary_order
 from lowtide.head.kernels import kept_tiles
 from lowtide.measure.plots import new_figure
 
@@ -194,7 +194,7 @@ class Dropped:
 
     def __enter__(self) -> None:
         order = vocabulary_order.VocabularyOrder
-        self.before = kept_tiles.put_in_order, kept_tiles.put_back, order.adapt, vocabulary_order.FIRST
+        self.before = kept_tiles.put_in_order, kept_tiles.put_back, order.adapt, threshold.FIRST
         put_in_order, put_back = self.before[:2]
 
         def without_means(w: Tensor, order: Tensor, out: Tensor, mean: Tensor) -> None:
@@ -205,11 +205,11 @@ class Dropped:
             put_back(total, shared.zero_(), order, out)
 
         kept_tiles.put_in_order, kept_tiles.put_back = without_means, without_shared
-        order.adapt, vocabulary_order.FIRST = (lambda *_: None), self.threshold / 5e-3  # type: ignore[method-assign]
+        order.adapt, threshold.FIRST = (lambda *_: None), self.threshold / 5e-3  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         order = vocabulary_order.VocabularyOrder
-        kept_tiles.put_in_order, kept_tiles.put_back, order.adapt, vocabulary_order.FIRST = self.before
+        kept_tiles.put_in_order, kept_tiles.put_back, order.adapt, threshold.FIRST = self.before
 
 
 RUNS = Table(

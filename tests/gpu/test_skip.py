@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch import Tensor
 import lowtide
 from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from lowtide import HeadOptions
+from lowtide.bench.skip import random_head
+from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.head.backends import skips_ignored
 from support import relative_error
 
@@ -27,15 +28,12 @@ CALLS = 14
 
 def problem(N: int, D: int, V: int, *, ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states, a weight and targets with a softmax as concentrated as a trained model's."""
-    w = torch.randn(V, D, device="cuda") / math.sqrt(D)
-    frequency = 1 / (torch.randperm(V, device="cuda").float() + 3)
-    w[:, 0] = frequency.log() / 4 + 2
-    y = torch.multinomial(frequency, N, replacement=True)
-    x = torch.randn(N, D, device="cuda") * 1.5 + w[y] * math.sqrt(D) / 4
-    x[:, 0] = 4
+    seed = int(torch.randint(2**31, ()))
+    config = SkipBenchConfig(tokens=N, hidden=D, vocab=V, seed=seed)
+    x, w, y = random_head(config, torch.bfloat16, torch.device("cuda"))
     if ignored:
         y[::9] = -100
-    return x.bfloat16(), w.bfloat16(), y
+    return x, w, y
 
 
 def exact(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, scale: float = 1.0, **more: Any) -> list[Tensor]:

@@ -234,3 +234,18 @@ def test_skipping_tiles_fits_a_limit(N: int, weight_dtype: torch.dtype) -> None:
         assert mib is None or not plan.kept or plan.scratch_bytes <= mib * MIB
         assert plan.kept or mib is not None or N < 8192
         assert not plan.kept or plan.scratch_bytes > 2048 * 32000 * weight_dtype.itemsize
+
+
+def test_a_plan_of_skipped_tiles() -> None:
+    """It is in no more memory than without where the ordered copy fits, and says what it does."""
+    sizes = 16384, 2048, 131072
+    dense, found = (
+        plan_head(*sizes, torch.bfloat16, "cuda", HeadOptions(skip=skip), capability=(9, 0), device_bytes=80 * 2**30)
+        for skip in (None, 5e-3)
+    )
+    assert not dense.kept
+    assert found.kept
+    assert found.scratch_bytes <= dense.scratch_bytes
+    assert "tiles" in str(found)
+    frozen = plan_head(*sizes, torch.bfloat16, "cuda", HeadOptions(skip=5e-3), capability=(9, 0), weight_frozen=True)
+    assert not frozen.kept

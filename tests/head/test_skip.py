@@ -15,7 +15,7 @@ from head.kernel_plans import counted, use_kernels
 from lowtide import HeadOptions
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.head import skipping as asked
-from lowtide.head import vocabulary_order
+from lowtide.head import threshold, vocabulary_order
 from lowtide.head.kernels import configs, kept_gemms_hopper, kept_lists
 from lowtide.head.kernels.kept_gemms_hopper import Lists, Shares
 from lowtide.head.terms import cross_entropy
@@ -108,9 +108,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_gemms_hopper, "weight_grad", weight_grad)
     monkeypatch.setattr(kept_lists, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(vocabulary_order, "BAND", 512)
-    monkeypatch.setattr(vocabulary_order, "FIRST", 0.06)
+    monkeypatch.setattr(threshold, "FIRST", 0.06)
     monkeypatch.setattr(vocabulary_order, "CLUSTERS", 4)
-    monkeypatch.setattr(vocabulary_order.VocabularyOrder, "end", lambda self: None)
 
 
 def problem(N: int, D: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +189,7 @@ def test_options(kernels: None, unbiased: bool) -> None:
 def test_unbiased(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of gradients over the random numbers tends to the exact ones, as that of others does not."""
     monkeypatch.setattr(vocabulary_order.VocabularyOrder, "adapt", lambda *_: None)
-    monkeypatch.setattr(vocabulary_order, "FIRST", 0.3)
+    monkeypatch.setattr(threshold, "FIRST", 0.3)
     x, w, y = problem(140, 24, 1300)
     right, shares = exact(x, w, y)[1:], []
     for unbiased in (False, True):
@@ -269,12 +268,12 @@ def test_what_is_asked_may_change(kernels: None) -> None:
     parameter = w.requires_grad_()
     for skip, unbiased in [(0.02, False), (0.02, False), (0.2, False), (0.01, False), (0.01, True), (0.02, True)]:
         known = vocabulary_order.known_order(parameter)
-        before = None if known is None or known.state is None else known.state[0].item()
+        before = None if known is None or known.threshold is None else known.threshold.value.item()
         step(x, parameter, y, skip, unbiased=unbiased)
         known = remembered(parameter)
-        assert known.state is not None
-        assert before is None or known.state[0].item() <= 1.61 * max(before, 0.06 * skip)
-        assert known.state[0].item() <= 1.26 * skip
+        assert known.threshold is not None
+        assert before is None or known.threshold.value.item() <= 1.61 * max(before, 0.06 * skip)
+        assert known.threshold.value.item() <= 1.26 * skip
     assert (known.calls, known.dense) == (6, 1)
 
 
@@ -286,15 +285,15 @@ def test_batches_that_say_nothing(kernels: None) -> None:
     step(x, parameter, y)
     step(x, parameter, y)
     known = remembered(parameter)
-    assert known.state is not None
-    before = known.state.clone()
+    assert known.threshold is not None
+    before = known.threshold
     ignored = step(x * torch.nan, parameter, torch.full_like(y, -100), reduction="sum")
     none = step(x[:0], parameter, y[:0], reduction="sum")
     assert not any(found.any() for found in (*ignored, *none))
-    assert torch.equal(known.state, before)
+    assert all(map(torch.equal, known.threshold, before))
     x[1] = torch.nan
     step(x, parameter, y)
-    assert torch.equal(known.state, before)
+    assert all(map(torch.equal, known.threshold, before))
     assert known.mean is not None
     assert known.mean.isfinite().all()
 
@@ -306,8 +305,8 @@ def test_thresholds_end(kernels: None) -> None:
     known.refresh(torch.randn(300, 8))
     for _ in range(40):
         known.adapt(torch.full((2,), 1e-7))
-    assert known.state is not None
-    assert known.state[0].item() == pytest.approx(0.02)
+    assert known.threshold is not None
+    assert known.threshold.value.item() == pytest.approx(0.02)
 
 
 def test_calls_of_which_few_skip() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lowtide.graph import watched
 from lowtide.head.backends import skips_ignored
 from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs
+from lowtide.head.host_numbers import host_memory, sent
 
 LEAST = 0.05  # the share of ignored tokens from which skipping them is faster
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
@@ -32,9 +33,7 @@ class Calls:
     """The calls of one kind: whether the next skips ignored tokens."""
 
     def __init__(self) -> None:
-        with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
-            pinned = torch.cuda.is_available()
-            self.numbers = torch.empty(AT_ONCE, dtype=torch.int64, pin_memory=pinned)  # as they arrive
+        self.numbers = host_memory(AT_ONCE, dtype=torch.int64)  # as they arrive
         self._number = 0
         self._counted: deque[tuple[int, Share]] = deque()
         self._shares: deque[float] = deque(maxlen=NUMBERS)
@@ -120,12 +119,10 @@ def kept_tokens(args: Any, upstream: Sequence[Tensor | None], tokens: int) -> Te
 
 def _share(kept_N: Tensor, number: Tensor) -> Share:
     """Begin to count the tokens that are left out, on the host in ``number``; return what waits for their share."""
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    number.copy_(kept_N.sum(), non_blocking=True)
-    arrived.record(torch.cuda.current_stream(kept_N.device))
+    arrived = sent(kept_N.sum(), number)
 
     def wait() -> float:
-        arrived.synchronize()
+        arrived()
         return 1 - int(number) / max(1, kept_N.numel())
 
     return wait

@@ -130,6 +130,8 @@ class HeadPlan:
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
         if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
             lines.append(f"both sides' logits exist of {self.product_rows} rows at a time, their gradient of a chunk's")
+        if self.kept:
+            lines.append("the gradients skip tiles of the softmax, in an ordered copy of the weight")
         if self.piece_rows:
             lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)
@@ -223,9 +225,13 @@ def plan_head(
         choice = choose("cross entropy", options, exp=exp, row=why_not_row(device, dtype, V))
     gradient = choose_gradient(options, reduction, weight_frozen)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient, device_bytes)
-    skips = choice[0] == "exp" and options.ignored_tokens == "skip" and skips_ignored(device, capability)
+    ends_early = choice[0] == "exp" and skips_ignored(device, capability)
+    kept = options.skip is not None and ends_early and gradient == "forward" and not weight_frozen
+    skips = ends_early and (kept or options.ignored_tokens == "skip")
     pieces = float32_pieces(device, capability)
-    return plan_of(work._replace(function=function, input_is_copied=input_is_copied, skips=skips, pieces=pieces))
+    return plan_of(
+        work._replace(function=function, input_is_copied=input_is_copied, skips=skips, kept=kept, pieces=pieces)
+    )
 
 
 def plan_divergence(

@@ -9,7 +9,7 @@ so many stay that skipping does not pay, calls are dense, but for one in PROBE.
 """
 
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -18,19 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowtide.head.host_numbers import host_memory, sent
+from lowtide.head.threshold import CHANGE, Threshold
+
 BAND, CLUSTERS, ROUNDS = 16384, 64, 3
 PAYS = 0.65  # the share of tiles below which a call that skips is faster
 PROBE = 32  # calls, of which one skips where that does not pay
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
-FIRST = 0.012  # the first threshold over the error that is accepted
 STEADY = 0.9  # a change of the threshold below which the next calls are compared too
 COMPARED = 16  # calls that are all compared, the first ones, and of later ones one in so many
 EVERY = 64  # calls after which the order is refreshed, and before at the powers of two
-OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
-NEAR = 0.92  # of what is accepted, what is aimed at
-CHANGE = (0.5, 1.15)  # of the threshold, from one comparison to the next
-OVER, UNDER = 1.3, 0.85  # over what is aimed at, from which the threshold stays below so much of what it was
-FAR, FAR_CHANGE = 0.3, 1.6  # where the errors are that far below, and what it changes by
 MEMORY = 0.8  # of the running mean
 
 
@@ -43,15 +40,26 @@ class Asked(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the last call that skipped did."""
+    """What the last call that skipped did.
 
-    share: float  # of the tiles that are kept
-    dropped_mass: float  # the mean probability, of a token, in no tile that is kept
-    input_error: float  # relative, of what was compared last with all tiles
+    Attributes:
+        share: Of the tiles of 128 tokens by 256 classes, those that were computed, from 0 to 1.
+        dropped_mass: The mean over tokens, by their factors, of the probability in tiles that were not. Without bias a
+            tile that stands for others counts as less than nothing, and the mean is near 0.
+        input_error: ``||dX - dX'|| / ||dX'||``, with dX' from all tiles, as the last comparison found it.
+        weight_error: The same of dW.
+        threshold: See docs/skipping.md.
+        calls: With this weight and ``skip``, so far.
+        dense: Those of them that skipped nothing.
+    """
+
+    share: float
+    dropped_mass: float
+    input_error: float
     weight_error: float
     threshold: float
     calls: int
-    dense: int  # calls that skipped nothing
+    dense: int
 
 
 class VocabularyOrder:
@@ -63,7 +71,7 @@ class VocabularyOrder:
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
         self.inverse: Tensor | None = None  # int32 [V]: each class's place
         self.mean: Tensor | None = None  # float32 [V]
-        self.state: Tensor | None = None  # float32 [9]: see `adapt`
+        self.threshold: Threshold | None = None
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
         self.dropped: Tensor | None = None  # float32 [.]: of each tile of rows of the last call, g p in no kept tile
         self.tokens: Tensor | None = None  # float32: the sum of these rows' g
@@ -71,48 +79,24 @@ class VocabularyOrder:
         self._numbers: Tensor | None = None
         self._signs: Tensor | None = None
         self._seen: Tensor | None = None
-        self._arriving: deque[tuple[int, torch.cuda.Event, int]] = deque()
+        self._arriving: deque[tuple[int, Callable[[], None], Tensor]] = deque()
         self._shares: deque[float] = deque(maxlen=4)
         self._change = 1.0  # of the threshold, the last one that is heeded
 
     def ask(self, asked: Asked) -> None:
         """Take what a call asks for: where a smaller error is, the threshold falls with it."""
         (error, unbiased, _), before = asked, self.asked
-        if self.state is not None and (error, unbiased) != before[:2]:
-            threshold = self.state[0] * min(1.0, error / before.error)
-            self.state = self._begun(threshold if unbiased == before.unbiased else FIRST * error)
+        if self.threshold is not None and (error, unbiased) != before[:2]:
+            if unbiased == before.unbiased:
+                self.threshold = self.threshold.begun_at(self.threshold.value * min(1.0, error / before.error))
+            else:
+                self.threshold = Threshold.first(error, self.threshold.value.device)
         self.asked = asked
 
-    def _begun(self, threshold: Tensor | float) -> Tensor:
-        assert self.order is not None
-        state = torch.zeros(9, dtype=torch.float32, device=self.order.device)
-        state[0], state[8] = threshold, torch.inf
-        return state
-
     def adapt(self, errors: Tensor) -> None:
-        """Change the threshold by the errors of dX and dW [2], so that neither is above what is accepted.
-
-        The least error seen is bfloat16's own, and the rest of what is aimed at is left for the tiles. Errors of no
-        gradient, or that are no numbers, say nothing. At most the threshold is what is accepted: it is one tile's share
-        of the gradients, and grows where nothing can be left out. Where it went too far, as where many tiles are alike,
-        it stays below until the order is refreshed.
-        """
-        assert self.state is not None
-        threshold, _, least, before = torch.split(self.state[:7], [1, 2, 2, 2])
-        error = self.asked.error
-        least = torch.minimum(errors, least).where(least > 0, errors)
-        aims = [NEAR * max(error**2 - own**2, (error / 3) ** 2) ** 0.5 for own in OWN]
-        room = torch.stack(
-            [(aim**2 - x.square()).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)]
-        )
-        share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt()
-        most = torch.maximum(share, (before * share).sqrt()).max()
-        change = torch.where(most < 1, (1 / most).sqrt(), 1 / most).clamp(*CHANGE)  # errors grow faster than it
-        change = torch.where(most < FAR, FAR_CHANGE, change).view(1)
-        highest = torch.where(most > OVER, torch.minimum(self.state[8:], threshold * UNDER), self.state[8:])
-        threshold = torch.minimum((threshold * change).clamp(max=error), highest)
-        changed = torch.cat((threshold, errors, least, share, change, highest))
-        self.state = changed.where(errors.isfinite().all(), self.state)
+        """Change the threshold by the errors of dX and dW [2]."""
+        assert self.threshold is not None
+        self.threshold = self.threshold.adapted(errors, self.asked.error)
 
     def see_misses(self, factor_n: Tensor, miss_n: Tensor) -> None:
         """Take how far the targets' probabilities are from 1: the gradients' size, to which thresholds are relative."""
@@ -148,26 +132,22 @@ class VocabularyOrder:
         n = self.calls
         self.calls += 1
         while self._arriving and self._arriving[0][0] <= n - AFTER:
-            _, event, slot = self._arriving.popleft()
-            event.synchronize()
-            assert self._numbers is not None
-            kept, tiles, change = self._numbers[slot].tolist()
-            self._change = change
-            self._shares.append(0 if change > CHANGE[1] else kept / max(1, tiles))
+            _, wait, number = self._arriving.popleft()
+            wait()
+            kept, tiles, self._change = number.tolist()
+            self._shares.append(0 if self._change > CHANGE[1] else kept / max(1, tiles))
         pays = not self._shares or min(self._shares) < PAYS
         return self.order is not None and (pays or n % PROBE == 0)
 
     def end(self) -> None:
         """End a call that skipped: its numbers begin to arrive."""
         assert self.total is not None
-        assert self.state is not None
+        assert self.threshold is not None
         if self._numbers is None:
-            with torch.inference_mode(mode=False):
-                self._numbers = torch.empty(AT_ONCE, 3, pin_memory=True)
-        slot, arrived = self.calls % AT_ONCE, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._numbers[slot].copy_(torch.cat((self.total.float(), self.state[7:8])), non_blocking=True)
-        arrived.record(torch.cuda.current_stream(self.total.device))
-        self._arriving.append((self.calls - 1, arrived, slot))
+            self._numbers = host_memory(AT_ONCE, 3)
+        number = self._numbers[self.calls % AT_ONCE]
+        wait = sent(torch.cat((self.total.float(), self.threshold.change)), number)
+        self._arriving.append((self.calls - 1, wait, number))
 
     def see(self, total_V: Tensor) -> None:
         """Take the sums of some tokens' probabilities, in the classes' own order."""
@@ -187,19 +167,19 @@ class VocabularyOrder:
         self.order = torch.cat((classes.new_full((1,), V), classes)).int()
         self.inverse = torch.empty_like(classes, dtype=torch.int32)
         self.inverse[classes] = torch.arange(V, dtype=torch.int32, device=w_VD.device)
-        if self.state is None:
-            self.state = self._begun(FIRST * self.asked.error)
+        if self.threshold is None:
+            self.threshold = Threshold.first(self.asked.error, w_VD.device)
             self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)
-        self.state = torch.cat((self.state[:8], self.state[8:] * 1.5))
+        self.threshold = self.threshold.relaxed()
 
     def report(self) -> Report | None:
         """Return what the last call that skipped did, None before it; the host waits for the device."""
-        if self.state is None or self.total is None or self.dropped is None or self.tokens is None:
+        if self.threshold is None or self.total is None or self.dropped is None or self.tokens is None:
             return None
         kept, tiles = self.total.tolist()
-        threshold, of_input, of_weight, *_ = self.state.tolist()
-        mass = float(self.dropped.sum() / self.tokens)
-        return Report(kept / max(1, tiles), mass, of_input, of_weight, threshold, self.calls, self.dense)
+        mass, (of_input, of_weight) = float(self.dropped.sum() / self.tokens), self.threshold.errors.tolist()
+        value = float(self.threshold.value)
+        return Report(kept / max(1, tiles), mass, of_input, of_weight, value, self.calls, self.dense)
 
 
 def _clusters(w_VD: Tensor, by_mean: Tensor) -> Tensor:

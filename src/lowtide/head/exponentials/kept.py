@@ -59,21 +59,20 @@ class KeptTiles:
 
     def take_factors(self, factor_n: Tensor, count: Tensor) -> None:
         """Take the rows' factors: the threshold is relative to the gradients' mean square, by the call before."""
-        assert self.known.state is not None
+        assert self.known.threshold is not None
         assert self.known.size is not None
-        self._least = self.known.state[:1].square() * (factor_n.square().sum() * self.known.size * ROWS / count)
+        self._least = self.known.threshold.value.square() * (factor_n.square().sum() * self.known.size * ROWS / count)
         self.known.tokens = factor_n.abs().sum()
 
     def allocate(self, rows: int) -> None:
         """Make what chunks of so many rows share."""
-        device, D = self.weight_VD.device, self.weight_VD.shape[1]
+        device = self.weight_VD.device
         self._lists, self._flags = kept_lists.lists_for(rows, self.tiles, device)
         self._shares, self._space = kept_lists.shares_for(rows, device)
         self._room = room_for(device)
         self._mass = self.mean_PD.new_empty(rows, padded(self.tiles))
         self._numbers = self.mean_PD.new_empty(2, rows, dtype=torch.float32)
         self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
-        self._D = D
 
     @property
     def compares(self) -> bool:
@@ -97,7 +96,9 @@ class KeptTiles:
         kept_tiles.find_kept(
             sums_CP, self.squares[:C], targets, self._least, self._mass_CP, self._flags, dropped, used, self.known.seed
         )
-        kept_lists.list_kept(self._flags, lists, self._shares, self._space, total, e_CV, targets, self._D, used)
+        kept_lists.list_kept(
+            self._flags, lists, self._shares, self._space, total, e_CV, targets, self.weight_VD.shape[1], used
+        )
 
     def settle(self, e_CV: Tensor, ends: InputRows | None, scaled_CD: Tensor | None) -> None:
         """Take what is compared of a chunk's E, and then multiply the tiles that stay at random."""
@@ -123,7 +124,7 @@ class KeptTiles:
         kept_tiles.add_targets(self._targets, scaled_CD, sum_VD, used)
         first = self._shared_PD is None
         if self._shared_PD is None:
-            self._shared_PD = self.squares.new_empty(self.tiles, self._D)
+            self._shared_PD = self.squares.new_empty(self.mean_PD.shape)
         matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=not first)
 
     def see_sum(self, into: Gradients) -> None:

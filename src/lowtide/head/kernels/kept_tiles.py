@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels import hopper
 from lowtide.head.kernels.exp_terms import block_of
 from lowtide.head.kernels.gemm import ALL, Used, counted_rows, matrix
 from lowtide.kernel_launch import Launcher, blocks_of
 
-ROWS = tl.constexpr(128)
-COLUMNS = tl.constexpr(256)
+ROWS = tl.constexpr(2 * hopper.ROWS.value)
+COLUMNS = tl.constexpr(hopper.COLUMNS.value)
 MOST_TARGETS = tl.constexpr(16)
 TILES = tl.constexpr(128)  # across, at a time
 
