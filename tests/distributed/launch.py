@@ -85,7 +85,7 @@ def check_all(file: Path, ranks: int, only: tuple[str, ...] = (), device: str = 
                 found[name] = outcome if found.get(name, RIGHT) == RIGHT else f"{found[name]}\n{outcome}"
     assert found, "\n".join(errors)
     wrong = [f"{case}: {outcome}" for case in cases if (outcome := found.get(case, "was not reached")) != RIGHT]
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join([*wrong, *errors])
 
 
 def main(names: dict[str, Any], only: Sequence[str] = tuple(sys.argv[2:])) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -149,6 +150,7 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
     try:
         for name, number in (("out", 1), ("err", 2)):
             os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), number)
+        faulthandler.enable()  # a rank that a signal ends says where it was
         os.environ.update(job["env"])
         if job["ranks"] > 1:
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
