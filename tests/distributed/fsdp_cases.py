@@ -241,13 +241,14 @@ def accumulation() -> None:
 
 
 def policies() -> None:
-    """Patched MLPs, norms and rotations at both checkpoint levels, with a policy around the layers, sharded."""
+    """Patched MLPs, norms and rotations at both checkpoint levels, with a policy around the layers, in tiles or not."""
     rank = dist.get_rank()
-    for keep, level in (("attention", 1), ("input", 0)):
+    for keep, level, tile in (("attention", 1, None), ("input", 0, None), ("input", 1, 3), ("attention", 0, 2)):
         model = model_of(tie_word_embeddings=True)
         joined = on_joined_batch(model)
         report = lowtide.patch(model)
-        lowtide.memory.apply_policy(model, lowtide.memory.ActivationPolicy(keep=keep, mlp_level=level))
+        policy = lowtide.memory.ActivationPolicy(keep=keep, mlp_level=level, tile_tokens=tile)
+        lowtide.memory.apply_policy(model, policy)
         shard(model, "root", None)
         for _ in range(2):
             same_on_joined(counted_step(model, batch_of(rank))[0], joined)

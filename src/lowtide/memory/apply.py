@@ -67,6 +67,7 @@ class PolicyReport:
         policy, size = self.policies[name], self.bytes_per_token[name]
         where = "host" if policy.offload and name not in self.on_device else "GPU"
         saves = _SAVES[policy.keep] + f" of every {policy.every} layers" * (policy.every > 1)
+        saves += f", in tiles of {policy.tile_tokens}" if policy.tile_tokens is not None else ""
         level = "unchanged" if policy.mlp_level is None else str(policy.mlp_level)
         return [saves, where, level, "-" if size is None else f"{size:,}"]
 
@@ -95,6 +96,10 @@ def apply_policy(
     With ``every=k`` layers of equal policies form groups of k, from the first on; the last one may be shorter. Only a
     group's first layer saves its input. Backward of a group begins with forwards of all its layers but the last, which
     hold nothing but the other layers' inputs; then each layer is recomputed as usual.
+
+    With ``tile_tokens`` so many tokens of each sequence run through a layer at a time. Such a layer has to work on each
+    token by itself but for one call of causal `torch.nn.functional.scaled_dot_product_attention` without a mask; its
+    first forward checks that on a few random tokens. Gradients of its weights are summed over tiles in float32.
 
     The recompute runs with the state that the layer had in forward (adapters, modes, hooks, parameters, attributes),
     whatever was assigned since, and restores the current state. Writes to tensors cannot be undone, and raise.

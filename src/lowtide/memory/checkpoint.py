@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import SavedAttention, Store, changed_in_place, contexts_under_compile, stay
-from lowtide.memory.groups import run_in_group
+from lowtide.memory.groups import refuse_compile, run_in_group
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.state import Snapshot, Versions
+from lowtide.memory.tiles import Call, LayerInTiles
 from lowtide.samples import Samples
 from lowtide.swap import child_class
 
@@ -35,6 +37,7 @@ class LayerState:
     policy: ActivationPolicy
     offloader: Offloader | None = None  # with offload=True, what its stack shares
     moves: bool = False  # what it saves goes to the host: not the last layers'
+    token_wise: set[Any] = field(default_factory=set)  # with tiles: the ways to call it that were checked
     follows: bool = False  # with every > 1: the layer before, of the same group, computes its input
     before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
 
@@ -54,7 +57,7 @@ def run_layer(
     Raises:
         UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys;
             ``keep="attention"``, and no fused attention ran; offloading, from a device that is none or to a host
-            without room; or as `run_in_group`.
+            without room; or as `run_in_group` and `LayerInTiles`.
     """
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         raise double_recompute(state.name)
@@ -64,8 +67,15 @@ def run_layer(
     in_graph = any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
     if cached or not in_graph:
         return forward(*args, **kwargs)
-    run, hidden = _of_hidden_states(layer, state.name, forward, args, kwargs)
+    key, hidden = _hidden_states(state.name, args, kwargs)
+    save: Callable[..., Any] = partial(_run, state)
     offloader = state.offloader
+    if state.policy.tile_tokens is not None and hidden.shape[1:2].numel() > state.policy.tile_tokens:
+        if torch.compiler.is_compiling():
+            refuse_compile(state.name, "tile_tokens", "tile_tokens=None")
+        forward = _in_tiles(layer, state, forward, key, (args, kwargs))
+        save = forward.run
+    run = _of_hidden_states(layer, state.name, forward, key, args, kwargs)
     if state.policy.every > 1:
 
         def begin() -> Store:
@@ -73,18 +83,28 @@ def run_layer(
 
         return run_in_group(layer, state.name, run, hidden, follows=state.follows, begin=begin)
     if offloader is None:
-        return _run(state, run, hidden, stay)
-    return _run_offloaded(state, offloader, run, hidden)
+        return save(run, hidden, stay)
+    return _run_offloaded(state, offloader, partial(save, run, hidden))
+
+
+def _in_tiles(layer: nn.Module, state: LayerState, forward: Forward, key: int | str, call: Call) -> LayerInTiles:
+    """Return the layer in tiles, once it is known to work on each token by itself in the way that it is called."""
+    tiles = LayerInTiles(layer, state.name, state.policy, forward, key, call)
+    flags = (x for x in tree_leaves(call) if isinstance(x, bool | int | str | None))
+    if (way := (layer.training, *flags)) not in state.token_wise:
+        tiles.check(call)
+        state.token_wise.add(way)
+    return tiles
 
 
 # Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.
 @_disable_dynamo  # torch.compiler.disable, without importing the compiler
-def _run_offloaded(state: LayerState, offloader: Offloader, run: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """`_run` with what is saved in host memory."""
+def _run_offloaded(state: LayerState, offloader: Offloader, save: Callable[[Store], Any]) -> Any:
+    """Run a layer with what it saves in host memory."""
     record = offloader.begin(moves=state.moves)
     # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
     with saved_tensors_hooks(lambda t: record.put(t) if t.numel() else stay(t), lambda get: get()):
-        return _run(state, run, hidden, record.put)
+        return save(record.put)
 
 
 def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store) -> Any:
@@ -114,19 +134,25 @@ def double_recompute(name: str) -> UnsupportedError:
     return UnsupportedError(message(name, expected, got, "Call model.gradient_checkpointing_disable()."))
 
 
-def _of_hidden_states(
-    layer: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[Tensor], Any], Tensor]:
-    """Return the layer as a function of its hidden states alone, and these: they are the input that is saved.
+def _hidden_states(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+    """Return where the hidden states are among a layer's arguments, and these: its first floating-point tensor."""
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    for key, value in given.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return key, value
+    raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
 
-    They are the first floating-point tensor among the arguments. The rest (positions, masks, another stack's output) is
-    shared by the layers and not copied; the recompute checks it for writes.
+
+def _of_hidden_states(
+    layer: nn.Module, name: str, forward: Forward, key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[Tensor], Any]:
+    """Return the layer as a function of its hidden states alone, its argument ``key``: they are what is saved.
+
+    The rest (positions, masks, another stack's output) is shared by the layers and not copied; the recompute checks it
+    for writes.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    key = next((key for key, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()), None)
-    if key is None:
-        raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
-    hidden = given.pop(key)
+    del given[key]
     run = _of_unchanged(layer, name, forward, list(given.values()))
     places, names = range(len(args)), list(kwargs)  # not these themselves: they hold the hidden states
 
@@ -134,7 +160,7 @@ def _of_hidden_states(
         every = {**given, key: hidden}
         return run(*(every[place] for place in places), **{name: every[name] for name in names})
 
-    return of_hidden, hidden
+    return of_hidden
 
 
 def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: list[Any]) -> Forward:

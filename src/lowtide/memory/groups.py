@@ -10,9 +10,8 @@ the inputs that they spare.)
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,11 +20,12 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import Get, Store, stay
 from lowtide.memory.hooks import OUT_OF_TURN
+from lowtide.memory.surroundings import Surroundings
 
 Run = Callable[[Tensor], Any]
 
@@ -48,7 +48,7 @@ def run_in_group(
             not the output of the layer before.
     """
     if torch.compiler.is_compiling():
-        _refuse_compile(name)
+        refuse_compile(name, "every > 1", "every=1")
     if _is_gathered(layer):
         hint = "Take every=1, with offload=True if that is too much memory."
         got = "one of FSDP or ZeRO-3, which gathers them for its own turn alone"
@@ -64,9 +64,10 @@ def run_in_group(
 
 
 @_disable_dynamo  # so that it is called where the compiler runs, and raises there
-def _refuse_compile(name: str) -> None:
-    hint = "Take every=1 for compiled layers, or compile their parts (layer.mlp.compile())."
-    raise UnsupportedError(message(name, "a layer in eager, with every > 1", "one under torch.compile", hint))
+def refuse_compile(name: str, setting: str, instead: str) -> None:
+    """Raise for a compiled layer, where a policy has a setting that runs in eager."""
+    hint = f"Take {instead} for compiled layers, or compile their parts (layer.mlp.compile())."
+    raise UnsupportedError(message(name, f"a layer in eager, with {setting}", "one under torch.compile", hint))
 
 
 def _is_gathered(layer: nn.Module) -> bool:
@@ -89,7 +90,7 @@ class _Group:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._layers: list[tuple[nn.Module, Run, _Surroundings]] = []
+        self._layers: list[tuple[nn.Module, Run, Surroundings]] = []
         self._inputs: list[Get | None] = []  # the first is what was saved; the others are there in backward alone
         self._output: weakref.ref[Tensor] | None = None
         self._version = 0
@@ -106,7 +107,7 @@ class _Group:
 
     def run(self, layer: nn.Module, run: Run, hidden: Tensor) -> Any:
         """Run a further layer; its backward gets its input from the group."""
-        place, around = len(self._layers), _Surroundings(hidden)
+        place, around = len(self._layers), Surroundings(hidden)
 
         def put(tensor: Tensor) -> Get:
             if not tensor.numel():  # the checkpoint's own, or a batch of nothing
@@ -161,27 +162,3 @@ def _turn_to(layer: nn.Module, *, over: bool) -> None:
     hook = vars(layer).get(OUT_OF_TURN)
     if hook is not None:
         hook(over)
-
-
-class _Surroundings:
-    """PyTorch's random state and autocast, as they are now; a layer's own state is `Snapshot`'s affair."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self._device = hidden.device.type
-        self._random = torch.get_rng_state()
-        self._on_devices = get_device_states(hidden)
-        kinds = [kind for kind in dict.fromkeys(("cpu", self._device)) if torch.amp.is_autocast_available(kind)]
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore them inside, and the current ones afterwards."""
-        devices, states = self._on_devices
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices, device_type=self._device))
-            torch.set_rng_state(self._random)
-            set_device_states(devices, states, device_type=self._device)
-            for kind, dtype, enabled in self._autocast:
-                # Casts of weights that a cache would hold have no graph here; backward may run under autocast too.
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-            yield

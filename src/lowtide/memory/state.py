@@ -69,11 +69,11 @@ class Snapshot:
         self._around = [read() for read, _ in _AROUND]
         self._watching = [mode for mode in _dispatch_modes() if not _is_foreign(type(mode))]
         draws = self._draws or any(name in self._code.modules for name in ("random", "numpy", "numpy.random"))
-        self._random = _random_states() if draws else None
+        self._random = random_states() if draws else None
 
     def end(self) -> None:
         """Call at the end of forward: drops random states that it has not advanced."""
-        if self._random is not None and _positions(self._random) == _positions(_random_states()):
+        if self._random is not None and positions(self._random) == positions(random_states()):
             self._random = None
 
     def check(self, name: str) -> None:
@@ -103,7 +103,7 @@ class Snapshot:
         flips = [p for p, flag in trained if p.requires_grad != flag and p.is_leaf]
         around = [(write, read(), then) for (read, write), then in zip(_AROUND, self._around, strict=True)]
         around = [(write, current, then) for write, current, then in around if current != then]
-        random_now = _random_states() if self._random is not None else None
+        random_now = random_states() if self._random is not None else None
         try:
             for module, _, kind in kinds:
                 module.__class__ = kind
@@ -283,13 +283,13 @@ _AROUND: tuple[Any, ...] = (
 )
 
 
-def _random_states() -> tuple[Any, Any]:
+def random_states() -> tuple[Any, Any]:
     """Return the states of Python's and NumPy's global generators; PyTorch's are the checkpoint's affair."""
     numpy: Any = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else numpy.get_state()
 
 
-def _positions(states: tuple[Any, Any]) -> Any:
+def positions(states: tuple[Any, Any]) -> Any:
     """Return what any draw changes in the states."""
     (_, python, gauss), numpy = states
     return python[0], python[-1], gauss, None if numpy is None else (numpy[1][0], *numpy[2:])

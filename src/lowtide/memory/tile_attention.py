@@ -1,0 +1,211 @@
+"""Causal attention of a tile's queries with the keys of all tiles so far, and its gradients, a tile of keys at a time.
+
+Each part of the keys runs one fused kernel, and gives an output o_i and a logsumexp l_i. Together they are ::
+
+    l = log sum_i exp(l_i),   output = sum_i exp(l_i - l) o_i
+
+and in backward the gradients of each part follow from the output and l of all. Sums are in float32 at least.
+
+Source: ring attention (Liu et al., 2023), whose ranks are tiles here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lowtide.errors import UnsupportedError, message
+
+Tile = tuple[int, int]  # its first token, and the first one behind it
+
+
+class _ReachedAttentionError(Exception):
+    """Ends a run of a layer that is for its keys and values alone."""
+
+
+class WholeSequence:
+    """What attention of one layer needs of other tiles, for the time of one forward or backward of the layer.
+
+    Args:
+        name: The layer's name, for errors.
+        tiles: All tiles, in order.
+        keeps: Whether attention's output is saved for backward.
+        saved: In backward: what `saved` returned in forward.
+    """
+
+    def __init__(self, name: str, tiles: list[Tile], *, keeps: bool, saved: tuple[Tensor, ...] = ()) -> None:
+        self._name, self._tiles, self._keeps = name, tiles, keeps
+        self._phase: Literal["forward", "keys", "gradients"] = "forward"
+        self._outputs = saved
+        self._keys_and_values: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """Return attention's output [batch, tokens, heads, d] and its logsumexp [batch, heads, tokens], if kept."""
+        return self._outputs
+
+    def fill(self, run: Callable[[], object]) -> None:
+        """Run a tile of the layer up to attention, for its keys and values: the first thing in backward."""
+        self._phase = "keys"
+        with contextlib.suppress(_ReachedAttentionError):
+            run()
+        self._phase = "gradients"
+
+    def call(
+        self,
+        place: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> Tensor:
+        """Be `torch.nn.functional.scaled_dot_product_attention` for a tile."""
+        tokens, device = self._tiles[place][1] - self._tiles[place][0], query.device.type
+        if attn_mask is not None:
+            hint = "Omit masks and padding: pack rows, or pad on the right and leave attention_mask out."
+            raise self.refusal("a mask", hint)
+        if dropout_p:
+            raise self.refusal(f"a dropout of {dropout_p}")
+        if (query.shape[-2], key.shape[-2]) != (tokens, tokens) or query.dim() != 4 or key.shape[-1] != value.shape[-1]:
+            raise self.refusal(f"queries, keys and values of {[*map(list, (query.shape, key.shape, value.shape))]}")
+        if not is_causal and tokens > 1:
+            raise self.refusal("attention to later tokens")
+        if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as autocast does for this function
+            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+        if device != "cpu" and (query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8):
+            raise self.refusal(f"{query.dtype} with {query.shape[-1]} numbers a head", "Train in bfloat16.")
+        if self._phase != "gradients":
+            self._put(place, key, value)
+        if self._phase == "keys":
+            raise _ReachedAttentionError
+        found: Tensor = _TileAttention.apply(self, place, more.get("scale"), query, key, value)  # type: ignore[no-untyped-call]
+        return found
+
+    def refusal(self, got: str, hint: str = "") -> UnsupportedError:
+        """Return the error for a layer whose attention is another."""
+        expected = (
+            "with tile_tokens one call of scaled_dot_product_attention, causal, without mask and dropout, by a kernel"
+            " of flash attention"
+        )
+        return UnsupportedError(message(self._name, expected, got, f"{hint} Or take tile_tokens=None.".strip()))
+
+    def attend(self, place: int, scale: float | None, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a tile's output [batch, heads, tokens, d], and its logsumexp [batch, heads, tokens]."""
+        start, stop = self._tiles[place]
+        if self._outputs and self._phase == "gradients":
+            return self._outputs[0][:, start:stop].transpose(1, 2), self._outputs[1][:, :, start:stop]
+        output, logsumexp = _attend(query, *self._part(start, stop), causal=True, scale=scale)
+        if start:
+            before, its_logsumexp = _attend(query, *self._part(0, start), causal=False, scale=scale)
+            share = torch.sigmoid(its_logsumexp - logsumexp)[..., None]
+            wide = output.to(share.dtype)
+            output = wide.lerp_(before.to(share.dtype), share.expand_as(wide)).to(query.dtype)
+            logsumexp = torch.logaddexp(logsumexp, its_logsumexp)
+        if self._keeps and self._phase == "forward":
+            self._keep(place, output, logsumexp)
+        return output, logsumexp
+
+    def gradients(
+        self, place: int, scale: float | None, gradient: Tensor, query: Tensor, output: Tensor, logsumexp: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of a tile's queries, keys and values; those of later tiles have been computed before."""
+        if not self._gradients:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            self._gradients = [torch.zeros_like(x, dtype=wide) for x in self._keys_and_values]
+        of_query = torch.zeros_like(query, dtype=self._gradients[0].dtype)
+        for start, stop in self._tiles[: place + 1]:
+            given = gradient, query, *self._part(start, stop), output, logsumexp
+            found, *of_part = _attend_backward(*given, causal=(start, stop) == self._tiles[place], scale=scale)
+            of_query += found
+            for total, one in zip(self._gradients, of_part, strict=True):
+                total[:, :, start:stop] += one
+        own = slice(*self._tiles[place])
+        return tuple(x.to(query.dtype) for x in (of_query, *(total[:, :, own] for total in self._gradients)))
+
+    def _put(self, place: int, key: Tensor, value: Tensor) -> None:
+        if not self._keys_and_values:
+            self._keys_and_values = [self._of_all(key), self._of_all(value)]
+        for total, one in zip(self._keys_and_values, (key, value), strict=True):
+            total[:, :, slice(*self._tiles[place])] = one
+
+    def _part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        key, value = self._keys_and_values
+        return key[:, :, start:stop], value[:, :, start:stop]
+
+    def _of_all(self, tile: Tensor) -> Tensor:
+        """Return room for all tokens, with a token's heads side by side, as projections return them."""
+        batch, heads, _, width = tile.shape
+        return tile.new_empty(batch, self._tiles[-1][1], heads, width).transpose(1, 2)
+
+    def _keep(self, place: int, output: Tensor, logsumexp: Tensor) -> None:
+        if not self._outputs:
+            of_all = logsumexp.new_empty(*logsumexp.shape[:2], self._tiles[-1][1])
+            self._outputs = self._of_all(output).transpose(1, 2), of_all
+        own = slice(*self._tiles[place])
+        self._outputs[0][:, own], self._outputs[1][:, :, own] = output.transpose(1, 2), logsumexp
+
+
+class _TileAttention(torch.autograd.Function):
+    """A tile's attention; its own keys and values, which `WholeSequence` has, are inputs for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: WholeSequence, place: int, scale: float | None, query: Tensor, *_own: Tensor
+    ) -> Tensor:
+        output, logsumexp = whole.attend(place, scale, query)
+        ctx.whole, ctx.place, ctx.scale = whole, place, scale
+        ctx.save_for_backward(query, output, logsumexp)
+        return output.clone()  # the layer may write to it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        found = ctx.whole.gradients(ctx.place, ctx.scale, gradient, *ctx.saved_tensors)
+        return None, None, None, *found
+
+
+class Attending(TorchFunctionMode):
+    """Inside, attention of the layer is that of a tile with the whole sequence."""
+
+    def __init__(self, whole: WholeSequence, place: int) -> None:
+        super().__init__()
+        self._whole, self._place = whole, place
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self._whole.call(self._place, *args, **(kwargs or {}))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    aten: Any = torch.ops.aten
+    if query.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    else:
+        found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return found[0], found[1]
+
+
+def _attend_backward(*given: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, ``given`` the output's, these three, output and logsumexp."""
+    aten: Any = torch.ops.aten
+    _, query, key, *_ = given
+    if query.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
+    else:
+        lengths = None, None, query.shape[2], key.shape[2]  # one length each: no offsets
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)  # its random state
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *given, *lengths, 0.0, causal, no_dropout, no_dropout[:0], scale=scale
+        )
+    return found[0], found[1], found[2]

@@ -1,0 +1,241 @@
+"""One layer in tiles along the sequence: what it holds for a moment is then that of a tile, in forward and in backward.
+
+Of a decoder layer only attention looks at other tokens. So a tile of tokens runs through the whole layer at a time, and
+attention takes the keys and values of all tiles so far. Forward runs the tiles in order. Backward computes the keys and
+values of all tiles again (a tile ends at attention), then runs the tiles with their graphs, from the last to the first:
+a tile's keys and values have their whole gradient when its turn comes, as all later queries have had theirs.
+
+With h the hidden size and k the width of all key heads, backward of a layer holds for a token of the whole sequence 3h
+values (its input and two gradients), 2k of keys and values and 2k in float32 of their gradients, with
+``keep="attention"`` its output too; all else is that of one tile's tokens. Gradients of parameters are added up in
+float32.
+
+Source: StreamBP (Luo et al., 2025) runs a layer's backward so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lowtide.errors import UnsupportedError, message
+from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.surroundings import Surroundings
+from lowtide.memory.tile_attention import Attending, Tile, WholeSequence
+from lowtide.memory.token_wise import check_token_wise
+
+Run = Callable[[Tensor], Any]
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a layer
+
+
+class LayerInTiles:
+    """One call of a layer, in tiles: it is called in the place of the layer's forward, in forward and in backward.
+
+    Args:
+        layer: The layer.
+        name: Its name in the model.
+        policy: Its policy, with ``tile_tokens``.
+        forward: Its stock forward.
+        key: Where the hidden states [batch, tokens, hidden] are among the arguments: a position or a name.
+        call: The arguments.
+
+    Raises:
+        UnsupportedError: It cannot run in tiles.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        name: str,
+        policy: ActivationPolicy,
+        forward: Callable[..., Any],
+        key: int | str,
+        call: Call,
+    ) -> None:
+        assert policy.tile_tokens is not None
+        self._name, self._forward, self._key = name, forward, key
+        self._keeps_attention = policy.keep == "attention"
+        self._trained = [p for p in layer.parameters() if p.requires_grad]
+        hidden = self._hidden(call)
+        self._refuse(layer, hidden, call)
+        self._tiles = _tiles_of(hidden.shape[1], policy.tile_tokens)
+        self._around: list[Surroundings] = []
+        self._turn: Callable[[Call], Any] = self._run_forward
+        self._rest: list[Any] = []  # what the layer returns, without the output itself
+        self._spec: Any = None
+
+    def check(self, call: Call) -> None:
+        """Raise unless the layer works on each token by itself but for attention, as `check_token_wise`."""
+
+        def run(hidden: Tensor, tile: Tile) -> Tensor:
+            args, kwargs = self._part(call, tile, hidden)
+            return self._output_of(self._forward(*args, **kwargs))
+
+        check_token_wise(self._name, run, self._hidden(call), self._trained)
+
+    def run(self, run: Run, hidden: Tensor, _store: object = None) -> Any:
+        """Return the layer's outputs, with a graph that saves the hidden states, and attention's output if kept.
+
+        Args:
+            run: Calls this object with all arguments, in the state that the layer had in forward.
+            hidden: The hidden states.
+        """
+        output = _Tiled.apply(self, run, hidden, *self._trained)  # type: ignore[no-untyped-call]
+        return tree_unflatten([output if isinstance(one, Tensor) else one for one in self._rest], self._spec)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a turn, forward or backward."""
+        return self._turn((args, kwargs))
+
+    def forward(self, run: Run, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output, and what attention saves."""
+        self._turn = self._run_forward
+        found: tuple[Tensor, tuple[Tensor, ...]] = run(hidden)
+        return found
+
+    def backward(
+        self, run: Run, hidden: Tensor, saved: tuple[Tensor, ...], gradient: Tensor, *, wanted: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the hidden states, if they are ``wanted``, and of the trained parameters."""
+        self._turn = partial(self._run_backward, saved=saved, gradient=gradient, wanted=wanted)
+        found: tuple[Tensor | None, ...] = run(hidden)
+        return found
+
+    def _run_forward(self, call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        whole = WholeSequence(self._name, self._tiles, keeps=self._keeps_attention)
+        output: Tensor | None = None
+        for place, tile in enumerate(self._tiles):
+            self._around.append(Surroundings(self._hidden(call)))
+            own = self._run_tile(whole, place, self._part(call, tile))
+            if output is None:
+                output = own.new_empty(own.shape[0], self._tiles[-1][1], *own.shape[2:])
+            output[:, slice(*tile)] = own
+        assert output is not None
+        return output, whole.saved()
+
+    def _run_backward(
+        self, call: Call, *, saved: tuple[Tensor, ...], gradient: Tensor, wanted: bool
+    ) -> tuple[Tensor | None, ...]:
+        whole = WholeSequence(self._name, self._tiles, keeps=self._keeps_attention, saved=saved)
+        for place, tile in enumerate(self._tiles):
+            with self._around[place].restored(), torch.no_grad():
+                whole.fill(partial(self._run_tile, whole, place, self._part(call, tile)))
+        hidden = self._hidden(call)
+        of_hidden = torch.zeros_like(hidden) if wanted else None
+        sums: list[Tensor | None] = [None] * len(self._trained)
+        for place, tile in reversed(list(enumerate(self._tiles))):
+            rows = slice(*tile)
+            own = hidden[:, rows].detach().requires_grad_(wanted)
+            with self._around[place].restored(), torch.enable_grad():
+                output = self._run_tile(whole, place, self._part(call, tile, own))
+            inputs = [*([own] if wanted else []), *self._trained]
+            found = list(torch.autograd.grad(output, inputs, gradient[:, rows], allow_unused=True))
+            del output
+            if of_hidden is not None and (of_own := found.pop(0)) is not None:
+                of_hidden[:, rows] = of_own
+            sums = [_added(total, one) for total, one in zip(sums, found, strict=True)]
+        pairs = zip(sums, self._trained, strict=True)
+        return of_hidden, *(None if total is None else total.to(p.dtype) for total, p in pairs)
+
+    def _run_tile(self, whole: WholeSequence, place: int, call: Call) -> Tensor:
+        """Return a tile's output."""
+        args, kwargs = call
+        with Attending(whole, place) as attending:
+            outputs = self._forward(*args, **kwargs)
+        if attending.calls != 1:
+            hint = "Load the model with attn_implementation='sdpa'."
+            raise whole.refusal(f"{attending.calls} calls", hint)
+        return self._output_of(outputs)
+
+    def _output_of(self, outputs: Any) -> Tensor:
+        """Return the one tensor that a layer returns."""
+        self._rest, self._spec = tree_flatten(outputs)
+        found = [x for x in self._rest if isinstance(x, Tensor)]
+        if len(found) != 1 or any(x is not None for x in self._rest if not isinstance(x, Tensor)):
+            expected = "with tile_tokens a layer that returns its output alone"
+            got = f"{len(found)} tensors among {len(self._rest)} values"
+            raise UnsupportedError(message(self._name, expected, got, "Take tile_tokens=None."))
+        self._rest = [x if x is None else x.new_empty(0) for x in self._rest]  # not the tensor itself
+        return found[0]
+
+    def _refuse(self, layer: nn.Module, hidden: Tensor, call: Call) -> None:
+        tensors = [x for x in tree_leaves(call) if isinstance(x, Tensor)]
+        others = [x for x in tensors if x.requires_grad and x is not hidden]
+        cases = {
+            "one of ZeRO-3": any(hasattr(p, "ds_id") for p in layer.parameters()),
+            f"hidden states {list(hidden.shape)}": hidden.dim() != 3,
+            "further arguments that need a gradient": bool(others),
+            "a mask [batch, heads, tokens, tokens]": any(x.dim() == 4 and x.shape[-1] == x.shape[-2] for x in tensors),
+        }
+        for got in (got for got, case in cases.items() if case):
+            expected = "with tile_tokens a layer of hidden states [batch, tokens, hidden] alone, that holds its weights"
+            raise UnsupportedError(message(self._name, expected, got, "Take tile_tokens=None."))
+
+    def _hidden(self, call: Call) -> Tensor:
+        args, kwargs = call
+        found: Tensor = args[self._key] if isinstance(self._key, int) else kwargs[self._key]
+        return found
+
+    def _part(self, call: Call, tile: Tile, hidden: Tensor | None = None) -> Call:
+        return _part_of(call, self._key, tile, self._tiles[-1][1], hidden)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: LayerInTiles, run: Run, hidden: Tensor, *_trained: Tensor) -> Tensor:
+        output, saved = layer.forward(run, hidden)
+        ctx.layer, ctx.run = layer, run
+        ctx.save_for_backward(hidden, *saved)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, *saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2]
+        return None, None, *ctx.layer.backward(ctx.run, hidden, tuple(saved), gradient, wanted=wanted)
+
+
+def _tiles_of(tokens: int, tile_tokens: int) -> list[Tile]:
+    """Return tiles of nearly equal sizes, of at most ``tile_tokens`` tokens."""
+    count = -(-tokens // tile_tokens)
+    return [(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
+
+
+def _part_of(call: Call, key: int | str, tile: Tile, tokens: int, hidden: Tensor | None = None) -> Call:
+    """Return a layer's arguments for some of its tokens.
+
+    Args:
+        call: The arguments.
+        key: Where the hidden states are among them.
+        tile: The tokens.
+        tokens: How many tokens the arguments are for: tensors of that size in their second dimension are [batch,
+            tokens, ...], others of that size in their first are [tokens, ...].
+        hidden: The tile's hidden states; None: those of the arguments.
+    """
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        dim = next((dim for dim in (1, 0) if value.dim() > dim and value.shape[dim] == tokens), None)
+        return value if dim is None else value.narrow(dim, tile[0], tile[1] - tile[0])
+
+    args, kwargs = call
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    own = {name: part(value) if name == key else tree_map(part, value) for name, value in given.items()}
+    own[key] = own[key] if hidden is None else hidden
+    return tuple(own[place] for place in range(len(args))), {name: own[name] for name in kwargs}
+
+
+def _added(total: Tensor | None, one: Tensor | None) -> Tensor | None:
+    """Return a sum of gradients, in float32 at least."""
+    if one is None:
+        return total
+    if total is None:
+        return one.to(torch.promote_types(one.dtype, torch.float32), copy=True)
+    return total.add_(one)
