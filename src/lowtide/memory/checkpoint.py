@@ -81,9 +81,9 @@ def run_layer(
         def begin() -> Store:
             return stay if offloader is None else offloader.begin(moves=state.moves).put
 
-        return run_in_group(layer, state.name, run, hidden, follows=state.follows, begin=begin)
+        return run_in_group(layer, state.name, run, hidden, save=save, follows=state.follows, begin=begin)
     if offloader is None:
-        return save(run, hidden, stay)
+        return save(run, hidden)
     return _run_offloaded(state, offloader, partial(save, run, hidden))
 
 
@@ -107,7 +107,7 @@ def _run_offloaded(state: LayerState, offloader: Offloader, save: Callable[[Stor
         return save(record.put)
 
 
-def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store) -> Any:
+def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store = stay) -> Any:
     """Checkpoint ``run(hidden)``, with attention's outputs in ``store`` if they are saved."""
     if state.policy.keep == "input":
         return checkpoint(run, hidden, use_reentrant=False)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import Get, Store, stay
@@ -28,10 +27,11 @@ from lowtide.memory.hooks import OUT_OF_TURN
 from lowtide.memory.surroundings import Surroundings
 
 Run = Callable[[Tensor], Any]
+Save = Callable[[Run, Tensor], Any]
 
 
 def run_in_group(
-    layer: nn.Module, name: str, run: Run, hidden: Tensor, *, follows: bool, begin: Callable[[], Store]
+    layer: nn.Module, name: str, run: Run, hidden: Tensor, *, save: Save, follows: bool, begin: Callable[[], Store]
 ) -> Any:
     """Run a layer whose policy has ``every`` above 1.
 
@@ -40,6 +40,7 @@ def run_in_group(
         name: Its name in the model.
         run: The layer as a function of its hidden states; a second call runs it in the state of the first.
         hidden: These.
+        save: Runs it so that its graph saves them, and recomputes the rest.
         follows: Whether it is behind another layer of its group.
         begin: Returns what saves the input of a group.
 
@@ -60,7 +61,7 @@ def run_in_group(
         expected = "the output of the layer before as hidden states, with every > 1"
         raise UnsupportedError(message(name, expected, "another tensor, or one written to since", hint))
     group = _Group(begin()) if group is None else group
-    return group.run(layer, run, hidden)
+    return group.run(layer, run, hidden, save)
 
 
 @_disable_dynamo  # so that it is called where the compiler runs, and raises there
@@ -105,7 +106,7 @@ class _Group:
         same = output.shape == hidden.shape and output.stride() == hidden.stride()
         return group if same and output.storage_offset() == hidden.storage_offset() else None
 
-    def run(self, layer: nn.Module, run: Run, hidden: Tensor) -> Any:
+    def run(self, layer: nn.Module, run: Run, hidden: Tensor, save: Save) -> Any:
         """Run a further layer; its backward gets its input from the group."""
         place, around = len(self._layers), Surroundings(hidden)
 
@@ -119,7 +120,7 @@ class _Group:
         self._inputs.append(None)
         # The checkpoint saves its inputs through the hooks that surround it; inside, its own take over.
         with saved_tensors_hooks(put, lambda get: get()):
-            outputs = checkpoint(run, hidden, use_reentrant=False)
+            outputs = save(run, hidden)
         self._layers.append((layer, run, around))
         output = _hidden_of(outputs)
         if output is not None:

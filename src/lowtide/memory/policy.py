@@ -92,10 +92,9 @@ class ActivationPolicy:
         if self.every > 1 and self.keep != "input":
             hint = "Take keep='input' with every > 1."
             raise ArgumentValueError(message("every", f"1 with keep={self.keep!r}", f"{self.every}", hint))
-        if self.tile_tokens is not None and (self.keep == "all" or self.every > 1):
-            hint = "Take keep='attention' or keep='input', and every=1, with tile_tokens."
-            got = f"{self.tile_tokens} with keep={self.keep!r} and every={self.every}"
-            raise ArgumentValueError(message("tile_tokens", "None where a layer runs at once", got, hint))
+        if self.tile_tokens is not None and self.keep == "all":
+            hint = "Take keep='attention' or keep='input' with tile_tokens."
+            raise ArgumentValueError(message("tile_tokens", "None with keep='all'", f"{self.tile_tokens}", hint))
 
     def saves(self, layers: int) -> int:
         """Return how many of so many consecutive layers save something for backward."""

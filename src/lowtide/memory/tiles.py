@@ -16,6 +16,7 @@ Source: StreamBP (Luo et al., 2025) runs a layer's backward so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -89,12 +90,11 @@ class LayerInTiles:
         return tree_unflatten([output if isinstance(one, Tensor) else one for one in self._rest], self._spec)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a turn, forward or backward."""
+        """Take a turn: forward, also where it runs again for the layers behind it, or backward."""
         return self._turn((args, kwargs))
 
     def forward(self, run: Run, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the output, and what attention saves."""
-        self._turn = self._run_forward
         found: tuple[Tensor, tuple[Tensor, ...]] = run(hidden)
         return found
 
@@ -103,15 +103,18 @@ class LayerInTiles:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the hidden states, if they are ``wanted``, and of the trained parameters."""
         self._turn = partial(self._run_backward, saved=saved, gradient=gradient, wanted=wanted)
-        found: tuple[Tensor | None, ...] = run(hidden)
+        try:
+            found: tuple[Tensor | None, ...] = run(hidden)
+        finally:
+            self._turn = self._run_forward
         return found
 
     def _run_forward(self, call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         whole = WholeSequence(self._name, self._tiles, keeps=self._keeps_attention)
         output: Tensor | None = None
         for place, tile in enumerate(self._tiles):
-            self._around.append(Surroundings(self._hidden(call)))
-            own = self._run_tile(whole, place, self._part(call, tile))
+            with self._surroundings(place, call):
+                own = self._run_tile(whole, place, self._part(call, tile))
             if output is None:
                 output = own.new_empty(own.shape[0], self._tiles[-1][1], *own.shape[2:])
             output[:, slice(*tile)] = own
@@ -123,7 +126,7 @@ class LayerInTiles:
     ) -> tuple[Tensor | None, ...]:
         whole = WholeSequence(self._name, self._tiles, keeps=self._keeps_attention, saved=saved)
         for place, tile in enumerate(self._tiles):
-            with self._around[place].restored(), torch.no_grad():
+            with self._surroundings(place, call), torch.no_grad():
                 whole.fill(partial(self._run_tile, whole, place, self._part(call, tile)))
         hidden = self._hidden(call)
         of_hidden = torch.zeros_like(hidden) if wanted else None
@@ -131,7 +134,7 @@ class LayerInTiles:
         for place, tile in reversed(list(enumerate(self._tiles))):
             rows = slice(*tile)
             own = hidden[:, rows].detach().requires_grad_(wanted)
-            with self._around[place].restored(), torch.enable_grad():
+            with self._surroundings(place, call), torch.enable_grad():
                 output = self._run_tile(whole, place, self._part(call, tile, own))
             inputs = [*([own] if wanted else []), *self._trained]
             found = list(torch.autograd.grad(output, inputs, gradient[:, rows], allow_unused=True))
@@ -141,6 +144,13 @@ class LayerInTiles:
             sums = [_added(total, one) for total, one in zip(sums, found, strict=True)]
         pairs = zip(sums, self._trained, strict=True)
         return of_hidden, *(None if total is None else total.to(p.dtype) for total, p in pairs)
+
+    def _surroundings(self, place: int, call: Call) -> AbstractContextManager[Any]:
+        """Return a context with the random state and autocast of a tile's first run; in that run they are noted."""
+        if place < len(self._around):
+            return self._around[place].restored()
+        self._around.append(Surroundings(self._hidden(call)))
+        return nullcontext()
 
     def _run_tile(self, whole: WholeSequence, place: int, call: Call) -> Tensor:
         """Return a tile's output."""

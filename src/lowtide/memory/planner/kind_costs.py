@@ -23,6 +23,7 @@ from lowtide.memory.planner.layer_costs import (
     slower,
 )
 from lowtide.memory.planner.readings import Reading, Way, Work, mixed
+from lowtide.memory.planner.tile_costs import tiled
 from lowtide.memory.planner.traced import refused
 from lowtide.memory.policy import ActivationPolicy
 
@@ -43,8 +44,8 @@ class LayerCosts(dict[ActivationPolicy, LayerCost]):
     def each(self, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
         """Return the cost of a layer of each kind."""
         if policy not in self._each:
-            job = self._job
-            self._each[policy] = (layer_cost(job, policy),) if job.shape.traced is None else _costs(job, policy)
+            in_tiles = policy.tile_tokens is not None and policy.tile_tokens < self._job.seq_len
+            self._each[policy] = tiled(self._job, policy, _costs) if in_tiles else _costs(self._job, policy)
         return self._each[policy]
 
     def __missing__(self, policy: ActivationPolicy) -> LayerCost:
@@ -153,6 +154,8 @@ def _windowed(job: Job, kind: int) -> float:
 
 
 def _costs(job: Job, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
+    if job.shape.traced is None:
+        return (layer_cost(job, policy),)
     way = Way(policy.mlp_level, frozen=job.adapters is not None, keep_gradients=job.keep_gradients)
     return tuple(_cost(job, policy, one, _windowed(job, kind)) for kind, one in enumerate(_readings(job, way)))
 

@@ -3,8 +3,8 @@
 A mixture is a number of layers for each policy. Those that save less come first: backward reaches
 them last, when what the others saved is free again, and offloaded ones have the longest time to travel. Each is tried
 with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up, or with
-the frozen weights of some layers. Policies by which one layer of several saves its input are tried beside one other
-policy at most: they cost a forward for less than anything else saves, so that they matter where nothing else fits.
+the frozen weights of some layers. Policies by which one layer of several saves its input, or layers run in tiles, are
+tried beside one other policy at most: they matter where nothing else fits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory.planner.tile_costs import EVERY, tile_policies
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
 from lowtide.memory.weights import ON_GPU
 
-EVERY = (2, 4)  # layers of which one saves its input: the numbers that are tried
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states, and of the layers whose weights are offloaded: the amounts that are tried
 STEP = 256  # tokens: the longest sequence is a multiple of it
@@ -92,7 +92,10 @@ class Search:
         self.job, self.host_bytes = job, host_bytes
         self.offload_states, self.offload_weights = offload_states, offload_weights
         self.costs = StepCosts(job)
-        self.ladder, self.sparse = (list_of(job, offload=host_bytes > 0) for list_of in (ladder, sparse))
+        self.ladder, self.sparse, in_tiles = (
+            list_of(job, offload=host_bytes > 0) for list_of in (ladder, sparse, tile_policies)
+        )
+        self.sparse += in_tiles
         states = self.costs.states if offload_states and host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
