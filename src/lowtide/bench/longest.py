@@ -32,6 +32,7 @@ from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
 from lowtide.memory.planner.step_costs import Groups, StepCosts
+from lowtide.memory.planner.tile_costs import EVERY
 from lowtide.memory.policy import ActivationPolicy, words_of
 
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
@@ -59,7 +60,7 @@ class Fit:
         gpu: whose rates the times are computed with.
         gpu_bytes: that may be allocated on the GPU; None: a CPU trains, in the host's memory.
         host_bytes: the same on the host.
-        tile: tokens per tile of lowtide's MLPs.
+        tile: tokens per tile of lowtide's layers.
     """
 
     way: str
@@ -80,22 +81,32 @@ class Fit:
         return 2 * pinned + STATES * self.shape.params * self.dtype.itemsize
 
     def at(self, T: int) -> Demand:
-        """Return what a step of T tokens takes where the layers save as little on the GPU as they can."""
+        """Return what a step of T tokens takes where the layers save as little on the GPU as they can.
+
+        That is one input for several layers only where those of all layers have no room.
+        """
         job = self._job(T)
-        return self._demand(job, self._groups(job))
+        for every in (1, *EVERY):
+            demand = self._demand(job, self._groups(job, every))
+            if self._has_room(demand) or self.way != LOWTIDE or self.train == "full":  # FSDP2 refuses more than one
+                return demand
+        return demand
 
     def fastest(self, T: int) -> Demand:
         """Return what the fastest step of T tokens takes that should fit, with nothing of the layers on the host.
 
-        That is `at`'s for peers, whose layers have no choice, and where nothing else fits.
+        That is `at`'s for peers, whose layers have no choice, and where nothing else fits or is faster.
         """
-        if self.way == LOWTIDE and self.gpu_bytes is not None:
-            job = self._job(T)
-            for one in reversed(Search(job, 0).front):
-                demand = self._demand(job, one.groups)
-                if self._has_room(demand):
-                    return demand
-        return self.at(T)
+        leanest = self.at(T)
+        if self.way != LOWTIDE or self.gpu_bytes is None:
+            return leanest
+        job = self._job(T)
+        for one in reversed(Search(job, 0).front):
+            demand = self._demand(job, one.groups)
+            grouped = any(policy.every > 1 for policy, _ in one.groups)
+            if self._has_room(demand) and not (grouped and self.train == "full"):
+                return min(demand, leanest, key=lambda demand: demand.seconds)
+        return leanest
 
     def _job(self, T: int) -> Job:
         adapters = LORA if self.train == "lora" else None
@@ -153,17 +164,17 @@ class Fit:
         """Return the longest sequence that should fit, in steps of so many tokens; 0 where none does."""
         return step * largest(lambda n: self.fits(n * step))
 
-    def _groups(self, job: Job) -> list[tuple[ActivationPolicy, int]]:
+    def _groups(self, job: Job, every: int) -> list[tuple[ActivationPolicy, int]]:
         """Return what the layers save: their inputs, lowtide's on the host while there is room, first layers first."""
+        layers = self.shape.layers
         if self.way != LOWTIDE:
-            return [(ActivationPolicy(keep="input", mlp_level=0), self.shape.layers)]
-        here = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=self.tile)
+            return [(ActivationPolicy(keep="input", mlp_level=0), layers)]
+        here = ActivationPolicy(keep="input", mlp_level=1, tile_tokens=self.tile, every=every)
         if self.gpu_bytes is None:  # nothing to offload from
-            return [(here, self.shape.layers)]
-        away = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=self.tile, offload=True)
-        room = max(self.host_bytes - self.states, 0) // (checkpoint_bytes(job, away) + PAGES)
-        moved = min(self.shape.layers, room + ON_DEVICE) if room else 0
-        return [(policy, n) for policy, n in ((away, moved), (here, self.shape.layers - moved)) if n]
+            return [(here, layers)]
+        room = max(self.host_bytes - self.states, 0) // (checkpoint_bytes(job, here) + PAGES)
+        moved = min(layers, (room + ON_DEVICE) * every) if room else 0
+        return [(one, n) for one, n in ((replace(here, offload=True), moved), (here, layers - moved)) if n]
 
 
 def pinned_bytes(size: int) -> int:

@@ -116,7 +116,7 @@ class LongestBenchConfig(RunSettings):
     seconds: float = setting(
         1800.0, "for each way's rate and search: what takes longer is ended, or skipped", metavar="S"
     )
-    tile: int = setting(16384, "tokens per tile of lowtide's MLPs", least=1)
+    tile: int = setting(16384, "tokens per tile of lowtide's layers", least=1)
     budget: str | None = setting(
         None, "GPU memory to plan with, such as 70GiB (default: 93% of the GPU's)", metavar="SIZE"
     )

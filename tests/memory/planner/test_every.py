@@ -151,17 +151,18 @@ def test_the_last_resort() -> None:
     roomy = plan_memory(model, 65536, 1, 74, device="h100", optimizer="sgd")
     assert all(policy.every == 1 for policy in roomy.policies)
     search = Search(roomy.job, 0)
-    least_without = min(one.peak for one in search.candidates if all(p.every == 1 for p, _ in one.groups))
+    at_once = [one for one in search.candidates if all(p.tile_tokens is None for p, _ in one.groups)]
+    least_without = min(one.peak for one in at_once if all(p.every == 1 for p, _ in one.groups))
     assert all(policy.every == 1 for one in search.front if one.peak >= least_without for policy, _ in one.groups)
     tight = plan_memory(model, 65536, 1, (least_without - 1) / GIB, device="h100", optimizer="sgd")
-    assert any(policy.every > 1 for policy in tight.policies)
+    assert any(policy.every > 1 or policy.tile_tokens for policy in tight.policies)
     assert search.least().peak == search.front[0].peak < least_without
     assert tight.longest_sequence >= 65536
     text = str(tight)
     assert "input/1 every 2   " in text
     assert words_of(mixture_of(tight.policies)) in text
-    assert "every=" in tight.lines()
-    assert [cost.policy.every for cost in tight.ladder][-2:] == [2, 4]
+    assert "tile_tokens=8192" in tight.lines()
+    assert [cost.policy.every for cost in tight.ladder if not cost.policy.tile_tokens][-2:] == [2, 4]
     each = {one["policy"]: one["bytes_per_token"] for one in tight.to_dict()["ladder"]}
     assert each["input/1"] == 2 * each["input/1 every 2"] == 4 * each["input/1 every 4"] == 2 * H
 
@@ -195,4 +196,4 @@ def test_traced_layers() -> None:
 
 def test_a_budget_below_it_is_refused() -> None:
     with pytest.raises(ArgumentValueError, match="every 4"):
-        plan_memory(SHAPES["llama-3.2-1b"], 131072, 1, 16, device="h100")
+        plan_memory(SHAPES["llama-3.2-1b"], 262144, 1, 16, device="h100")

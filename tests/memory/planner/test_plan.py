@@ -145,14 +145,14 @@ def test_host_memory_makes_the_longest_sequence_longer() -> None:
 
 def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
     with pytest.raises(ArgumentValueError) as caught:
-        plan(seq_len=49152, batch=2, budget=16)
+        plan(seq_len=98304, batch=2, budget=16)
     text = str(caught.value)
     needed, got, lacking = (float(x) for x in re.findall(r"least ([\d.]+) .*got ([\d.]+), ([\d.]+) GiB", text)[0])
     assert got == 16
     assert lacking == pytest.approx(needed - got, abs=0.011)
-    assert plan(seq_len=49152, batch=2, budget=needed + 0.01).peak_bytes <= (needed + 0.01) * GIB
+    assert plan(seq_len=98304, batch=2, budget=needed + 0.01).peak_bytes <= (needed + 0.01) * GIB
     host = int(re.findall(r"host_gib=(\d+) fits", text)[0])
-    assert plan(seq_len=49152, batch=2, budget=16, host_gib=host).peak_bytes <= 16 * GIB
+    assert plan(seq_len=98304, batch=2, budget=16, host_gib=host).peak_bytes <= 16 * GIB
     sequence = int(re.findall(r"seq_len=(\d+) fits", text)[0])
     assert plan(seq_len=sequence, batch=2, budget=16).peak_bytes <= 16 * GIB
     assert "batch_size=1 fits" in text

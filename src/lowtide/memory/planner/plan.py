@@ -159,6 +159,8 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
     chosen = search.fastest(budget)
     if chosen is None:
         raise _refusal(search, search.least(), budget, requested)
+    in_tiles = (policy for policy in search.tiles if policy in chosen.policies)
+    rungs = *search.ladder, *(policy for policy in (*search.sparse, *in_tiles) if not policy.offload)
     return MemoryPlan(
         policies=chosen.policies,
         peak_bytes=chosen.peak,
@@ -171,9 +173,7 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         requested_bytes=requested,
         host_budget_bytes=search.host_bytes,
         front=tuple(search.front),
-        ladder=tuple(
-            costs.layers[policy] for policy in (*search.ladder, *(one for one in search.sparse if not one.offload))
-        ),
+        ladder=tuple(costs.layers[policy] for policy in rungs),
         offload_states=search.offload_states,
         offload_weights=search.offload_weights,
         job=job,

@@ -3,8 +3,9 @@
 A mixture is a number of layers for each policy. Those that save less come first: backward reaches
 them last, when what the others saved is free again, and offloaded ones have the longest time to travel. Each is tried
 with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up, or with
-the frozen weights of some layers. Policies by which one layer of several saves its input, or layers run in tiles, are
-tried beside one other policy at most: they matter where nothing else fits.
+the frozen weights of some layers. Policies by which one layer of several saves its input are tried beside one other
+policy at most: they cost a forward for less than anything else saves, so that they matter where nothing else fits.
+Layers in tiles come last: only for peaks that no other mixture reaches.
 """
 
 from __future__ import annotations
@@ -92,10 +93,9 @@ class Search:
         self.job, self.host_bytes = job, host_bytes
         self.offload_states, self.offload_weights = offload_states, offload_weights
         self.costs = StepCosts(job)
-        self.ladder, self.sparse, in_tiles = (
+        self.ladder, self.sparse, self.tiles = (
             list_of(job, offload=host_bytes > 0) for list_of in (ladder, sparse, tile_policies)
         )
-        self.sparse += in_tiles
         states = self.costs.states if offload_states and host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
@@ -147,20 +147,24 @@ class Search:
             for i in range(step, layers, step)
             for j in range(step, layers - i, step)
         ]
-        every += filter(_moves, self._sparse())
-        return [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
+        every += filter(_moves, self._beside_one(self.sparse))
+        found = [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
+        least = min((one.peak for one in found), default=0)
+        in_tiles = (one for one in self._beside_one(self.tiles) if self._counts(one))
+        return found + [each for one in in_tiles for each in self.with_offloads(one) if each.peak < least]
 
-    def _sparse(self) -> Iterator[Candidate]:
-        """Yield what is tried of policies by which one layer of several saves its input, whole groups of them first."""
+    def _beside_one(self, policies: Sequence[ActivationPolicy]) -> Iterator[Candidate]:
+        """Yield mixtures of each of these policies with one other, its layers first, in whole groups with ``every``."""
         layers = self.job.shape.layers
-        for a in self.sparse:
+        for a in policies:
             yield self.candidate([(a, layers)])
             for b in self._beside(a):
                 yield from (self.candidate([(a, n), (b, layers - n)]) for n in range(a.every, layers, a.every))
 
     def _beside(self, policy: ActivationPolicy) -> list[ActivationPolicy]:
         """Return the policies of layers that stay on the GPU, behind those of a policy that saves less."""
-        return [b for b in (*self.ladder, *self.sparse) if not b.offload and (b.every == 1 or b.every < policy.every)]
+        others = (*self.ladder, *self.sparse, *(self.tiles if policy in self.tiles else ()))
+        return [b for b in others if not b.offload and (b.every == 1 or b.every < policy.every)]
 
     def _places(self, policy: ActivationPolicy) -> tuple[int, int]:
         """Return the bytes that a layer saves on the GPU and on the host, where one that offloads moves."""
@@ -196,13 +200,13 @@ class Search:
         taken = [self.costs.states_on_host(n) for n in self._amounts]
         taken += [self.costs.weights_on_host(n) for n in self._layers]
         left = [self.host_bytes, *(self.host_bytes - n for n in taken)]
-        for policy in (*self.ladder, *self.sparse):
+        for policy in (*self.ladder, *self.sparse, *self.tiles):
             each, k = self._places(policy)[1], policy.every
             for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in left if h >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
                     ends = [(last, 1) for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
-                    if policy in self.sparse:  # in whose last group the inputs of all groups are there
+                    if policy.every > 1:  # in whose last group the inputs of all groups are there
                         ends += [(one, (layers - 1) % k + 1) for one in self._beside(policy) if one.keep == "input"]
                     yield from (self.candidate([(policy, layers - n), (last, n)]) for last, n in ends)
                 else:
