@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -456,6 +457,13 @@ def test_compiled_layers_are_refused(whole: bool, ids: Tensor) -> None:
     for part in [model] if whole else model.blocks:
         part.compile(backend="eager")
     with pytest.raises(UnsupportedError, match=r"^blocks\.0: expected a layer in eager, with tile_tokens, got one"):
+        loss_of(model, ids)
+
+
+def test_the_math_path_is_refused(ids: Tensor) -> None:
+    model = Plain()
+    apply_policy(model, tiled(5))
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(UnsupportedError, match="got MATH on cpu"):
         loss_of(model, ids)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from lowtide.errors import UnsupportedError, message
@@ -81,8 +82,12 @@ class WholeSequence:
             raise self.refusal("attention to later tokens")
         if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as autocast does for this function
             query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-        if device != "cpu" and (query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8):
-            raise self.refusal(f"{query.dtype} with {query.shape[-1]} numbers a head", "Train in bfloat16.")
+        grouped = query.shape[1] != key.shape[1]
+        choice = SDPBackend(torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=grouped))
+        if (device, choice) not in _KERNELS or (query.shape[-1] % 8 and device != "cpu"):
+            hint = "Train in bfloat16, with a head_dim that is a multiple of 8."
+            raise self.refusal(f"{choice.name} on {device} for {query.dtype} and {query.shape[-1]} a head", hint)
+        self._kernel = _KERNELS[device, choice]
         if self._phase != "gradients":
             self._put(place, key, value)
         if self._phase == "keys":
@@ -93,8 +98,8 @@ class WholeSequence:
     def refusal(self, got: str, hint: str = "") -> UnsupportedError:
         """Return the error for a layer whose attention is another."""
         expected = (
-            "with tile_tokens one call of scaled_dot_product_attention, causal, without mask and dropout, by a kernel"
-            " of flash attention"
+            "with tile_tokens one call of scaled_dot_product_attention, causal, without mask and dropout, by"
+            " FLASH_ATTENTION or CUDNN_ATTENTION"
         )
         return UnsupportedError(message(self._name, expected, got, f"{hint} Or take tile_tokens=None.".strip()))
 
@@ -102,10 +107,11 @@ class WholeSequence:
         """Return a tile's output [batch, heads, tokens, d], and its logsumexp [batch, heads, tokens]."""
         start, stop = self._tiles[place]
         if self._outputs and self._phase == "gradients":
-            return self._outputs[0][:, start:stop].transpose(1, 2), self._outputs[1][:, :, start:stop]
-        output, logsumexp = _attend(query, *self._part(start, stop), causal=True, scale=scale)
+            # Kernels read the second without its strides.
+            return self._outputs[0][:, start:stop].transpose(1, 2), self._outputs[1][:, :, start:stop].contiguous()
+        output, logsumexp = self._attend(query, start, stop, causal=True, scale=scale)
         if start:
-            before, its_logsumexp = _attend(query, *self._part(0, start), causal=False, scale=scale)
+            before, its_logsumexp = self._attend(query, 0, start, causal=False, scale=scale)
             share = torch.sigmoid(its_logsumexp - logsumexp)[..., None]
             wide = output.to(share.dtype)
             output = wide.lerp_(before.to(share.dtype), share.expand_as(wide)).to(query.dtype)
@@ -124,12 +130,18 @@ class WholeSequence:
         of_query = torch.zeros_like(query, dtype=self._gradients[0].dtype)
         for start, stop in self._tiles[: place + 1]:
             given = gradient, query, *self._part(start, stop), output, logsumexp
-            found, *of_part = _attend_backward(*given, causal=(start, stop) == self._tiles[place], scale=scale)
+            found, *of_part = self._kernel[1](*given, causal=(start, stop) == self._tiles[place], scale=scale)
             of_query += found
             for total, one in zip(self._gradients, of_part, strict=True):
                 total[:, :, start:stop] += one
         own = slice(*self._tiles[place])
         return tuple(x.to(query.dtype) for x in (of_query, *(total[:, :, own] for total in self._gradients)))
+
+    def _attend(
+        self, query: Tensor, start: int, stop: int, *, causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        output, logsumexp, *_ = self._kernel[0](query, *self._part(start, stop), causal=causal, scale=scale)
+        return output, logsumexp.reshape(output.shape[:-1])
 
     def _put(self, place: int, key: Tensor, value: Tensor) -> None:
         if not self._keys_and_values:
@@ -187,25 +199,54 @@ class Attending(TorchFunctionMode):
         return self._whole.call(self._place, *args, **(kwargs or {}))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    aten: Any = torch.ops.aten
-    if query.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    else:
-        found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
+Kernel = tuple[Callable[..., Any], Callable[..., Any]]  # attention's forward and backward
 
 
-def _attend_backward(*given: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, ``given`` the output's, these three, output and logsumexp."""
-    aten: Any = torch.ops.aten
-    _, query, key, *_ = given
-    if query.device.type == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
-    else:
-        lengths = None, None, query.shape[2], key.shape[2]  # one length each: no offsets
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)  # its random state
-        found = aten._scaled_dot_product_flash_attention_backward(
-            *given, *lengths, 0.0, causal, no_dropout, no_dropout[:0], scale=scale
-        )
-    return found[0], found[1], found[2]
+def _forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+
+
+def _backward_on_cpu(*given: Tensor, causal: bool, scale: float | None) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
+
+
+def _forward_by_flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+
+
+def _backward_by_flash(*given: Tensor, causal: bool, scale: float | None) -> Any:
+    query, key, state = given[1], given[2], _no_dropout(given[1])
+    more = (
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        state,
+        state[:0],
+    )  # sequences of one length: no offsets
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *more, scale=scale)
+
+
+def _forward_by_cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Any:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scale)
+
+
+def _backward_by_cudnn(*given: Tensor, causal: bool, scale: float | None) -> Any:
+    query, key, state = given[1], given[2], _no_dropout(given[1])[:1].view(torch.int64)
+    more = state, state, None, None, None, query.shape[2], key.shape[2], 0.0, causal
+    given = *given[:-1], given[-1][..., None]
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given, *more, scale=scale)
+
+
+def _no_dropout(query: Tensor) -> Tensor:
+    """Return the random state of a dropout that there is not."""
+    return torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+_KERNELS: dict[tuple[str, SDPBackend], Kernel] = {
+    ("cpu", SDPBackend.FLASH_ATTENTION): (_forward_on_cpu, _backward_on_cpu),
+    ("cuda", SDPBackend.FLASH_ATTENTION): (_forward_by_flash, _backward_by_flash),
+    ("cuda", SDPBackend.CUDNN_ATTENTION): (_forward_by_cudnn, _backward_by_cudnn),
+}
