@@ -1,4 +1,4 @@
-"""Layers in tiles along the sequence, on a GPU: as near to float32 as stock by each kernel of attention, and the bytes."""
+"""Layers in tiles along the sequence, on a GPU: as near to float32 as stock by each kernel, and the bytes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_float32_is_refused() -> None:
     """Neither kernel takes it."""
     model = llama(torch.float32)
     apply_policy(model, ActivationPolicy(keep="input", tile_tokens=100))
-    with pytest.raises(UnsupportedError, match="EFFICIENT_ATTENTION on cuda for torch.float32"):
+    with pytest.raises(UnsupportedError, match="EFFICIENT_ATTENTION on cuda"):
         model(input_ids=torch.randint(VOCAB, (1, 300), device="cuda"), use_cache=False)
 
 
