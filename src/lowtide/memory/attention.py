@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from lowtide.arguments import is_dtensor
 from lowtide.errors import UnsupportedError, message
 
 Get = Callable[[], Tensor]
@@ -74,6 +75,15 @@ def changed_in_place() -> UnsupportedError:
     return UnsupportedError(message("keep", expected, "one changed by an in-place operation", hint))
 
 
+def _saved_shard(value: Any, save: Callable[[Tensor], Get]) -> Get:
+    """Save a DTensor's local tensor, and return the function that gives the DTensor back."""
+    with torch.no_grad():  # the local tensor itself, not a view of it
+        get = save(value.to_local())
+    layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
+    place = functools.partial(type(value).from_local, device_mesh=value.device_mesh, placements=value.placements)
+    return lambda: place(get(), **layout)
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call of an attention operator: what it returned, as functions that do, and the random state behind it."""
@@ -105,6 +115,8 @@ class SavedAttention:
         def saved(value: Any) -> Callable[[], Any]:
             if not isinstance(value, Tensor):
                 return lambda: value
+            if is_dtensor(value):  # of attention over several ranks, as in context parallelism
+                return _saved_shard(value, saved)
             # The rest is small: seeds, lengths, a mask that was not requested.
             return self._store(value) if value.is_floating_point() and value.numel() > 0 else stay(value)
 

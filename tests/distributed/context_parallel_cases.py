@@ -1,0 +1,255 @@
+"""PyTorch's context parallelism around a patched model and layers under a policy, beside the stock model and float64.
+
+Each rank has its shard of every sequence, and attention goes round the ring. On the CPU the ring runs the CPU's flash
+attention (`distributed.ring`), on GPUs whatever PyTorch takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+import lowtide
+from distributed.launch import DEVICE, THOROUGH, main
+from distributed.models import VOCAB, counted, fused, gradients, model_of, same_mean
+from distributed.ring import ring_on_cpus
+from lowtide.distributed import count_items
+from lowtide.errors import UnsupportedError
+from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory import apply as memory_apply
+from lowtide.memory import offload as memory_offload
+from memory.models import LazySide
+from support import relative_error
+
+ON_CPU = DEVICE == "cpu"
+LAYERS = 3
+SHAPE = {"num_hidden_layers": LAYERS, "hidden_size": 32, "head_dim": 8}
+RECOMPUTE = lowtide.HeadOptions(gradient="recompute")
+# How much worse than three times stock's error may be, and, of a half of a rank's shard, how many tokens: PyTorch
+# balances a length that the ranks can halve, and of float32 on GPUs takes whole tiles alone.
+CLOSE = {torch.float32: 5e-7, torch.bfloat16: 5e-3}
+BALANCED = 3 if ON_CPU else 32
+if ON_CPU:
+    ring_on_cpus()
+
+
+def lengths() -> list[int]:
+    """An early and a late chunk on each rank, and on the CPU one alone."""
+    ranks = dist.get_world_size()
+    return [2 * BALANCED * ranks, *([5 * ranks] if ON_CPU else [])]
+
+
+def batch_of(T: int, stream: int = 0) -> tuple[Tensor, ...]:
+    """Ids, labels, labels that are shifted, and positions: labels are ignored, of the second sequence the first half."""
+    g = torch.Generator().manual_seed(stream)
+    ids = torch.randint(3, VOCAB, (2, T), generator=g)
+    labels = ids.where(torch.rand(2, T, generator=g) > 0.3, -100)
+    labels[1, : T // 2] = -100
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    positions = torch.arange(T).expand(2, -1).contiguous()
+    return tuple(x.to(DEVICE) for x in (ids, labels, shifted, positions))
+
+
+def causal(model: Any) -> Any:
+    """Drop masks, which the ring does not have: transformers takes an early and a late chunk for packed sequences."""
+
+    def without_mask(_: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "attention_mask": None, "is_causal": True}
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(without_mask, with_kwargs=True)
+    return model
+
+
+def in_parts(mesh: Any, batch: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+    """Return the context of a step, and the batch, which is cut inside."""
+    parts = tuple(x.clone() for x in batch)
+    kept = set(parts)
+    return context_parallel(mesh, buffers=list(parts), buffer_seq_dims=[1] * 4, no_restore_buffers=kept), parts
+
+
+def by_model(model: Any, parts: tuple[Tensor, ...], items: Tensor) -> Tensor:
+    ids, labels, shifted, positions = parts
+    loss: Tensor = model(
+        input_ids=ids, labels=labels, shift_labels=shifted, position_ids=positions, num_items_in_batch=items
+    ).loss
+    return loss
+
+
+def by_logits(model: Any, parts: tuple[Tensor, ...], items: Tensor) -> Tensor:
+    """As accelerate's guide does: no labels, and the loss of the logits."""
+    ids, _, shifted, positions = parts
+    logits = model(input_ids=ids, shift_labels=shifted, position_ids=positions, use_cache=False).logits
+    loss: Tensor = model.loss_function(
+        logits=logits, labels=None, shift_labels=shifted, vocab_size=VOCAB, num_items_in_batch=items
+    )
+    return loss
+
+
+def step(model: Any, mesh: Any, batch: tuple[Tensor, ...], loss_of: Callable[..., Tensor] = by_model) -> Any:
+    """Return the ranks' mean of losses and gradients, as FSDP2 takes it."""
+    context, parts = in_parts(mesh, batch)
+    with context:
+        loss = loss_of(model, parts, count_items(parts[2]))
+        loss.backward()
+    found = {"loss": loss.detach(), **gradients(model)}
+    for name, value in found.items():
+        if name == "loss" or not isinstance(model, torch.distributed.fsdp.FSDPModule):
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    return found
+
+
+def truth(model: Any, batches: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Return what one process computes of the whole sequences in float64."""
+    model = copy.deepcopy(model).double()
+    ids, labels = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def near(got: Any, stock: Any, true: Any, dtype: torch.dtype, where: object) -> None:
+    assert got.keys() == stock.keys() == true.keys(), where
+    for name, value in true.items():
+        error, stock_error = relative_error(got[name], value), relative_error(stock[name], value)
+        assert stock_error < 1e4 * CLOSE[dtype], (where, name, stock_error)
+        assert error <= 3 * stock_error + CLOSE[dtype], (where, name, error, stock_error)
+
+
+def policies() -> None:
+    """Whatever layers save: losses and gradients are one process's, and saved attention is not sent round again."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    P = ActivationPolicy
+    ways: list[tuple[ActivationPolicy | None, int, lowtide.HeadOptions | None]] = [
+        (None, 1, RECOMPUTE),
+        (P(keep="input"), 2, None),
+        (P(keep="attention"), 1, None),
+        (P(keep="attention", offload=True), 1, RECOMPUTE),
+        (P(keep="input", offload=True), 2, None),
+        (P(keep="attention", mlp_level=0), 1, None),
+        (P(keep="input", mlp_level=1, mlp_tile_tokens=4), 2, None),
+        (P(every=2), 2, None),
+    ]
+    chosen = ways if THOROUGH or dist.get_world_size() == 2 else ways[3:4]
+    for dtype, T in itertools.product([torch.float32] + [torch.bfloat16] * (not ON_CPU), lengths()):
+        batch = batch_of(T)
+        model = model_of(dtype=dtype, **SHAPE)
+        true = truth(model, [batch])
+        stock = step(causal(copy.deepcopy(model)), mesh, batch)
+        for policy, rounds, options in chosen:
+            ours, where = copy.deepcopy(model), (dtype, T, policy, options)
+            report = lowtide.patch(ours, options=options)
+            with pytest.MonkeyPatch.context() as patched:
+                if ON_CPU:
+                    side = LazySide()
+                    patched.setattr(memory_apply, "available", lambda: True)
+                    patched.setattr(memory_offload, "side_for", lambda _, side=side: side)
+                if policy is not None:
+                    apply_policy(ours, policy)
+                causal(ours)
+                for _ in range(2):
+                    with counted(ring, "_templated_ring_attention") as calls:
+                        near(step(ours, mesh, batch), stock, true, dtype, where)
+                    more = LAYERS // 2 if policy is not None and policy.every > 1 else 0  # for the groups' inputs
+                    assert calls[0] in (rounds * LAYERS, rounds * LAYERS + more), (where, calls)
+            fused(report, 2, what=where)
+            assert all(row.patched for row in report.parts.values()), f"{where} {report}"
+
+
+def frozen() -> None:
+    """Frozen layers below, frozen heads, and a head alone that is trained."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    batch = batch_of(lengths()[0])
+    for parts, keep in itertools.product((("model.embed_tokens", "model.layers.0"), ("lm_head",), ("model",)), ("attention", "input")):
+        model = model_of(**SHAPE, tie_word_embeddings=False)
+        for part in parts:
+            model.get_submodule(part).requires_grad_(False)
+        true, stock = truth(model, [batch]), step(causal(copy.deepcopy(model)), mesh, batch)
+        report = lowtide.patch(model)
+        apply_policy(model, ActivationPolicy(keep=keep))
+        near(step(causal(model), mesh, batch), stock, true, torch.float32, (parts, keep))
+        fused(report, 1)
+
+
+def sharded() -> None:
+    """FSDP2 over all ranks, pairs of them with sequences of their own: patched before or after, each way to the loss."""
+    dp = dist.get_world_size() // 2
+    mesh = init_device_mesh(DEVICE, (dp, 2), mesh_dim_names=("dp", "cp"))
+    everyone = mesh[("dp", "cp")]._flatten("everyone")
+    T = 4 * BALANCED
+    batches = [batch_of(T, stream) for stream in range(dp)]
+    mine = batches[mesh.get_local_rank("dp")]
+    ways = itertools.product((by_model, by_logits), (False, True))
+    for (loss_of, first), keep in zip(ways, itertools.cycle(("attention", "input"))):
+
+        def cut(model: Any) -> Any:
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=everyone)
+            return fully_shard(model, mesh=everyone)
+
+        model = model_of(**SHAPE)
+        true = truth(model, batches)
+        stock = step(cut(causal(copy.deepcopy(model))), mesh["cp"], mine, loss_of)
+        if first:
+            report = lowtide.patch(model)
+        cut(model)
+        if not first:
+            report = lowtide.patch(model)
+        apply_policy(model, ActivationPolicy(keep=keep))
+        causal(model)
+        for _ in range(2):
+            near(step(model, mesh["cp"], mine, loss_of), stock, true, torch.float32, (loss_of, first))
+        fused(report, 2)
+
+
+def logits() -> None:
+    """Logits that are read, inside the context or after it, are the stock model's; in evaluation too."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    batch = batch_of(lengths()[0])
+    stock, ours = causal(model_of(**SHAPE)), causal(model_of(**SHAPE))
+    lowtide.patch(ours)
+    apply_policy(ours, ActivationPolicy(keep="attention"))
+    for training, inside in itertools.product((True, False), (True, False)):
+        found = []
+        for model in (ours.train(training), stock.train(training)):
+            context, parts = in_parts(mesh, batch)
+            with context, torch.set_grad_enabled(training):
+                ids, labels, shifted, positions = parts
+                out = model(input_ids=ids, labels=labels, shift_labels=shifted, position_ids=positions)
+                value = out.logits.detach() + 0 if inside else None
+            found.append((out.loss.detach(), out.logits.detach() + 0 if value is None else value))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def backward_outside() -> None:
+    """The ring ends with its context: layers that recompute raise, where their gradients would be of other attention."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    for keep in ("attention", "input"):
+        model = causal(model_of(**SHAPE))
+        lowtide.patch(model)
+        apply_policy(model, ActivationPolicy(keep=keep))
+        context, parts = in_parts(mesh, batch_of(lengths()[0]))
+        with context:
+            loss = by_model(model, parts, count_items(parts[2]))
+        with pytest.raises(UnsupportedError, match=r"layers\.2: .*another torch.nn.functional.scaled_dot_product"):
+            loss.backward()
+
+
+if __name__ == "__main__":
+    main(vars())
