@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from transformers import Trainer, TrainingArguments
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.models import VOCAB, counted, fused, gradients, model_of, same_mean
+from distributed.models import VOCAB, counted, fused, gradients, model_of, whole
 from distributed.ring import ring_on_cpus
 from lowtide.distributed import count_items
 from lowtide.errors import UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory import apply as memory_apply
 from lowtide.memory import offload as memory_offload
+from lowtide.train import parallel
 from memory.models import LazySide
 from support import relative_error
 
@@ -215,6 +219,64 @@ def sharded() -> None:
         for _ in range(2):
             near(step(model, mesh["cp"], mine, loss_of), stock, true, torch.float32, (loss_of, first))
         fused(report, 2)
+
+
+@contextmanager
+def fsdp2() -> Iterator[None]:
+    """What ``accelerate launch`` sets for FSDP2, and what lets accelerate share out sequences on CPUs too."""
+    stock = ParallelismConfig._validate_accelerator
+
+    def validate(self: Any, accelerator: Any) -> None:
+        parallel.correct_fsdp2(accelerator)
+        stock(self, accelerator)
+
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ParallelismConfig, "_validate_accelerator", validate)
+            for name, value in (parallel.variables("fsdp2") | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}).items():
+                patched.setenv(name, value)
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def trainer() -> None:
+    """transformers' Trainer with ``cp_size``: losses, held-out losses and weights of one process, accumulated too."""
+    dp, T, rate, steps = dist.get_world_size() // 2, 4 * BALANCED, 0.1, 2
+    ids, labels, _, _ = (torch.cat(x).cpu() for x in zip(*(batch_of(T, i) for i in range(2 * dp * steps)), strict=True))
+    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    for accumulated, keep in ((1, "attention"), (2, "input")):
+        model = model_of(**SHAPE)
+        true, held_out = copy.deepcopy(model).double(), {"input_ids": ids[-4 * dp :], "labels": labels[-4 * dp :]}
+        optimizer, want = torch.optim.SGD(true.parameters(), lr=rate), []
+        for i in range(0, len(ids), 2 * dp * accumulated):
+            part = slice(i, i + 2 * dp * accumulated)
+            loss = true(input_ids=ids[part].to(DEVICE), labels=labels[part].to(DEVICE)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            want.append(loss.item())
+        with torch.no_grad():
+            want.append(true(**{name: x.to(DEVICE) for name, x in held_out.items()}).loss.item())
+        report = lowtide.patch(model)
+        apply_policy(model, ActivationPolicy(keep=keep))
+        with fsdp2(), tempfile.TemporaryDirectory() as folder:
+            args = TrainingArguments(
+                folder, max_steps=len(want) - 1, per_device_train_batch_size=2, per_device_eval_batch_size=4,
+                gradient_accumulation_steps=accumulated, learning_rate=rate, lr_scheduler_type="constant", optim="sgd",
+                max_grad_norm=1e9, train_sampling_strategy="sequential", logging_steps=1, report_to=[],
+                save_strategy="no", disable_tqdm=True, use_cpu=ON_CPU,
+                parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=dp),
+            )  # fmt: skip
+            runs = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[-4 * dp :])
+            runs.train()
+            got = [log["loss"] for log in runs.state.log_history if "loss" in log] + [runs.evaluate()["eval_loss"]]
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            weights = {name: whole(p) for name, p in model.named_parameters()}
+            for name, p in true.named_parameters():
+                torch.testing.assert_close(weights[name].double(), p, rtol=1e-5, atol=1e-5)
+        fused(report, accumulated * (len(want) - 1) + 1)
 
 
 def logits() -> None:
