@@ -58,7 +58,7 @@ def lengths() -> list[int]:
 
 
 def batch_of(T: int, stream: int = 0) -> tuple[Tensor, ...]:
-    """Ids, labels, labels that are shifted, and positions: labels are ignored, of the second sequence the first half."""
+    """Ids, labels, shifted labels and positions; some labels are ignored, and the second sequence's first half."""
     g = torch.Generator().manual_seed(stream)
     ids = torch.randint(3, VOCAB, (2, T), generator=g)
     labels = ids.where(torch.rand(2, T, generator=g) > 0.3, -100)
@@ -176,10 +176,11 @@ def policies() -> None:
 
 
 def frozen() -> None:
-    """Frozen layers below, frozen heads, and a head alone that is trained."""
+    """Frozen layers below, a frozen head, and a head that alone is trained."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     batch = batch_of(lengths()[0])
-    for parts, keep in itertools.product((("model.embed_tokens", "model.layers.0"), ("lm_head",), ("model",)), ("attention", "input")):
+    ways = (("model.embed_tokens", "model.layers.0"), ("lm_head",), ("model",))
+    for parts, keep in itertools.product(ways, ("attention", "input")):
         model = model_of(**SHAPE, tie_word_embeddings=False)
         for part in parts:
             model.get_submodule(part).requires_grad_(False)
@@ -191,7 +192,7 @@ def frozen() -> None:
 
 
 def sharded() -> None:
-    """FSDP2 over all ranks, pairs of them with sequences of their own: patched before or after, each way to the loss."""
+    """FSDP2 over all ranks, each pair of which has its own sequences: patched before or after, two ways to the loss."""
     dp = dist.get_world_size() // 2
     mesh = init_device_mesh(DEVICE, (dp, 2), mesh_dim_names=("dp", "cp"))
     everyone = mesh[("dp", "cp")]._flatten("everyone")
@@ -300,7 +301,7 @@ def logits() -> None:
 
 
 def backward_outside() -> None:
-    """The ring ends with its context: layers that recompute raise, where their gradients would be of other attention."""
+    """The ring ends with its context: layers that recompute behind it raise, and never run another attention."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for keep in ("attention", "input"):
         model = causal(model_of(**SHAPE))
