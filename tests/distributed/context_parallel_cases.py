@@ -211,14 +211,15 @@ def sharded() -> None:
     batches = [batch_of(T, stream) for stream in range(dp)]
     mine = batches[mesh.get_local_rank("dp")]
     ways = itertools.product((by_model, by_logits), (False, True))
-    for (loss_of, first), keep in zip(ways, itertools.cycle(("attention", "input"))):
+    families = ("llama", "phi", "phi", "llama")
+    for (loss_of, first), keep, family in zip(ways, itertools.cycle(("attention", "input")), families):
 
         def cut(model: Any) -> Any:
             for layer in model.model.layers:
                 fully_shard(layer, mesh=everyone)
             return fully_shard(model, mesh=everyone)
 
-        model = model_of(**SHAPE)
+        model = model_of(family, **SHAPE)
         true = truth(model, batches)
         stock = step(cut(causal(copy.deepcopy(model))), mesh["cp"], mine, loss_of)
         if first:
@@ -229,7 +230,7 @@ def sharded() -> None:
         apply_policy(model, ActivationPolicy(keep=keep))
         causal(model)
         for _ in range(2):
-            near(step(model, mesh["cp"], mine, loss_of), stock, true, torch.float32, (loss_of, first))
+            near(step(model, mesh["cp"], mine, loss_of), stock, true, torch.float32, (loss_of, first, family))
         fused(report, 2)
 
 
