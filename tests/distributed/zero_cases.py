@@ -46,7 +46,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute at first; gloo does as well
 
 
-def zero(model: Any, stage: int = 3, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+def zero(model: Any, stage: int = 3, *, dtype: torch.dtype = torch.float32, mpu: Any = None, **settings: Any) -> Any:
     """Return the model in an engine that by default holds no gathered weight longer than a call needs it."""
     sharing = {"stage": stage}
     if stage == 3:
@@ -63,7 +63,8 @@ def zero(model: Any, stage: int = 3, *, dtype: torch.dtype = torch.float32, **se
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     gc.freeze()  # each engine collects garbage: looking through all of torch takes as long as the rest of it
-    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=RATE), config=config)[0]
+    optimizer = torch.optim.SGD(trained, lr=RATE)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
 
 
 class Plain:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from lowtide.arguments import is_dtensor
 from lowtide.errors import UnsupportedError, message
 
 Get = Callable[[], Tensor]
@@ -101,16 +102,22 @@ class SavedAttention:
 
     def save(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save what an operator returned."""
-
-        def saved(value: Any) -> Callable[[], Any]:
-            if not isinstance(value, Tensor):
-                return lambda: value
-            # The rest is small: seeds, lengths, a mask that was not requested.
-            return self._store(value) if value.is_floating_point() and value.numel() > 0 else stay(value)
-
         leaves, spec = tree_flatten(outputs)
         rng_state = _rng_state_after(operator, leaves, args, kwargs)
-        self.calls.append(_Call(operator, [saved(value) for value in leaves], spec, rng_state))
+        self.calls.append(_Call(operator, [self._saved(value) for value in leaves], spec, rng_state))
+
+    def _saved(self, value: Any) -> Callable[[], Any]:
+        if is_dtensor(value):  # of attention over several ranks, as in context parallelism
+            with torch.no_grad():  # the local tensor itself, not a view of it
+                get = self._saved(value.to_local())
+            layout = {"device_mesh": value.device_mesh, "placements": value.placements}
+            layout |= {"shape": value.shape, "stride": value.stride()}
+            place = functools.partial(type(value).from_local, **layout)
+            return lambda: place(get())
+        if not isinstance(value, Tensor):
+            return lambda: value
+        # The rest is small: seeds, lengths, a mask that was not requested.
+        return self._store(value) if value.is_floating_point() and value.numel() > 0 else stay(value)
 
     def give_back(self, index: int, operator: Any) -> Any:
         """Return what call number ``index`` returned, and set the random state that it left behind."""
