@@ -307,6 +307,43 @@ def test_backward_holds_what_is_said(keep: str) -> None:
     assert (at_once - without) / 2048 >= 8 * token
 
 
+@pytest.mark.parametrize("keep", KEEPS)
+def test_without_gradients(keep: str, ids: Tensor, llama: Callable[..., Any]) -> None:
+    """Equal values in the memory of a tile; at once with padding, with a cache, and in inference mode."""
+    model = llama().double()
+    stock = copy.deepcopy(model)
+    apply_policy(model, tiled(5, keep))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    for mode in (torch.no_grad, torch.inference_mode):
+        for more in ({}, {"use_cache": False}, {"attention_mask": mask}, {"use_cache": True}):
+            with mode():
+                got, want = (each.eval()(ids, **more) for each in (model, stock))
+            torch.testing.assert_close(got.logits, want.logits)
+            if more.get("use_cache"):
+                assert got.past_key_values.get_seq_length() == 13
+    holder = stack_of(Layer(64, 4, 0.0)).eval()
+    x, peaks = torch.randn(1, 4096, 64), []
+    for policy in (ActivationPolicy(keep=keep), tiled(256, keep)):
+        apply_policy(holder, policy)
+        for _ in range(2):
+            with torch.no_grad(), track_allocations() as seen:
+                holder.blocks[0](x)
+        peaks.append(seen.peak_bytes / x.nbytes)
+    assert peaks[0] > 5
+    assert peaks[1] < 4  # the output, keys and values, and of a tile all
+
+
+def test_frozen_layers_run_in_tiles(ids: Tensor, turns: list[int]) -> None:
+    model = Plain(layers=3)
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    stock = copy.deepcopy(model)
+    apply_policy(model, tiled(5))
+    assert_fair(model, stock, ids, floor=1e-5)
+    assert turns == [3, 3]
+
+
 class Convolution(Layer):
     """Attention behind a convolution over tokens."""
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.text import table
-from lowtide.memory.checkpoint import LayerState, check_cache, double_recompute, run_layer
+from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer, run_without_graph
 from lowtide.memory.offload import ON_DEVICE, Offloader, available
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.policy import ActivationPolicy
@@ -82,7 +82,7 @@ def apply_policy(
     outputs, values and gradients equal to the bit where the layer's kernels are deterministic. With
     ``keep="attention"`` the recompute takes attention's output from what was saved and does not call its kernel; a
     layer that runs no fused attention operator raises. A policy acts wherever gradients are recorded; without them the
-    layer runs its stock forward.
+    layer runs its stock forward, in tiles if it has any.
 
     The layers are found by structure: the longest ``ModuleList`` or ``Sequential`` of modules of one class, or of
     transformers' ``GradientCheckpointingLayer``, whatever the model's family; the report names it. For a model with
@@ -279,10 +279,8 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
         # A class put on top of ours (fully_shard) keeps it in place under keep="all" as well.
         if state is None or state.policy.keep == "all":
             return stock(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            check_cache(state.name, args, kwargs)
-            return stock(*args, **kwargs)
-        return run_layer(self, state, stock, args, kwargs)
+        run = run_layer if torch.is_grad_enabled() else run_without_graph
+        return run(self, state, stock, args, kwargs)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,11 +67,11 @@ def run_layer(
     # Frozen layers before the first that trains save nothing anyway.
     in_graph = any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
     if cached or not in_graph:
-        return forward(*args, **kwargs)
+        return run_without_graph(layer, state, forward, args, kwargs)
     key, hidden = _hidden_states(state.name, args, kwargs)
     save: Callable[..., Any] = partial(_run, state)
     offloader = state.offloader
-    if state.policy.tile_tokens is not None and hidden.shape[1:2].numel() > state.policy.tile_tokens:
+    if _is_long(hidden, state.policy):
         if torch.compiler.is_compiling():
             refuse_compile(state.name, "tile_tokens", "tile_tokens=None")
         forward = _in_tiles(layer, state, forward, key, (args, kwargs))
@@ -85,6 +86,34 @@ def run_layer(
     if offloader is None:
         return save(run, hidden)
     return _run_offloaded(state, offloader, partial(save, run, hidden))
+
+
+def run_without_graph(
+    layer: nn.Module, state: LayerState, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a layer's own ``forward`` where nothing records gradients, in tiles if its policy sets them.
+
+    It runs at once where it cannot run in tiles (with padding, say), in inference mode, under a compiler, and with a
+    cache, which tiles would not fill.
+
+    Raises:
+        UnsupportedError: As `check_cache`.
+    """
+    check_cache(state.name, args, kwargs)
+    has_cache = any(_is_cache(value) for value in (*args, *kwargs.values()))
+    at_once = has_cache or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    if state.policy.tile_tokens is None or at_once:
+        return forward(*args, **kwargs)
+    key, hidden = _hidden_states(state.name, args, kwargs)
+    if _is_long(hidden, state.policy):
+        with contextlib.suppress(UnsupportedError):
+            return _in_tiles(layer, state, forward, key, (args, kwargs)).run_without_graph((args, kwargs))
+    return forward(*args, **kwargs)
+
+
+def _is_long(hidden: Tensor, policy: ActivationPolicy) -> bool:
+    """Whether hidden states are of more than one tile."""
+    return policy.tile_tokens is not None and hidden.shape[1:2].numel() > policy.tile_tokens
 
 
 def _in_tiles(layer: nn.Module, state: LayerState, forward: Forward, key: int | str, call: Call) -> LayerInTiles:

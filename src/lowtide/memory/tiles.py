@@ -87,6 +87,16 @@ class LayerInTiles:
             hidden: The hidden states.
         """
         output = _Tiled.apply(self, run, hidden, *self._trained)  # type: ignore[no-untyped-call]
+        return self._outputs_with(output)
+
+    def run_without_graph(self, call: Call) -> Any:
+        """Return the layer's outputs, and save nothing."""
+        self._keeps_attention = False
+        output, _ = self._run_forward(call)
+        return self._outputs_with(output)
+
+    def _outputs_with(self, output: Tensor) -> Any:
+        """Return what the layer returns, with this output."""
         return tree_unflatten([output if isinstance(one, Tensor) else one for one in self._rest], self._spec)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
