@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
+from lowtide.bench import models_case
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, remove_policy, tiles, weights
@@ -105,6 +106,37 @@ def test_families(name: str, ids: Tensor, turns: list[int]) -> None:
         close = 1e-5 * gradient.norm() + 1e-7 * largest
         assert (got[1][parameter] - gradient).norm() <= close, parameter
     assert turns == [4] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what models of all ages say when they are built
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("part", range(6))
+def test_no_type_is_silently_different(part: int, keep: str) -> None:
+    """Every type of transformers' causal language models is equal to stock, or refused."""
+    found: dict[str, list[str]] = {"equal": [], "refused": []}
+    for name in models_case.types("causal")[part::6]:
+        try:
+            make, extra = models_case._maker("causal", name, 0)
+            stock, model = make(), make()
+            for each in (stock, model):
+                each.train().set_attn_implementation("sdpa")
+                for module in each.modules():
+                    module.__dict__.update(p=0.0) if isinstance(module, nn.Dropout) else None
+            inputs = {name: x for name, x in ({**models_case.batch(0), **extra}).items() if name != "attention_mask"}
+            want = models_case._run(stock, inputs)
+        except Exception:  # of stock, which cannot be built, or not trained with this attention
+            continue
+        try:
+            apply_policy(model, tiled(3, keep))
+            got = models_case._run(model, inputs)
+        except (UnsupportedError, ArgumentValueError):
+            found["refused"].append(name)
+            continue
+        assert models_case.difference(got, want, models_case._noise(stock, make(), inputs)) is None, name
+        found["equal"].append(name)
+    assert len(found["equal"]) >= 12
+    assert len(found["refused"]) >= 3
 
 
 def test_shorter_sequences_are_one_tile(pair: tuple[Any, Any], ids: Tensor, turns: list[int]) -> None:
