@@ -1,8 +1,6 @@
 """Several GPUs: what each has of a model, what is whole for a moment, and what a step exchanges.
 
-`Ranks` is one GPU, which has everything and exchanges nothing; its children are the ways of `_WAYS`. Each says what one
-GPU computes (a `Job` of its own), what it holds besides, and what it receives from the others: a gather of S bytes in
-all, or a reduce-scatter, takes S (n - 1) / n from n GPUs, and an all-reduce twice that.
+A gather of S bytes in all, or a reduce-scatter, brings S (n - 1) / n to each of n GPUs, and an all-reduce twice that.
 
 Units of FSDP2 are as accelerate, and so ``lowtide train --parallel fsdp2``, makes them: one for each layer; one for the
 embedding; one for the last norm and the output layer, with the embedding where it is tied, which stays gathered from
@@ -11,7 +9,7 @@ its forward to its backward.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ import torch
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS, TP, ZERO3
-from lowtide.memory.policy import ActivationPolicy
 
 # Share of an exchange's time that it takes from the GEMMs it runs beside, whose multiprocessors it uses. Fitted to the
 # steps of two GPUs in benchmarks/results, 2026-11-21-scaling-16384-h200.
@@ -29,11 +26,11 @@ LIVE, BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
 
 
 class Exchange(NamedTuple):
-    """What a GPU receives from the others during some work, and what that takes."""
+    """What a GPU receives from the others during some work, and copies for that; in bytes."""
 
-    beside: float = 0.0  # bytes that come while the work runs
-    before: float = 0.0  # bytes that the work waits for
-    copied: float = 0.0  # bytes that are read and written to pack and unpack them
+    beside: float = 0.0  # come while the work runs
+    before: float = 0.0  # the work waits for them
+    copied: float = 0.0  # are read and written to pack and unpack them
 
     @property
     def bytes(self) -> float:
@@ -41,267 +38,200 @@ class Exchange(NamedTuple):
         return self.beside + self.before
 
 
-class Ranks:
-    """One GPU.
+NOTHING = Exchange()
 
-    Attributes:
-        job: What one GPU computes.
-        tokens: Of a step, on all GPUs.
-        turns: Layers besides the first and last of a policy, in whose backward the most may be gathered.
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """What one GPU has and exchanges. The last fields are of several GPUs; one exchanges nothing.
+
+    Lists have an entry for each layer; ``gathered`` bytes are those of whole parameters and of exchanges' buffers.
     """
 
-    turns: tuple[int, ...] = ()
-
-    def __init__(self, job: Job) -> None:
-        self.whole = self.job = job
-        self.tokens = job.tokens
-
-    def stored(self, numbers: int) -> int:
-        """Return the bytes of so many of the model's parameters on one GPU; their gradients take as many."""
-        return numbers * self.job.element
-
-    @property
-    def weights(self) -> int:
-        """Return the bytes of the model's parameters, without adapters."""
-        return self.job.weight_bytes
-
-    def states(self, numbers: int, element: int) -> int:
-        """Return the bytes of the optimizer's states for so many trained parameters."""
-        kind = OPTIMIZERS[self.job.optimizer]
-        return int(numbers * (kind.states * element + kind.bytes_each))
-
-    @property
-    def head_gradient(self) -> int:
-        """Return the bytes of the output layer's gradient during the layers' backward."""
-        return self.job.shape.vocab_params * self.job.element
-
-    def forward(self, layer: int) -> int:
-        """Return the bytes that stand gathered, or to be exchanged, while a layer's forward runs."""
-        del layer
-        return 0
-
-    def backward(self, layer: int) -> int:
-        """Return the same while its backward runs."""
-        del layer
-        return 0
-
-    def new_gradients(self, layer: int) -> int:
-        """Return the bytes of a layer's whole gradients at the end of its backward, where these go elsewhere then."""
-        del layer
-        return 0
-
-    @property
-    def head(self) -> int:
-        """Return the bytes that stand gathered, or to be exchanged, in the output layer and its loss."""
-        return 0
-
-    def embedding(self, temporaries: int) -> tuple[int, int]:
-        """Return the same in the embedding's backward, beside its temporaries, and the gradients still to come."""
-        del temporaries
-        return 0, 0
-
-    @property
-    def step(self) -> int:
-        """Return the bytes that the optimizer's step holds besides."""
-        return 0
-
-    def layer(self, policy: ActivationPolicy) -> tuple[Exchange, Exchange]:
-        """Return what is exchanged for a layer in forward, and in backward."""
-        del policy
-        return Exchange(), Exchange()
-
-    @property
-    def others(self) -> Exchange:
-        """Return what is exchanged for everything but the layers."""
-        return Exchange()
+    job: Job  # what it computes
+    tokens: int  # of a step, on all GPUs
+    weights: int
+    states: int
+    gradients: int
+    layer_gradients: list[int]
+    head_gradient: int  # the output layer's, during the layers' backward
+    forward: list[int]  # gathered
+    backward: list[int]  # gathered
+    whole_gradients: list[int]  # at the end of a layer's backward, where they are reduced then
+    turns: tuple[int, ...] = ()  # layers besides a policy's first and last in whose backward the most may be gathered
+    head: int = 0  # gathered
+    embedding: int = 0  # gathered in its backward
+    reduction: int = 0  # gathered when its gradient is reduced, and nothing else is left
+    to_come: int = 0  # gradients that are not reduced by then
+    step: int = 0  # held in the optimizer's step alone
+    ahead: Exchange = NOTHING  # of a layer's forward
+    behind: Exchange = NOTHING  # of its backward
+    again: Exchange = NOTHING  # of its recompute
+    others: Exchange = NOTHING  # of everything but the layers
 
     def seconds(self, one: Exchange) -> tuple[float, float]:
         """Return the seconds of an exchange that run beside the work, and those that it waits."""
-        link, bandwidth = self.whole.link_rate, self.job.gpu.bandwidth
-        return one.beside / link, one.before / link + one.copied / bandwidth
+        link = self.job.link_rate
+        return one.beside / link, one.before / link + one.copied / self.job.gpu.bandwidth
 
 
-class Sharded(Ranks):
-    """Parameters, gradients and states are sharded; each GPU has its own sequences."""
+def ranks_of(job: Job) -> Ranks:
+    """Return what one GPU of a job has."""
+    return {FSDP2: _fsdp2, TP: _tensor_parallel, ZERO3: _zero3}[job.parallel](job) if job.gpus > 1 else _alone(job)
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        # Under autocast parameters are float32, and cast before they are gathered: the stream is in 16 bits as well.
-        self.job = replace(job, dtype=torch.bfloat16, autocast=False) if job.autocast else job
-        shape, n = self.job.shape, job.gpus
-        self.tokens = n * job.tokens
-        self.layers, self.tied = shape.params_of_layers, shape.tied
-        self.vocab = 0 if shape.tied else shape.vocab_params  # numbers of the embedding's unit
-        self.tail = shape.params - sum(self.layers) - self.vocab  # of the output layer's
-        self.gathered, self.reduced = self.job.element, job.element  # bytes of a number
-        self.received = (n - 1) / n  # of what is gathered, or reduced
-        last = len(self.layers) - 1
-        self.turns = (min(1, last), max(0, last - 1))
 
-    def stored(self, numbers: int) -> int:
-        return -(-numbers * self.whole.element // self.whole.gpus)
+def _alone(job: Job) -> Ranks:
+    """Return a GPU that has all of a job, or of its own part of one."""
+    shape, adapters, kind = job.shape, job.trained_adapters, OPTIMIZERS[job.optimizer]
+    # Adapters are float32, whatever the frozen weights are.
+    numbers, size = (shape.params, job.element) if adapters is None else (adapters, 4)
+    by_layer = [params * size for params in shape.params_of_layers]
+    if adapters is not None:
+        by_layer = [numbers * size // shape.layers] * shape.layers
+    nothing = [0] * shape.layers
+    return Ranks(
+        job=job,
+        tokens=job.tokens,
+        weights=job.weight_bytes + 4 * (adapters or 0),
+        states=int(numbers * (kind.states * size + kind.bytes_each)),
+        gradients=numbers * size,
+        layer_gradients=by_layer,
+        head_gradient=shape.vocab_params * size if adapters is None else 0,
+        forward=nothing,
+        backward=nothing,
+        whole_gradients=nothing,
+    )
 
-    @property
-    def weights(self) -> int:
-        return self.stored(self.job.shape.params)
 
-    def states(self, numbers: int, element: int) -> int:
-        return -(-super().states(numbers, element) // self.whole.gpus)
+class _Units:
+    """The units of a sharded model, in numbers, and what it takes to exchange them."""
 
-    def layer(self, policy: ActivationPolicy) -> tuple[Exchange, Exchange]:
-        del policy
-        mean = sum(self.layers) / len(self.layers)
-        return self._exchange(mean, 1, 0), self._exchange(mean, 1, 1)
+    def __init__(self, job: Job, gathered: int, reduced: int) -> None:
+        shape = job.shape
+        self.gathered, self.reduced = gathered, reduced  # bytes of a number
+        self.layers, self.tied, self.params = shape.params_of_layers, shape.tied, shape.params
+        self.embedding = 0 if shape.tied else shape.vocab_params
+        self.tail = shape.params - sum(self.layers) - self.embedding  # the unit of the output layer
+        self.first = self.tail if shape.tied else self.embedding  # the unit that is gathered first, and reduced last
+        self._received = (job.gpus - 1) / job.gpus
 
-    def _exchange(self, numbers: float, gathers: int, reduces: int) -> Exchange:
-        """Return what it takes to gather parameters, and to reduce their gradients: copied out of, and into, a buffer."""
+    def exchange(self, numbers: float, gathers: int, reduces: int) -> Exchange:
+        """Return what it takes to gather parameters, and reduce their gradients: through buffers, with a copy each."""
         g, r = self.gathered, self.reduced
-        bytes_in_all = numbers * (gathers * g + reduces * r)
-        return Exchange(self.received * bytes_in_all, 0.0, numbers * (2 * gathers * g + reduces * (g + r)))
+        received = self._received * numbers * (gathers * g + reduces * r)
+        return Exchange(received, 0.0, numbers * (2 * gathers * g + reduces * (g + r)))
 
-    @property
-    def others(self) -> Exchange:
-        """The first gathers come before anything runs, and the last reduction after everything has."""
-        tail, vocab = self._exchange(self.tail, 1, 1), self._exchange(self.vocab, 2, 1)
-        first, last = (self.tail, self.tail) if self.tied else (self.vocab, self.vocab)
-        waited = self.received * ((first + self.layers[0]) * self.gathered + last * self.reduced)
-        both = tail.beside + vocab.beside
-        return Exchange(both - waited, waited, tail.copied + vocab.copied)
+    def exchanging(self, ranks: Ranks) -> Ranks:
+        """Return a GPU with the exchanges of a step: nothing runs beside the first gathers, nor beside the last sum."""
+        mean = sum(self.layers) / len(self.layers)
+        tail, embedding = self.exchange(self.tail, 1, 1), self.exchange(self.embedding, 2, 1)
+        before = self.exchange(self.first, 1, 1).beside + self.exchange(self.layers[0], 1, 0).beside
+        others = Exchange(tail.beside + embedding.beside - before, before, tail.copied + embedding.copied)
+        return replace(ranks, ahead=self.exchange(mean, 1, 0), behind=self.exchange(mean, 1, 1), others=others)
 
 
-class Fsdp2(Sharded):
-    """PyTorch's fully_shard.
+def _narrow(job: Job) -> Job:
+    """Return what a GPU computes under autocast: parameters are cast before they are gathered, and so is the stream."""
+    return replace(job, dtype=torch.bfloat16, autocast=False) if job.autocast else job
+
+
+def _fsdp2(job: Job) -> Ranks:
+    """Return a GPU under PyTorch's fully_shard.
 
     A unit is gathered into a buffer and copied out of it. In forward the buffer stays until the next unit's is copied
     out; in backward it goes at once, and the buffer of the unit before is there already. Gradients are whole until the
     end of the unit's backward, are copied into a buffer in the dtype of the reduction, and that stays until the end of
     the next unit's backward.
     """
+    own, n = _alone(_narrow(job)), job.gpus
+    units = _Units(own.job, own.job.element, job.element)
+    g, r, layers, tied, last = units.gathered, units.reduced, units.layers, units.tied, len(units.layers) - 1
+    stays = g * units.tail * tied
 
-    @property
-    def head_gradient(self) -> int:
-        return super().head_gradient if self.tied else self.stored(self.tail)
+    def share(numbers: int) -> int:
+        return -(-numbers * job.element // n)
 
-    def forward(self, layer: int) -> int:
-        return self.gathered * (2 * self.layers[layer] + self.tail * self.tied)
-
-    def backward(self, layer: int) -> int:
-        last = len(self.layers) - 1
-        before = self.layers[layer - 1] if layer else self.vocab
-        after = self.layers[layer + 1] if layer < last else self.tail * (not self.tied)
-        return self.gathered * (self.layers[layer] + before + self.tail * self.tied) + self.reduced * after
-
-    def new_gradients(self, layer: int) -> int:
-        return self.gathered * self.layers[layer]
-
-    @property
-    def head(self) -> int:
-        g, r, last = self.gathered, self.reduced, self.layers[-1]
-        if self.tied:
-            return g * (self.tail + last)
-        return max(2 * g * self.tail, r * self.tail + self.stored(self.tail) + g * last)
-
-    def embedding(self, temporaries: int) -> tuple[int, int]:
-        numbers = self.tail if self.tied else self.vocab
-        whole, waiting = self.gathered * numbers, self.reduced * self.layers[0]
-        reduction = whole + self.reduced * numbers + self.stored(numbers)
-        return max(2 * whole + waiting, reduction - temporaries), self.stored(numbers)
+    before, after = [units.embedding, *layers[:-1]], [*layers[1:], 0 if tied else units.tail]
+    head = stays + g * layers[-1]
+    if not tied:  # its buffer is there as well; or its gradient, in two buffers, and the last layer's gathered
+        head = max(2 * g * units.tail, r * units.tail + share(units.tail) + g * layers[-1])
+    whole = g * units.first
+    found = replace(
+        own,
+        tokens=n * job.tokens,
+        weights=share(units.params),
+        states=-(-_alone(job).states // n),
+        gradients=share(units.params),
+        layer_gradients=[*map(share, layers)],
+        head_gradient=own.head_gradient if tied else share(units.tail),
+        forward=[stays + 2 * g * one for one in layers],
+        backward=[stays + g * (one + b) + r * a for one, b, a in zip(layers, before, after, strict=True)],
+        whole_gradients=[g * one for one in layers],
+        turns=(min(1, last), max(0, last - 1)),
+        head=head,
+        embedding=2 * whole + r * layers[0],
+        reduction=whole + r * units.first + share(units.first),
+        to_come=share(units.first),
+    )
+    return units.exchanging(found)
 
 
-class Zero3(Sharded):
-    """DeepSpeed's ZeRO-3 in 16 bits: 16-bit shards of parameters and gradients, float32 ones of weights and states.
+def _zero3(job: Job) -> Ranks:
+    """Return a GPU under DeepSpeed's ZeRO-3 in 16 bits.
 
-    What is gathered is DeepSpeed's choice, up to `LIVE` numbers, and counted as that; gradients wait in a bucket.
+    Parameters and gradients are 16-bit shards, in buffers that are never freed; besides there are float32 shards of the
+    weights and the optimizer's states. What is gathered is DeepSpeed's choice, up to `LIVE` numbers, and counted as
+    that. Gradients wait in a bucket, and are copied out of it to be reduced.
     """
+    own, n = _alone(replace(_narrow(job), keep_gradients=True)), job.gpus
+    g = own.job.element
+    units = _Units(own.job, g, g)
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.job = replace(self.job, keep_gradients=True)  # in a buffer that is never freed
-        self.reduced = self.gathered
-        largest = max(*self.layers, self.tail)
-        live = min(self.job.shape.params, max(LIVE, largest))
-        self._forward = self.gathered * (live + BUCKET)
-        self._backward = self._forward + self.gathered * min(self.job.shape.params, max(BUCKET, self.tail))
+    def share(numbers: int, size: int = g) -> int:
+        return -(-numbers * size // n)
 
-    def stored(self, numbers: int) -> int:
-        return -(-numbers * self.gathered // self.whole.gpus)
-
-    def states(self, numbers: int, element: int) -> int:
-        """Return the bytes of the states, all in float32, and of the float32 weights that they are of."""
-        del element
-        kind = OPTIMIZERS[self.job.optimizer]
-        return -(-4 * numbers * (kind.states + 1) // self.whole.gpus)
-
-    @property
-    def head_gradient(self) -> int:
-        return self.stored(self.tail)
-
-    def forward(self, layer: int) -> int:
-        del layer
-        return self._forward
-
-    def backward(self, layer: int) -> int:
-        del layer
-        return self._backward
-
-    @property
-    def head(self) -> int:
-        return self._backward
-
-    def embedding(self, temporaries: int) -> tuple[int, int]:
-        del temporaries
-        return self._backward, 0
-
-    @property
-    def step(self) -> int:
-        """Return the bytes of the bucket, and of the float32 gradients of one group of parameters."""
-        return self.gathered * BUCKET + 4 * min(SUB_GROUP, -(-self.job.shape.params // self.whole.gpus))
+    live = g * (min(units.params, max(LIVE, units.tail, *units.layers)) + BUCKET)
+    reduced = live + g * min(units.params, max(BUCKET, units.tail))
+    found = replace(
+        own,
+        tokens=n * job.tokens,
+        weights=share(units.params),
+        states=share(units.params, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
+        gradients=share(units.params),
+        layer_gradients=[*map(share, units.layers)],
+        head_gradient=share(units.tail),
+        forward=[live] * len(units.layers),
+        backward=[reduced] * len(units.layers),
+        head=reduced,
+        embedding=reduced,
+        step=g * BUCKET + 4 * min(SUB_GROUP, -(-units.params // n)),
+    )
+    return units.exchanging(found)
 
 
-class Tensor(Ranks):
-    """Tensor parallelism: heads, MLPs and the vocabulary are sharded; all GPUs have the same sequences.
+def _tensor_parallel(job: Job) -> Ranks:
+    """Return a GPU that has a share of the heads, of the MLPs and of the vocabulary; all have the same sequences.
 
     Attention and MLP of each layer add up their outputs over the GPUs, and in backward the gradients of their inputs:
-    for queries, keys and values each, for a fused MLP once (docs/distributed.md, a patched model).
+    for queries, keys and values each, for a fused MLP once (docs/distributed.md, a patched model). Rows of the
+    embedding are added up too; the output layer's exchanges are in docs/scale.md.
     """
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        shape, n = job.shape, job.gpus
-        cut = {name: getattr(shape, name) // n for name in ("heads", "kv_heads", "intermediate")}
-        self.job = replace(job, shape=replace(shape, vocab=-(-shape.vocab // n), head_dim=shape.head_dim, **cut))
-        self._stream = self.job.tokens * shape.hidden * self.job.narrow
-        self._received = 2 * (n - 1) / n * self._stream  # of one sum
-
-    def forward(self, layer: int) -> int:
-        """Return the bytes of an output of which the GPUs have their summands."""
-        del layer
-        return self._stream
-
-    def backward(self, layer: int) -> int:
-        del layer
-        return self._stream
-
-    def layer(self, policy: ActivationPolicy) -> tuple[Exchange, Exchange]:
-        attention = 1 if self.job.shape.stacked else 3
-        mlp = 1 if self.job.fused_mlp or self.job.shape.stacked else 2
-        again = policy.keep != "all"  # attention's output
-        return Exchange(0.0, 2 * self._received), Exchange(0.0, (attention + mlp + again) * self._received)
-
-    @property
-    def others(self) -> Exchange:
-        """The embedding's rows, and the output layer's exchanges (docs/scale.md)."""
-        n, tokens = self.whole.gpus, self.job.tokens
-        gradient = 2 * (n - 1) / n * 4 * tokens * self.job.shape.hidden
-        return Exchange(gradient, self._received + 12.0 * (n - 1) * tokens)
-
-
-_WAYS: dict[str, type[Ranks]] = {FSDP2: Fsdp2, TP: Tensor, ZERO3: Zero3}
-
-
-def ranks_of(job: Job) -> Ranks:
-    """Return what one GPU of a job has."""
-    return _WAYS[job.parallel](job) if job.gpus > 1 else Ranks(job)
+    shape, n = job.shape, job.gpus
+    cut = {name: getattr(shape, name) // n for name in ("heads", "kv_heads", "intermediate")}
+    own = _alone(replace(job, shape=replace(shape, vocab=-(-shape.vocab // n), **cut)))
+    stream = job.tokens * shape.hidden * job.narrow
+    one = 2 * (n - 1) / n * stream  # of an all-reduce
+    inputs = (1 if shape.stacked else 3) + (1 if job.fused_mlp or shape.stacked else 2)
+    gradient = 2 * (n - 1) / n * 4 * job.tokens * shape.hidden
+    return replace(
+        own,
+        forward=[stream] * shape.layers,  # what is added up, beside the sum
+        backward=[stream] * shape.layers,
+        ahead=Exchange(0.0, 2 * one),
+        behind=Exchange(0.0, inputs * one),
+        again=Exchange(0.0, one),
+        others=Exchange(gradient, one + 12.0 * (n - 1) * job.tokens),
+    )
 
 
 def check_parallel(job: Job, host_bytes: int) -> None:

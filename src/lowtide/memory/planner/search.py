@@ -71,7 +71,7 @@ def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
 
 
 def sparse(job: Job, *, offload: bool) -> list[ActivationPolicy]:
-    """Return the policies by which one layer of several saves its input; compiled layers have none, nor several GPUs."""
+    """Return the policies by which one layer of several saves its input; none for compiled ones or several GPUs."""
     level = 1 if job.fused_mlp and job.shape.has_levels else None
     places = (False, True)[: 1 + offload]
     alone = job.gpus == 1 and not job.compile_layers

@@ -131,19 +131,14 @@ class StepCosts:
         self.layers = LayerCosts(job)
         shape, e, N, seq_len = job.shape, job.element, job.tokens, job.seq_len
         kind, numbers = OPTIMIZERS[job.optimizer], job.trained_adapters
-        # Adapters are float32, whatever the frozen weights are.
-        self.weights, self.vocab_gradients = ranks.weights + 4 * (numbers or 0), shape.vocab_params * e
-        self.states = ranks.states(shape.params, ranks.whole.element) if numbers is None else ranks.states(numbers, 4)
-        by_layer, self.all_gradients = [*map(ranks.stored, shape.params_of_layers)], ranks.stored(shape.params)
-        head_gradient = ranks.head_gradient
-        if numbers is not None:
-            self.all_gradients, self.vocab_gradients, head_gradient = 4 * numbers, 0, 0
-            by_layer = [self.all_gradients // shape.layers] * shape.layers
-        self._head_gradient = head_gradient
-        trained = self.all_gradients
-        self.fixed_seconds = head_seconds(job) + optimizer_seconds(job, trained) + embedding_seconds(job)
-        self.layer_gradients = max(by_layer)
-        self._gradients_from = [*accumulate(reversed(by_layer), initial=0)][::-1]  # of a layer and all after it
+        self.weights, self.states, self.all_gradients = ranks.weights, ranks.states, ranks.gradients
+        self.vocab_gradients = shape.vocab_params * e if numbers is None else 0
+        self.fixed_seconds = head_seconds(job) + optimizer_seconds(job, ranks.gradients) + embedding_seconds(job)
+        runs, waits = ranks.seconds(ranks.others)
+        self.fixed_seconds += waits + SLOWS * runs
+        self.layer_gradients = max(ranks.layer_gradients)
+        # of a layer and all after it
+        self._gradients_from = [*accumulate(reversed(ranks.layer_gradients), initial=0)][::-1]
         ids = 2 * 8 * N  # and labels
         positions = seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
         # The masks that all layers share: one of bools, and another for those with a window.
@@ -175,12 +170,10 @@ class StepCosts:
         self._ahead, self._behind = _nearest(shape.kind_of), [[shape.layers - 1 - n for n in each] for each in back]
         self._shares = [(share_away(k, layers), 1 - share_back(layers - 1 - k, layers)) for k in range(layers)]
         self._turns = (1, layers_to_leave(layers) - 1, *ranks.turns)
-        gathered, to_come = ranks.embedding(embedding)
-        runs, waits = ranks.seconds(ranks.others)
-        self.fixed_seconds += waits + SLOWS * runs
+        gathered = max(ranks.embedding, ranks.reduction - embedding)
         self._runs_of: tuple[Groups, list[_Run]] = (), []
         self._last = [
-            self._phase("embedding", -1, self.all_gradients - to_come, 0, 0, embedding, 0.0, 1.0, gathered),
+            self._phase("embedding", -1, self.all_gradients - ranks.to_come, 0, 0, embedding, 0.0, 1.0, gathered),
             self._phase("optimizer", -1, self.all_gradients, 0, 0, step, 0.0, 0.0, ranks.step),
         ]
 
@@ -250,13 +243,13 @@ class StepCosts:
                 away, not_back = self._shares[layer]
                 forward, held = saved + on_host + before, saved + again + before
                 forward += cost.saved if follows else 0
-                gathered = self.ranks.forward(layer)
+                gathered = self.ranks.forward[layer]
                 yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away, gathered)
-                done = self._gradients_from[layer + 1] + self._head_gradient + self._mlp_gradients
+                done = self._gradients_from[layer + 1] + self.ranks.head_gradient + self._mlp_gradients
                 transients = cost.backward_bytes + self._new
-                end = self.ranks.new_gradients(layer)  # when nothing of the layer but these and two streams is left
+                end = self.ranks.whole_gradients[layer]  # when nothing of the layer but these and two streams is left
                 transients += max(0, end and end + 2 * self._stream - cost.whole - transients - self._mlp_gradients)
-                gathered = self.ranks.backward(layer)
+                gathered = self.ranks.backward[layer]
                 yield self._phase("backward", layer, done, held, 0, transients, not_back, 1.0, gathered)
             leaving = run.costs[kind_of[last]].places(moves=run.moves)[1]
             upto += run.on_gpu
@@ -265,7 +258,7 @@ class StepCosts:
         yield from self._last
 
     def _phase(self, name: str, layer: int, gradients: int, activations: int, head: int, *more: Any) -> Phase:
-        """Return a phase; ``more`` are its temporaries, the shares of offloaded states that are away, and ``gathered``."""
+        """Return a phase; ``more`` are its temporaries, shares of offloaded states that are away, what is gathered."""
         if self.job.keep_gradients:
             gradients = self.all_gradients
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
@@ -297,7 +290,7 @@ class StepCosts:
         seconds, job = self.fixed_seconds, self.job
         come = sum(self._offloaded(weights)) / job.shape.layers / job.gpu.pcie
         for run in self._runs(groups):
-            (out, wait_out), (home, wait_home) = map(self.ranks.seconds, self.ranks.layer(run.costs[0].policy))
+            (out, wait_out), (home, wait_home) = map(self.ranks.seconds, self._exchanges(run))
             for one, n in zip(run.costs, run.counts, strict=True):
                 copy = one.transfer * run.moves
                 back = copy + come * (2 - 1 / one.policy.every)
@@ -308,8 +301,14 @@ class StepCosts:
     def exchanged(self, groups: Groups) -> Exchange:
         """Return what a GPU receives from the others in a step."""
         every = [(self.ranks.others, 1)]
-        every += [(one, sum(run.counts)) for run in self._runs(groups) for one in self.ranks.layer(run.costs[0].policy)]
+        every += [(one, sum(run.counts)) for run in self._runs(groups) for one in self._exchanges(run)]
         return Exchange(*(sum(n * one[i] for one, n in every) for i in range(len(Exchange._fields))))
+
+    def _exchanges(self, run: _Run) -> tuple[Exchange, Exchange]:
+        """Return what a layer of a run exchanges in forward, and in backward."""
+        ranks, again = self.ranks, run.costs[0].policy.keep != "all"
+        behind = Exchange(*map(sum, zip(ranks.behind, ranks.again, strict=True))) if again else ranks.behind
+        return ranks.ahead, behind
 
     def travels(self, groups: Groups) -> int:
         """Return the bytes of optimizer states that leave within forward, and come back within backward.

@@ -1,0 +1,103 @@
+"""Planned bytes of several GPUs beside those that ranks hold and exchange, counted by their allocators."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed.launch import main
+from lowtide import HeadOptions
+from distributed.models import model_of
+from lowtide.measure.allocations import track_allocations
+from lowtide.memory import MemoryPlan, plan_memory
+from lowtide.memory.planner.step_costs import Phase, StepCosts
+
+STEPS = 2  # gloo's threads let go of tensors when they like: the lowest of their peaks counts
+T = 8  # so few tokens that almost all bytes are parameters'
+SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "head_dim": 32}
+MOST_VOCABULARY = {"vocab_size": 8192, "num_hidden_layers": 2}
+
+
+@contextmanager
+def _received() -> Iterator[list[int]]:
+    """Count the bytes that this rank receives by FSDP2's exchanges, which run in place: gloo's own make copies."""
+    found, n, rank = [0], dist.get_world_size(), dist.get_rank()
+
+    def exchange(*args: Any, gathers: bool, **kwargs: Any) -> None:
+        part, whole = sorted((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), key=Tensor.numel)
+        parts = whole.view(n, -1)
+        found[0] += whole.nbytes - part.nbytes
+        if gathers:
+            parts[rank].copy_(part.view(-1))
+        for at in range(n):
+            dist.broadcast(parts[at], at) if gathers else dist.reduce(parts[at], at)
+        if not gathers:
+            part.view(-1).copy_(parts[rank])
+        del args, kwargs, part, whole, parts
+        for _ in range(4):  # each of gloo's threads holds the tensor of its last exchange
+            dist.all_reduce(torch.zeros(1))
+        time.sleep(0.002)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in [name for name in vars(dist) if name.startswith(("all_gather_", "reduce_scatter_"))]:
+            patched.setattr(dist, name, partial(exchange, gathers=name.startswith("all")))
+        yield found
+
+
+def _plan(model: Any, way: str, **settings: Any) -> MemoryPlan:
+    gpus = dist.get_world_size()
+    return plan_memory(model.config, T, 1, device="h100", gpus=gpus, parallel=way, **settings)
+
+
+def _step(model: Any, *, autocast: bool = False) -> None:
+    ids = torch.randint(0, model.config.vocab_size, (1, T))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    model.zero_grad()
+
+
+def _on_cpu(plan: MemoryPlan, phase: Phase) -> int:
+    """Return a phase's bytes without what a step begins with, and with what a CPU takes besides.
+
+    On a CPU, the output layer's gradient in bfloat16 is computed out of place.
+    """
+    shape = plan.job.shape
+    more = 2 * shape.vocab_params if phase.name == "head" else 0
+    return phase.bytes - phase.weights - phase.optimizer - phase.other + more
+
+
+def fsdp2() -> None:
+    """Peak and exchanges of a step with the lines that a plan prints."""
+    bools = (False, True)
+    for tied, autocast, leanest, sizes in itertools.product(bools, bools, bools, (SIZES, MOST_VOCABULARY)):
+        dtype = torch.float32 if autocast else torch.bfloat16
+        model = model_of(dtype=dtype, tie_word_embeddings=tied, **{**SIZES, **sizes})
+        plan = _plan(model, "fsdp2", autocast=autocast, options=HeadOptions(accumulate="input"))
+        plan = replace(plan, chosen=plan.front[0]) if leanest else plan
+        exec(plan.lines(), {"model": model})
+        _step(model, autocast=autocast)  # FSDP2 makes its buffers
+        peaks = []
+        for _ in range(STEPS):
+            with _received() as received, track_allocations() as seen:
+                _step(model, autocast=autocast)
+            peaks.append(seen.peak_bytes)
+        planned = StepCosts(plan.job).phases(plan.chosen.groups)
+        where = f"tied {tied}, autocast {autocast}, {plan.title}, {plan.chosen}"
+        most = max(_on_cpu(plan, phase) for phase in planned)
+        assert most == pytest.approx(min(peaks), rel=0.04), (where, peaks)
+        assert received[0] == plan.exchanged.bytes, where
+
+
+if __name__ == "__main__":
+    main(vars())
