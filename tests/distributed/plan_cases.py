@@ -1,28 +1,34 @@
-"""Planned bytes of several GPUs beside those that ranks hold and exchange, counted by their allocators."""
+"""Planned bytes of several GPUs beside those that ranks hold and exchange, counted as they run."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+import lowtide
 from distributed.launch import main
+from distributed.models import model_of, parallel
 from lowtide import HeadOptions
-from distributed.models import model_of
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import MemoryPlan, plan_memory
+from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
+from lowtide.memory.planner.parallel import BUCKET
 from lowtide.memory.planner.step_costs import Phase, StepCosts
 
 STEPS = 2  # gloo's threads let go of tensors when they like: the lowest of their peaks counts
+LONG = 512
 T = 8  # so few tokens that almost all bytes are parameters'
 SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "head_dim": 32}
 MOST_VOCABULARY = {"vocab_size": 8192, "num_hidden_layers": 2}
@@ -54,9 +60,9 @@ def _received() -> Iterator[list[int]]:
         yield found
 
 
-def _plan(model: Any, way: str, **settings: Any) -> MemoryPlan:
+def _plan(model: Any, way: str, seq_len: int = T, **settings: Any) -> MemoryPlan:
     gpus = dist.get_world_size()
-    return plan_memory(model.config, T, 1, device="h100", gpus=gpus, parallel=way, **settings)
+    return plan_memory(model.config, seq_len, 1, device="h100", gpus=gpus, parallel=way, **settings)
 
 
 def _step(model: Any, *, autocast: bool = False) -> None:
@@ -97,6 +103,79 @@ def fsdp2() -> None:
         most = max(_on_cpu(plan, phase) for phase in planned)
         assert most == pytest.approx(min(peaks), rel=0.04), (where, peaks)
         assert received[0] == plan.exchanged.bytes, where
+
+
+def tensor_parallel() -> None:
+    """What a layer saves, and how often it adds up the stream."""
+    for level, keep in itertools.product((0, 1), ("all", "input")):
+        live, sums = [], []
+        for layers in (2, 3):
+            model = model_of(dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": layers})
+            parallel(model, layers=True)
+            plan = _plan(model, "tp", seq_len=LONG)
+            policy = ActivationPolicy(keep=keep, mlp_level=level)
+            plan = replace(plan, chosen=replace(plan.chosen, groups=((policy, layers),)))
+            exec(plan.lines(), {"model": model})
+            found = [_saved_and_sums(model) for _ in range(STEPS + 1)][1:]  # gloo's threads: as above
+            live.append(min(saved for saved, _ in found))
+            sums.append(found[0][1])
+        costs = StepCosts(plan.job)
+        stream = LONG * SIZES["hidden_size"] * 2
+        exchanged = costs.exchanged(((policy, 3),)).before - costs.exchanged(((policy, 2),)).before
+        assert sums[1] - sums[0] == exchanged / stream, (policy, sums)  # of two ranks, a sum takes as many bytes
+        assert keep != "all" or live[1] - live[0] == costs.layers[policy].saved, (policy, live)
+
+
+def _saved_and_sums(model: Any) -> tuple[int, int]:
+    """Return the bytes that a forward leaves behind, and the sums over ranks of forward and backward."""
+    count = [0]
+    ids = torch.randint(0, SIZES["vocab_size"], (1, LONG))
+
+    def counted(*args: Any, stock: Any = functional.all_reduce, **kwargs: Any) -> Any:
+        count[0] += 1
+        return stock(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(functional, "all_reduce", counted)
+        with track_allocations() as seen:
+            loss = model(input_ids=ids, labels=ids).loss
+            for _ in range(8):
+                dist.barrier()
+        loss.backward()
+    model.zero_grad()
+    return seen.events[-1].total_bytes, count[0]
+
+
+def zero3() -> None:
+    """What DeepSpeed's optimizer holds, and about what a step takes besides."""
+    if find_spec("deepspeed") is None:
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from distributed.zero_cases import zero
+
+    model = model_of(**SIZES)
+    plan = _plan(model, "zero3", optimizer="sgd")
+    lowtide.patch(model)
+    engine = zero(model, dtype=torch.bfloat16)
+    ids = torch.randint(0, SIZES["vocab_size"], (1, T))
+
+    def forward_and_backward() -> None:
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+
+    for _ in range(2):
+        forward_and_backward()
+        engine.step()
+    sharded = engine.optimizer
+    (bucket,) = sharded.ipg_buckets.values()
+    held = [sharded.lp_param_buffer, sharded.grad_partitions_flat_buffer, *sharded.fp32_partitioned_groups_flat]
+    resident = sum(tensor.nbytes for tensor in held)
+    first = plan.phases[0]
+    assert resident == first.weights + first.gradients + first.optimizer
+    assert bucket.buffer.numel() == BUCKET
+    with track_allocations() as seen:
+        forward_and_backward()
+    most = max(one.bytes - one.other for one in plan.phases) - resident - bucket.buffer.nbytes
+    assert 0.5 * most < seen.peak_bytes < 1.25 * most  # gloo copies what it reduces
 
 
 if __name__ == "__main__":
