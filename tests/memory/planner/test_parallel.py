@@ -1,8 +1,9 @@
-"""Plans of several GPUs: by hand, beside steps that were measured, and what is refused; tests/distributed counts them."""
+"""Plans of several GPUs: by hand, beside measured steps, and what is refused. tests/distributed counts what is held."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ def test_steps_of_one_and_two_gpus_took_what_is_planned(tokens: int, row: dict[s
     groups = ((INPUT, shape.layers),)
     assert costs.peak(groups).bytes / 2**30 == pytest.approx(row["peak_gib"], rel=0.001)
     assert costs.seconds(groups) == pytest.approx(row["seconds"], rel=0.07)
+
+
+def test_the_pages_table_is_what_is_planned() -> None:
+    page = (RESULTS.parents[1] / "docs" / "plan.md").read_text()
+    rows = re.findall(r"^\| (llama-[\w.-]+), (\d+) \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for model, tokens, gpus, peak, seconds in rows:
+        shape = read_shape(SHAPES[model])
+        costs, groups = (
+            StepCosts(shared(replace(ONE, shape=shape, seq_len=int(tokens)), int(gpus))),
+            ((INPUT, shape.layers),),
+        )
+        assert (f"{costs.peak(groups).bytes / 2**30:.2f}", f"{costs.seconds(groups):.3f}") == (peak, seconds)
 
 
 def test_fsdp2_by_hand() -> None:
@@ -210,6 +224,7 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
     with pytest.raises(ArgumentValueError, match="gpus=4 fits") as caught:
         plan_memory(SHAPES["llama-3-8b"], 2048, 1, 24, device="h100", gpus=2, parallel="fsdp2")
     assert "adamw-8bit" not in str(caught.value)
+    assert "host_gib" not in str(caught.value)
     plan_memory(SHAPES["llama-3-8b"], 2048, 1, 24, device="h100", gpus=4, parallel="fsdp2")
 
 

@@ -219,7 +219,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
-    roomy = search.of(job, 2**60).least()
+    roomy = search.of(job, 2**60 if job.gpus == 1 else 0).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
     phase = costs.peak(least.groups, least.states, late=least.late, weights=least.weights)
