@@ -41,7 +41,6 @@ _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "host_gib": "host, in GiB",
     "device": "gpu",
     "adapters": "lora_rank",
-    "keep_gradients": "grad_accum",
     "model_or_config": "model",
     "rank": "lora_rank",
     "targets": "lora_targets",

@@ -117,6 +117,15 @@ def test_under_autocast_float32_shards_are_gathered_in_16_bits_and_reduced_in_32
     assert phases["head"].gathered == 4 * TAIL + 2 * TAIL + 2 * LAYER  # its reduction, more than two copies of it
 
 
+def test_accumulated_gradients_are_whole_until_the_last_pass() -> None:
+    for job, size in ((ONE, 2), (replace(ONE, dtype=torch.float32, autocast=True), 4)):
+        phases = phases_of(replace(shared(job, 4), keep_gradients=True))
+        assert phases.pop("optimizer").gradients == size * PARAMS / 4
+        assert {phase.gradients for phase in phases.values()} == {size * PARAMS}
+    sharded = phases_of(replace(shared(ONE, 4, "zero3"), keep_gradients=True))
+    assert {phase.gradients for phase in sharded.values()} == {2 * PARAMS / 4}
+
+
 def test_with_few_tokens_a_layers_gradients_are_the_peak_of_its_backward() -> None:
     few = replace(shared(ONE, 2), seq_len=16)
     costs, phase = StepCosts(few), phases_of(few)["backward of layer 1"]
@@ -239,7 +248,6 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
         ({"host_gib": 4}, "host_gib: expected 0: offloading is planned for one GPU alone, got 4"),
         ({"adapters": 1000}, "adapters: expected None"),
         ({"optimizer": "adamw-8bit"}, "optimizer: expected one that shards under fsdp2: adamw, "),
-        ({"keep_gradients": True}, "keep_gradients: expected False: FSDP2's accumulated gradients"),
         ({"parallel": "zero3", "dtype": "float32"}, "dtype: expected bfloat16 or float16, or autocast"),
         ({"parallel": "tp", "gpus": 3}, "gpus: expected a divisor of the model's 32 attention heads, got 3"),
         ({"parallel": "tp", "gpus": 16}, "gpus: expected a divisor of the model's 8 key value heads, got 16"),

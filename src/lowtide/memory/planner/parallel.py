@@ -53,6 +53,7 @@ class Ranks:
     weights: int
     states: int
     gradients: int
+    kept: int  # gradients that a pass begins with, where they are accumulated over several
     layer_gradients: list[int]
     head_gradient: int  # the output layer's, during the layers' backward
     forward: list[int]  # gathered
@@ -95,6 +96,7 @@ def _alone(job: Job) -> Ranks:
         weights=job.weight_bytes + 4 * (adapters or 0),
         states=int(numbers * (kind.states * size + kind.bytes_each)),
         gradients=numbers * size,
+        kept=numbers * size,
         layer_gradients=by_layer,
         head_gradient=shape.vocab_params * size if adapters is None else 0,
         forward=nothing,
@@ -141,7 +143,7 @@ def _fsdp2(job: Job) -> Ranks:
     A unit is gathered into a buffer and copied out of it. In forward the buffer stays until the next unit's is copied
     out; in backward it goes at once, and the buffer of the unit before is there already. Gradients are whole until the
     end of the unit's backward, are copied into a buffer in the dtype of the reduction, and that stays until the end of
-    the next unit's backward.
+    the next unit's backward. Those that are accumulated are whole, and reduced in the last pass.
     """
     own, n = _alone(_narrow(job)), job.gpus
     units = _Units(own.job, own.job.element, job.element)
@@ -162,6 +164,7 @@ def _fsdp2(job: Job) -> Ranks:
         weights=share(units.params),
         states=-(-_alone(job).states // n),
         gradients=share(units.params),
+        kept=r * units.params,
         layer_gradients=[*map(share, layers)],
         head_gradient=own.head_gradient if tied else share(units.tail),
         forward=[stays + 2 * g * one for one in layers],
@@ -171,7 +174,7 @@ def _fsdp2(job: Job) -> Ranks:
         head=head,
         embedding=2 * whole + r * layers[0],
         reduction=whole + r * units.first + share(units.first),
-        to_come=share(units.first),
+        to_come=0 if job.keep_gradients else share(units.first),
     )
     return units.exchanging(found)
 
@@ -198,6 +201,7 @@ def _zero3(job: Job) -> Ranks:
         weights=share(units.params),
         states=share(units.params, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
         gradients=share(units.params),
+        kept=share(units.params),
         layer_gradients=[*map(share, units.layers)],
         head_gradient=share(units.tail),
         forward=[live] * len(units.layers),
@@ -251,12 +255,6 @@ def check_parallel(job: Job, host_bytes: int) -> None:
             not OPTIMIZERS[job.optimizer].shards,
             repr(job.optimizer),
             f"one that shards under {way}: {_others()}",
-        ),
-        (
-            "keep_gradients",
-            job.keep_gradients and way == FSDP2,
-            True,
-            "False: FSDP2's accumulated gradients, whole on each GPU, are not planned",
         ),
     ]
     if way == TP:

@@ -259,8 +259,8 @@ class StepCosts:
 
     def _phase(self, name: str, layer: int, gradients: int, activations: int, head: int, *more: Any) -> Phase:
         """Return a phase; ``more`` are its temporaries, shares of offloaded states that are away, what is gathered."""
-        if self.job.keep_gradients:
-            gradients = self.all_gradients
+        if self.job.keep_gradients and name != "optimizer":
+            gradients = self.ranks.kept
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
 
     def _runs(self, groups: Groups) -> list[_Run]:
