@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import lowtide
 from distributed.launch import main
@@ -27,7 +27,7 @@ from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
 from lowtide.memory.planner.parallel import BUCKET
 from lowtide.memory.planner.step_costs import Phase, StepCosts
 
-STEPS = 2  # gloo's threads let go of tensors when they like: the lowest of their peaks counts
+STAGE = torch.empty(2**23, dtype=torch.uint8)
 LONG = 512
 T = 8  # so few tokens that almost all bytes are parameters'
 SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "head_dim": 32}
@@ -36,23 +36,26 @@ MOST_VOCABULARY = {"vocab_size": 8192, "num_hidden_layers": 2}
 
 @contextmanager
 def _received() -> Iterator[list[int]]:
-    """Count the bytes that this rank receives by FSDP2's exchanges, which run in place: gloo's own make copies."""
+    """Count the bytes that this rank receives by FSDP2's exchanges, which run in place.
+
+    gloo's own make copies, and its threads hold the tensors of their last exchange: they get `STAGE` instead.
+    """
     found, n, rank = [0], dist.get_world_size(), dist.get_rank()
 
     def exchange(*args: Any, gathers: bool, **kwargs: Any) -> None:
         part, whole = sorted((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), key=Tensor.numel)
         parts = whole.view(n, -1)
         found[0] += whole.nbytes - part.nbytes
-        if gathers:
-            parts[rank].copy_(part.view(-1))
+        stage = STAGE.view(whole.dtype)[: part.numel()]
         for at in range(n):
-            dist.broadcast(parts[at], at) if gathers else dist.reduce(parts[at], at)
-        if not gathers:
-            part.view(-1).copy_(parts[rank])
-        del args, kwargs, part, whole, parts
-        for _ in range(4):  # each of gloo's threads holds the tensor of its last exchange
-            dist.all_reduce(torch.zeros(1))
-        time.sleep(0.002)
+            stage.copy_(part.view(-1) if gathers else parts[at])
+            if gathers:
+                dist.broadcast(stage, at)
+                parts[at].copy_(stage)
+            else:
+                dist.reduce(stage, at)
+                if at == rank:
+                    part.view(-1).copy_(stage)
 
     with pytest.MonkeyPatch.context() as patched:
         for name in [name for name in vars(dist) if name.startswith(("all_gather_", "reduce_scatter_"))]:
@@ -93,15 +96,12 @@ def fsdp2() -> None:
         plan = replace(plan, chosen=plan.front[0]) if tied else plan  # which recomputes layers
         exec(plan.lines(), {"model": model})
         _step(model, autocast=autocast)  # FSDP2 makes its buffers
-        peaks = []
-        for _ in range(STEPS):
-            with _received() as received, track_allocations() as seen:
-                _step(model, autocast=autocast)
-            peaks.append(seen.peak_bytes)
+        with _received() as received, track_allocations() as seen:
+            _step(model, autocast=autocast)
         planned = StepCosts(plan.job).phases(plan.chosen.groups)
         where = f"tied {tied}, autocast {autocast}, {plan.title}, {plan.chosen}"
         most = max(_on_cpu(plan, phase) for phase in planned)
-        assert most == pytest.approx(min(peaks), rel=0.04), (where, peaks)
+        assert most == pytest.approx(seen.peak_bytes, rel=0.04), where
         assert received[0] == plan.exchanged.bytes, where
 
 
@@ -118,20 +118,17 @@ def accumulated_gradients() -> None:
                 _step(model, autocast=autocast, last=last)
 
         passes()
-        peaks = []
-        for _ in range(STEPS):
-            with _received(), track_allocations() as seen:
-                passes()
-            peaks.append(seen.peak_bytes)
+        with _received(), track_allocations() as seen:
+            passes()
         most = max(_on_cpu(plan, phase) for phase in plan.phases)
         # gradients are counted as whole until the end, though the second pass shards them one by one
-        assert 0.96 * min(peaks) < most < 1.08 * min(peaks), (plan.title, peaks, most)
+        assert 0.96 * seen.peak_bytes < most < 1.08 * seen.peak_bytes, (plan.title, most)
 
 
 def tensor_parallel() -> None:
     """What a layer saves, and how often it adds up the stream."""
     for level, keep in itertools.product((0, 1), ("all", "input")):
-        live, sums = [], []
+        found = []
         for layers in (2, 3):
             model = model_of(dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": layers})
             parallel(model, layers=True)
@@ -139,34 +136,39 @@ def tensor_parallel() -> None:
             policy = ActivationPolicy(keep=keep, mlp_level=level)
             plan = replace(plan, chosen=replace(plan.chosen, groups=((policy, layers),)))
             exec(plan.lines(), {"model": model})
-            found = [_saved_and_sums(model) for _ in range(STEPS + 1)][1:]  # gloo's threads: as above
-            live.append(min(saved for saved, _ in found))
-            sums.append(found[0][1])
+            found.append(_saved_and_sums(model))
         costs = StepCosts(plan.job)
         stream = LONG * SIZES["hidden_size"] * 2
         exchanged = costs.exchanged(((policy, 3),)).before - costs.exchanged(((policy, 2),)).before
-        assert sums[1] - sums[0] == exchanged / stream, (policy, sums)  # of two ranks, a sum takes as many bytes
-        assert keep != "all" or live[1] - live[0] == costs.layers[policy].saved, (policy, live)
+        (few, few_sums), (more, more_sums) = found
+        assert more_sums - few_sums == exchanged / stream, (policy, found)  # of two ranks, a sum brings as many bytes
+        assert keep != "all" or more - few == costs.layers[policy].saved, (policy, found)
 
 
 def _saved_and_sums(model: Any) -> tuple[int, int]:
-    """Return the bytes that a forward leaves behind, and the sums over ranks of forward and backward."""
-    count = [0]
+    """Return the bytes that autograd saves, and the sums over ranks of forward and backward."""
+    count, saved = [0], dict[int, int]()
     ids = torch.randint(0, SIZES["vocab_size"], (1, LONG))
 
     def counted(*args: Any, stock: Any = functional.all_reduce, **kwargs: Any) -> Any:
         count[0] += 1
         return stock(*args, **kwargs)
 
+    def storage(x: Any) -> torch.UntypedStorage:
+        return (x.to_local() if isinstance(x, DTensor) else x.detach()).untyped_storage()
+
+    def pack(x: Tensor) -> Tensor:
+        saved[storage(x).data_ptr()] = storage(x).nbytes()
+        return x
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(functional, "all_reduce", counted)
-        with track_allocations() as seen:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             loss = model(input_ids=ids, labels=ids).loss
-            for _ in range(8):
-                dist.barrier()
         loss.backward()
-    model.zero_grad()
-    return seen.events[-1].total_bytes, count[0]
+    for p in model.parameters():
+        saved.pop(storage(p).data_ptr(), None)
+    return sum(saved.values()), count[0]
 
 
 def zero3() -> None:
@@ -198,7 +200,7 @@ def zero3() -> None:
     with track_allocations() as seen:
         forward_and_backward()
     most = max(one.bytes - one.other for one in plan.phases) - resident - bucket.buffer.nbytes
-    assert 0.5 * most < seen.peak_bytes < 1.25 * most  # gloo copies what it reduces
+    assert 0.5 * most < seen.peak_bytes < 2 * most  # gloo copies what it reduces, and holds the last of it
 
 
 if __name__ == "__main__":
