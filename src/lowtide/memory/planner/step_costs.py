@@ -285,7 +285,8 @@ class StepCosts:
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
         from the other's rate. Offloaded layers are evenly spread, so that each layer's work has its share of their
         copies beside it: to the GPU in forward, and again in backward, where checkpoints come the same way; with
-        ``every`` once more for all layers of a group but the last.
+        ``every`` once more for all layers of a group but the last. An exchange with other GPUs runs beside a layer's
+        work too, and slows its GEMMs.
         """
         seconds, job = self.fixed_seconds, self.job
         come = sum(self._offloaded(weights)) / job.shape.layers / job.gpu.pcie
@@ -294,8 +295,10 @@ class StepCosts:
             for one, n in zip(run.costs, run.counts, strict=True):
                 copy = one.transfer * run.moves
                 back = copy + come * (2 - 1 / one.policy.every)
-                layer = max(one.forward, copy, come, out) + max(one.backward, back, home) + wait_out + wait_home
-                seconds += n * (layer + BESIDE * (copy + come + back) + SLOWS * (out + home))
+                forward = one.forward + SLOWS * min(out, one.forward)
+                backward = one.backward + SLOWS * min(home, one.backward)
+                layer = max(forward, copy, come, out) + max(backward, back, home) + wait_out + wait_home
+                seconds += n * (layer + BESIDE * (copy + come + back))
         return seconds
 
     def exchanged(self, groups: Groups) -> Exchange:
