@@ -162,6 +162,8 @@ def test_a_model_of_the_hubs_cache_is_planned(
         ("--gpus 2", "plan: parallel: expected 'fsdp2', 'tp' or 'zero3', got None"),
         ("--gpus 2 --parallel fsdp2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
         ("--gpus 2 --parallel fsdp2 --lora-rank 8", "plan: lora_rank: expected None: adapters are planned for one GPU"),
+        ("--parallel fsdp2", "plan: parallel: expected --gpus beside it, got none."),
+        ("--link 50GB", "plan: link: expected --gpus beside it, got none."),
         ("--gpus 2 --parallel fsdp2 --link fast", "plan: link: expected a size such as"),
         ("--check --json /nowhere/x", "plan: json: expected a file in a folder that exists, got /nowhere/x.\n"),
         ("--check --png /nowhere/x", "plan: png: expected a file in a folder that exists, got /nowhere/x.\n"),

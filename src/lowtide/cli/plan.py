@@ -34,7 +34,7 @@ memory against time, the longest sequence and the largest batch that fit, and th
 
 _GIVEN = (  # as they are
     "seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp", "compile_layers",
-    "gpus", "parallel",
+    "parallel",
 )  # fmt: skip
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
@@ -81,7 +81,7 @@ def add(parser: OneLineParser) -> None:
         metavar="NAME",
         help=f"{gpus}; or cuda: the one at hand, measured (default: its row of this list, or h100)",
     )
-    add("--gpus", default=1, type=int, metavar="N", help="GPUs that share the step (default: 1)")
+    add("--gpus", type=int, metavar="N", help="GPUs that share the step (default: 1)")
     add("--parallel", choices=PARALLEL, help="with --gpus: how they share it; tp is tensor parallelism")
     add("--link", metavar="SIZE", help="what a GPU receives from others per second: 50GB (default: NVLink's rate)")
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
@@ -120,9 +120,12 @@ def main(arguments: argparse.Namespace) -> int:
     host = parse_gib("host", arguments.host)
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
+    for name in ("parallel", "link"):
+        if getattr(arguments, name) is not None and arguments.gpus is None:
+            raise ArgumentValueError(message(name, "--gpus beside it", "none"))
     adapters = _adapters(arguments)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}
-    others["--no-fused-mlp"], others["--gpus"] = not arguments.fused_mlp, arguments.gpus > 1
+    others["--no-fused-mlp"], others["--gpus"] = not arguments.fused_mlp, (arguments.gpus or 1) > 1
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
         expected = "a plan of weights in 16 or 32 bits, patched, without a mask, on one GPU"
         raise ArgumentValueError(message("check", expected, got))
@@ -146,6 +149,7 @@ def main(arguments: argparse.Namespace) -> int:
         device=arguments.gpu,
         keep_gradients=arguments.grad_accum > 1,
         adapters=adapters,
+        gpus=1 if arguments.gpus is None else arguments.gpus,
         link=None if arguments.link is None else parse_gib("link", arguments.link),
         offload_states=False if arguments.no_offload_states else "auto",
         offload_weights=False if arguments.no_offload_weights else "auto",

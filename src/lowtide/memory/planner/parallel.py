@@ -53,6 +53,7 @@ class Ranks:
     weights: int
     states: int
     gradients: int
+    stepped: int  # parameters that the optimizer updates, in its dtype
     kept: int  # gradients that a pass begins with, where they are accumulated over several
     layer_gradients: list[int]
     head_gradient: int  # the output layer's, during the layers' backward
@@ -96,6 +97,7 @@ def _alone(job: Job) -> Ranks:
         weights=job.weight_bytes + 4 * (adapters or 0),
         states=int(numbers * (kind.states * size + kind.bytes_each)),
         gradients=numbers * size,
+        stepped=numbers * size,
         kept=numbers * size,
         layer_gradients=by_layer,
         head_gradient=shape.vocab_params * size if adapters is None else 0,
@@ -164,6 +166,7 @@ def _fsdp2(job: Job) -> Ranks:
         weights=share(units.params),
         states=-(-_alone(job).states // n),
         gradients=share(units.params),
+        stepped=share(units.params),
         kept=r * units.params,
         layer_gradients=[*map(share, layers)],
         head_gradient=own.head_gradient if tied else share(units.tail),
@@ -201,6 +204,7 @@ def _zero3(job: Job) -> Ranks:
         weights=share(units.params),
         states=share(units.params, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
         gradients=share(units.params),
+        stepped=share(units.params, 4),
         kept=share(units.params),
         layer_gradients=[*map(share, units.layers)],
         head_gradient=share(units.tail),
@@ -247,24 +251,22 @@ def check_parallel(job: Job, host_bytes: int) -> None:
     if job.gpus == 1:
         return
     shape, way = job.shape, job.parallel
+    others = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
     alone: list[tuple[str, bool, Any, str]] = [
         ("host_gib", host_bytes > 0, f"{host_bytes / 2**30:g}", "0: offloading is planned for one GPU alone"),
         ("adapters", job.adapters is not None, job.adapters, "None: adapters are planned for one GPU alone"),
-        (
-            "optimizer",
-            not OPTIMIZERS[job.optimizer].shards,
-            repr(job.optimizer),
-            f"one that shards under {way}: {_others()}",
-        ),
+        ("optimizer", not OPTIMIZERS[job.optimizer].shards, repr(job.optimizer), f"one that shards: {others}"),
     ]
     if way == TP:
+        sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
+        sizes["numbers of intermediate_size"] = shape.intermediate
         alone += [
             ("parallel", shape.traced is not None, f"'tp' for {shape.model_type}", "fsdp2 or zero3 for traced layers"),
             ("parallel", shape.experts > 0, "'tp'", "fsdp2 or zero3 for a mixture of experts"),
         ]
         alone += [
-            ("gpus", size % job.gpus > 0, job.gpus, f"a divisor of the model's {size:,} {name.replace('_', ' ')}")
-            for name, size in _divided(job).items()
+            ("gpus", size % job.gpus > 0, job.gpus, f"a divisor of the model's {size:,} {name}")
+            for name, size in sizes.items()
         ]
     if way == ZERO3:
         alone += [
@@ -324,16 +326,3 @@ def lines_of(job: Job) -> list[str]:
         lines.append(f"fully_shard(model.get_input_embeddings(){kwargs})")
         lines.append(f"fully_shard(model.get_output_embeddings(), reshard_after_forward=False{kwargs})")
     return [*lines, f"fully_shard(model{kwargs})"]
-
-
-def _divided(job: Job) -> dict[str, int]:
-    shape = job.shape
-    return {
-        "attention_heads": shape.heads,
-        "key_value_heads": shape.kv_heads,
-        "intermediate_size": shape.intermediate,
-    }
-
-
-def _others() -> str:
-    return ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)

@@ -194,10 +194,11 @@ class MemoryPlan:
 
     def _several(self) -> dict[str, Any]:
         """Return what a plan of several GPUs has besides."""
-        job, beside = self.job, ranks_of(self.job).seconds(self.exchanged)
+        job = self.job
         if job.gpus == 1:
             return {}
-        exchange = {"gib": gib(self.exchanged.bytes), "hidden_s": beside[0], "waited_s": beside[1]}
+        hidden, waited = ranks_of(job).seconds(self.exchanged)
+        exchange = {"gib": gib(self.exchanged.bytes), "hidden_s": hidden, "waited_s": waited}
         return {
             "gpus": job.gpus,
             "parallel": job.parallel,

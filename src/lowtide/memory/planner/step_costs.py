@@ -133,7 +133,7 @@ class StepCosts:
         kind, numbers = OPTIMIZERS[job.optimizer], job.trained_adapters
         self.weights, self.states, self.all_gradients = ranks.weights, ranks.states, ranks.gradients
         self.vocab_gradients = shape.vocab_params * e if numbers is None else 0
-        self.fixed_seconds = head_seconds(job) + optimizer_seconds(job, ranks.gradients) + embedding_seconds(job)
+        self.fixed_seconds = head_seconds(job) + optimizer_seconds(job, ranks.stepped) + embedding_seconds(job)
         runs, waits = ranks.seconds(ranks.others)
         self.fixed_seconds += waits + SLOWS * runs
         self.layer_gradients = max(ranks.layer_gradients)
