@@ -184,7 +184,9 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
     Float32 weights are multiplied in bfloat16 on a GPU.
     """
     tokens, batch, weights = settings.tokens, settings.batch, settings.weights
-    options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": torch.cuda.is_available()}
+    # beside bf16, accelerate shards 16-bit weights in float32
+    narrow = weights == "float32" and torch.cuda.is_available()
+    options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": narrow}
     options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
     config = TrainConfig(parallel=settings.parallel, options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:

@@ -54,6 +54,12 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ("--autocast --no-fused-mlp", (1,), {"autocast": True, "fused_mlp": False}),
         ("--compile-layers --host 8", (1, None, 8), {"compile_layers": True}),
+        (
+            "--gpus 4 --parallel fsdp2 --link 50GB --autocast",
+            (1,),
+            {"gpus": 4, "parallel": "fsdp2", "link": "50GB", "autocast": True},
+        ),
+        ("--gpus 2 --parallel tp --budget 20GiB", (1, 20), {"gpus": 2, "parallel": "tp"}),
         ("--host 8 --no-offload-states --dtype float16", (1, None, 8), {"offload_states": False, "dtype": "float16"}),
     ],
 )
@@ -147,10 +153,18 @@ def test_a_model_of_the_hubs_cache_is_planned(
         ("--lora-rank 4 --lora-targets lm_head", "plan: lora_targets: expected names of q_proj"),
         (
             "--lora-rank 4 --load-in-4bit --check",
-            "check: expected a plan of weights in 16 or 32 bits, patched, without a mask, got --l",
+            "check: expected a plan of weights in 16 or 32 bits, patched, without a mask, on one GPU, got --l",
         ),
-        ("--attention-mask --check", "without a mask, got --attention-mask"),
-        ("--no-fused-mlp --check", "without a mask, got --no-fused-mlp"),
+        ("--attention-mask --check", "without a mask, on one GPU, got --attention-mask"),
+        ("--no-fused-mlp --check", "without a mask, on one GPU, got --no-fused-mlp"),
+        ("--gpus 2 --parallel fsdp2 --check", "without a mask, on one GPU, got --gpus"),
+        ("--gpus 2 --parallel cp", "argument --parallel: invalid choice: 'cp' (choose from"),
+        ("--gpus 2", "plan: parallel: expected 'fsdp2', 'tp' or 'zero3', got None"),
+        ("--gpus 2 --parallel fsdp2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
+        ("--gpus 2 --parallel fsdp2 --lora-rank 8", "plan: lora_rank: expected None: adapters are planned for one GPU"),
+        ("--parallel fsdp2", "plan: parallel: expected --gpus beside it, got none."),
+        ("--link 50GB", "plan: link: expected --gpus beside it, got none."),
+        ("--gpus 2 --parallel fsdp2 --link fast", "plan: link: expected a size such as"),
         ("--check --json /nowhere/x", "plan: json: expected a file in a folder that exists, got /nowhere/x.\n"),
         ("--check --png /nowhere/x", "plan: png: expected a file in a folder that exists, got /nowhere/x.\n"),
         pytest.param("--check", "check: expected a CUDA GPU", marks=NO_GPU),
@@ -183,9 +197,12 @@ def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    command, shown = re.findall(r"```console\n\$ lowtide (plan .*?)\n(.*?)```", PAGE, re.DOTALL)[0]
-    assert main(shlex.split(command)) == 0
-    assert capsys.readouterr().out == shown
+    blocks = re.findall(r"```console\n\$ lowtide (plan .*?)\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 2
+    for command, shown in blocks:
+        assert main(shlex.split(command)) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(shown.removesuffix("...\n")) if shown.endswith("...\n") else out == shown
 
 
 def test_the_pages_table_of_offloaded_states_is_what_is_planned() -> None:

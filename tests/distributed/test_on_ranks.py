@@ -26,6 +26,7 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("fsdp", 3, "transformers"),  # a vocabulary of 97 and layers of 16 do not divide by 3
     ("mesh", 4, "transformers"),
     ("data", 3, "transformers"),
+    ("plan", 2, "transformers"),
     ("bench", 2, "torch"),
     ("megatron", 2, "megatron.core"),
     ("sets", 3, "triton"),

@@ -15,7 +15,7 @@ from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS, gpu_named
-from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS
+from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS, PARALLEL
 from lowtide.memory.planner.settings import read_settings
 from lowtide.memory.planner.shapes import read_shape, with_layers
 from lowtide.train.config import TrainConfig
@@ -34,11 +34,13 @@ memory against time, the longest sequence and the largest batch that fit, and th
 
 _GIVEN = (  # as they are
     "seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp", "compile_layers",
+    "parallel",
 )  # fmt: skip
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
     "host_gib": "host, in GiB",
     "device": "gpu",
+    "adapters": "lora_rank",
     "model_or_config": "model",
     "rank": "lora_rank",
     "targets": "lora_targets",
@@ -56,6 +58,8 @@ examples:
       QLoRA: adapters over a frozen model in NF4
   lowtide plan --model ./Llama-3.1-70B --seq-len 8192 --lora-rank 16 --host 160GiB
       LoRA on a model that is larger than the GPU: frozen weights come from host memory, layer by layer
+  lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 2 --parallel fsdp2
+      two GPUs with a sequence each, among which FSDP2 shards the model
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
       rates measured on the GPU at hand; real steps, predicted beside measured"""
 
@@ -77,6 +81,9 @@ def add(parser: OneLineParser) -> None:
         metavar="NAME",
         help=f"{gpus}; or cuda: the one at hand, measured (default: its row of this list, or h100)",
     )
+    add("--gpus", type=int, metavar="N", help="GPUs that share the step (default: 1)")
+    add("--parallel", choices=PARALLEL, help="with --gpus: how they share it; tp is tensor parallelism")
+    add("--link", metavar="SIZE", help="what a GPU receives from others per second: 50GB (default: NVLink's rate)")
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
     add("--autocast", action="store_true", help="float32 parameters and states, GEMMs in bfloat16: as lowtide train")
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="(default: adamw, fused)")
@@ -113,11 +120,14 @@ def main(arguments: argparse.Namespace) -> int:
     host = parse_gib("host", arguments.host)
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
+    for name in ("parallel", "link"):
+        if getattr(arguments, name) is not None and arguments.gpus is None:
+            raise ArgumentValueError(message(name, "--gpus beside it", "none"))
     adapters = _adapters(arguments)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}
-    others["--no-fused-mlp"] = not arguments.fused_mlp
+    others["--no-fused-mlp"], others["--gpus"] = not arguments.fused_mlp, (arguments.gpus or 1) > 1
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
-        expected = "a plan of weights in 16 or 32 bits, patched, without a mask"
+        expected = "a plan of weights in 16 or 32 bits, patched, without a mask, on one GPU"
         raise ArgumentValueError(message("check", expected, got))
     settings = _settings(arguments.model, arguments.layers)
     if arguments.load_in_4bit:
@@ -139,6 +149,8 @@ def main(arguments: argparse.Namespace) -> int:
         device=arguments.gpu,
         keep_gradients=arguments.grad_accum > 1,
         adapters=adapters,
+        gpus=1 if arguments.gpus is None else arguments.gpus,
+        link=None if arguments.link is None else parse_gib("link", arguments.link),
         offload_states=False if arguments.no_offload_states else "auto",
         offload_weights=False if arguments.no_offload_weights else "auto",
         **given,

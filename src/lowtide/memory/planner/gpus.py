@@ -36,6 +36,12 @@ class Gpu:
     measured: bool = False  # on this machine
     peak: float = 0.0  # of bfloat16 and float16 GEMMs, by the data sheet; 0: unknown
     peak32: float = 0.0  # the same in float32
+    nvlink: float = 0.0  # between GPUs of one host, in each direction, as exchanges reach it; 0: by PCIe
+
+    @property
+    def between(self) -> float:
+        """Return the bytes per second that a GPU receives from others of its host."""
+        return self.nvlink or self.pcie
 
     @property
     def memory_bytes(self) -> int:
@@ -62,6 +68,7 @@ def _gpu(
     pcie_gb_s: float,
     capability: tuple[int, int],
     reached: tuple[float, float, float] = (0.72, 0.515, 0.445),  # by GEMMs, attention forward and backward
+    nvlink_gb_s: float = 0.0,
 ) -> Gpu:
     """Return a GPU from its data sheet and the shares of it that are reached."""
     return Gpu(
@@ -77,19 +84,20 @@ def _gpu(
         capability=capability,
         peak=tflops * 1e12,
         peak32=tflops32 * 1e12,
+        nvlink=nvlink_gb_s * 1e9 * 0.8,
     )
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h100", 79.2, 3350, 989, 67, 64, (9, 0)),
+        _gpu("h100", 79.2, 3350, 989, 67, 64, (9, 0), nvlink_gb_s=450),
         _gpu("h100-pcie", 79.2, 2000, 756, 51, 64, (9, 0), (0.68, 0.515, 0.445)),
         _gpu("h100-nvl", 93.1, 3938, 835, 60, 64, (9, 0), (0.68, 0.515, 0.445)),
-        _gpu("h200", 139.8, 4800, 989, 67, 64, (9, 0)),
-        _gpu("b200", 178.3, 8000, 2250, 80, 64, (10, 0)),
-        _gpu("a100-80gb", 79.1, 2039, 312, 19.5, 32, (8, 0), (0.8, 0.58, 0.48)),
-        _gpu("a100-40gb", 39.4, 1555, 312, 19.5, 32, (8, 0), (0.8, 0.58, 0.48)),
+        _gpu("h200", 139.8, 4800, 989, 67, 64, (9, 0), nvlink_gb_s=450),
+        _gpu("b200", 178.3, 8000, 2250, 80, 64, (10, 0), nvlink_gb_s=900),
+        _gpu("a100-80gb", 79.1, 2039, 312, 19.5, 32, (8, 0), (0.8, 0.58, 0.48), 300),
+        _gpu("a100-40gb", 39.4, 1555, 312, 19.5, 32, (8, 0), (0.8, 0.58, 0.48), 300),
         _gpu("l40s", 44.4, 864, 362, 91.6, 32, (8, 9), (0.6, 0.5, 0.4)),
         _gpu("l4", 22.0, 300, 121, 30.3, 32, (8, 9), (0.5, 0.4, 0.33)),
         _gpu("a10", 22.1, 600, 125, 31.2, 32, (8, 6), (0.55, 0.45, 0.38)),

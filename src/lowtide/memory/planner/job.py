@@ -13,6 +13,7 @@ from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.four_bit import BYTES, SCALES
 from lowtide.memory.planner.gpus import Gpu
+from lowtide.memory.planner.optimizers import TP
 from lowtide.memory.planner.shapes import ModelShape
 
 
@@ -38,6 +39,9 @@ class Job:
     attention_mask: bool = False
     fused_mlp: bool = True  # the MLPs are lowtide's, and have levels
     compile_layers: bool = False  # each layer goes through torch.compile by itself
+    gpus: int = 1
+    parallel: str = ""  # how several GPUs share the step: a name of `PARALLEL`
+    link: float | None = None  # bytes per second that a GPU receives from the others; None: the GPU's own
 
     def __post_init__(self) -> None:
         if self.shape.four_bit and self.adapters is None:
@@ -85,6 +89,16 @@ class Job:
     def narrow(self) -> int:
         """Return the bytes of a number that a GEMM reads or writes."""
         return self.operand.itemsize
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether several GPUs have the layers' parameters sharded, and gather them one by one."""
+        return self.gpus > 1 and self.parallel != TP
+
+    @property
+    def link_rate(self) -> float:
+        """Return the bytes per second that a GPU receives from the others."""
+        return self.gpu.between if self.link is None else self.link
 
     @property
     def weight_bytes(self) -> int:

@@ -27,6 +27,9 @@ THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the M
 # percent. A layer that saves attention looks at every operator; norms on the heads add kernels, either way.
 HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.4e-3, 2.4e-3, 2.2e-3
 HOST_ATTENTION, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
+# What it takes besides to shard a layer among several GPUs, in forward and backward: fitted to one step on two
+# (benchmarks/results, 2026-11-21-scaling-8192-h200, the smaller model).
+HOST_UNIT = (1.5e-3, 4e-3)
 HIDDEN = 0.01  # share of the quicker of GPU and host that counts: where the host sets the pace, another may not
 
 
@@ -308,8 +311,9 @@ def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
     """
     norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
     watch, again = (0.0, HOST_FORWARD) if job.compile_layers else (HOST_ATTENTION, HOST_RECOMPUTE)
-    forward = HOST_FORWARD + norms + (watch if policy.keep == "attention" else 0.0)
-    return forward, HOST_BACKWARD + norms_back + (again + norms if policy.keep != "all" else 0.0)
+    unit, unit_back = HOST_UNIT if job.sharded else (0.0, 0.0)
+    forward = HOST_FORWARD + norms + unit + (watch if policy.keep == "attention" else 0.0)
+    return forward, HOST_BACKWARD + norms_back + unit_back + (again + norms if policy.keep != "all" else 0.0)
 
 
 def slower(gpu: float, host: float) -> float:

@@ -17,7 +17,8 @@ from lowtide.memory.planner.adapters import Adapters, numbers_alone
 from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS
+from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS, PARALLEL
+from lowtide.memory.planner.parallel import check_parallel, notes_on
 from lowtide.memory.planner.report import MemoryPlan
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import KINDS, read_shape
@@ -45,6 +46,9 @@ def plan_memory(
     compile_layers: bool = False,
     offload_states: Literal["auto", False] = "auto",
     offload_weights: Literal["auto", False] = "auto",
+    gpus: int = 1,
+    parallel: str | None = None,
+    link: float | str | None = None,
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
 
@@ -59,14 +63,14 @@ def plan_memory(
     docs/plan.md, other models.
 
     It describes full training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, with
-    attention that stores no scores (flash attention), on one GPU.
+    attention that stores no scores (flash attention), on one GPU or several.
 
     Args:
         model_or_config: A `transformers` model (on any device, the meta device too) or config, a dictionary like a
             config.json's, or the path of one. With a ``quantization_config`` of bitsandbytes in 4 bits the layers'
             linear layers are planned so: frozen, with ``adapters``.
         seq_len: Tokens of a sequence.
-        batch_size: Sequences per step.
+        batch_size: Sequences per step; of each GPU where several shard the parameters, of all with ``parallel="tp"``.
         budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's
             memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
@@ -95,6 +99,11 @@ def plan_memory(
             without holding the layers up, or where that does not fit, after backward; False: none.
         offload_weights: ``"auto"``: with ``host_gib`` and ``adapters``, the frozen weights of some layers go to the
             host where that makes a step fit, or a faster one (`lowtide.memory.offload_weights`); False: none.
+        gpus: How many GPUs share the step. The plan is that of one of them. Offloading, adapters and the 8-bit
+            optimizer are planned for one GPU alone.
+        parallel: With several, how: ``"fsdp2"``, ``"zero3"`` (DeepSpeed, in 16 bits) or ``"tp"`` (tensor parallelism).
+        link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
+            GPU has it, else by PCIe, all GPUs in one host.
 
     Returns:
         MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
@@ -126,6 +135,9 @@ def plan_memory(
     for name, value in (("offload_states", offload_states), ("offload_weights", offload_weights)):
         if value is not False and value != "auto":
             raise ArgumentValueError(message(name, "'auto' or False", f"{value!r}"))
+    check_count("gpus", gpus)
+    if gpus > 1 or parallel is not None:
+        check_name("parallel", parallel, PARALLEL)
     gpu = find_gpu(device)
     requested = gpu.default_budget_bytes
     if budget_gib is not None:
@@ -142,8 +154,12 @@ def plan_memory(
         head=options,
         adapters=adapters,
         fused_mlp=fused_mlp and not shape.stock_mlp,
+        gpus=gpus,
+        parallel=parallel or "",
+        link=None if link is None else budget_bytes("link", link, above_0=True),
         **flags,
     )
+    check_parallel(job, host)
     if isinstance(adapters, Adapters) and (kind := numbers_alone(shape)):
         hint = "Count the parameters that are trained."
         raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
@@ -165,10 +181,11 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         policies=chosen.policies,
         peak_bytes=chosen.peak,
         seconds=chosen.seconds,
-        tokens_per_second=job.tokens / chosen.seconds,
+        tokens_per_second=costs.ranks.tokens / chosen.seconds,
         phase=costs.peak(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights),
         phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights)),
         host_bytes=chosen.host,
+        exchanged=costs.exchanged(chosen.groups),
         budget_bytes=budget,
         requested_bytes=requested,
         host_budget_bytes=search.host_bytes,
@@ -178,7 +195,7 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         offload_weights=search.offload_weights,
         job=job,
         chosen=chosen,
-        notes=tuple(note for note, applies in _notes(job, chosen).items() if applies),
+        notes=tuple(note for note, applies in _notes(costs.job, chosen).items() if applies) + notes_on(job),
     )
 
 
@@ -186,8 +203,12 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     """Return the error where nothing fits: how much is missing, and what would help."""
     job, costs = search.job, search.costs
     states = costs.weights + costs.all_gradients + costs.states
-    lighter = [name for name in OPTIMIZERS if name != job.optimizer and search.fits(budget, optimizer=name)]
+    others = [name for name, one in OPTIMIZERS.items() if name != job.optimizer and (job.gpus == 1 or one.shards)]
+    lighter = [name for name in others if search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
+    more = [job.gpus * 2**k for k in range(1, 11)] if job.sharded else []
+    if enough := next((gpus for gpus in more if search.fits(budget, gpus=gpus)), None):
+        helps.append(f"gpus={enough} fits")
     if states > budget:
         ways = "take more GPUs"
         if job.adapters is None or not job.shape.four_bit:
@@ -198,7 +219,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
-    roomy = search.of(job, 2**60).least()
+    roomy = search.of(job, 2**60 if job.gpus == 1 else 0).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
     phase = costs.peak(least.groups, least.states, late=least.late, weights=least.weights)

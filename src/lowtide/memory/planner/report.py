@@ -11,6 +11,7 @@ from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
+from lowtide.memory.planner.parallel import Exchange, lines_of, ranks_of
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import ModelShape
 from lowtide.memory.planner.step_costs import PARTS, Phase
@@ -36,9 +37,10 @@ class MemoryPlan:
         policies: One `ActivationPolicy` for each layer, as `lowtide.memory.apply_policy` takes them.
         peak_bytes: The most that tensors take on the GPU at once.
         seconds: Step time.
-        tokens_per_second: Of training.
+        tokens_per_second: Of training, of all GPUs.
         phase: When the peak is reached, and by what.
         phases: The moments that were compared.
+        exchanged: What a GPU receives from the others in a step, in bytes.
         host_bytes: Pinned host memory that offloaded layers and optimizer states take.
         budget_bytes: GPU memory that tensors may take.
         requested_bytes: The requested budget: more than that where the GPU's allocator needs the rest.
@@ -59,6 +61,7 @@ class MemoryPlan:
     tokens_per_second: float
     phase: Phase
     phases: tuple[Phase, ...]
+    exchanged: Exchange
     host_bytes: int
     budget_bytes: int
     requested_bytes: int
@@ -115,6 +118,7 @@ class MemoryPlan:
             f"apply_policy(model, {layers}{host})",
             *((f"offload_weights(model, layers={weights})",) if weights else ()),
             *(COMPILE if job.compile_layers else ()),
+            *lines_of(job),
         ]
         if states and job.keep_gradients and not late:  # late ones come back after all of them
             lines.append("# with backwards_per_step=N, for N backward passes per step:")
@@ -157,12 +161,13 @@ class MemoryPlan:
             "dtype": str(job.dtype).removeprefix("torch."),
             **{name: getattr(job, name) for name in settings},
             "adapters": None if job.adapters is None else str(job.adapters),
+            **self._several(),
             "budget_gib": gib(self.budget_bytes),
             "host_budget_gib": gib(self.host_budget_bytes),
             "choice": _candidate(self.chosen),
             "tokens_per_second": self.tokens_per_second,
             "peak_phase": str(self.phase),
-            "peak_parts_gib": {name: gib(size) for name, size in self.phase.parts().items()},
+            "peak_parts_gib": {name: gib(self.phase.parts()[name]) for name in self._parts},
             "phases_gib": {str(phase): gib(phase.bytes) for phase in self.phases},
             "front": [_candidate(one) for one in self.front],
             "ladder": [
@@ -180,6 +185,27 @@ class MemoryPlan:
             "largest_batch": self.largest_batch,
             "python": self.lines(),
             "notes": list(self.notes),
+        }
+
+    @property
+    def _parts(self) -> dict[str, str]:
+        """The parts of a phase, and how they are printed: nothing is gathered on one GPU."""
+        return {name: label for name, label in PARTS.items() if name != "gathered" or self.job.gpus > 1}
+
+    def _several(self) -> dict[str, Any]:
+        """Return what a plan of several GPUs has besides."""
+        job = self.job
+        if job.gpus == 1:
+            return {}
+        hidden, waited = ranks_of(job).seconds(self.exchanged)
+        exchange = {"gib": gib(self.exchanged.bytes), "hidden_s": hidden, "waited_s": waited}
+        return {
+            "gpus": job.gpus,
+            "parallel": job.parallel,
+            "link_gb_s": job.link_rate / 1e9,
+            "tokens_per_second_per_gpu": self.tokens_per_second / job.gpus,
+            "exchange": exchange,
+            "held_gib": {name: gib(getattr(self.phases[-1], name)) for name in ("weights", "gradients", "optimizer")},
         }
 
     def __str__(self) -> str:
@@ -211,8 +237,10 @@ class MemoryPlan:
         model = f"{shape.model_type}, {shape.params / 1e9:.2f} billion parameters in {shape.layers} layers"
         dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
         dtype += f", layers in {shape.four_bit}" * bool(shape.four_bit)
-        how = f"{dtype}, {job.optimizer}{', layers compiled' if job.compile_layers else ''}, on {job.gpu.name}"
-        return f"{model}; {job.batch_size} x {job.seq_len} tokens, {how}"
+        gpu = f"{job.gpus} x {job.gpu.name} by {job.parallel}" if job.gpus > 1 else job.gpu.name
+        how = f"{dtype}, {job.optimizer}{', layers compiled' if job.compile_layers else ''}, on {gpu}"
+        each = " on each GPU" if job.sharded else ""
+        return f"{model}; {job.batch_size} x {job.seq_len} tokens{each}, {how}"
 
     def _headline(self) -> str:
         gpu, lines = self.job.gpu, [self.title]
@@ -222,9 +250,18 @@ class MemoryPlan:
             lines.append(f"budget {budget} GiB, not {requested}: {left}")
         host = f"{gib(self.host_bytes):.2f} of {gib(self.host_budget_bytes):.2f} GiB"
         pinned = f", pinned host memory {host}" if self.host_budget_bytes else ""
-        peak = f"peak {gib(self.peak_bytes):.2f} of {budget} GiB{pinned}"
-        speed = f"{self.seconds:.3f} s per step, {self.tokens_per_second:,.0f} tokens/s"
-        return "\n".join([*lines, f"policies {self.chosen}", f"{peak}; {speed}"])
+        n = self.job.gpus
+        peak = f"peak {gib(self.peak_bytes):.2f} of {budget} GiB{' on each GPU' if n > 1 else ''}{pinned}"
+        speed = f"{self.seconds:.3f} s per step, {self.tokens_per_second / n:,.0f} tokens/s"
+        speed += f" per GPU, {self.tokens_per_second:,.0f} in all" if n > 1 else ""
+        return "\n".join([*lines, f"policies {self.chosen}", f"{peak}; {speed}", *self._exchange_line()])
+
+    def _exchange_line(self) -> list[str]:
+        if self.job.gpus == 1:
+            return []
+        hidden, waited = ranks_of(self.job).seconds(self.exchanged)
+        received = f"each GPU receives {gib(self.exchanged.bytes):.2f} GiB per step"
+        return [f"{received}: {hidden:.3f} s beside the layers' work, {waited:.3f} s that it waits for them and copies"]
 
     def _phase_table(self) -> str:
         highest: dict[str, Phase] = {}
@@ -232,11 +269,12 @@ class MemoryPlan:
             if phase.name not in highest or phase.bytes > highest[phase.name].bytes:
                 highest[phase.name] = phase
         columns = [highest[name] for name in ("forward", "head", "backward", "embedding", "optimizer")]
+        rows = self._parts.items()
         return table(
             [
                 ["GiB", *(phase.name for phase in columns)],
                 ["", *(f"layer {phase.layer}" if phase.layer >= 0 else "" for phase in columns)],
-                *([label, *(f"{gib(phase.parts()[part]):.2f}" for phase in columns)] for part, label in PARTS.items()),
+                *([label, *(f"{gib(phase.parts()[part]):.2f}" for phase in columns)] for part, label in rows),
                 ["sum", *(f"{gib(phase.bytes):.2f}" for phase in columns)],
                 ["", *("the peak" if phase.bytes == self.peak_bytes else "" for phase in columns)],
             ]

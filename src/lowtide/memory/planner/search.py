@@ -72,10 +72,11 @@ def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
 
 
 def sparse(job: Job, *, offload: bool) -> list[ActivationPolicy]:
-    """Return the policies by which one layer of several saves its input; compiled layers have none."""
+    """Return the policies by which one layer of several saves its input; none for compiled ones or several GPUs."""
     level = 1 if job.fused_mlp and job.shape.has_levels else None
     places = (False, True)[: 1 + offload]
-    each = [(k, place) for place in places for k in EVERY if k <= job.shape.layers and not job.compile_layers]
+    alone = job.gpus == 1 and not job.compile_layers
+    each = [(k, place) for place in places for k in EVERY if k <= job.shape.layers and alone]
     return [ActivationPolicy(keep="input", mlp_level=level, every=k, offload=place) for k, place in each]
 
 

@@ -12,6 +12,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.layer_costs import PAGES, LayerCost
 from lowtide.memory.planner.optimizers import OPTIMIZERS
+from lowtide.memory.planner.parallel import SLOWS, Exchange, ranks_of
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.weights import ON_GPU, offloaded_layers
 
@@ -32,6 +33,7 @@ PARTS = {
     "head": "output layer and loss",
     "transients": "temporaries",
     "other": "workspaces, positions",
+    "gathered": "gathered, to exchange",
 }
 
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
@@ -51,11 +53,12 @@ class Phase(NamedTuple):
     transients: int  # within the phase alone
     away: float = 0.0  # share of the offloaded optimizer states that is on the host then
     away_late: float = 0.0  # the same where they come back only after backward
+    gathered: int = 0  # whole parameters, and buffers of exchanges, where several GPUs share them
 
     @property
     def bytes(self) -> int:
         """Return the sum."""
-        return sum(self[2:9])
+        return sum(self[2:9]) + self.gathered
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by kind."""
@@ -123,19 +126,19 @@ class StepCosts:
     """The bytes and the seconds of one job, whichever policies its layers have."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.layers = job, LayerCosts(job)
-        self.fixed_seconds = head_seconds(job) + optimizer_seconds(job) + embedding_seconds(job)
+        self.ranks = ranks = ranks_of(job)
+        self.job = job = ranks.job
+        self.layers = LayerCosts(job)
         shape, e, N, seq_len = job.shape, job.element, job.tokens, job.seq_len
         kind, numbers = OPTIMIZERS[job.optimizer], job.trained_adapters
-        # Adapters are float32, whatever the frozen weights are.
-        count, size = (shape.params, e) if numbers is None else (numbers, 4)
-        self.weights, self.all_gradients = job.weight_bytes + 4 * (numbers or 0), count * size
-        self.states = int(count * (kind.states * size + kind.bytes_each))
-        by_layer, self.vocab_gradients = [params * e for params in shape.params_of_layers], shape.vocab_params * e
-        if numbers is not None:
-            by_layer, self.vocab_gradients = [self.all_gradients // shape.layers] * shape.layers, 0
-        self.layer_gradients = max(by_layer)
-        self._gradients_from = [*accumulate(reversed(by_layer), initial=0)][::-1]  # of a layer and all after it
+        self.weights, self.states, self.all_gradients = ranks.weights, ranks.states, ranks.gradients
+        self.vocab_gradients = shape.vocab_params * e if numbers is None else 0
+        self.fixed_seconds = head_seconds(job) + optimizer_seconds(job, ranks.stepped) + embedding_seconds(job)
+        runs, waits = ranks.seconds(ranks.others)
+        self.fixed_seconds += waits + SLOWS * runs
+        self.layer_gradients = max(ranks.layer_gradients)
+        # of a layer and all after it
+        self._gradients_from = [*accumulate(reversed(ranks.layer_gradients), initial=0)][::-1]
         ids = 2 * 8 * N  # and labels
         positions = seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
         # The masks that all layers share: one of bools, and another for those with a window.
@@ -166,11 +169,12 @@ class StepCosts:
         back = _nearest(shape.kind_of[::-1])[::-1]
         self._ahead, self._behind = _nearest(shape.kind_of), [[shape.layers - 1 - n for n in each] for each in back]
         self._shares = [(share_away(k, layers), 1 - share_back(layers - 1 - k, layers)) for k in range(layers)]
-        self._turns = (1, layers_to_leave(layers) - 1)
+        self._turns = (1, layers_to_leave(layers) - 1, *ranks.turns)
+        gathered = max(ranks.embedding, ranks.reduction - embedding)
         self._runs_of: tuple[Groups, list[_Run]] = (), []
         self._last = [
-            self._phase("embedding", -1, self.all_gradients, 0, 0, embedding, 0.0, 1.0),
-            self._phase("optimizer", -1, self.all_gradients, 0, 0, step),
+            self._phase("embedding", -1, self.all_gradients - ranks.to_come, 0, 0, embedding, 0.0, 1.0, gathered),
+            self._phase("optimizer", -1, self.all_gradients, 0, 0, step, 0.0, 0.0, ranks.step),
         ]
 
     def peak(self, groups: Groups, states: int = 0, *, late: bool = False, weights: int = 0) -> Phase:
@@ -239,20 +243,24 @@ class StepCosts:
                 away, not_back = self._shares[layer]
                 forward, held = saved + on_host + before, saved + again + before
                 forward += cost.saved if follows else 0
-                yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away)
-                done = self._gradients_from[layer + 1] + self.vocab_gradients + self._mlp_gradients
+                gathered = self.ranks.forward[layer]
+                yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away, gathered)
+                done = self._gradients_from[layer + 1] + self.ranks.head_gradient + self._mlp_gradients
                 transients = cost.backward_bytes + self._new
-                yield self._phase("backward", layer, done, held, 0, transients, not_back, 1.0)
+                end = self.ranks.whole_gradients[layer]  # when nothing of the layer but these and two streams is left
+                transients += max(0, end and end + 2 * self._stream - cost.whole - transients - self._mlp_gradients)
+                gathered = self.ranks.backward[layer]
+                yield self._phase("backward", layer, done, held, 0, transients, not_back, 1.0, gathered)
             leaving = run.costs[kind_of[last]].places(moves=run.moves)[1]
             upto += run.on_gpu
         saved = upto + 2 * self._stream  # and the final norm's input and output
-        yield self._phase("head", -1, 0, saved, self._head, 0, 1.0, 1.0)
+        yield self._phase("head", -1, 0, saved, self._head, 0, 1.0, 1.0, self.ranks.head)
         yield from self._last
 
     def _phase(self, name: str, layer: int, gradients: int, activations: int, head: int, *more: Any) -> Phase:
-        """Return a phase; ``more`` are its temporaries, and the shares of offloaded states that are away."""
-        if self.job.keep_gradients:
-            gradients = self.all_gradients
+        """Return a phase; ``more`` are its temporaries, shares of offloaded states that are away, what is gathered."""
+        if self.job.keep_gradients and name != "optimizer":
+            gradients = self.ranks.kept
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
 
     def _runs(self, groups: Groups) -> list[_Run]:
@@ -277,17 +285,33 @@ class StepCosts:
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
         from the other's rate. Offloaded layers are evenly spread, so that each layer's work has its share of their
         copies beside it: to the GPU in forward, and again in backward, where checkpoints come the same way; with
-        ``every`` once more for all layers of a group but the last.
+        ``every`` once more for all layers of a group but the last. An exchange with other GPUs runs beside a layer's
+        work too, and slows its GEMMs.
         """
         seconds, job = self.fixed_seconds, self.job
         come = sum(self._offloaded(weights)) / job.shape.layers / job.gpu.pcie
         for run in self._runs(groups):
+            (out, wait_out), (home, wait_home) = map(self.ranks.seconds, self._exchanges(run))
             for one, n in zip(run.costs, run.counts, strict=True):
                 copy = one.transfer * run.moves
                 back = copy + come * (2 - 1 / one.policy.every)
-                layer = max(one.forward, copy, come) + max(one.backward, back)
+                forward = one.forward + SLOWS * min(out, one.forward)
+                backward = one.backward + SLOWS * min(home, one.backward)
+                layer = max(forward, copy, come, out) + max(backward, back, home) + wait_out + wait_home
                 seconds += n * (layer + BESIDE * (copy + come + back))
         return seconds
+
+    def exchanged(self, groups: Groups) -> Exchange:
+        """Return what a GPU receives from the others in a step."""
+        every = [(self.ranks.others, 1)]
+        every += [(one, sum(run.counts)) for run in self._runs(groups) for one in self._exchanges(run)]
+        return Exchange(*(sum(n * one[i] for one, n in every) for i in range(len(Exchange._fields))))
+
+    def _exchanges(self, run: _Run) -> tuple[Exchange, Exchange]:
+        """Return what a layer of a run exchanges in forward, and in backward."""
+        ranks, again = self.ranks, run.costs[0].policy.keep != "all"
+        behind = Exchange(*map(sum, zip(ranks.behind, ranks.again, strict=True))) if again else ranks.behind
+        return ranks.ahead, behind
 
     def travels(self, groups: Groups) -> int:
         """Return the bytes of optimizer states that leave within forward, and come back within backward.
@@ -316,10 +340,8 @@ def head_seconds(job: Job) -> float:
     return flop / (job.gemm_rate * HEAD_SHARE) + passes / job.gpu.bandwidth
 
 
-def optimizer_seconds(job: Job) -> float:
-    """Return the seconds of the optimizer's step."""
-    adapters = job.trained_adapters
-    trained = job.shape.params * job.element if adapters is None else 4 * adapters
+def optimizer_seconds(job: Job, trained: int) -> float:
+    """Return the seconds of the optimizer's step over so many bytes of parameters."""
     return OPTIMIZERS[job.optimizer].traffic * trained / job.gpu.bandwidth
 
 

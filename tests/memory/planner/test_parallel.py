@@ -1,0 +1,278 @@
+"""Plans of several GPUs: by hand, beside measured steps, and what is refused. tests/distributed counts what is held."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError
+from lowtide.memory import ActivationPolicy, plan_memory
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_costs import checkpoint_bytes
+from lowtide.memory.planner.parallel import BUCKET, LIVE, SUB_GROUP, ranks_of
+from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.step_costs import Phase, StepCosts
+from lowtide.train.shapes import SHAPES
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+T, H, V, LAYER, PARAMS = 8192, 4096, 128_256, 218_112_000, 8_030_261_248  # of Llama-3-8B
+VOCAB, TAIL = V * H, V * H + H  # the embedding's unit, and that of the last norm and the output layer
+ONE = Job(read_shape(SHAPES["llama-3-8b"]), T, 1, GPUS["h200"], torch.bfloat16, "adamw")
+TIED = replace(ONE, shape=read_shape(SHAPES["llama-3.2-1b"]))
+ALL, INPUT = ActivationPolicy(mlp_level=0), ActivationPolicy(keep="input", mlp_level=0)
+
+
+def shared(job: Job, gpus: int, parallel: str = "fsdp2") -> Job:
+    return replace(job, gpus=gpus, parallel=parallel)
+
+
+def phases_of(job: Job, policy: ActivationPolicy = ALL) -> dict[str, Phase]:
+    return {str(phase): phase for phase in StepCosts(job).phases(((policy, job.shape.layers),))}
+
+
+def measured(tokens: int) -> list[Any]:
+    file = RESULTS / f"2026-11-21-scaling-{tokens}-h200.json"
+    rows = json.loads(file.read_text())["rows"]
+    return [pytest.param(tokens, row, id=f"{row['model']}-{tokens}-{row['ranks']}") for row in rows if _is_ours(row)]
+
+
+def _is_ours(row: dict[str, Any]) -> bool:
+    return bool(row["way"] == "lowtide")
+
+
+@pytest.mark.parametrize(("tokens", "row"), [*measured(8192), *measured(16384)])
+def test_steps_of_one_and_two_gpus_took_what_is_planned(tokens: int, row: dict[str, Any]) -> None:
+    """With every layer checkpointed, in bfloat16, by FSDP2."""
+    shape = read_shape(SHAPES[row["model"]])
+    costs = StepCosts(shared(replace(ONE, shape=shape, seq_len=tokens), row["ranks"]))
+    groups = ((INPUT, shape.layers),)
+    assert costs.peak(groups).bytes / 2**30 == pytest.approx(row["peak_gib"], rel=0.001)
+    assert costs.seconds(groups) == pytest.approx(row["seconds"], rel=0.07)
+
+
+def test_the_pages_table_is_what_is_planned() -> None:
+    page = (RESULTS.parents[1] / "docs" / "plan.md").read_text()
+    rows = re.findall(r"^\| (llama-[\w.-]+), (\d+) \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for model, tokens, gpus, peak, seconds in rows:
+        shape = read_shape(SHAPES[model])
+        costs, groups = (
+            StepCosts(shared(replace(ONE, shape=shape, seq_len=int(tokens)), int(gpus))),
+            ((INPUT, shape.layers),),
+        )
+        assert (f"{costs.peak(groups).bytes / 2**30:.2f}", f"{costs.seconds(groups):.3f}") == (peak, seconds)
+
+
+def test_fsdp2_by_hand() -> None:
+    """Two bytes per number, on two GPUs; what is gathered is whole."""
+    alone, phases = phases_of(ONE), phases_of(shared(ONE, 2))
+    for name, phase in phases.items():
+        assert (phase.weights, phase.optimizer) == (PARAMS, 2 * PARAMS)
+        if name in alone:
+            same = ("activations", "head", "other")
+            assert [getattr(phase, part) for part in same] == [getattr(alone[name], part) for part in same]
+    first, last = phases["backward of layer 0"], phases["backward of layer 31"]
+    mlp = 2 * (H * 14336)  # the gradient of one projection, whole
+    assert first.gathered == 2 * (LAYER + VOCAB + LAYER)  # its own, the next one to come, the reduction of the last
+    assert last.gathered == 2 * (LAYER + LAYER + TAIL)
+    assert phases["backward of layer 1"].gathered == 2 * 3 * LAYER
+    assert first.gradients == 31 * LAYER + TAIL + mlp
+    assert last.gradients == TAIL + mlp
+    assert phases["forward of layer 31"].gathered == 2 * 2 * LAYER
+    assert phases["head"].gathered == 2 * 2 * TAIL
+    assert phases["embedding"].gathered == 2 * (2 * VOCAB + LAYER)
+    assert phases["embedding"].gradients == PARAMS - VOCAB
+    assert (phases["optimizer"].gathered, phases["optimizer"].gradients) == (0, PARAMS)
+
+
+def test_a_tied_head_stays_gathered_with_its_gradient_from_forward_to_the_end() -> None:
+    layer, unit = TIED.shape.layer_params, TIED.shape.vocab_params + TIED.shape.hidden
+    phases = phases_of(shared(TIED, 4))
+    assert phases["forward of layer 15"].gathered == 2 * (2 * layer + unit)
+    assert phases["head"].gathered == 2 * (unit + layer)
+    assert phases["backward of layer 0"].gathered == 2 * (layer + layer + unit)
+    assert phases["backward of layer 15"].gathered == 2 * (layer + layer + unit)
+    assert phases["backward of layer 14"].gathered == 2 * (3 * layer + unit)
+    grad = 2 * TIED.shape.vocab_params
+    assert phases["backward of layer 15"].gradients == grad + 2 * (2048 * 8192)
+    assert phases["embedding"].gathered == 2 * (2 * unit + layer)
+
+
+def test_under_autocast_float32_shards_are_gathered_in_16_bits_and_reduced_in_32() -> None:
+    job = shared(replace(ONE, dtype=torch.float32, autocast=True), 2)
+    phases = phases_of(job)
+    narrow = phases_of(shared(ONE, 2))
+    first = phases["backward of layer 0"]
+    assert (first.weights, first.optimizer) == (2 * PARAMS, 4 * PARAMS)
+    assert first.gathered == 2 * (LAYER + VOCAB) + 4 * LAYER
+    assert first.activations == narrow["backward of layer 0"].activations
+    assert StepCosts(job).layers[ALL].saved == checkpoint_bytes(ONE, ALL)
+    assert phases["head"].gathered == 4 * TAIL + 2 * TAIL + 2 * LAYER  # its reduction, more than two copies of it
+
+
+def test_accumulated_gradients_are_whole_until_the_last_pass() -> None:
+    for job, size in ((ONE, 2), (replace(ONE, dtype=torch.float32, autocast=True), 4)):
+        phases = phases_of(replace(shared(job, 4), keep_gradients=True))
+        assert phases.pop("optimizer").gradients == size * PARAMS / 4
+        assert {phase.gradients for phase in phases.values()} == {size * PARAMS}
+    sharded = phases_of(replace(shared(ONE, 4, "zero3"), keep_gradients=True))
+    assert {phase.gradients for phase in sharded.values()} == {2 * PARAMS / 4}
+
+
+def test_with_few_tokens_a_layers_gradients_are_the_peak_of_its_backward() -> None:
+    few = replace(shared(ONE, 2), seq_len=16)
+    costs, phase = StepCosts(few), phases_of(few)["backward of layer 1"]
+    assert phase.gradients + phase.transients + phase.activations == pytest.approx(
+        30 * LAYER + TAIL + 2 * LAYER + costs.layers[ALL].saved, rel=1e-3
+    )
+
+
+def test_zero3_by_hand() -> None:
+    for job in (ONE, replace(ONE, dtype=torch.float32, autocast=True)):
+        phases = phases_of(shared(job, 4, "zero3"))
+        for phase in phases.values():
+            assert (phase.weights, phase.gradients, phase.optimizer) == (PARAMS / 2, PARAMS / 2, 3 * PARAMS)
+        assert phases["forward of layer 0"].gathered == 2 * (LIVE + BUCKET)
+        assert phases["backward of layer 0"].gathered == 2 * (LIVE + BUCKET) + 2 * TAIL
+        assert phases["optimizer"].gathered == 2 * BUCKET + 4 * SUB_GROUP
+
+
+def test_tensor_parallelism_by_hand() -> None:
+    n, tokens = 8, T
+    costs = StepCosts(shared(ONE, n, "tp"))
+    norms = 65 * H
+    assert costs.weights == 2 * ((PARAMS - norms) // n + norms)
+    h, f = 2 * H, 2 * 14336 // n
+    # the layer's input, attention's before and after its norm, queries to output of a share, MLP's input twice
+    saved = 2 * h + (h + h // 4 + h // 4 + h) // n + 2 * h + 2 * f + 8 + 4 * 32 // n
+    assert costs.layers[ALL].saved == tokens * saved
+    assert costs.job.head_plan.scratch_bytes < StepCosts(ONE).job.head_plan.scratch_bytes
+    one = 2 * (n - 1) / n * tokens * h
+    assert costs.exchanged(((ALL, 32),)).before == pytest.approx(32 * 6 * one + one + 12 * (n - 1) * tokens)
+    assert costs.exchanged(((INPUT, 32),)).before == pytest.approx(32 * 7 * one + one + 12 * (n - 1) * tokens)
+    assert costs.exchanged(((ALL, 32),)).beside == 2 * one  # the hidden states' gradient, in float32
+
+
+@pytest.mark.parametrize(("gathered", "reduced"), [(2, 2), (2, 4)])
+def test_exchanges_of_fsdp2_are_those_of_scale_on_paper(gathered: int, reduced: int) -> None:
+    job = ONE if reduced == 2 else replace(ONE, dtype=torch.float32, autocast=True)
+    costs = StepCosts(shared(job, 8))
+    found = costs.exchanged(((ALL, 32),))
+    twice, once = 32 * LAYER + VOCAB, TAIL
+    assert found.bytes == pytest.approx(7 / 8 * (twice * (2 * gathered + reduced) + once * (gathered + reduced)))
+    # nothing runs beside the first two gathers, and the last reduction
+    assert found.before == pytest.approx(7 / 8 * ((VOCAB + LAYER) * gathered + VOCAB * reduced))
+
+
+def test_a_slower_link_takes_its_time() -> None:
+    seconds = [
+        StepCosts(replace(shared(ONE, 2), link=link)).seconds(((ALL, 32),)) for link in (900e9, None, 50e9, 10e9, 5e9)
+    ]
+    assert seconds == sorted(set(seconds))
+    received = StepCosts(shared(ONE, 2)).exchanged(((ALL, 32),)).bytes
+    assert seconds[-1] > received / 5e9  # the link is the bottleneck
+    assert seconds[-1] < seconds[1] + 2 * received / 5e9
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("job", [ONE, TIED], ids=["own head", "tied"])
+@pytest.mark.parametrize("seq_len", [64, 8192, 65536])
+def test_more_gpus_never_take_more_memory_each(job: Job, seq_len: int, parallel: str) -> None:
+    for policy in (ALL, INPUT):
+        groups = ((policy, job.shape.layers),)
+        worlds = (2, 3, 4, 8, 64, 1024)
+        peaks = [StepCosts(shared(replace(job, seq_len=seq_len), n, parallel)).peak(groups).bytes for n in worlds]
+        assert peaks == sorted(peaks, reverse=True)
+        assert peaks[-1] < peaks[0]
+    if parallel == "fsdp2" and job is ONE:
+        assert peaks[0] < StepCosts(replace(job, seq_len=seq_len)).peak(groups).bytes
+
+
+def test_one_gpu_is_planned_as_ever() -> None:
+    plain = plan_memory(SHAPES["llama-3.2-1b"], 4096, 1, device="h100")
+    for parallel in ("fsdp2", "tp", "zero3"):
+        plan = plan_memory(SHAPES["llama-3.2-1b"], 4096, 1, device="h100", gpus=1, parallel=parallel, link="3GB")
+        assert str(plan) == str(plain)
+        assert plan.to_dict() == plain.to_dict()
+    ranks = ranks_of(ONE)
+    assert ranks.job is ONE
+    assert not any((*ranks.forward, *ranks.backward, *ranks.whole_gradients, ranks.head, ranks.embedding, ranks.step))
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "zero3", "tp"])
+def test_the_answer_comes_first(parallel: str) -> None:
+    plan = plan_memory(SHAPES["llama-3-8b"], 8192, 1, 120, device="h200", gpus=2, parallel=parallel, link="100GB")
+    lines = str(plan).splitlines()
+    tokens = 8192 * (1 if parallel == "tp" else 2)
+    assert f"on 2 x h200 by {parallel}" in lines[0]
+    assert ("on each GPU" in lines[0]) == (parallel != "tp")
+    assert lines[1].startswith("policies 32 x all/")
+    assert f"of 120.00 GiB on each GPU; {plan.seconds:.3f} s per step" in lines[2]
+    assert plan.tokens_per_second == pytest.approx(tokens / plan.seconds)
+    assert f"{plan.tokens_per_second / 2:,.0f} tokens/s per GPU, {plan.tokens_per_second:,.0f} in all" in lines[2]
+    assert lines[3].startswith(f"each GPU receives {plan.exchanged.bytes / 2**30:.2f} GiB per step: ")
+    table = str(plan).split("\n\n")[1]
+    assert "gathered, to exchange" in table
+    assert any("exchanges at 100 GB/s each way" in note for note in plan.notes)
+    assert not any(policy.every > 1 or policy.offload for policy in plan.policies)
+    report = plan.to_dict()
+    json.dumps(report, allow_nan=False)
+    assert (report["gpus"], report["parallel"], report["link_gb_s"]) == (2, parallel, pytest.approx(100))
+    assert report["exchange"]["gib"] == plan.exchanged.bytes / 2**30
+    assert report["tokens_per_second_per_gpu"] == plan.tokens_per_second / 2
+
+
+def test_what_fits_on_more_gpus_is_in_the_error() -> None:
+    with pytest.raises(ArgumentValueError, match="gpus=4 fits") as caught:
+        plan_memory(SHAPES["llama-3-8b"], 2048, 1, 24, device="h100", gpus=2, parallel="fsdp2")
+    assert "adamw-8bit" not in str(caught.value)
+    assert "host_gib" not in str(caught.value)
+    plan_memory(SHAPES["llama-3-8b"], 2048, 1, 24, device="h100", gpus=4, parallel="fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"parallel": "cp"}, "parallel: expected 'fsdp2', 'tp' or 'zero3', got 'cp'"),
+        ({"parallel": "cp", "gpus": 1}, "parallel: expected 'fsdp2', 'tp' or 'zero3', got 'cp'"),
+        ({"parallel": None}, "parallel: expected 'fsdp2', 'tp' or 'zero3', got None"),
+        ({"gpus": 0}, "gpus: expected at least 1"),
+        ({"link": 0}, "link: expected a finite number of GiB, above 0"),
+        ({"host_gib": 4}, "host_gib: expected 0: offloading is planned for one GPU alone, got 4"),
+        ({"adapters": 1000}, "adapters: expected None"),
+        ({"optimizer": "adamw-8bit"}, "optimizer: expected one that shards: adamw, "),
+        ({"parallel": "zero3", "dtype": "float32"}, "dtype: expected bfloat16 or float16, or autocast"),
+        ({"parallel": "tp", "gpus": 3}, "gpus: expected a divisor of the model's 32 attention heads, got 3"),
+        ({"parallel": "tp", "gpus": 16}, "gpus: expected a divisor of the model's 8 key and value heads, got 16"),
+        ({"parallel": "tp", "model": "mixtral"}, "parallel: expected fsdp2 or zero3 for a mixture of experts"),
+        ({"parallel": "tp", "model": "olmo2"}, "parallel: expected fsdp2 or zero3 for traced layers"),
+    ],
+)
+def test_refusals(change: dict[str, Any], said: str) -> None:
+    few = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    small = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6}
+    ids = {"vocab_size": 131, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    models = {
+        "mixtral": {**SHAPES["llama-3-8b"], "model_type": "mixtral", **few},
+        "olmo2": {"model_type": "olmo2", **small, **ids},
+    }
+    settings = {"gpus": 2, "parallel": "fsdp2", "device": "h100", **change}
+    model = models.get(settings.pop("model", ""), SHAPES["llama-3-8b"])
+    with pytest.raises((ArgumentTypeError, ArgumentValueError)) as caught:
+        plan_memory(model, 1024, 1, **settings)
+    assert said in str(caught.value)
+
+
+def test_traced_layers_are_sharded_too() -> None:
+    small = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6}
+    settings = {"model_type": "olmo2", "vocab_size": 131, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    plan = plan_memory({**settings, **small}, 64, 2, device="h100", gpus=2, parallel="fsdp2")
+    assert plan.phase.weights == plan.job.shape.params
+    assert plan.phases[1].gathered > 0
