@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -98,8 +99,11 @@ def test_where_they_are_planned() -> None:
     """In long sequences of layers that can run so; only for peaks that nothing else reaches."""
     assert {policy.tile_tokens for policy in tile_policies(LLAMA, offload=True)} == {TILE}
     assert [one.tile_tokens for one in tile_policies(replace(LLAMA, seq_len=9000), offload=False)] == [1024] * 4
+    changes: tuple[dict[str, Any], ...]
     changes = ({"seq_len": 8191}, {"dtype": torch.float32}, {"attention_mask": True}, {"compile_layers": True})
+    changes += tuple({"gpus": 2, "parallel": way} for way in ("zero3", "tp"))
     assert not any(tile_policies(replace(LLAMA, **change), offload=True) for change in changes)
+    assert tile_policies(replace(LLAMA, gpus=2, parallel="fsdp2"), offload=False)
     windows = (4096, 0) * 16
     assert not tile_policies(replace(LLAMA, shape=replace(LLAMA.shape, windows=windows)), offload=True)
     front = Search(LLAMA, 0).front
