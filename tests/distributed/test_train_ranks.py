@@ -91,6 +91,18 @@ def test_resumes(kind: str, wrote: str, ranks: str, engine: str, made: Runs, tmp
     assert not (output / ".incoming").exists()
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_budget_is_that_of_each_process(engine: str, made: Runs, tmp_path: Path) -> None:
+    """Planned with what FSDP2 shards; under DDP each has all of it."""
+    words = [*made.arguments("pretrain"), *sharing(engine), "--per_device_train_batch_size", SEQUENCES // 2]
+    words += ["--memory-budget", "1GiB", "--max-steps", 1, "--output", tmp_path / "run"]
+    ended = made.ranks.succeed(2, *words, **made.spies(engine))
+    text = ended.out[0]
+    assert ("tokens/s on 2 h100" in text) == (engine == "fsdp2"), text
+    assert ("planned for one device with all the weights" in text) == (engine == "ddp"), text
+    assert ("exchanges at" in text) == (engine == "fsdp2"), text
+
+
 STOPPED = ["experts one", "tune fsdp2", "tune shards", "pretrain zero2", "tune zero3"]
 
 

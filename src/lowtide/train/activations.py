@@ -22,6 +22,7 @@ from lowtide.memory import (
 )
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
+from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy import layer_policies, words_of
 from lowtide.memory.stack import find_stack
@@ -94,12 +95,17 @@ def planned_job(run: RunState) -> dict[str, Any]:
     """
     args, model, batch = run.settings.args, run.model, run.batch
     weights = getattr(torch, str(run.settings.model.dtype), model.config.dtype)  # "auto": as the checkpoint has them
+    optimizer = planned_optimizer(args)
+    adapters = _adapters(model) if any(_LORA_A in name for name, _ in model.named_parameters()) else None
+    # What the planner has several GPUs for; of other runs it plans one that has all the weights.
+    sharded = uses_fsdp() and adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
     return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,
-        "optimizer": planned_optimizer(args),
+        **({"gpus": args.world_size, "parallel": FSDP2} if sharded else {}),
+        "optimizer": optimizer,
         "keep_gradients": args.gradient_accumulation_steps > 1,
-        "adapters": _adapters(model) if any(_LORA_A in name for name, _ in model.named_parameters()) else None,
+        "adapters": adapters,
         "attention_mask": batch.mask and _attention(model) in _MASKED,
         "fused_mlp": has_levels(model),
         "dtype": weights,
@@ -169,9 +175,10 @@ def check_offload(config: TrainConfig) -> None:
 
 def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> Iterator[str]:
     """Yield what a plan expects, as lines to print."""
+    gpus = f"{'one' if plan.job.gpus == 1 else plan.job.gpus} {plan.job.gpu.name}"
     yield (
         f"policy   {words_of(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
-        f"{gib(plan.budget_bytes):.2f} GiB, {plan.tokens_per_second:,.0f} tokens/s on one {plan.job.gpu.name}"
+        f"{gib(plan.budget_bytes):.2f} GiB, {plan.tokens_per_second:,.0f} tokens/s on {gpus}"
     )
     if plan.chosen.states:
         late = ", and come back after backward" if plan.chosen.late else ""
@@ -185,7 +192,7 @@ def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> It
             f"         no GPU here: planned for an {plan.job.gpu.name}. The layers save what it says, but nothing "
             "holds this process's memory to the budget"
         )
-    if args.world_size > 1:
+    if args.world_size > plan.job.gpus:
         yield "         planned for one device with all the weights; what sharding saves is not counted"
     if _has_dropout(model):
         yield "         dropout of adapters is not counted: its masks, and MLPs that it keeps from being fused"
