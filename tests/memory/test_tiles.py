@@ -450,7 +450,7 @@ def test_layers_that_are_refused(kind: type[Layer], keep: str) -> None:
 @pytest.mark.parametrize("shape", [[13, 24, 2, 1], [4, 2, 13, 24], [13, 4]])
 def test_hidden_states_of_another_shape_are_refused(shape: list[int]) -> None:
     """Also where the second dimension is shorter than a tile: it may be that of sequences."""
-    holder = stack_of(nn.Linear(shape[-1], shape[-1]))
+    holder = stack_of(nn.TransformerEncoderLayer(24, 3, 40))
     apply_policy(holder, tiled(5))
     with pytest.raises(UnsupportedError, match=re.escape(f"got hidden states {shape}")):
         holder.blocks[0](torch.randn(shape, requires_grad=True))
