@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lowtide.code import MODULE_HOOKS
 from lowtide.errors import UnsupportedError, message
+from lowtide.memory.groups import is_fsdp_unit
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.surroundings import Surroundings
 from lowtide.memory.tile_attention import Attending, Tile, WholeSequence
@@ -209,6 +210,7 @@ class LayerInTiles:
         tensors = [x for x in tree_leaves(call) if isinstance(x, Tensor)]
         others = [x for x in tensors if x.requires_grad and x is not hidden]
         cases = {
+            "parts that FSDP2 gathers by themselves": any(map(is_fsdp_unit, [*layer.modules()][1:])),
             "one of ZeRO-3": any(hasattr(p, "ds_id") for p in layer.parameters()),
             f"hidden states {list(hidden.shape)}": hidden.dim() != 3,
             "further arguments that need a gradient": bool(others),
