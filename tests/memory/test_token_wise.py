@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError
@@ -167,6 +167,21 @@ def test_another_way_to_cut_arguments_is_checked_too(tokens: int) -> None:
     holder.blocks[0](torch.randn(2, 13, 24), torch.rand(2, 1, 1))
     with pytest.raises(UnsupportedError, match="fails for a part of its tokens"):
         holder.blocks[0](torch.randn(13, 13, 24), torch.rand(13, 1, 1))
+
+
+def test_weights_that_a_hook_assigns(ids: Tensor) -> None:
+    """They are the same for all tiles."""
+    model = Plain(layers=2)
+    prune.random_unstructured(model.blocks[0].out, "weight", 0.3)
+    stock = Plain(layers=2)
+    with torch.no_grad():
+        stock.blocks[0].out.weight.copy_(model.blocks[0].out.weight)
+    apply_policy(model, policy())
+    (loss, got), (want_loss, want) = step(model, ids), step(stock, ids)
+    torch.testing.assert_close(loss, want_loss)
+    masked = want.pop("blocks.0.out.weight") * model.blocks[0].out.weight_mask
+    torch.testing.assert_close(got.pop("blocks.0.out.weight_orig"), masked)
+    assert_equal(got, want)
 
 
 class Summed(nn.Module):

@@ -74,14 +74,16 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
     halves, every = ((0, middle), (middle, tokens)), (0, tokens)
     shape = hidden.shape[0], tokens, *hidden.shape[2:]
     sample = torch.randn(shape, generator=own, device=hidden.device, dtype=torch.float32).to(hidden.dtype)
-    tensors = _tensors(layer)
-    versions, before = Versions(tensors), positions(random_states())
+    before, states = positions(random_states()), [_tensors(layer)]
+    versions = Versions(states[0].values())
     # Of the hooks of saved tensors around the layer none is for what is saved here.
     with torch.enable_grad(), Surroundings(hidden).restored(), saved_tensors_hooks(lambda x: x, lambda x: x):
         sample.requires_grad_()
         drawn = _states(hidden)
         try:
-            parts = [_run(name, run, sample, half, slice(None))[1] for half in halves]
+            parts = [_run(name, run, sample, halves[0], slice(None))[1]]
+            states.append(_tensors(layer))
+            parts.append(_run(name, run, sample, halves[1], slice(None))[1])
             whole = _run(name, run, sample, every, slice(None))[1]
             output, (_, gradient, *_) = _run(name, run, sample, every, slice(middle, middle + 1))
         except UnsupportedError:
@@ -95,7 +97,7 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
     check_trained(name, output, [sample, *(p for p in layer.parameters() if p.requires_grad)])
     if drawn or positions(random_states()) != before:
         raise _refusal(name, "one that draws random numbers from Python or NumPy, or in PyTorch but for dropout")
-    if versions.changed() or [*map(id, tensors)] != [*map(id, _tensors(layer))]:
+    if versions.changed() or not all(map(_same, states, [states[1], _tensors(layer)])):
         raise _refusal(
             name, "one that writes to its buffers or attributes: running statistics, a value kept for a loss"
         )
@@ -117,9 +119,16 @@ def _run(name: str, run: Run, sample: Tensor, part: tuple[int, int], of: slice) 
     return output, [output.detach(), gradient[:, slice(*part)], *attention.seen]
 
 
-def _tensors(layer: nn.Module) -> list[Tensor]:
+def _tensors(layer: nn.Module) -> dict[Any, Tensor]:
     """Return a layer's buffers, and the tensors that are attributes of its modules."""
-    return [x for m in layer.modules() for x in (*m._buffers.values(), *vars(m).values()) if isinstance(x, Tensor)]
+    places = [(m, name, x) for m in layer.modules() for own in (m._buffers, vars(m)) for name, x in own.items()]
+    return {(m, name): x for m, name, x in places if isinstance(x, Tensor)}
+
+
+def _same(old: dict[Any, Tensor], new: dict[Any, Tensor]) -> bool:
+    """Whether those that there were have the values that they had: a pruned weight is assigned in each forward."""
+    pairs = [(x, new[place]) for place, x in old.items() if place in new and new[place] is not x]
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
 def _states(hidden: Tensor) -> list[Tensor]:
