@@ -102,6 +102,37 @@ class Quantised(Layer):
         return y + ((y / scale).round() * scale - y).detach()
 
 
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, torch.ones(())
+
+
+class Penalised(Layer):
+    """A loss of its weights that comes in backward: once for each tile it would be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Added.apply(super().forward(x), self.out.weight.square().sum())
+
+
+class WithoutGraph(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + torch.is_grad_enabled())
+
+
+class Hooked(Layer):
+    """A hook of what has no gradient in the forward of tiles."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda gradient: None)
+        return y
+
+
 REFUSED = {
     Bidirectional: "got attention to later tokens",
     Depth: "draws random numbers",
@@ -111,6 +142,9 @@ REFUSED = {
     Spectral: "writes to its buffers or attributes",
     InPlace: "fails for a part of its tokens",
     Checkpointed: "fails for a part of its tokens",
+    Penalised: "backward adds gradients to those of its output",
+    WithoutGraph: "forward without a graph, as that of tiles is, computes something else",
+    Hooked: "fails for a part of its tokens: cannot register a hook",
     Quantised: "depend on how many others there are",
 }
 
@@ -195,7 +229,7 @@ def _keep(block: Any) -> None:
 
 
 def _normalise(block: Any) -> None:
-    block.mlp.register_full_backward_hook(lambda module, found, given: (found[0] / found[0].norm(),))
+    block.mlp.register_full_backward_hook(lambda module, found, given: (found[0] / (1 + found[0].norm()),))
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

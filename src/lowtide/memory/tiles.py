@@ -15,8 +15,7 @@ Source: StreamBP (Luo et al., 2025) runs a layer's backward so.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from lowtide.code import MODULE_HOOKS
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.groups import is_fsdp_unit
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.surroundings import Surroundings
+from lowtide.memory.surroundings import Surroundings, without_hooks
 from lowtide.memory.tile_attention import Attending, Tile, WholeSequence
 from lowtide.memory.token_wise import check_token_wise, check_trained
 
@@ -169,7 +168,7 @@ class LayerInTiles:
                 check_trained(self._name, output, inputs)
             found: list[Tensor | None] = [None] * len(inputs)
             if output.requires_grad:
-                with _without_hooks(self._trained):
+                with without_hooks(self._trained):
                     found = list(torch.autograd.grad(output, inputs, gradient[:, rows], allow_unused=True))
             del output
             if of_hidden is not None and (of_own := found.pop(0)) is not None:
@@ -293,19 +292,6 @@ def _way(layer: nn.Module, call: Call, tokens: int) -> int:
     hooks = [[hook for name in MODULE_HOOKS for hook in getattr(m, name).values()] for m in layer.modules()]
     codes = [(*(getattr(hook, "__code__", type(hook)) for hook in each),) for each in hooks]
     return hash((*arguments, *((type(m), m.training) for m in layer.modules()), *codes))
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Remove the hooks of parameters inside: they are for whole gradients, and not for those of a tile."""
-    hooks = [(own, dict(own)) for p in parameters if (own := p._backward_hooks)]
-    for own, _ in hooks:
-        own.clear()
-    try:
-        yield
-    finally:
-        for own, were in hooks:
-            own.update(were)
 
 
 def _added(total: Tensor | None, one: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import get_device_states
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.state import Snapshot, Versions, positions, random_states
-from lowtide.memory.surroundings import Surroundings
+from lowtide.memory.surroundings import Surroundings, without_hooks
 
 Run = Callable[[Tensor, tuple[int, int]], Tensor]
 _TOKENS = 32  # of the check
@@ -34,9 +34,10 @@ def check_token_wise(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> N
     It runs on a few random tokens. The gradient of one of them with respect to the others has to be zero, exactly: no
     convolution, no state, no shift of tokens. Each half of them alone has to give the queries, keys, values, outputs
     and gradients that it gives beside the other: positions are those of the arguments. All that receives a gradient has
-    to be the hidden states or a parameter of the layer. Nothing but dropout may draw random numbers. No tensor of the
-    layer may be written or assigned, and nothing may keep what the layer computed: a loss of a router's logits, say,
-    which would get no gradient. The layer's state is as before afterwards.
+    to be the hidden states or a parameter of the layer, and a zero gradient has to give zeros: no loss is added in
+    backward. Nothing but dropout may draw random numbers. No tensor of the layer may be written or get another value,
+    and nothing may keep what the layer computed: a loss of a router's logits, say, which would get no gradient. The
+    layer's state is as before afterwards.
 
     Args:
         name: The layer's name, for errors.
@@ -74,27 +75,35 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
     halves, every = ((0, middle), (middle, tokens)), (0, tokens)
     shape = hidden.shape[0], tokens, *hidden.shape[2:]
     sample = torch.randn(shape, generator=own, device=hidden.device, dtype=torch.float32).to(hidden.dtype)
+    trained = [sample, *(p for p in layer.parameters() if p.requires_grad)]
     before, states = positions(random_states()), [_tensors(layer)]
     versions = Versions(states[0].values())
     # Of the hooks of saved tensors around the layer none is for what is saved here.
     with torch.enable_grad(), Surroundings(hidden).restored(), saved_tensors_hooks(lambda x: x, lambda x: x):
         sample.requires_grad_()
         drawn = _states(hidden)
+        ones = torch.ones(tokens, 1, device=hidden.device)
+        one = torch.zeros_like(ones).index_fill_(0, torch.tensor(middle, device=hidden.device), 1.0)
         try:
-            parts = [_run(name, run, sample, halves[0], slice(None))[1]]
+            with torch.no_grad(), _TokenWise(name):
+                as_forward = run(sample, every)
+            parts = [_run(name, run, sample, half, ones)[1] for half in halves]
             states.append(_tensors(layer))
-            parts.append(_run(name, run, sample, halves[1], slice(None))[1])
-            whole = _run(name, run, sample, every, slice(None))[1]
-            output, (_, gradient, *_) = _run(name, run, sample, every, slice(middle, middle + 1))
+            whole = _run(name, run, sample, every, ones)[1]
+            output, (_, gradient, *_), _ = _run(name, run, sample, every, one)
+            with without_hooks(trained):
+                of_nothing = _run(name, run, sample, every, torch.zeros_like(ones), trained)[2]
         except UnsupportedError:
             raise
-        except (RuntimeError, ValueError, IndexError) as error:
+        except Exception as error:
             raise _refusal(name, f"one that fails for a part of its tokens: {error}") from error
         drawn = [x for x, y in zip(drawn, _states(hidden), strict=True) if not torch.equal(x, y)]
+    if any(x is not None and x.count_nonzero() for x in of_nothing):
+        raise _refusal(name, "one whose backward adds gradients to those of its output: an auxiliary loss")
     gradient[:, middle] = 0
     if gradient.count_nonzero():
         raise _refusal(name, "one where other operations read other tokens too: a convolution, a state, a shift")
-    check_trained(name, output, [sample, *(p for p in layer.parameters() if p.requires_grad)])
+    check_trained(name, output, trained)
     if drawn or positions(random_states()) != before:
         raise _refusal(name, "one that draws random numbers from Python or NumPy, or in PyTorch but for dropout")
     if versions.changed() or not all(map(_same, states, [states[1], _tensors(layer)])):
@@ -106,17 +115,28 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
         for half, part in zip(halves, parts, strict=True)
         for x, y in zip(whole, part, strict=False)
     ]
+    if not _near(whole[0], as_forward):
+        raise _refusal(name, "one whose forward without a graph, as that of tiles is, computes something else")
     if not all(x.shape == y.shape and _near(x, y) for x, y in pairs):
         raise _refusal(name, "one whose tokens depend on how many others there are: positions that it counts itself")
     return weakref.ref(sample)
 
 
-def _run(name: str, run: Run, sample: Tensor, part: tuple[int, int], of: slice) -> Any:
-    """Return a part's output, and it, its gradient from ``of``, attention's inputs: [batch, tokens, ...], no graph."""
+def _run(
+    name: str, run: Run, sample: Tensor, part: tuple[int, int], weights: Tensor, trained: Iterable[Tensor] = ()
+) -> Any:
+    """Run a part of the tokens, and backward from the squares of its output, with a weight for each token.
+
+    Returns:
+        The output, with a graph; as [batch, tokens, ...] it, its gradient and what attention was given; and the
+        gradients of ``trained``.
+    """
+    rows = slice(*part)
     with _TokenWise(name) as attention:
-        output = run(sample[:, slice(*part)], part)
-    (gradient,) = torch.autograd.grad(output[:, of].float().square().sum(), [sample])
-    return output, [output.detach(), gradient[:, slice(*part)], *attention.seen]
+        output = run(sample[:, rows], part)
+    loss = (output.float().square() * weights[rows]).sum()
+    gradient, *others = torch.autograd.grad(loss, [sample, *trained], allow_unused=True)
+    return output, [output.detach(), gradient[:, rows], *attention.seen], others
 
 
 def _tensors(layer: nn.Module) -> dict[Any, Tensor]:
