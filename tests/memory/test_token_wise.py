@@ -21,6 +21,7 @@ from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.tile_attention import WholeSequence
 from lowtide.memory.tiles import LayerInTiles
 from memory.models import Layer, Plain, loss_of, stack_of, step
+from memory.test_families import FAMILIES, build
 
 KEEPS = ["input", "attention"]
 
@@ -247,6 +248,26 @@ def test_a_layer_that_changed_is_checked_again(says: str, ids: Tensor) -> None:
     CHANGES[says](model.blocks[1])
     with pytest.raises(UnsupportedError, match=f"blocks.1: .*{says}"):
         step(model, ids)
+
+
+def test_hooks_of_forwards_without_gradients_see_whole_sequences(ids: Tensor) -> None:
+    """Those of transformers, and of users: nothing of the check either."""
+    pytest.importorskip("transformers")
+    model = build("qwen3_moe", {**FAMILIES["qwen3_moe"][0], "attention_dropout": 0.0})
+    found = []
+    for tiles in (False, True):
+        if tiles:
+            apply_policy(model, policy())
+        seen: list[Tensor] = []
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+            handle = model.model.layers[1].mlp.register_forward_hook(lambda *values, seen=seen: seen.append(values[2]))
+            model(input_ids=ids, use_cache=False)
+        handle.remove()
+        found.append([*logits, *seen])
+    assert len(found[0]) == 4
+    for got, want in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_tensors_from_outside_that_train_later_are_refused() -> None:

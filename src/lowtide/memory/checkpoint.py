@@ -93,8 +93,8 @@ def run_without_graph(
 ) -> Any:
     """Run a layer's own ``forward`` where nothing records gradients, in tiles if its policy sets them.
 
-    It runs at once where it cannot run in tiles (with padding, say), in inference mode, under a compiler, and with a
-    cache, which tiles would not fill.
+    It runs at once where it cannot run in tiles (with padding, say), in inference mode, under a compiler, with hooks
+    inside (those of output_router_logits, say), and with a cache, which tiles would not fill.
 
     Raises:
         UnsupportedError: As `check_cache`.
@@ -105,7 +105,9 @@ def run_without_graph(
     if state.policy.tile_tokens is None or at_once:
         return forward(*args, **kwargs)
     key, hidden = _hidden_states(state.name, args, kwargs)
-    if _is_long(hidden, state.policy):
+    # A hook may keep what it sees: without a graph nothing tells, and it would see tiles and the tokens of the check.
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in [*layer.modules()][1:])
+    if _is_long(hidden, state.policy) and not hooked:
         with contextlib.suppress(UnsupportedError):
             return _in_tiles(layer, state, forward, key, (args, kwargs)).run_without_graph((args, kwargs))
     return forward(*args, **kwargs)
