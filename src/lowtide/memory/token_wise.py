@@ -125,7 +125,7 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
 def _run(
     name: str, run: Run, sample: Tensor, part: tuple[int, int], weights: Tensor, trained: Iterable[Tensor] = ()
 ) -> Any:
-    """Run a part of the tokens, and backward from the squares of its output, with a weight for each token.
+    """Run a part of the tokens, and backward from the norm of each output, times a weight: no gradient overflows.
 
     Returns:
         The output, with a graph; as [batch, tokens, ...] it, its gradient and what attention was given; and the
@@ -134,7 +134,7 @@ def _run(
     rows = slice(*part)
     with _TokenWise(name) as attention:
         output = run(sample[:, rows], part)
-    loss = (output.float().square() * weights[rows]).sum()
+    loss = (output.float().norm(dim=-1, keepdim=True) * weights[rows]).sum()
     gradient, *others = torch.autograd.grad(loss, [sample, *trained], allow_unused=True)
     return output, [output.detach(), gradient[:, rows], *attention.seen], others
 
