@@ -179,6 +179,19 @@ def test_arguments_that_are_written_to_are_refused(kind: Any) -> None:
         holder.blocks[0](torch.randn(2, 13, 24), kind())
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap
+def test_transforms_are_refused_and_leave_forwards_without_gradients() -> None:
+    model = Plain(layers=1)
+    x = torch.randn(3, 2, 13, 24)
+    want = torch.func.vmap(model.blocks[0])(x)
+    apply_policy(model, policy())
+    for transform in (torch.func.vmap(model.blocks[0]), torch.func.grad(lambda x: model.blocks[0](x[0]).sum())):
+        with pytest.raises(UnsupportedError, match=r"got a transform of torch\.func"):
+            transform(x)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(model.blocks[0])(x), want)
+
+
 def test_weights_cached_by_parametrize_are_refused() -> None:
     layer = Layer(24, 3, 0.0)
     layer.out = parametrizations.weight_norm(layer.out)

@@ -210,6 +210,7 @@ class LayerInTiles:
         others = [x for x in tensors if x.requires_grad and x is not hidden]
         cases = {
             "parts that FSDP2 gathers by themselves": any(map(is_fsdp_unit, [*layer.modules()][1:])),
+            "a transform of torch.func": torch._C._are_functorch_transforms_active(),
             "one of ZeRO-3": any(hasattr(p, "ds_id") for p in layer.parameters()),
             f"hidden states {list(hidden.shape)}": hidden.dim() != 3,
             "further arguments that need a gradient": bool(others),

@@ -93,7 +93,7 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
             output, (_, gradient, *_), _ = _run(name, run, sample, every, one)
             with without_hooks(trained):
                 of_nothing = _run(name, run, sample, every, torch.zeros_like(ones), trained)[2]
-        except UnsupportedError:
+        except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise _refusal(name, f"one that fails for a part of its tokens: {error}") from error
