@@ -256,6 +256,17 @@ def policies() -> None:
         assert all(row.patched for row in report.parts.values()), str(report)
 
 
+def parts_that_are_gathered_by_themselves() -> None:
+    """A layer in tiles is refused with them: it would look for the gradients of their shards."""
+    model = model_of()
+    for layer in model.model.layers:
+        fully_shard(layer.mlp)
+    shard(model, "root", None)
+    lowtide.memory.apply_policy(model, lowtide.memory.ActivationPolicy(keep="input", tile_tokens=3))
+    with pytest.raises(lowtide.errors.UnsupportedError, match="parts that FSDP2 gathers by themselves"):
+        step(model, batch_of(dist.get_rank()))
+
+
 def experts_in_units_of_their_own() -> None:
     """Experts that FSDP2 shards apart from their layers, patched before that and after it, at both levels."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -460,7 +461,7 @@ REFUSED = {
     Dropped: "got a dropout of 0.5",
     Masked: "got a mask",
     InMatmuls: "other operations read other tokens too",
-    Kept: "values are kept beside its output",
+    Kept: "writes to its buffers or attributes",
     Drawing: "draws random numbers from Python",
     Outside: "trained tensors which are no parameters of its own",
     Two: "got 2 tensors among 2 values",
@@ -478,11 +479,13 @@ def test_layers_that_are_refused(kind: type[Layer], keep: str) -> None:
     assert "tile_tokens=None" in str(raised.value)
 
 
-def test_hidden_states_of_another_shape_are_refused() -> None:
+@pytest.mark.parametrize("shape", [[13, 24, 2, 1], [4, 2, 13, 24], [13, 4]])
+def test_hidden_states_of_another_shape_are_refused(shape: list[int]) -> None:
+    """Also where the second dimension is shorter than a tile: it may be that of sequences."""
     holder = stack_of(nn.TransformerEncoderLayer(24, 3, 40))
     apply_policy(holder, tiled(5))
-    with pytest.raises(UnsupportedError, match=r"got hidden states \[13, 24, 2, 1\]"):
-        holder.blocks[0](torch.randn(13, 24, 2, 1, requires_grad=True))
+    with pytest.raises(UnsupportedError, match=re.escape(f"got hidden states {shape}")):
+        holder.blocks[0](torch.randn(shape, requires_grad=True))
 
 
 def test_further_inputs_that_need_a_gradient_are_refused(ids: Tensor) -> None:

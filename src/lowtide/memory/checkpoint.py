@@ -38,7 +38,7 @@ class LayerState:
     policy: ActivationPolicy
     offloader: Offloader | None = None  # with offload=True, what its stack shares
     moves: bool = False  # what it saves goes to the host: not the last layers'
-    token_wise: set[Any] = field(default_factory=set)  # with tiles: the ways to call it that were checked
+    token_wise: set[int] = field(default_factory=set)  # with tiles: the ways to call it that were checked
     follows: bool = False  # with every > 1: the layer before, of the same group, computes its input
     before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
 
@@ -93,8 +93,8 @@ def run_without_graph(
 ) -> Any:
     """Run a layer's own ``forward`` where nothing records gradients, in tiles if its policy sets them.
 
-    It runs at once where it cannot run in tiles (with padding, say), in inference mode, under a compiler, and with a
-    cache, which tiles would not fill.
+    It runs at once where it cannot run in tiles (with padding, say), in inference mode, under a compiler, with hooks
+    inside (those of output_router_logits, say), and with a cache, which tiles would not fill.
 
     Raises:
         UnsupportedError: As `check_cache`.
@@ -105,24 +105,23 @@ def run_without_graph(
     if state.policy.tile_tokens is None or at_once:
         return forward(*args, **kwargs)
     key, hidden = _hidden_states(state.name, args, kwargs)
-    if _is_long(hidden, state.policy):
+    # A hook may keep what it sees: without a graph nothing tells, and it would see tiles and the tokens of the check.
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in [*layer.modules()][1:])
+    if _is_long(hidden, state.policy) and not hooked:
         with contextlib.suppress(UnsupportedError):
             return _in_tiles(layer, state, forward, key, (args, kwargs)).run_without_graph((args, kwargs))
     return forward(*args, **kwargs)
 
 
 def _is_long(hidden: Tensor, policy: ActivationPolicy) -> bool:
-    """Whether hidden states are of more than one tile."""
-    return policy.tile_tokens is not None and hidden.shape[1:2].numel() > policy.tile_tokens
+    """Whether hidden states are of more than one tile, or of another shape, which tiles refuse."""
+    return policy.tile_tokens is not None and (hidden.dim() != 3 or hidden.shape[1] > policy.tile_tokens)
 
 
 def _in_tiles(layer: nn.Module, state: LayerState, forward: Forward, key: int | str, call: Call) -> LayerInTiles:
     """Return the layer in tiles, once it is known to work on each token by itself in the way that it is called."""
     tiles = LayerInTiles(layer, state.name, state.policy, forward, key, call)
-    flags = (x for x in tree_leaves(call) if isinstance(x, bool | int | str | None))
-    if (way := (layer.training, *flags)) not in state.token_wise:
-        tiles.check(call)
-        state.token_wise.add(way)
+    tiles.check(layer, call, state.token_wise)
     return tiles
 
 

@@ -72,8 +72,13 @@ def refuse_compile(name: str, setting: str, instead: str) -> None:
 
 
 def _is_gathered(layer: nn.Module) -> bool:
-    fsdp = any(cls.__name__ == "FSDPModule" for cls in type(layer).__mro__) or "_is_fsdp_managed_module" in vars(layer)
+    fsdp = is_fsdp_unit(layer) or "_is_fsdp_managed_module" in vars(layer)
     return fsdp or any(hasattr(p, "ds_id") for p in layer.parameters())
+
+
+def is_fsdp_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers a module's weights for its own turn."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
 def _hidden_of(outputs: Any) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -36,3 +36,16 @@ class Surroundings:
                 # Casts of weights that a cache would hold have no graph here; backward may run under autocast too.
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             yield
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Remove the hooks of parameters inside: they are for whole gradients, and not for those of a tile."""
+    hooks = [(own, dict(own)) for p in parameters if (own := p._backward_hooks)]
+    for own, _ in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, were in hooks:
+            own.update(were)

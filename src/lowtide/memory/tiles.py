@@ -22,13 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lowtide.code import MODULE_HOOKS
 from lowtide.errors import UnsupportedError, message
+from lowtide.memory.groups import is_fsdp_unit
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.surroundings import Surroundings
+from lowtide.memory.surroundings import Surroundings, without_hooks
 from lowtide.memory.tile_attention import Attending, Tile, WholeSequence
-from lowtide.memory.token_wise import check_token_wise
+from lowtide.memory.token_wise import check_token_wise, check_trained
 
 Run = Callable[[Tensor], Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a layer
@@ -66,18 +69,32 @@ class LayerInTiles:
         self._refuse(layer, hidden, call)
         self._tiles = _tiles_of(hidden.shape[1], policy.tile_tokens)
         self._around: list[Surroundings] = []
-        self._turn: Callable[[Call], Any] = self._run_forward
+        self._backward: Callable[[Call], Any] | None = None  # while it runs
         self._rest: list[Any] = []  # what the layer returns, without the output itself
         self._spec: Any = None
 
-    def check(self, call: Call) -> None:
-        """Raise unless the layer works on each token by itself but for attention, as `check_token_wise`."""
+    def check(self, layer: nn.Module, call: Call, seen: set[int]) -> None:
+        """Raise unless the layer works on each token by itself but for attention, as `check_token_wise`.
+
+        Args:
+            layer: The layer.
+            call: The arguments.
+            seen: The ways to call it that were checked, to which this one is added.
+        """
+        if (way := _way(layer, call, self._tiles[-1][1])) in seen:
+            return
 
         def run(hidden: Tensor, tile: Tile) -> Tensor:
-            args, kwargs = self._part(call, tile, hidden)
-            return self._output_of(self._forward(*args, **kwargs))
+            args, kwargs = given = self._part(call, tile, hidden)
+            leaves, spec = tree_flatten(given)
+            output = self._output_of(self._forward(*args, **kwargs))
+            now, spec_now = tree_flatten(given)
+            if spec != spec_now or any(x is not y for x, y in zip(leaves, now, strict=True)):
+                raise self._refusal("one that writes to a list or a dictionary among its arguments")
+            return output
 
-        check_token_wise(self._name, run, self._hidden(call), self._trained)
+        check_token_wise(self._name, layer, run, self._hidden(call))
+        seen.add(way)
 
     def run(self, run: Run, hidden: Tensor, _store: object = None) -> Any:
         """Return the layer's outputs, with a graph that saves the hidden states, and attention's output if kept.
@@ -101,7 +118,7 @@ class LayerInTiles:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a turn: forward, also where it runs again for the layers behind it, or backward."""
-        return self._turn((args, kwargs))
+        return (self._backward or self._run_forward)((args, kwargs))
 
     def forward(self, run: Run, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the output, and what attention saves."""
@@ -112,11 +129,11 @@ class LayerInTiles:
         self, run: Run, hidden: Tensor, saved: tuple[Tensor, ...], gradient: Tensor, *, wanted: bool
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the hidden states, if they are ``wanted``, and of the trained parameters."""
-        self._turn = partial(self._run_backward, saved=saved, gradient=gradient, wanted=wanted)
+        self._backward = partial(self._run_backward, saved=saved, gradient=gradient, wanted=wanted)
         try:
             found: tuple[Tensor | None, ...] = run(hidden)
         finally:
-            self._turn = self._run_forward
+            self._backward = None
         return found
 
     def _run_forward(self, call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -147,7 +164,12 @@ class LayerInTiles:
             with self._surroundings(place, call), torch.enable_grad():
                 output = self._run_tile(whole, place, self._part(call, tile, own))
             inputs = [*([own] if wanted else []), *self._trained]
-            found = list(torch.autograd.grad(output, inputs, gradient[:, rows], allow_unused=True))
+            if tile is self._tiles[-1]:
+                check_trained(self._name, output, inputs)
+            found: list[Tensor | None] = [None] * len(inputs)
+            if output.requires_grad:
+                with without_hooks(self._trained):
+                    found = list(torch.autograd.grad(output, inputs, gradient[:, rows], allow_unused=True))
             del output
             if of_hidden is not None and (of_own := found.pop(0)) is not None:
                 of_hidden[:, rows] = of_own
@@ -187,14 +209,20 @@ class LayerInTiles:
         tensors = [x for x in tree_leaves(call) if isinstance(x, Tensor)]
         others = [x for x in tensors if x.requires_grad and x is not hidden]
         cases = {
+            "parts that FSDP2 gathers by themselves": any(map(is_fsdp_unit, [*layer.modules()][1:])),
+            "a transform of torch.func": torch._C._are_functorch_transforms_active(),
             "one of ZeRO-3": any(hasattr(p, "ds_id") for p in layer.parameters()),
             f"hidden states {list(hidden.shape)}": hidden.dim() != 3,
             "further arguments that need a gradient": bool(others),
+            "weights cached by parametrize.cached()": bool(parametrize._cache_enabled),  # without their graph
             "a mask [batch, heads, tokens, tokens]": any(x.dim() == 4 and x.shape[-1] == x.shape[-2] for x in tensors),
         }
         for got in (got for got, case in cases.items() if case):
-            expected = "with tile_tokens a layer of hidden states [batch, tokens, hidden] alone, that holds its weights"
-            raise UnsupportedError(message(self._name, expected, got, "Take tile_tokens=None."))
+            raise self._refusal(got)
+
+    def _refusal(self, got: str) -> UnsupportedError:
+        expected = "with tile_tokens a layer of hidden states [batch, tokens, hidden] alone, that holds its weights"
+        return UnsupportedError(message(self._name, expected, got, "Take tile_tokens=None."))
 
     def _hidden(self, call: Call) -> Tensor:
         args, kwargs = call
@@ -240,9 +268,7 @@ def _part_of(call: Call, key: int | str, tile: Tile, tokens: int, hidden: Tensor
     """
 
     def part(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        dim = next((dim for dim in (1, 0) if value.dim() > dim and value.shape[dim] == tokens), None)
+        dim = _cut_of(value, tokens) if isinstance(value, Tensor) else None
         return value if dim is None else value.narrow(dim, tile[0], tile[1] - tile[0])
 
     args, kwargs = call
@@ -250,6 +276,23 @@ def _part_of(call: Call, key: int | str, tile: Tile, tokens: int, hidden: Tensor
     own = {name: part(value) if name == key else tree_map(part, value) for name, value in given.items()}
     own[key] = own[key] if hidden is None else hidden
     return tuple(own[place] for place in range(len(args))), {name: own[name] for name in kwargs}
+
+
+def _cut_of(value: Tensor, tokens: int) -> int | None:
+    """Return the dimension in which an argument is cut into tiles, None if in none."""
+    return next((dim for dim in (1, 0) if value.dim() > dim and value.shape[dim] == tokens), None)
+
+
+def _way(layer: nn.Module, call: Call, tokens: int) -> int:
+    """Return a hash of what sets how a layer runs: flags, modules, modes, hooks, where its arguments are cut."""
+    arguments = [
+        (x.dim(), _cut_of(x, tokens)) if isinstance(x, Tensor) else x
+        for x in tree_leaves(call)
+        if isinstance(x, Tensor | bool | int | str | None)
+    ]
+    hooks = [[hook for name in MODULE_HOOKS for hook in getattr(m, name).values()] for m in layer.modules()]
+    codes = [(*(getattr(hook, "__code__", type(hook)) for hook in each),) for each in hooks]
+    return hash((*arguments, *((type(m), m.training) for m in layer.modules()), *codes))
 
 
 def _added(total: Tensor | None, one: Tensor | None) -> Tensor | None:
