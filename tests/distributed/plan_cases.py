@@ -24,7 +24,7 @@ from distributed.models import model_of, parallel
 from lowtide import HeadOptions
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
-from lowtide.memory.planner.parallel import BUCKET
+from lowtide.memory.planner.parallel import BUCKET, ranks_of
 from lowtide.memory.planner.step_costs import Phase, StepCosts
 
 STAGE = torch.empty(2**23, dtype=torch.uint8)
@@ -169,6 +169,39 @@ def _saved_and_sums(model: Any) -> tuple[int, int]:
     for p in model.parameters():
         saved.pop(storage(p).data_ptr(), None)
     return sum(saved.values()), count[0]
+
+
+def context_parallel() -> None:
+    """What PyTorch's context parallelism exchanges of a layer that is recomputed, in 16 bits."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as sharded_context
+
+    from distributed.context_parallel_cases import batch_of, causal
+
+    n, received = dist.get_world_size(), [0]
+    model = model_of(dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": 1})
+    plan = _plan(model, "cp", seq_len=12 * n)
+    lowtide.patch(causal(model))
+    lowtide.memory.apply_policy(model, ActivationPolicy(keep="input"))
+    ids, labels, shifted, positions = batch = batch_of(12 * n)
+    job = replace(plan.job, batch_size=len(ids))
+
+    def counted(whole: int, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        found = stock(*args, **kwargs)
+        received[0] += found.nbytes * (n - 1) // n if whole else found.nbytes
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name, whole in {"all_gather_single": True, "all_gather_tensor": True, "permute_tensor": False}.items():
+            if hasattr(functional, name):
+                patched.setattr(functional, name, partial(counted, whole, getattr(functional, name)))
+        mesh = init_device_mesh("cpu", (n,))
+        with sharded_context(mesh, buffers=list(batch), buffer_seq_dims=[1] * 4, no_restore_buffers=set(batch)):
+            received[0] = 0
+            model(input_ids=ids, position_ids=positions, labels=labels, shift_labels=shifted).loss.backward()
+    ring, plain = ranks_of(job), ranks_of(replace(job, parallel="fsdp2"))
+    expected = sum(getattr(ring, name).beside - getattr(plain, name).beside for name in ("ahead", "behind", "again"))
+    assert received[0] == expected, (received[0], expected)
 
 
 def zero3() -> None:

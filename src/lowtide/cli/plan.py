@@ -82,7 +82,11 @@ def add(parser: OneLineParser) -> None:
         help=f"{gpus}; or cuda: the one at hand, measured (default: its row of this list, or h100)",
     )
     add("--gpus", type=int, metavar="N", help="GPUs that share the step (default: 1)")
-    add("--parallel", choices=PARALLEL, help="with --gpus: how they share it; tp is tensor parallelism")
+    add(
+        "--parallel",
+        choices=PARALLEL,
+        help="with --gpus: how they share it; tp and cp are tensor and context parallelism",
+    )
     add("--link", metavar="SIZE", help="what a GPU receives from others per second: 50GB (default: NVLink's rate)")
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
     add("--autocast", action="store_true", help="float32 parameters and states, GEMMs in bfloat16: as lowtide train")

@@ -27,6 +27,7 @@ VOCAB, TAIL = V * H, V * H + H  # the embedding's unit, and that of the last nor
 ONE = Job(read_shape(SHAPES["llama-3-8b"]), T, 1, GPUS["h200"], torch.bfloat16, "adamw")
 TIED = replace(ONE, shape=read_shape(SHAPES["llama-3.2-1b"]))
 ALL, INPUT = ActivationPolicy(mlp_level=0), ActivationPolicy(keep="input", mlp_level=0)
+ATTENTION = ActivationPolicy(keep="attention", mlp_level=0)
 
 
 def shared(job: Job, gpus: int, parallel: str = "fsdp2") -> Job:
@@ -240,9 +241,12 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"parallel": "cp"}, "parallel: expected 'fsdp2', 'tp' or 'zero3', got 'cp'"),
-        ({"parallel": "cp", "gpus": 1}, "parallel: expected 'fsdp2', 'tp' or 'zero3', got 'cp'"),
-        ({"parallel": None}, "parallel: expected 'fsdp2', 'tp' or 'zero3', got None"),
+        ({"parallel": "pp"}, "parallel: expected 'fsdp2', 'tp', 'cp' or 'zero3', got 'pp'"),
+        ({"parallel": "pp", "gpus": 1}, "parallel: expected 'fsdp2', 'tp', 'cp' or 'zero3', got 'pp'"),
+        ({"parallel": "cp", "attention_mask": True}, "attention_mask: expected False: the ring takes none"),
+        ({"parallel": "cp", "gpus": 3}, "seq_len: expected a multiple of 6, got 1024"),
+        ({"parallel": "cp", "model": "olmo2"}, "'cp' for olmo2"),
+        ({"parallel": None}, "parallel: expected 'fsdp2', 'tp', 'cp' or 'zero3', got None"),
         ({"gpus": 0}, "gpus: expected at least 1"),
         ({"link": 0}, "link: expected a finite number of GiB, above 0"),
         ({"host_gib": 4}, "host_gib: expected 0: offloading is planned for one GPU alone, got 4"),
@@ -268,6 +272,31 @@ def test_refusals(change: dict[str, Any], said: str) -> None:
     with pytest.raises((ArgumentTypeError, ArgumentValueError)) as caught:
         plan_memory(model, 1024, 1, **settings)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_context_parallelism_by_hand(gpus: int) -> None:
+    """As FSDP2 with an Nth of the sequence, but for attention, its buffers and its exchanges."""
+    whole = replace(ONE, seq_len=16 * T)
+    share, own = shared(replace(whole, seq_len=16 * T // gpus), gpus), shared(whole, gpus, "cp")
+    keys, queries = 16 * T // gpus * 2 * 1024, 16 * T // gpus * H  # numbers of a GPU's keys and values, and queries
+    sharded, ring = phases_of(share, INPUT), phases_of(own, INPUT)
+    assert sharded.keys() == ring.keys()
+    for name, phase in ring.items():
+        gathered = {"forward": 2 * (gpus + 1) * keys, "backward": (2 * gpus + 3 * 4) * keys}
+        more = gathered[phase.name] + 4 * queries if phase.name in gathered else 0
+        assert phase.gathered - sharded[name].gathered == more
+        same = ("weights", "gradients", "optimizer", "activations", "head", "transients")
+        assert [getattr(phase, part) for part in same] == [getattr(sharded[name], part) for part in same]
+    costs, alone, part = StepCosts(own), StepCosts(whole), StepCosts(share)
+    pairs = 4 * (16 * T) ** 2 / 2 * H  # of one layer, in forward
+    assert costs.layers[INPUT].flop - costs.layers[ATTENTION].flop == pytest.approx(pairs / gpus)
+    assert alone.layers[INPUT].flop - alone.layers[ATTENTION].flop == pytest.approx(pairs)
+    groups = ((INPUT, 32),)
+    received = costs.exchanged(groups).bytes - part.exchanged(groups).bytes
+    assert received == pytest.approx(32 * (3 * (gpus - 1) * 2 + gpus * 4) * keys)  # forward, recompute and backward
+    assert costs.ranks.tokens == 16 * T
+    assert costs.seconds(groups) == pytest.approx(alone.seconds(groups) / gpus, rel=0.1)
 
 
 def test_traced_layers_are_sharded_too() -> None:

@@ -41,6 +41,7 @@ class Job:
     compile_layers: bool = False  # each layer goes through torch.compile by itself
     gpus: int = 1
     parallel: str = ""  # how several GPUs share the step: a name of `PARALLEL`
+    context: int = 1  # GPUs that share each sequence, of which ``seq_len`` tokens are this one's
     link: float | None = None  # bytes per second that a GPU receives from the others; None: the GPU's own
 
     def __post_init__(self) -> None:

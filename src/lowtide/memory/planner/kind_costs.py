@@ -221,5 +221,5 @@ def _attention_seconds(job: Job, work: Work, windowed: float) -> tuple[float, fl
     reached = gpu.wide_head if job.shape.head_dim >= 96 else 1.0
     reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm
     reached *= job.seq_len / (job.seq_len + HALF_LENGTH)
-    flop = work.attention * windowed
+    flop = work.attention * windowed * job.context
     return flop / (gpu.attention * reached), BACKWARD_ATTENTION * flop / (gpu.attention_backward * reached)

@@ -205,12 +205,12 @@ def gemm_sizes(job: Job) -> tuple[list[int], list[int]]:
 
 def attention_flop(job: Job) -> float:
     """Return the operations of one layer's attention in forward: the mean over layers, whose windows may differ."""
-    shape, T = job.shape, job.seq_len
+    shape, T = job.shape, job.seq_len * job.context
     pairs = 0.0
     for window in shape.windows or (0,):
         w = min(window or T, T)
         pairs += w * T - w * (w - 1) / 2 if w < T else T * T / 2
-    return 4 * job.batch_size * shape.query_width * pairs / len(shape.windows or (0,))
+    return 4 * job.batch_size * shape.query_width * pairs / len(shape.windows or (0,)) / job.context
 
 
 def _thin_bytes(job: Job) -> tuple[float, float]:

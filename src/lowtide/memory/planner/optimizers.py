@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 DTYPES = ("bfloat16", "float16", "float32")  # as torch has them
-FSDP2, TP, ZERO3 = "fsdp2", "tp", "zero3"  # as lowtide train has them; tensor parallelism
-PARALLEL = (FSDP2, TP, ZERO3)
+FSDP2, TP, CP, ZERO3 = "fsdp2", "tp", "cp", "zero3"  # as lowtide train has them; tensor and context parallelism
+PARALLEL = (FSDP2, TP, CP, ZERO3)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS, TP, ZERO3
+from lowtide.memory.planner.optimizers import CP, FSDP2, OPTIMIZERS, TP, ZERO3
 
 # Share of an exchange's time that it takes from the GEMMs it runs beside, whose multiprocessors it uses. Fitted to the
 # steps of two GPUs in benchmarks/results, 2026-11-21-scaling-16384-h200.
@@ -79,7 +79,11 @@ class Ranks:
 
 def ranks_of(job: Job) -> Ranks:
     """Return what one GPU of a job has."""
-    return {FSDP2: _fsdp2, TP: _tensor_parallel, ZERO3: _zero3}[job.parallel](job) if job.gpus > 1 else _alone(job)
+    return (
+        {FSDP2: _fsdp2, TP: _tensor_parallel, CP: _context_parallel, ZERO3: _zero3}[job.parallel](job)
+        if job.gpus > 1
+        else _alone(job)
+    )
 
 
 def _alone(job: Job) -> Ranks:
@@ -242,6 +246,34 @@ def _tensor_parallel(job: Job) -> Ranks:
     )
 
 
+def _context_parallel(job: Job) -> Ranks:
+    """Return a GPU that has a share of each sequence; FSDP2 shards the model over all.
+
+    By PyTorch's context_parallel: keys and values of all GPUs are gathered beside attention of the own ones. Their
+    gradients go round the GPUs in float32, and there are three copies of them: the sum, what it is sent from, what
+    comes. The output, and the gradient of queries, are summed in float32 too.
+    """
+    shape, n = job.shape, job.gpus
+    own = replace(job, seq_len=-(-job.seq_len // n), context=n)
+    found = _fsdp2(own)
+    keys = 2 * own.tokens * shape.kv_width  # numbers of keys and values
+    gathered, sums, round_trip = keys * own.narrow, 4 * own.tokens * shape.query_width, 4 * keys
+
+    def with_ring(one: Exchange, more: int) -> Exchange:
+        return one._replace(beside=one.beside + more)
+
+    return replace(
+        found,
+        tokens=job.tokens,
+        forward=[one + (n + 1) * gathered + sums for one in found.forward],
+        backward=[one + n * gathered + 3 * round_trip + sums for one in found.backward],
+        ahead=with_ring(found.ahead, (n - 1) * gathered),
+        behind=with_ring(found.behind, (n - 1) * gathered + n * round_trip),
+        # Of keep="attention" as well, whose recompute gathers nothing: an upper bound.
+        again=with_ring(found.again, (n - 1) * gathered),
+    )
+
+
 def check_parallel(job: Job, host_bytes: int) -> None:
     """Check that a step of several GPUs can be planned.
 
@@ -267,6 +299,17 @@ def check_parallel(job: Job, host_bytes: int) -> None:
         alone += [
             ("gpus", size % job.gpus > 0, job.gpus, f"a divisor of the model's {size:,} {name}")
             for name, size in sizes.items()
+        ]
+    if way == CP:
+        alone += [
+            (
+                "parallel",
+                any(shape.windows) or shape.traced is not None,
+                f"'cp' for {shape.model_type}",
+                "fsdp2 or zero3: the ring is planned for full attention of layers that are not traced",
+            ),
+            ("attention_mask", job.attention_mask, True, "False: the ring takes none"),
+            ("seq_len", job.seq_len % (2 * job.gpus) > 0, f"{job.seq_len}", f"a multiple of {2 * job.gpus}"),
         ]
     if way == ZERO3:
         alone += [
@@ -299,6 +342,10 @@ def notes_on(job: Job) -> tuple[str, ...]:
             f"ZeRO-3 with DeepSpeed's defaults: weights and states in float32 besides, up to {LIVE:,} gathered"
             f" parameters, a bucket of {BUCKET:,} gradients: an upper bound"
         )
+    if job.parallel == CP:
+        notes.append(
+            "context parallelism by PyTorch's, whose exchanges are taken to hide behind attention: not measured"
+        )
     if job.parallel == TP:
         notes.append(
             "tensor parallelism: exchanges hide behind nothing but in the output layer; times were not measured"
@@ -310,12 +357,15 @@ def lines_of(job: Job) -> list[str]:
     """Return the Python that shards a model, once it is patched and has its policies."""
     if job.gpus == 1:
         return []
-    if job.parallel != FSDP2:
+    if job.parallel not in (FSDP2, CP):
         runs = {ZERO3: "deepspeed.initialize(model=model, ...), or lowtide train --parallel zero3"}
         runs[TP] = f"first load the model with distributed_config=DistributedConfig(tp_size={job.gpus})"
         return [f"# in each of {job.gpus} processes: {runs[job.parallel]}"]
     kwargs, tied = "", job.shape.tied
-    lines = [f"# in each of {job.gpus} processes, or without these lines lowtide train --parallel fsdp2:"]
+    without = ", or without these lines lowtide train --parallel fsdp2:"
+    lines = [
+        f"# in each of {job.gpus} processes{without if job.parallel == FSDP2 else ', steps inside context_parallel:'}"
+    ]
     lines.append("from torch.distributed.fsdp import fully_shard")
     if job.autocast:
         lines[-1] = "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"

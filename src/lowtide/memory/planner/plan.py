@@ -70,7 +70,7 @@ def plan_memory(
             config.json's, or the path of one. With a ``quantization_config`` of bitsandbytes in 4 bits the layers'
             linear layers are planned so: frozen, with ``adapters``.
         seq_len: Tokens of a sequence.
-        batch_size: Sequences per step; of each GPU where several shard the parameters, of all with ``parallel="tp"``.
+        batch_size: Sequences per step; of each GPU where several shard the parameters, of all with "tp" and "cp".
         budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's
             memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
@@ -101,7 +101,8 @@ def plan_memory(
             host where that makes a step fit, or a faster one (`lowtide.memory.offload_weights`); False: none.
         gpus: How many GPUs share the step. The plan is that of one of them. Offloading, adapters and the 8-bit
             optimizer are planned for one GPU alone.
-        parallel: With several, how: ``"fsdp2"``, ``"zero3"`` (DeepSpeed, in 16 bits) or ``"tp"`` (tensor parallelism).
+        parallel: With several, how: ``"fsdp2"``, ``"zero3"`` (DeepSpeed, in 16 bits), ``"tp"`` (tensor parallelism) or
+            ``"cp"`` (context parallelism, over FSDP2).
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
             GPU has it, else by PCIe, all GPUs in one host.
 

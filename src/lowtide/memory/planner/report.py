@@ -11,6 +11,7 @@ from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
+from lowtide.memory.planner.optimizers import CP
 from lowtide.memory.planner.parallel import Exchange, lines_of, ranks_of
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import ModelShape
@@ -239,7 +240,7 @@ class MemoryPlan:
         dtype += f", layers in {shape.four_bit}" * bool(shape.four_bit)
         gpu = f"{job.gpus} x {job.gpu.name} by {job.parallel}" if job.gpus > 1 else job.gpu.name
         how = f"{dtype}, {job.optimizer}{', layers compiled' if job.compile_layers else ''}, on {gpu}"
-        each = " on each GPU" if job.sharded else ""
+        each = " on each GPU" if job.sharded and job.parallel != CP else ""
         return f"{model}; {job.batch_size} x {job.seq_len} tokens{each}, {how}"
 
     def _headline(self) -> str:
