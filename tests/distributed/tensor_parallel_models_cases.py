@@ -53,6 +53,7 @@ from distributed.models import (
     model_of,
     parallel,
     ranks_mesh,
+    same,
     step,
     trio,
     whole,
@@ -445,6 +446,16 @@ def an_error_inside() -> None:
     batch = {"input_ids": batch_of()["input_ids"]}
     with torch.no_grad():
         torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
+
+
+def layers_in_tiles() -> None:
+    """Layers whose heads and MLPs are in parts run in tiles along the sequence."""
+    for keep in ("input", "attention"):
+        ours, stock = model_of(), model_of()
+        for model in (ours, stock):
+            parallel(model, GATHERED, layers=True)
+        lowtide.memory.apply_policy(ours, lowtide.memory.ActivationPolicy(keep=keep, tile_tokens=3))
+        same(step(ours, batch_of()), step(stock, batch_of()), keep)
 
 
 def mlps_in_parts() -> None:
