@@ -160,7 +160,7 @@ class LayerInTiles:
         sums: list[Tensor | None] = [None] * len(self._trained)
         for place, tile in reversed(list(enumerate(self._tiles))):
             rows = slice(*tile)
-            own = hidden[:, rows].detach().requires_grad_(wanted)
+            own = hidden[:, rows].detach().contiguous().requires_grad_(wanted)
             with self._surroundings(place, call), torch.enable_grad():
                 output = self._run_tile(whole, place, self._part(call, tile, own))
             inputs = [*([own] if wanted else []), *self._trained]
@@ -274,7 +274,7 @@ def _part_of(call: Call, key: int | str, tile: Tile, tokens: int, hidden: Tensor
     args, kwargs = call
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     own = {name: part(value) if name == key else tree_map(part, value) for name, value in given.items()}
-    own[key] = own[key] if hidden is None else hidden
+    own[key] = (own[key] if hidden is None else hidden).contiguous()  # as layers are used to have them
     return tuple(own[place] for place in range(len(args))), {name: own[name] for name in kwargs}
 
 
