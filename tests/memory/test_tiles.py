@@ -19,6 +19,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, remove_policy, tiles, weights
 from lowtide.memory.policy import parse_policies, word_of
+from lowtide.models import mlp_part, norm_part, rope_part
 from memory.models import VOCAB, Layer, LazySide, Plain, assert_same, counted_step, layers_of, loss_of, stack_of, step
 from memory.test_families import FAMILIES, build
 from support import relative_error
@@ -86,6 +87,31 @@ def test_errors_are_those_of_stock(dtype: torch.dtype, keep: str, fused: bool, l
         lowtide.patch(model)
     apply_policy(model, tiled(17, keep, mlp_level=1 if fused else None))
     assert_fair(model, stock, ids, floor=4 * torch.finfo(dtype).eps ** 1.5, rounds=1.5)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_fused_parts_stay_fused(keep: str, llama: Callable[..., Any], ids: Tensor) -> None:
+    """Each tile's graph is made by the fused MLP, norms and rotation."""
+    model = llama()
+    lowtide.patch(model)
+    apply_policy(model, tiled(5, keep))
+    step(model, ids)  # with the check of each layer
+    with pytest.MonkeyPatch.context() as patched:
+        calls: dict[str, int] = dict.fromkeys(["plain_mlp", "checked_rms_norm", "checked_rotary"], 0)
+
+        def counting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls[name] += torch.is_grad_enabled()
+                return stock(*args, **kwargs)
+
+            return call
+
+        parts = ((mlp_part, "plain_mlp"), (norm_part, "checked_rms_norm"), (rope_part, "checked_rotary"))
+        for module, name in parts:
+            patched.setattr(module, name, counting(name, getattr(module, name)))
+        step(model, ids)
+    runs = 5 * 3  # tiles of all layers
+    assert calls == {"plain_mlp": runs, "checked_rms_norm": 2 * runs + 1, "checked_rotary": runs}  # and the last norm
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "phi3", "gpt2", "opt", "gpt_neox"])

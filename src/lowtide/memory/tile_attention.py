@@ -12,7 +12,8 @@ Source: ring attention (Liu et al., 2023), whose ranks are tiles here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,7 @@ class WholeSequence:
 
     def __init__(self, name: str, tiles: list[Tile], *, keeps: bool, saved: tuple[Tensor, ...] = ()) -> None:
         self._name, self._tiles, self._keeps = name, tiles, keeps
+        self._calls = 0
         self._phase: Literal["forward", "keys", "gradients"] = "forward"
         self._outputs = saved
         self._keys_and_values: list[Tensor] = []
@@ -58,7 +60,20 @@ class WholeSequence:
             run()
         self._phase = "gradients"
 
-    def call(
+    @contextlib.contextmanager
+    def attending(self, place: int) -> Iterator[None]:
+        """Let attention inside be that of a tile with all tiles so far.
+
+        Raises:
+            UnsupportedError: It is another kind of attention, or does not run once.
+        """
+        self._calls = 0
+        with Replacing({F.scaled_dot_product_attention: partial(self._call, place)}):
+            yield
+        if self._calls != 1:
+            raise self._refusal(f"{self._calls} calls", "Load the model with attn_implementation='sdpa'.")
+
+    def _call(
         self,
         place: int,
         query: Tensor,
@@ -69,24 +84,25 @@ class WholeSequence:
         is_causal: bool = False,
         **more: Any,
     ) -> Tensor:
-        """Be `torch.nn.functional.scaled_dot_product_attention` for a tile."""
+        """Return attention of a tile, from the arguments of `torch.nn.functional.scaled_dot_product_attention`."""
+        self._calls += 1
         tokens, device = self._tiles[place][1] - self._tiles[place][0], query.device.type
         if attn_mask is not None:
             hint = "Omit masks and padding: pack rows, or pad on the right and leave attention_mask out."
-            raise self.refusal("a mask", hint)
+            raise self._refusal("a mask", hint)
         if dropout_p:
-            raise self.refusal(f"a dropout of {dropout_p}")
+            raise self._refusal(f"a dropout of {dropout_p}")
         if (query.shape[-2], key.shape[-2]) != (tokens, tokens) or query.dim() != 4 or key.shape[-1] != value.shape[-1]:
-            raise self.refusal(f"queries, keys and values of {[*map(list, (query.shape, key.shape, value.shape))]}")
+            raise self._refusal(f"queries, keys and values of {[*map(list, (query.shape, key.shape, value.shape))]}")
         if not is_causal and tokens > 1:
-            raise self.refusal("attention to later tokens")
+            raise self._refusal("attention to later tokens")
         if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as autocast does for this function
             query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         choice = SDPBackend(torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=grouped))
         if (device, choice) not in _KERNELS or (query.shape[-1] % 8 and device != "cpu"):
             hint = "Train in bfloat16, with a head_dim that is a multiple of 8."
-            raise self.refusal(f"{choice.name} on {device} for {query.dtype} and {query.shape[-1]} a head", hint)
+            raise self._refusal(f"{choice.name} on {device} for {query.dtype} and {query.shape[-1]} a head", hint)
         self._kernel = _KERNELS[device, choice]
         if self._phase != "gradients":
             self._put(place, key, value)
@@ -95,8 +111,7 @@ class WholeSequence:
         found: Tensor = _TileAttention.apply(self, place, more.get("scale"), query, key, value)  # type: ignore[no-untyped-call]
         return found
 
-    def refusal(self, got: str, hint: str = "") -> UnsupportedError:
-        """Return the error for a layer whose attention is another."""
+    def _refusal(self, got: str, hint: str = "") -> UnsupportedError:
         expected = (
             "with tile_tokens one call of scaled_dot_product_attention, causal, without mask and dropout, by"
             " FLASH_ATTENTION or CUDNN_ATTENTION"
@@ -184,19 +199,21 @@ class _TileAttention(torch.autograd.Function):
         return None, None, None, *found
 
 
-class Attending(TorchFunctionMode):
-    """Inside, attention of the layer is that of a tile with the whole sequence."""
+class Replacing(TorchFunctionMode):
+    """Inside, other functions are called in the place of PyTorch's; what `lowtide.patch` fuses stays fused.
 
-    def __init__(self, whole: WholeSequence, place: int) -> None:
+    Args:
+        others: The functions, by those in whose place they are called.
+    """
+
+    leaves_fused_parts = True  # `lowtide.models.eligibility` reads it
+
+    def __init__(self, others: dict[Callable[..., Any], Callable[..., Any]]) -> None:
         super().__init__()
-        self._whole, self._place = whole, place
-        self.calls = 0
+        self._others = others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.calls += 1
-        return self._whole.call(self._place, *args, **(kwargs or {}))
+        return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]  # attention's forward and backward
@@ -216,16 +233,8 @@ def _forward_by_flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool
 
 def _backward_by_flash(*given: Tensor, causal: bool, scale: float | None) -> Any:
     query, key, state = given[1], given[2], _no_dropout(given[1])
-    more = (
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        0.0,
-        causal,
-        state,
-        state[:0],
-    )  # sequences of one length: no offsets
+    # Sequences of one length have no offsets.
+    more = None, None, query.shape[2], key.shape[2], 0.0, causal, state, state[:0]
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, *more, scale=scale)
 
 

@@ -30,7 +30,7 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory.groups import is_fsdp_unit
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.surroundings import Surroundings, without_hooks
-from lowtide.memory.tile_attention import Attending, Tile, WholeSequence
+from lowtide.memory.tile_attention import Tile, WholeSequence
 from lowtide.memory.token_wise import check_token_wise, check_trained
 
 Run = Callable[[Tensor], Any]
@@ -117,7 +117,7 @@ class LayerInTiles:
         return tree_unflatten([output if isinstance(one, Tensor) else one for one in self._rest], self._spec)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a turn: forward, also where it runs again for the layers behind it, or backward."""
+        """Run forward, also again for the layers behind it, or backward while `backward` runs."""
         return (self._backward or self._run_forward)((args, kwargs))
 
     def forward(self, run: Run, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -187,11 +187,8 @@ class LayerInTiles:
     def _run_tile(self, whole: WholeSequence, place: int, call: Call) -> Tensor:
         """Return a tile's output."""
         args, kwargs = call
-        with Attending(whole, place) as attending:
+        with whole.attending(place):
             outputs = self._forward(*args, **kwargs)
-        if attending.calls != 1:
-            hint = "Load the model with attn_implementation='sdpa'."
-            raise whole.refusal(f"{attending.calls} calls", hint)
         return self._output_of(outputs)
 
     def _output_of(self, outputs: Any) -> Tensor:

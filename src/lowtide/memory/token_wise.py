@@ -11,21 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.state import Snapshot, Versions, positions, random_states
 from lowtide.memory.surroundings import Surroundings, without_hooks
+from lowtide.memory.tile_attention import Replacing, Tile
 
-Run = Callable[[Tensor, tuple[int, int]], Tensor]
+Run = Callable[[Tensor, Tile], Tensor]
 _TOKENS = 32  # of the check
-_WITHIN = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-3,
-    torch.float16: 1e-2,
-    torch.bfloat16: 6e-2,
-}  # products of other sizes
+# How far products of the same numbers in other sizes may be apart.
+_WITHIN = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 def check_token_wise(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> None:
@@ -85,7 +81,7 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
         ones = torch.ones(tokens, 1, device=hidden.device)
         one = torch.zeros_like(ones).index_fill_(0, torch.tensor(middle, device=hidden.device), 1.0)
         try:
-            with torch.no_grad(), _TokenWise(name):
+            with torch.no_grad(), _token_wise(name, []):
                 as_forward = run(sample, every)
             parts = [_run(name, run, sample, half, ones)[1] for half in halves]
             states.append(_tensors(layer))
@@ -131,12 +127,12 @@ def _run(
         The output, with a graph; as [batch, tokens, ...] it, its gradient and what attention was given; and the
         gradients of ``trained``.
     """
-    rows = slice(*part)
-    with _TokenWise(name) as attention:
+    rows, seen = slice(*part), list[Tensor]()
+    with _token_wise(name, seen):
         output = run(sample[:, rows], part)
     loss = (output.float().norm(dim=-1, keepdim=True) * weights[rows]).sum()
     gradient, *others = torch.autograd.grad(loss, [sample, *trained], allow_unused=True)
-    return output, [output.detach(), gradient[:, rows], *attention.seen], others
+    return output, [output.detach(), gradient[:, rows], *seen], others
 
 
 def _tensors(layer: nn.Module) -> dict[Any, Tensor]:
@@ -155,23 +151,13 @@ def _states(hidden: Tensor) -> list[Tensor]:
     return [torch.get_rng_state(), *get_device_states(hidden)[1]]
 
 
-class _TokenWise(TorchFunctionMode):
-    """Inside, attention returns each token's own value, and dropout what it is given."""
+def _token_wise(name: str, seen: list[Tensor]) -> Replacing:
+    """Return a context in which attention returns each token's own value, and dropout what it is given.
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self.seen: list[Tensor] = []
+    The queries, keys and values that attention is given are added to ``seen``.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.dropout:
-            return args[0] if args else (kwargs or {})["input"]
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self._attention(*args, **(kwargs or {}))
-
-    def _attention(
-        self,
+    def attention(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -181,11 +167,16 @@ class _TokenWise(TorchFunctionMode):
         **_: Any,
     ) -> Tensor:
         if attn_mask is None and not is_causal and query.shape[-2] > 1:  # a tile of one token does not tell
-            raise _refusal(self._name, "attention to later tokens")
-        self.seen += [x.detach().transpose(1, 2) for x in (query, key, value)]
+            raise _refusal(name, "attention to later tokens")
+        seen.extend(x.detach().transpose(1, 2) for x in (query, key, value))
         # All three have a part in it, so that none that reads other tokens stays unseen.
         value = value + key.mean(-1, keepdim=True)
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1) + query.mean(-1, keepdim=True)
+
+    def as_given(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        return input
+
+    return Replacing({F.scaled_dot_product_attention: attention, F.dropout: as_given})
 
 
 def _near(x: Tensor, y: Tensor) -> bool:

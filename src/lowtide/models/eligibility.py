@@ -158,11 +158,15 @@ def is_under_compile() -> bool:
 
 
 def is_function_mode_active() -> bool:
-    """Whether a ``TorchFunctionMode`` other than ``with device:`` reads, or changes, what functions do."""
+    """Whether a ``TorchFunctionMode`` reads, or changes, what functions do.
+
+    ``with device:`` does not, nor does a mode with a true attribute ``leaves_fused_parts``.
+    """
     if torch._C._len_torch_function_stack() == 0:
         return False
     modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
+    left = (getattr(mode, "leaves_fused_parts", type(mode).__name__ == "DeviceContext") for mode in modes)
+    return not all(left)
 
 
 def has_hooks(module: nn.Module) -> bool:
