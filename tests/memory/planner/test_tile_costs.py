@@ -103,7 +103,8 @@ def test_where_they_are_planned() -> None:
     changes = ({"seq_len": 8191}, {"dtype": torch.float32}, {"attention_mask": True}, {"compile_layers": True})
     changes += tuple({"gpus": 2, "parallel": way} for way in ("zero3", "tp"))
     assert not any(tile_policies(replace(LLAMA, **change), offload=True) for change in changes)
-    assert tile_policies(replace(LLAMA, gpus=2, parallel="fsdp2"), offload=False)
+    sharded = tile_policies(replace(LLAMA, gpus=2, parallel="fsdp2"), offload=False)
+    assert [(one.keep, one.every) for one in sharded] == [("attention", 1), ("input", 1)]
     windows = (4096, 0) * 16
     assert not tile_policies(replace(LLAMA, shape=replace(LLAMA.shape, windows=windows)), offload=True)
     front = Search(LLAMA, 0).front

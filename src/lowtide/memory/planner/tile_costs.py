@@ -28,7 +28,7 @@ def tile_policies(job: Job, *, offload: bool) -> list[ActivationPolicy]:
     if refused or job.narrow != 2 or shape.head_dim % 8 or not tile:
         return []
     kinds: list[tuple[Keep, int]] = [("attention", 1), ("input", 1)]
-    kinds += [("input", k) for k in EVERY if k <= shape.layers]
+    kinds += [("input", k) for k in EVERY if k <= shape.layers and job.gpus == 1]  # FSDP2 gathers a layer at a time
     return [
         ActivationPolicy(keep=keep, mlp_level=level, tile_tokens=tile, every=k, offload=place)
         for place in (False, True)[: 1 + offload]
