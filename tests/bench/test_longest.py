@@ -16,6 +16,7 @@ from lowtide.bench import longest, longest_way
 from lowtide.bench.longest import Fit, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
 from lowtide.bench.train_config import LongestBenchConfig
+from lowtide.bench.ways import config_of
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure.child import ChildResult
 from lowtide.memory.planner.gpus import GPUS
@@ -84,12 +85,12 @@ def test_fewer_layers_are_of_the_kinds_that_the_plan_counts(tmp_path: Path) -> N
     """Gemma's layers take turns with a window: a config of fewer has as many kinds."""
     file = tmp_path / "gemma.json"
     file.write_text(json.dumps({"model_type": "gemma3_text", "num_hidden_layers": 8, "sliding_window": 16}))
-    config = longest_way.config_of(str(file), 7)
+    config = config_of(str(file), 7)
     assert (config.num_hidden_layers, len(config.layer_types)) == (7, 7)
     assert config.layer_types.count("full_attention") == 1
     assert read_shape(config).windows == (16,) * 5 + (0, 16)
     with pytest.raises(ArgumentValueError, match="layers: expected at least 1"):
-        longest_way.config_of(str(file), 0)
+        config_of(str(file), 0)
 
 
 def test_a_way_that_fails_says_why_and_what_ran_out() -> None:

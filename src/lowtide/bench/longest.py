@@ -17,9 +17,10 @@ import torch
 
 from lowtide.bench import longest_way
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure, why_ended
-from lowtide.bench.longest_way import LORA, ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
+from lowtide.bench.longest_way import LORA, ON_HOST, OUT_OF_HOST, OUT_OF_TIME
 from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig, Train
 from lowtide.bench.way import LIGER, LOWTIDE, STOCK
+from lowtide.bench.ways import config_of
 from lowtide.head.options import HeadOptions
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.measure.resident import available_bytes

@@ -22,18 +22,16 @@ from lowtide.bench.harness import reason_of
 from lowtide.bench.step import steps
 from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig
 from lowtide.bench.way import LIGER, LOWTIDE
-from lowtide.bench.ways import VOCABULARY, apply_liger, enable_checkpointing, make_optimizer, with_lora
+from lowtide.bench.ways import apply_liger, config_of, enable_checkpointing, make_optimizer, with_lora
 from lowtide.errors import UnsupportedError
 from lowtide.measure.failures import is_out_of_memory, is_the_gpus
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib
 from lowtide.memory import apply_policy
 from lowtide.memory.planner.adapters import Adapters
-from lowtide.memory.planner.shapes import with_layers
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
-from lowtide.train.model import model_config
 
 OUT_OF_HOST, OUT_OF_TIME = 75, 76  # statuses of a process that the watch has ended
 ON_GPU, ON_HOST = "GPU memory", "host memory"
@@ -124,16 +122,6 @@ def out_of(error: Exception) -> str | None:
         return ON_GPU if is_the_gpus(error) else ON_HOST
     refused = isinstance(error, UnsupportedError) and str(error).startswith(("host_gib", "offload"))
     return ON_HOST if refused else None
-
-
-def config_of(name: str, layers: int | None) -> Any:
-    """Return the config of a ``--model``, with ``layers`` layers unless that is None."""
-    config = model_config(name, vocab_size=VOCABULARY)
-    if layers is not None:
-        text = config.get_text_config()
-        changed = with_layers(text.to_dict(), layers)
-        text.update({field: changed[field] for field in ("num_hidden_layers", "layer_types") if field in changed})
-    return config
 
 
 def build(way: str, settings: LongestBenchConfig) -> Any:

@@ -29,7 +29,7 @@ from lowtide.bench.harness import (
 )
 from lowtide.bench.train_config import LongestBenchConfig, StepBenchConfig
 from lowtide.bench.way import Way
-from lowtide.bench.ways import SDPA, VOCABULARY, attention_of, build_way, language_part, make_optimizer, train_step
+from lowtide.bench.ways import SDPA, attention_of, build_way, config_of, language_part, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.child import ALLOCATOR, allocator_setting, run_child
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
@@ -37,7 +37,6 @@ from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
 from lowtide.memory import offload_optimizer
 from lowtide.memory.policy import split_states
-from lowtide.train.model import model_config
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -68,7 +67,7 @@ def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
     try:
         dtype, device = getattr(torch, config.dtype), torch.device(config.device)
         policy, states = split_states(way)
-        built = build_way(Way.named(policy), config.model, dtype, device, seed=config.seed)
+        built = build_way(Way.named(policy), config.model, dtype, device, seed=config.seed, layers=config.layers)
         if config.sdpa != "auto" and attention_of(built) != SDPA:
             raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(built)}", config.sdpa))
         optimizer = make_optimizer("adamw", list(built.parameters()))
@@ -163,5 +162,5 @@ STEP = Benchmark(
     measure=measure,
     failed=lambda row: own_failure(row) and row["failed"] != OUT_OF_MEMORY,
     packages=["liger-kernel"],
-    check=lambda config: language_part(model_config(config.model, vocab_size=VOCABULARY)),
+    check=lambda config: language_part(config_of(config.model, config.layers)),
 )

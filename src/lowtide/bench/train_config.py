@@ -57,6 +57,7 @@ class StepBenchConfig(RunSettings):
     compile_layers: bool = setting(False, "lowtide with each policy a second time, each layer through torch.compile")
     sdpa: Sdpa = setting("auto", SDPA)  # noqa: RUF009
     model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
+    layers: int | None = setting(None, "this many layers instead of the model's: a run in less time", least=1)
     batch: int = setting(1, "sequences of a step", least=1)
     warm: int = setting(2, "steps that do not count", last=True, least=0)
     reps: int = setting(4, "steps that count; the median is taken", last=True, least=1)

@@ -20,6 +20,7 @@ from lowtide.bench.loss_peers import Loss, loss_on
 from lowtide.bench.way import COMPILE, HEADS, LIGER, OURS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory.planner.shapes import with_layers
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
@@ -57,6 +58,16 @@ def language_part(config: Any) -> Any:
     return text
 
 
+def config_of(name: str, layers: int | None, vocab_size: int = VOCABULARY) -> Any:
+    """Return the config of a ``--model``, with ``layers`` layers unless that is None."""
+    config = model_config(name, vocab_size=vocab_size)
+    if layers is not None:
+        text = config.get_text_config()
+        changed = with_layers(text.to_dict(), layers)
+        text.update({field: changed[field] for field in ("num_hidden_layers", "layer_types") if field in changed})
+    return config
+
+
 def build_way(
     way: Way,
     model: str,
@@ -66,18 +77,20 @@ def build_way(
     seed: int,
     vocab_size: int = VOCABULARY,
     lora: int = 0,
+    layers: int | None = None,
 ) -> Any:
     """Return the model of a way, with random weights, ready to train.
 
     ``model`` has the shape, as in ``lowtide train --model``; ``vocab_size`` is of the model that has none of its own.
     ``lora`` is the rank of adapters on every linear layer but the output layer, all else frozen; 0: full training.
+    ``layers`` is how many layers it has; None: those of its shape.
 
     Raises:
         UnsupportedError: peft or the way's package is not installed, or its loss cannot take the place of the model's.
         CannotError: the way's loss does not run here.
         ArgumentValueError: there is no such model, or no causal language model in it.
     """
-    config = language_part(model_config(model, vocab_size=vocab_size))
+    config = language_part(config_of(model, layers, vocab_size))
     way.check_installed()
     if way.impl == LIGER:
         apply_liger(config)
