@@ -38,7 +38,7 @@ def naive(
     mask: Tensor | None = None, symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the loss from all similarities, and the times that each key is a query's positive."""
-    y = torch.arange(len(queries)) if positives is None else positives
+    y = torch.arange(len(queries), device=queries.device) if positives is None else positives
     times = F.one_hot(y.view(len(queries), -1) + 1, len(keys) + 1).sum(1)[:, 1:]
     z = (queries @ keys.T).to(torch.promote_types(queries.dtype, torch.float32)) / temperature
     masked = torch.zeros_like(times, dtype=torch.bool) if mask is None else mask & (times == 0)

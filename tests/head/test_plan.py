@@ -76,6 +76,14 @@ def exponentials(N: int, D: int, V: int, mib: float | None = None, **kwargs: Any
     return plan_of(Work(size=(N, D, V), options=HeadOptions(workspace_mib=mib), **bf16, **work))
 
 
+@pytest.mark.parametrize("mib", [1e-3, 0.1, 1, 16, None])
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+def test_a_chunk_has_a_row_of_each_rank(gradient: str, mib: float | None) -> None:
+    """However small the workspace: kernels write the rows of whole groups."""
+    plan = exponentials(8 * 40, 24, 61, mib, gradient=gradient, sharded=True, groups=8)
+    assert min(plan.chunk_rows, plan.sum_rows, plan.product_rows) >= 8
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -381,9 +381,8 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
         n, more["device_bytes"] = ranks.slots if ranks.spread else n, ranks.limits.gpu_bytes
     choice = _choose(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
-    more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
-    more["skips"] = skips_tokens(head, choice[0])
-    more["kept"] = head.order > 0
+    more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "groups": ranks.groups}
+    more |= {"input_is_copied": copied, "skips": skips_tokens(head, choice[0]), "kept": head.order > 0}
     splits = not isinstance(ranks, Ranks) or ranks.limits.splits
     more["pieces"] = float32_pieces(head.input.device) if splits else 0
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)

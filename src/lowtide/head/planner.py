@@ -96,6 +96,7 @@ class Work(NamedTuple):
     kept: bool = False  # tiles of E are skipped: see `kernels.kept_tiles`
     skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
+    groups: int = 1  # of rows, one for each rank that has its own tokens: a chunk has a row of each at least
 
     @property
     def wide(self) -> torch.dtype:
@@ -334,7 +335,7 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
         thin, product = thin + 6 * tiles + tiles // 8, 0
     room = max(0, work.budget() - fixed)
     sum_rows = room // sum_row
-    sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
+    sum_rows = max(work.groups, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
     more = {"sum_rows": sum_rows}
 
     of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(EXP_WAVE / max(1, D))))
@@ -343,7 +344,7 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
     if work.automatic:
         longest = min(longest, max(N // 2, EXP_ROWS, 2 * sharded * piece))
-    longest = max(1, min(longest, max(1, N)))
+    longest = max(work.groups, min(longest, max(1, N)))
     if work.kept:  # the fewest chunks, and these of one length
         longest = N if longest >= N else level(N, whole_tiles(longest))
     lengths = {longest} if work.kept else _lengths(max(1, N), longest, least=2 * sharded * piece)

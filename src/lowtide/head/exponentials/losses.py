@@ -130,7 +130,7 @@ class CrossEntropy(Exponentials):
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
         self._factor_n, self.known = factor_n, known
         self._begin_even(into)
-        self._numbers = self._new(4 * max(self.plan.chunk_rows, self.ranks.groups))
+        self._numbers = self._new(4 * self.plan.chunk_rows)
         self.recompute(into)
         self._put_even(add=True)
 
