@@ -175,7 +175,7 @@ def pipeline() -> None:
             args = (x.to(DEVICE),) if rank == 0 else ()
             run.step(*args, **({"target": y.to(DEVICE), "losses": losses} if rank == ranks - 1 else {}))
 
-        step()  # what is allocated once, a library's workspace on GPUs
+        step()  # allocates what stays, such as cuBLAS's workspace
         mine.zero_grad()
         losses.clear()
         peaks[schedule.__name__, gradient] = peak_above(step, DEVICE)
@@ -191,9 +191,7 @@ def pipeline() -> None:
     if rank == ranks - 1:
         weight = classes * D * 4
         assert peaks["ScheduleGPipe", "forward"] > pieces * weight
-        # one gradient, what is added to it, and a chunk; on a GPU both have a library's workspace beside
-        kept = peaks["ScheduleGPipe", "recompute"] - peaks["ScheduleGPipe", "forward"]
-        assert kept < (3.5 - pieces) * weight
+        assert peaks["ScheduleGPipe", "recompute"] < 3.5 * weight, "the gradient, what is added to it, and a chunk"
 
 
 if __name__ == "__main__":

@@ -78,10 +78,16 @@ def exponentials(N: int, D: int, V: int, mib: float | None = None, **kwargs: Any
 
 @pytest.mark.parametrize("mib", [1e-3, 0.1, 1, 16, None])
 @pytest.mark.parametrize("gradient", ["forward", "recompute"])
-def test_a_chunk_has_a_row_of_each_rank(gradient: str, mib: float | None) -> None:
-    """However small the workspace: kernels write the rows of whole groups."""
-    plan = exponentials(8 * 40, 24, 61, mib, gradient=gradient, sharded=True, groups=8)
-    assert min(plan.chunk_rows, plan.sum_rows, plan.product_rows) >= 8
+@pytest.mark.parametrize("backend", get_args(Backend)[1:])
+def test_a_chunk_has_a_row_of_each_rank(backend: str, gradient: str, mib: float | None) -> None:
+    """However small the workspace: a chunk's rows come from all ranks alike."""
+    plan = exponentials(8 * 40, 24, 61, mib, gradient=gradient, choice=(backend, ""), sharded=True, groups=8)
+    assert plan.chunk_rows >= 8
+    if backend == "exp":
+        assert min(plan.sum_rows, plan.product_rows) >= 8
+    teacher = 24, 61, torch.bfloat16
+    pair = exponentials(8 * 40, 24, 61, mib, gradient=gradient, choice=("row", ""), groups=8, teacher=teacher)
+    assert pair.chunk_rows >= 8
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])

@@ -88,6 +88,7 @@ class Work(NamedTuple):
     teacher: tuple[int, int, torch.dtype] | None = None  # a second side's D, V and dtype; of its top k 0 and k
     values_only: bool = False  # no gradient is computed
     pieces: int = 0  # bfloat16 ones of a float32 operand; 0: float32 GEMMs
+    groups: int = 1  # ranks with tokens of their own; a chunk has at least one row of each
     # exponentials' own, beside what all take:
     input_is_copied: bool = False  # a chunk's hidden states are, for another dtype or layout
     token_bytes: int = 0  # for each of the N
@@ -96,7 +97,6 @@ class Work(NamedTuple):
     kept: bool = False  # tiles of E are skipped: see `kernels.kept_tiles`
     skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
-    groups: int = 1  # of rows, one for each rank that has its own tokens: a chunk has a row of each at least
 
     @property
     def wide(self) -> torch.dtype:
@@ -233,7 +233,7 @@ def _cut_logits(work: Work) -> Cut:
         row += 0 if by_kernel else wide * 2 * _columns_of(work, 1, V)
     if cpu and gemms["backward_gemm"] == "narrow":
         fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
-    rows = int(min(max(1, (budget - fixed) // max(1, row)), enough))
+    rows = int(min(max(work.groups, (budget - fixed) // max(1, row)), enough))
     rows = evenly(N, rows) if cpu else whole_tiles(rows)
     if not cpu:
         rows = min(level(N, rows) if work.function else rows, max(1, N))
@@ -278,7 +278,7 @@ def _cut_narrow_pair(work: Work) -> Cut:
         few = min(few, max(PAIR_LOGITS, N // (6 * PAIR_CHUNKS)))
         rows = min(rows, max(PAIR_ROWS, -(-N // PAIR_CHUNKS // GPU_TILE) * GPU_TILE))
     few = max(1, min(whole_tiles(few), rows))
-    rows = max(few, min(whole_tiles((room - few * logits) // gradient), rows))
+    rows = max(few, work.groups, min(whole_tiles((room - few * logits) // gradient), rows))
     return rows, fixed + few * logits + rows * gradient, {"product_rows": few}
 
 
