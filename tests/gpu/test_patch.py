@@ -273,3 +273,22 @@ def test_a_heads_peak() -> None:
 
     assert peak(model) < peak(stock) - 2 * 2049 * V_ADAPTED * 4
     assert report.calls_materialised == 0
+
+
+@pytest.mark.parametrize(("family", "adapted"), [("Llama", ()), ("Gemma2", ()), ("Llama", (*MLP, "lm_head"))])
+def test_a_model_that_was_trained_leaves_nothing_on_the_gpu(family: str, adapted: tuple[str, ...]) -> None:
+    """Nor does another that is of the same shapes, or reads another length."""
+    left = []
+    for lengths in ((131, 131, 131), (131, 97), (67, 97, 131)):
+        model = build(family, torch.bfloat16, adapted)
+        lowtide.patch(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        for T in lengths:
+            model(**batch(model, T)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del model, optimizer, trained
+        gc.collect()
+        left.append(requested_bytes())
+    assert max(left) <= left[0]

@@ -1,6 +1,7 @@
 """Calls repeated from a record on a GPU: the same bits as the first call, in no more memory, and no host waits."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -93,6 +94,20 @@ def test_repeated_calls_take_no_more_memory_and_do_not_wait(call: Call) -> None:
             call(x, w, b, y).backward()
         peaks.append(requested_bytes("peak") - before)
     assert max(peaks[1:]) <= 1.001 * peaks[0] + 2**16
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_call_keeps_tensors(call: Call) -> None:
+    """Of a first or a repeated call, with its graph."""
+    kept: list[weakref.ref[Tensor]] = []
+    for tokens in (N, N - 8, N - 24):
+        for _ in range(4):
+            x, w, b, y = tensors(0)
+            hidden = x[:tokens] * 1.0
+            call(hidden, w, b, y[:tokens].clone()).backward()
+            kept += map(weakref.ref, (x, hidden, w, b, y))
+            del x, hidden, w, b, y
+    assert not any(one() is not None for one in kept)
 
 
 def test_the_third_call_runs_none_of_the_heads_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.replay import facts, program, tape
+from lowtide.replay.checked import Checked
 from lowtide.replay.replayed import Replayed
 
 
@@ -117,6 +118,34 @@ def test_a_recording_keeps_no_memory_and_imports_no_compiler(monkeypatch: pytest
     assert pointers == [x.data_ptr()]
     del x
     assert not any(one() is not None for one in made)
+
+
+def test_no_call_of_the_loss_keeps_tensors_of_another() -> None:
+    """Neither the weight nor the graph before the hidden states, by whichever argument it came."""
+    kept: list[weakref.ref[Tensor]] = []
+    options: list[dict[str, Any]] = [{"shift": True}, {"linear_bias": torch.ones(11), "weight": torch.ones(11)}]
+    options += [{"logit_scale": torch.tensor(0.5), "num_items": torch.tensor(3.0)}, {"token_weight": torch.ones(2, 5)}]
+    gc.disable()
+    try:
+        for more in options:
+            for _ in range(4):
+                given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in more.items()}
+                model, weight = torch.nn.Linear(6, 6), torch.randn(11, 6, requires_grad=True)
+                hidden, target = model(torch.randn(2, 5, 6)), torch.randint(0, 11, (2, 5))
+                lowtide.linear_cross_entropy(hidden, weight, target, **given).backward()
+                tensors = [model.weight, weight, hidden, target, *(x for x in given.values() if isinstance(x, Tensor))]
+                kept += map(weakref.ref, tensors)
+                del given, model, weight, hidden, target, tensors
+        assert not any(one() is not None for one in kept)
+    finally:
+        gc.enable()
+
+
+def test_a_checked_tensor_by_itself_is_made_each_time() -> None:
+    checked = Checked(lambda x: (x, x.shape))
+    for _ in range(3):
+        x = torch.randn(3)
+        assert checked(x)[0] is x
 
 
 def test_a_long_call_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

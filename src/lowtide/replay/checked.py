@@ -59,7 +59,7 @@ def _is_transformed() -> bool:
 
 @dataclass(frozen=True)
 class _Template:
-    """A record in which tensors are replaced by those of another call; or another value."""
+    """A record whose tensors are those of another call, of which it keeps none; or another value."""
 
     values: Any
     make: Callable[[Any], Any] | None = None
@@ -69,9 +69,9 @@ class _Template:
     def of(cls, found: Any, args: Sequence[Any]) -> "_Template | None":
         """Return the template of a record; None if it holds a tensor that follows from others, or is two arguments."""
         if not hasattr(found, "_make"):
-            return cls(found)
+            return None if isinstance(found, Tensor) else cls(found)
         numbers_only = not any(isinstance(arg, Tensor) and arg.dim() == 0 for arg in args)
-        places = []
+        values, places = list(found), []
         for at, value in enumerate(found):
             if isinstance(value, Tensor):
                 origins = [i for i, arg in enumerate(args) if arg is value]
@@ -79,9 +79,10 @@ class _Template:
                     return None
                 if origins:
                     places.append((at, origins[0]))
+                    values[at] = None  # else it lives as long as the template, and so does its graph
                 elif value.dim() or value.device.type != "cpu" or not numbers_only:
                     return None
-        return cls(list(found), found._make, tuple(places))
+        return cls(values, found._make, tuple(places))
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Return the record of these arguments."""
