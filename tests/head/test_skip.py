@@ -186,6 +186,52 @@ def test_options(kernels: None, unbiased: bool) -> None:
     assert report.share < 0.95
 
 
+PER_TOKEN: list[Callable[..., Tensor]] = [
+    lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, reduction="none", options=o),
+    lambda x, w, y, o: -lowtide.linear_logprobs(x, w, y, options=o),
+    lambda x, w, y, o: -lowtide.linear_token_stats(x, w, y, want=("logprob",), options=o).logprob,  # type: ignore[operator]
+]
+
+
+@pytest.mark.parametrize("losses", PER_TOKEN)
+def test_a_value_for_each_token(kernels: None, losses: Callable[..., Tensor]) -> None:
+    """What flows back is known in backward only, of both signs, and 0 at some tokens; a graph may be walked twice."""
+    x, w, y = problem(270, 24, 1800)
+    g = torch.randn(270)
+    g[5::7] = 0
+    right_x, right_w = (t.double().requires_grad_() for t in (x, w))
+    each = torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
+    right = torch.autograd.grad((each * g).sum(), (right_x, right_w))
+    parameter, options = w.requires_grad_(), HeadOptions(skip=0.02)
+    for _ in range(2):
+        hidden = x.clone().requires_grad_()
+        found = losses(hidden, parameter, y, options)
+        torch.testing.assert_close(found.detach().double(), each.detach(), rtol=1e-5, atol=1e-5)
+        for keep in (True, False):
+            grads = torch.autograd.grad((found * g).sum(), (hidden, parameter), retain_graph=keep)
+            assert max(relative(one, other) for one, other in zip(grads, right, strict=True)) < 0.02
+    report = lowtide.skip_report(parameter)
+    assert report is not None
+    assert report.share < 0.95
+    assert (report.calls, report.dense) == (4, 1)
+
+
+def test_gradients_of_a_mean_that_backward_recomputes(kernels: None) -> None:
+    """As of one whose gradients forward stores, and without anything stored."""
+    x, w, y = problem(150, 24, 1100)
+    right, parameter = exact(x, w, y), w.requires_grad_()
+    for _ in range(3):
+        hidden = x.clone().requires_grad_()
+        options = HeadOptions(skip=0.02, gradient="recompute")
+        loss = lowtide.linear_cross_entropy(hidden, parameter, y, options=options)
+        grads = torch.autograd.grad(3 * loss, (hidden, parameter))
+        assert loss.item() == pytest.approx(right[0].item(), rel=1e-5)
+        assert max(relative(found / 3, one) for found, one in zip(grads, right[1:], strict=True)) < 0.02
+    report = lowtide.skip_report(parameter)
+    assert report is not None
+    assert report.dense == 1
+
+
 def test_unbiased(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of gradients over the random numbers tends to the exact ones, as that of others does not."""
     monkeypatch.setattr(vocabulary_order.VocabularyOrder, "adapt", lambda *_: None)
@@ -345,10 +391,12 @@ def test_ignored_tokens_and_overflow(kernels: None) -> None:
     [
         ("compute capability", lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, options=o)),
         ("soft cap", lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, softcap=30.0, options=o)),
-        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y, options=o)),
-        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_token_stats(x, w, y, options=o)),
-        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_divergence(x, w, x, w, options=o)),
-        ("only linear_cross_entropy", lambda x, w, y, o: lowtide.linear_apply(lambda z: z.sum(1), x, w, options=o)),
+        ("compute capability", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y, options=o)),
+        ("one target a token", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y[:, None], options=o)),
+        ("one target a token", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y, support=y, options=o)),
+        ("one target a token", lambda x, w, y, o: lowtide.linear_token_stats(x, w, y, options=o)),
+        ("only the loss", lambda x, w, y, o: lowtide.linear_divergence(x, w, x, w, options=o)),
+        ("only the loss", lambda x, w, y, o: lowtide.linear_apply(lambda z: z.sum(1), x, w, options=o)),
     ],
 )  # fmt: skip
 def test_elsewhere(why: str, call: Callable[..., Any]) -> None:
@@ -362,15 +410,14 @@ def test_elsewhere(why: str, call: Callable[..., Any]) -> None:
     ("why", "weight", "more"),
     [
         ("gets no gradient", lambda w: w.detach(), {}),
-        ("recomputed in backward", lambda w: w, {"reduction": "none"}),
-        ("recomputed in backward", lambda w: w, {"gradient": "recompute"}),
+        ("gets no gradient", lambda w: w.detach(), {"reduction": "none"}),
         ("a result of the call", lambda w: w * 1.0, {}),
     ],
 )
 def test_calls_that_cannot(kernels: None, why: str, weight: Callable[[Tensor], Tensor], more: dict[str, Any]) -> None:
     """Nor does a call on the right device fall back in silence; without gradients there is nothing to skip."""
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
-    options, y = HeadOptions(skip=0.01, gradient=more.pop("gradient", "auto")), torch.tensor([1, 2, 3])
+    options, y = HeadOptions(skip=0.01), torch.tensor([1, 2, 3])
     with pytest.raises(UnsupportedError, match=f"options: expected skip=None.*{why}"):
         lowtide.linear_cross_entropy(x, weight(w), y, options=options, **more)
     with torch.no_grad():

@@ -31,6 +31,7 @@ from lowtide.head.rows import positions
 
 NAMES = ("input", "linear_weight", "linear_bias")
 REDUCTIONS = ("mean", "sum", "none")
+SKIPPING = ("linear_cross_entropy", "linear_logprobs", "linear_token_stats")  # functions whose gradients may skip tiles
 NAIVE = "torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)"
 SWAPPED = "Are {} and {} swapped? The hidden states come first here; Liger's functions take the weight first."
 
@@ -164,7 +165,7 @@ def checked_call(
 def check_skip(function: str, ranks: Ranks | Alone, softcap: object) -> None:
     """Raise where no tiles can be skipped."""
     reasons = {
-        "only linear_cross_entropy skips tiles": function != "linear_cross_entropy",
+        "only the loss and log-probabilities skip tiles": function not in SKIPPING,
         "the vocabulary is sharded": not ranks.alone,
         "the logits have a soft cap": softcap is not None,
     }

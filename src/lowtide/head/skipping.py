@@ -7,18 +7,20 @@ from lowtide.arguments import check_tensor
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import skips_ignored
 from lowtide.head.call import Head
-from lowtide.head.vocabulary_order import Asked, Report, known_order, leaf_of, order_of
+from lowtide.head.vocabulary_order import Asked, Report, known_order, leaf_of, numbered, order_of
 
 OPERANDS = torch.bfloat16
 
 
 def skipping(head: Head, *, recompute: bool) -> Head:
-    """Return the head of a call that may skip tiles: with the number of its order, negative where it is dense."""
+    """Return the head of a call that may skip tiles: with the number of its order, negative where it is dense.
+
+    With ``recompute`` backward decides: see `begun`.
+    """
     hopper = skips_ignored(head.input.device)
     reasons = {
         "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": not hopper,
         f"its kernels take bfloat16, and the operands are {head.dtype}": head.dtype != OPERANDS,
-        "the gradients are recomputed in backward, with reduction='none' or gradient='recompute'": recompute,
         "the weight gets no gradient": not head.weight_VD.requires_grad,
         "the weight is a result of the call, of which nothing is remembered; give the parameter or a view of it": (
             not leaf_of(head.weight_VD).is_leaf
@@ -31,9 +33,15 @@ def skipping(head: Head, *, recompute: bool) -> Head:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return head
     known = order_of(head.weight_VD, Asked(head.skip, head.skip_unbiased, head.skip_seed))
-    if known.begin():
-        return head._replace(order=known.number, ignored_tokens="skip")
-    return head._replace(order=-known.number)
+    head = head._replace(order=-known.number)
+    return head if recompute else begun(head)
+
+
+def begun(head: Head) -> Head:
+    """Return the head of a pass with gradients, which may skip tiles, where another pass has been dense till then."""
+    if head.order and numbered(-head.order).begin():
+        return head._replace(order=-head.order, ignored_tokens="skip")
+    return head
 
 
 def skip_report(linear_weight: Tensor) -> Report | None:
@@ -42,7 +50,7 @@ def skip_report(linear_weight: Tensor) -> Report | None:
     The host waits for the device. See docs/skipping.md.
 
     Args:
-        linear_weight: The tensor itself that `linear_cross_entropy` got.
+        linear_weight: The tensor itself that the function got.
 
     Returns:
         Report: ``share`` of the tiles that are computed, ``dropped_mass``, ``input_error``, ``weight_error``,

@@ -230,6 +230,10 @@ def _token_stats(
     """Return fields ``names`` for the tokens."""
     (head, ranks, options), leading = call, sets.input.shape[:-1]
     check_flag("sparse", sets.sparse)
+    by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading) and sets.support is None
+    if head.skip and not by_loss:
+        hint = "Of statistics only log-probabilities of one target a token, over the whole vocabulary, skip tiles."
+        raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
     if sets.support is not None:
         support = check_support(sets.support, sets.input, names, sparse=sets.sparse)
         ignore_index = check_index("ignore_index", ignore_index)
@@ -239,7 +243,6 @@ def _token_stats(
         hint = "Without sets every row of the weight has a gradient."
         raise ArgumentValueError(message("sparse", "False without support", "True", hint))
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
-    by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading)
     if options.gradient == "forward" and not (by_loss and head.frozen):
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))

@@ -109,13 +109,18 @@ def backward(
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    loss, plan = _plan(head, args, wanted, known, None if head.ranks.alone else valid_N)
+    loss, plan = _plan(head, args, wanted, None if head.order else known, None if head.ranks.alone else valid_N)
+    if head.order and plan.schedule == "chunks":  # which tiles are skipped follows from the sums of E, built whole
+        known = {}
+    elif head.order:
+        loss, plan = _plan(head, args, wanted, known)
     rows = loss.rows
     into = gradient_buffers(head, rows, plan, wanted)
     given = given.to(head.wide)
     factor = loss.divided() * (rows.of(given) if given.dim() else given)
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
-    _run(head, loss, plan, lambda: (factor, into), rows.of_each({name: known[name] for name in ("lse", "miss")}))
+    numbers = rows.of_each({name: known[name] for name in ("lse", "miss") if name in known})
+    _run(head, loss, plan, lambda: (factor, into), numbers or None)
     if is_last_backward():
         head.ranks.keep(kept=False)
     return into
@@ -133,18 +138,17 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     if plan.backend == "exp":
         from lowtide.head.exponentials.losses import CrossEntropy
 
+        exponentials, numbers = CrossEntropy(head, loss, plan), Numbers()
         if known is None:
-            numbers = CrossEntropy(head, loss, plan).forward(factors)
-            if head.order and factors is not None:
-                order = numbered(abs(head.order))
-                order.dense += not plan.kept
-                if order.refreshes:
-                    order.refresh(head.weight_VD)
-            return numbers
-        exponentials = CrossEntropy(head, loss, plan)
-        assert factors is not None
-        exponentials.gradients(*factors(), known)
-        return {}
+            numbers = exponentials.forward(factors)
+        elif factors is not None:
+            exponentials.gradients(*factors(), known)
+        if head.order and factors is not None:
+            order = numbered(abs(head.order))
+            order.dense += not plan.kept
+            if order.refreshes:
+                order.refresh(head.weight_VD)
+        return numbers
     factor_n, into = (loss.unit, Gradients()) if factors is None else factors()
     if plan.backend == "row":
         terms = loss.over_its_classes(RowLoss(head, loss))
