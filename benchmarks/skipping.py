@@ -308,13 +308,15 @@ def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
         w, y = model.head.weight.detach().bfloat16(), ids[1:].clone()
         shape: dict[str, Any] = {
             "tokens": len(x), "hidden": hidden, "vocab": vocab, "steps": steps, "held_out": row["held_out"], "rows": [],
+            "per_token": [],
         }  # fmt: skip
         shapes.append(shape)
         del model
         release(run.device)
         run.say(f"{len(x)} x {hidden} x {vocab}, held-out loss {row['held_out']:.3f}\n{TABLE.header}")
-        for one in measure_head(x, w, y, replace(asked, unbiased=vocab == 65536)):
-            run.add(one, shape["rows"], TABLE)
+        for of, per_token in (("rows", False), ("per_token", True)):
+            for one in measure_head(x, w, y, replace(asked, unbiased=vocab == 65536, per_token=per_token)):
+                run.add(one, shape[of], TABLE)
         release(run.device)
 
 

@@ -26,12 +26,13 @@ def config(**more: Any) -> SkipBenchConfig:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_rows_of_calls_that_skip() -> None:
+@pytest.mark.parametrize(("per_token", "named"), [(False, "three GEMMs"), (True, "four GEMMs")])
+def test_rows_of_calls_that_skip(per_token: bool, named: str) -> None:
     """Each has its own errors and state: a row is the same whatever was measured before it."""
-    asked = config(accepted=("2e-1", "5e-2"))
+    asked = config(accepted=("2e-1", "5e-2"), per_token=per_token)
     x, w, y = random_head(asked, torch.float32, CPU)
     limit, dense, *rows = measure_head(x, w, y, asked)
-    assert (limit["name"], limit["speed"]) == ("three GEMMs", 1.0)
+    assert (limit["name"], limit["speed"]) == (named, 1.0)
     assert set(dense) >= DENSE
     assert "share" not in dense
     for row in rows:
@@ -40,7 +41,7 @@ def test_rows_of_calls_that_skip() -> None:
         assert dense["input_error"] < row["input_error"] < 0.2
         assert row["share"] < 1
         assert row["loss_error"] < 1e-5
-    *_, alone = measure_head(x, w, y, config(accepted=("5e-2",)))
+    *_, alone = measure_head(x, w, y, config(accepted=("5e-2",), per_token=per_token))
     same = alone.keys() - {"ms", "spread", "limit_ms", "speed", "mib"}
     assert {name: alone[name] for name in same} == {name: rows[1][name] for name in same}
     assert not w.requires_grad

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.bench.harness import Benchmark, CannotError, Column, Peer, Row, Run, Table
 from lowtide.bench.head import loss_task
-from lowtide.bench.problem import PLAIN, Problem, blocks
+from lowtide.bench.problem import PLAIN, SETTINGS, Problem, blocks
 from lowtide.bench.shapes import Shape
 from lowtide.bench.task import Bench, Function, Task
 from lowtide.bench.train_config import SkipBenchConfig
@@ -27,7 +27,8 @@ from lowtide.train.model import pretrained_model
 from lowtide.train.shapes import model_folder
 from lowtide.train.tokenizer import load_tokenizer
 
-LIMIT = "three GEMMs"
+LIMITS = {3: "three GEMMs", 4: "four GEMMs"}
+PER_TOKEN = next(setting for setting in SETTINGS if setting.reduction == "none")
 ERRORS = {"loss": "loss_error", "dx": "input_error", "dw": "weight_error"}
 
 TABLE = Table(
@@ -59,7 +60,8 @@ def loss_of(options: HeadOptions | None, calls: int, task: Task) -> Function:
     head = task.head
 
     def function() -> dict[str, Tensor]:
-        return {"loss": linear_cross_entropy(head.x, head.w, head.y, options=options)}
+        reduction = head.setting.reduction
+        return {"loss": linear_cross_entropy(head.x, head.w, head.y, reduction=reduction, options=options)}
 
     try:
         for _ in range(calls):
@@ -75,14 +77,15 @@ def measure_head(x: Tensor, w: Tensor, y: Tensor, config: SkipBenchConfig) -> It
     ``speed`` is the limit's time, in the same rounds, over the row's: where the GPU is busy, on a GPU.
     """
     (N, D), V = x.shape, len(w)
-    problem = Problem(shape=Shape("", N, D, V), setting=PLAIN, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    setting = PER_TOKEN if config.per_token else PLAIN
+    problem = Problem(shape=Shape("", N, D, V), setting=setting, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
     for peer in peers(config):
-        own = problem.in_setting(PLAIN)  # with a tensor of its own as weight, of which an order is remembered
+        own = problem.in_setting(setting)  # with a tensor of its own as weight, of which an order is remembered
         bench = Bench(loss_task(own), error=True, warm=config.warm, reps=config.reps)
         row = bench.measure(peer)
         if peer.name == LOWTIDE:
             busy = {"busy_ms": row["busy_limit_ms"]} if "busy_limit_ms" in row else {}
-            yield {"name": LIMIT, "ms": bench.limit_ms, **busy, "speed": 1.0}
+            yield {"name": LIMITS[setting.gemms], "ms": bench.limit_ms, **busy, "speed": 1.0}
         del bench  # its truth, before the next is computed
         yield _told(row, own.w)
 

@@ -143,7 +143,7 @@ class LongestBenchConfig(RunSettings):
 class SkipBenchConfig(RunSettings):
     """HeadOptions(skip=...) on a model's own hidden states of text, or on random ones whose softmax is as concentrated:
     time and errors of cross entropy's gradients that skip tiles of the softmax, the share of tiles that is computed,
-    and the peak memory, beside the dense loss; each interleaved with the three bare GEMMs. "busy" is with the launches
+    and the peak memory, beside the dense loss; each interleaved with the bare GEMMs. "busy" is with the launches
     hidden, as in training; x limit is the GEMMs' time over it. Where nothing can be skipped, rows have the reason.
     """
 
@@ -159,6 +159,7 @@ class SkipBenchConfig(RunSettings):
     data: tuple[str, ...] = setting((), "with --model: text files that it was not trained on", metavar="FILE")
     accepted: tuple[str, ...] = setting(("5e-3", "3e-3"), "relative errors that are accepted", metavar="X")
     unbiased: bool = setting(False, "also the form without bias")
+    per_token: bool = setting(False, "losses of each token, their upstream gradients known in backward: four GEMMs")
     tokens: int = setting(16384, "of the batch", least=1)
     hidden: int = setting(2048, "without --model: the hidden size", least=1)
     vocab: int = setting(131072, "without --model: the size of the vocabulary", least=1)
