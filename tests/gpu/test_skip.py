@@ -102,6 +102,59 @@ def test_bias_and_scale() -> None:
     )
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("unbiased", "biased", "scale"), [(False, False, 1.0), (True, False, 1.0), (False, True, 0.7)])
+def test_a_value_for_each_token(size: tuple[int, int, int], unbiased: bool, biased: bool, scale: float) -> None:
+    """Log-probabilities, whose upstream gradients backward alone knows: of both signs, and 0 at some tokens."""
+    x, w, y = problem(*size)
+    x, b = x * 0.9 / scale, torch.randn(len(w), device="cuda").bfloat16() * 0.2 if biased else None
+    g = torch.randn(len(x), device="cuda")
+    g[7::11] = 0
+    x[7] = torch.nan
+    leaves = [t.detach().requires_grad_() for t in (x, w, b) if t is not None]
+    right_leaves = [t.detach().double().requires_grad_() for t in leaves]
+    logits = torch.nn.functional.linear(right_leaves[0].nan_to_num(), *right_leaves[1:]) * scale
+    each = -torch.nn.functional.cross_entropy(logits, y, reduction="none")
+    right = torch.autograd.grad((each * g).sum(), right_leaves)
+    options = HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased)
+    for _ in range(CALLS + 6):  # of the first 16 that skip each compares, from all of E
+        found = lowtide.linear_logprobs(
+            leaves[0], leaves[1], y, linear_bias=(*leaves, None)[2], logit_scale=scale, options=options
+        )
+        grads = torch.autograd.grad(found.nan_to_num(), leaves, g)
+        counts = (torch.arange(len(x), device="cuda") != 7) & (y >= 0)
+        torch.testing.assert_close(found[counts].double(), each.detach()[counts], rtol=2e-4, atol=2e-3)
+        assert not found[y < 0].any()
+        errors = [relative_error(one, other) for one, other in zip(grads, right, strict=True)]
+        assert max(errors[:2]) < ACCEPTED, errors
+        assert max(errors[2:], default=0) < 2e-3
+    report = lowtide.skip_report(leaves[1])
+    assert report is not None
+    assert report.share < 0.95
+    assert report.dense < 4
+
+
+def test_a_value_for_each_token_without_waits_or_memory() -> None:
+    """The host never waits; a call's peak is a dense one's and the ordered copy, and forward saves four bytes a tile."""
+    x, w, y = problem(8192, 1024, 65536, ignored=False)
+    x.requires_grad_()
+    w.requires_grad_()
+    g = torch.rand(8192, device="cuda") + 0.5
+
+    def step(options: HeadOptions | None) -> None:
+        lowtide.linear_logprobs(x, w, y, options=options).backward(g)
+
+    step(None)
+    dense = peak_beyond_gradients(lambda: step(None), x, w)
+    for _ in range(20):
+        step(HeadOptions(skip=ACCEPTED))
+    with no_waits():
+        for _ in range(2):
+            step(HeadOptions(skip=ACCEPTED))
+    saved = 4 * 8192 * 256
+    assert peak_beyond_gradients(lambda: step(HeadOptions(skip=ACCEPTED)), x, w) <= dense * 1.02 + w.nbytes + saved
+
+
 def test_float32_parameters_under_autocast() -> None:
     """The ordered copy is narrow, the gradients are float32."""
     x, w, y = problem(3000, 512, 9000)

@@ -193,6 +193,7 @@ PER_TOKEN: list[Callable[..., Tensor]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 @pytest.mark.parametrize("losses", PER_TOKEN)
 def test_a_value_for_each_token(kernels: None, losses: Callable[..., Tensor]) -> None:
     """What flows back is known in backward only, of both signs, and 0 at some tokens; a graph may be walked twice."""
@@ -203,19 +204,20 @@ def test_a_value_for_each_token(kernels: None, losses: Callable[..., Tensor]) ->
     each = torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
     right = torch.autograd.grad((each * g).sum(), (right_x, right_w))
     parameter, options = w.requires_grad_(), HeadOptions(skip=0.02)
-    for _ in range(2):
+    for call in range(3):
         hidden = x.clone().requires_grad_()
         found = losses(hidden, parameter, y, options)
         torch.testing.assert_close(found.detach().double(), each.detach(), rtol=1e-5, atol=1e-5)
-        for keep in (True, False):
+        for keep in (True, False) if call == 2 else (False,):
             grads = torch.autograd.grad((found * g).sum(), (hidden, parameter), retain_graph=keep)
             assert max(relative(one, other) for one, other in zip(grads, right, strict=True)) < 0.02
     report = lowtide.skip_report(parameter)
     assert report is not None
     assert report.share < 0.95
-    assert (report.calls, report.dense) == (4, 1)
+    assert (report.calls, report.dense) == (3, 1)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 def test_gradients_of_a_mean_that_backward_recomputes(kernels: None) -> None:
     """As of one whose gradients forward stores, and without anything stored."""
     x, w, y = problem(150, 24, 1100)

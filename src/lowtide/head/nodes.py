@@ -22,7 +22,7 @@ from lowtide.head.ignored import decided, kept_tokens
 from lowtide.head.pieces import is_cast
 from lowtide.head.plan import check_backend
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
-from lowtide.head.skipping import begun, skipping
+from lowtide.head.skipping import skipping
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
 
 Values = dict[str, Tensor]
@@ -105,7 +105,7 @@ class Function:
     def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
         trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
         if head.skip and trained and torch.is_grad_enabled():
-            head = skipping(head, recompute=recompute)
+            head = skipping(head)
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         if not (torch.is_grad_enabled() and trained):
             return self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
@@ -215,8 +215,6 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         for i, tensor in zip(tensors, saved, strict=False):
             fields[i] = tensor
         wanted = ctx.needs_input_grad[:3]
-        if fields[_ORDER]:
-            fields[:_HEAD] = begun(Head(*fields[:_HEAD], ctx.ranks))[:_HEAD]
         args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :])
         dx, dw, db, *listed = function.run_backward(ctx.ranks, args)
         trained = fields[:3]

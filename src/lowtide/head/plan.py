@@ -228,12 +228,10 @@ def plan_head(
     ends_early = choice[0] == "exp" and skips_ignored(device, capability)
     kept = options.skip is not None and ends_early and not weight_frozen
     skips = ends_early and (kept or options.ignored_tokens == "skip")
-    work = work._replace(gradient="forward") if kept else work
     pieces = float32_pieces(device, capability)
-    plan = plan_of(
+    return plan_of(
         work._replace(function=function, input_is_copied=input_is_copied, skips=skips, kept=kept, pieces=pieces)
     )
-    return replace(plan, gradient=gradient)
 
 
 def plan_divergence(
@@ -306,9 +304,9 @@ def _check_sizes(**sizes: int) -> None:
 
 def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, known: bool = False) -> HeadPlan:
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
-    frozen, skips = head.ranks.alone and not any(wanted[1:]), head.order and any(wanted)
-    of_pass = "forward" if skips else choose_gradient(head.options, args.reduction, frozen)
-    return plan_of(_work(head, args, n, wanted, gradient="recompute" if known else of_pass))
+    frozen = head.ranks.alone and not any(wanted[1:])
+    gradient = "recompute" if known else choose_gradient(head.options, args.reduction, frozen)
+    return plan_of(_work(head, args, n, wanted, gradient=gradient))
 
 
 def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -> HeadPlan:
@@ -384,8 +382,7 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     choice = _choose(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "groups": ranks.groups}
-    more |= {"input_is_copied": copied, "skips": skips_tokens(head, choice[0])}
-    more["kept"] = head.order > 0 and more.get("gradient") != "recompute"
+    more |= {"input_is_copied": copied, "skips": skips_tokens(head, choice[0]), "kept": head.order > 0}
     splits = not isinstance(ranks, Ranks) or ranks.limits.splits
     more["pieces"] = float32_pieces(head.input.device) if splits else 0
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)

@@ -311,7 +311,7 @@ def _cut_kept(work: Work) -> Cut:
     (N, D, V), dense = work.size, cut(work._replace(kept=False))
     limits = [dense[1], dense[1] + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
     for limit in limits:
-        of_limit = work._replace(options=replace(work.options, workspace_mib=limit / MIB))
+        of_limit = work._replace(options=replace(work.options, workspace_mib=limit / MIB), gradient="forward")
         rows, scratch, more = next(_cuts_of_exponentials(of_limit, Schedule(work.gpu, work.size, trained=True)))[1]
         if rows >= min(N, KEPT_ROWS) and scratch <= limit:
             return rows, scratch, {**more, "kept": True}

@@ -7,16 +7,13 @@ from lowtide.arguments import check_tensor
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import skips_ignored
 from lowtide.head.call import Head
-from lowtide.head.vocabulary_order import Asked, Report, known_order, leaf_of, numbered, order_of
+from lowtide.head.vocabulary_order import Asked, Report, known_order, leaf_of, order_of
 
 OPERANDS = torch.bfloat16
 
 
-def skipping(head: Head, *, recompute: bool) -> Head:
-    """Return the head of a call that may skip tiles: with the number of its order, negative where it is dense.
-
-    With ``recompute`` backward decides: see `begun`.
-    """
+def skipping(head: Head) -> Head:
+    """Return the head of a call that may skip tiles: with the number of its order, negative where it is dense."""
     hopper = skips_ignored(head.input.device)
     reasons = {
         "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": not hopper,
@@ -33,15 +30,9 @@ def skipping(head: Head, *, recompute: bool) -> Head:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return head
     known = order_of(head.weight_VD, Asked(head.skip, head.skip_unbiased, head.skip_seed))
-    head = head._replace(order=-known.number)
-    return head if recompute else begun(head)
-
-
-def begun(head: Head) -> Head:
-    """Return the head of a pass with gradients, which may skip tiles, where another pass has been dense till then."""
-    if head.order and numbered(-head.order).begin():
-        return head._replace(order=-head.order, ignored_tokens="skip")
-    return head
+    if known.begin():
+        return head._replace(order=known.number, ignored_tokens="skip")
+    return head._replace(order=-known.number)
 
 
 def skip_report(linear_weight: Tensor) -> Report | None:

@@ -69,7 +69,6 @@ class VocabularyOrder:
         self.asked, self.number = asked, number
         self.calls = self.dense = 0
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
-        self.inverse: Tensor | None = None  # int32 [V]: each class's place
         self.mean: Tensor | None = None  # float32 [V]
         self.threshold: Threshold | None = None
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
@@ -165,8 +164,6 @@ class VocabularyOrder:
         cluster = _clusters(w_VD, by_mean)[by_mean]
         classes = by_mean[(band * CLUSTERS + cluster).argsort(stable=True)]
         self.order = torch.cat((classes.new_full((1,), V), classes)).int()
-        self.inverse = torch.empty_like(classes, dtype=torch.int32)
-        self.inverse[classes] = torch.arange(V, dtype=torch.int32, device=w_VD.device)
         if self.threshold is None:
             self.threshold = Threshold.first(self.asked.error, w_VD.device)
             self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)

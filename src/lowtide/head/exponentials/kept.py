@@ -12,7 +12,8 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.exponentials.comparison import Comparison
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import exp_rows, kept_gemms_hopper, kept_lists, kept_tiles
+from lowtide.head.kernels import kept_gemms_hopper, kept_lists, kept_sums, kept_tiles
+from lowtide.head.kernels.exp_logits import Listed
 from lowtide.head.kernels.gemm import Used
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
@@ -29,11 +30,13 @@ ROWS, COLUMNS = kept_tiles.ROWS.value, kept_tiles.COLUMNS.value
 class KeptTiles:
     """What the chunks of one call share."""
 
-    def __init__(self, known: VocabularyOrder, head: Head) -> None:
-        assert known.order is not None
+    def __init__(self, known: VocabularyOrder, head: Head, order: Tensor | None = None) -> None:
+        """``order``: of the classes, where forward took another than the present one."""
+        order = known.order if order is None else order
+        assert order is not None
         assert known.total is not None
         self.given_dtype = head.weight_VD.dtype
-        self.known, self.order, (V, D) = known, known.order, head.weight_VD.shape
+        self.known, self.order, (V, D) = known, order, head.weight_VD.shape
         new = head.input.new_empty
         self.weight_VD = new(V, D, dtype=head.dtype)
         self.tiles = -(-V // COLUMNS)
@@ -74,17 +77,26 @@ class KeptTiles:
         self._numbers = self.mean_PD.new_empty(2, rows, dtype=torch.float32)
         self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
 
+    def saved(self, rows: int) -> Tensor:
+        """Return memory for what `save` writes of all tokens, so many rows at a time."""
+        self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
+        return self.mean_PD.new_empty(self.head.tokens, 2, self.tiles)
+
+    def save(self, sums_CP: Tensor, miss_C: Tensor, y_C: Tensor, to_C: Tensor, saved: Tensor, used: Used) -> None:
+        """Save what rows sum to in each tile, for `KeptBackward`."""
+        kept_sums.save_tiles(sums_CP, self.squares[: len(sums_CP)], miss_C, y_C, to_C, saved, used)
+
     @property
     def compares(self) -> bool:
         """Whether the gradients are compared with those from all tiles."""
         return self._comparison is not None
 
-    def find(self, y_C: Tensor, rows: exp_rows.Reports, sums_CP: Tensor, e_CV: Tensor, used: Used) -> None:
-        """Decide which of a chunk's tiles are kept."""
+    def find(self, targets: Targets, sums_CP: Tensor, e_CV: Tensor, used: Used) -> None:
+        """Decide which of a chunk's tiles are kept; of ``targets`` what it finds is to be filled in."""
         C, total = len(e_CV), self.known.total
         assert total is not None
         R = -(-C // ROWS)
-        self._targets = Targets(y_C, rows.s, rows.rest, *self._numbers[:, :C].unbind())
+        self._targets = targets = targets._replace(alone=self._numbers[0, :C], lost=self._numbers[1, :C])
         self._mass_CP = self._mass[:C, : self.tiles]
         lists = self._lists
         if len(lists.across) != R:  # a last chunk that is shorter
@@ -92,13 +104,17 @@ class KeptTiles:
         self._lists_of_chunk = lists
         dropped = self.squares.new_empty(R * -(-self.tiles // kept_tiles.TILES.value))
         self._dropped.append(dropped)
-        targets = self._targets
         kept_tiles.find_kept(
             sums_CP, self.squares[:C], targets, self._least, self._mass_CP, self._flags, dropped, used, self.known.seed
         )
         kept_lists.list_kept(
             self._flags, lists, self._shares, self._space, total, e_CV, targets, self.weight_VD.shape[1], used
         )
+
+    @property
+    def listed(self) -> Listed:
+        """Return a chunk's tiles that are kept, as the exponentials' GEMM takes them."""
+        return kept_sums.list_tiles(self._lists_of_chunk)
 
     def settle(self, e_CV: Tensor, ends: InputRows | None, scaled_CD: Tensor | None) -> None:
         """Take what is compared of a chunk's E, and then multiply the tiles that stay at random."""
@@ -147,24 +163,18 @@ class KeptTiles:
         self.known.end()
 
 
-def see_chunk(
-    known: VocabularyOrder, e_CV: Tensor, s_C: Tensor, y_C: Tensor, factor_C: Tensor, used: Used, order: Tensor | None
-) -> None:
-    """Take a chunk's probabilities: the column sums of p - 1 at the target, and how often a class is one."""
-    V = e_CV.shape[1]
-    sums = s_C.new_zeros(V)
-    exp_rows.add_column_sums(e_CV, (s_C / factor_C).where(s_C != 0, 0), sums, used)
-    valid = y_C >= 0
-    times = torch.zeros(V, dtype=torch.int32, device=y_C.device)
-    times.scatter_add_(0, y_C.clamp(min=0).long(), valid.int())
-    total = (sums + times).nan_to_num(0, 0, 0).clamp(min=0)
+def see_rows(known: VocabularyOrder, sums_V: Tensor, y_n: Tensor, order: Tensor | None) -> None:
+    """Take rows' probabilities: the column sums of p - 1 at the target, and how often a class is one."""
+    times = torch.zeros(len(sums_V), dtype=torch.int32, device=y_n.device)
+    times.scatter_add_(0, y_n.clamp(min=0).long(), (y_n >= 0).int())
+    total = (sums_V + times).nan_to_num(0, 0, 0).clamp(min=0)
     if order is not None:
         total = torch.empty_like(total).index_copy_(0, order[1:].long(), total)
     known.see(total)
 
 
 def sorted_rows(
-    rows: Rows, y_N: Tensor, unit_N: Tensor, known: VocabularyOrder, V: int, chunk_rows: int
+    rows: Rows, y_N: Tensor, unit_N: Tensor, order: Tensor, chunk_rows: int
 ) -> tuple[Rows, Tensor, Tensor]:
     """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count.
 
@@ -172,8 +182,9 @@ def sorted_rows(
     chunk has its part of all targets, so that what a class gets of its own tokens and of the others meets in one sum,
     and not when it has been rounded. Ignored tokens are last.
     """
-    assert known.inverse is not None
-    places = known.inverse.index_select(0, y_N.clamp(min=0)).where(y_N >= 0, V)
+    V, classes = len(order) - 1, order[1:].long()
+    inverse = torch.empty_like(order[1:]).index_copy_(0, classes, torch.arange(V, dtype=order.dtype, device=order.device))
+    places = inverse.index_select(0, y_N.clamp(min=0)).where(y_N >= 0, V)
     places, index = places.sort(stable=True)
     valid = places < V
     count = valid.sum(dtype=torch.int32).view(1)

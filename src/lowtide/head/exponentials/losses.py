@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.exponentials.kept import KeptTiles, see_chunk
+from lowtide.head.exponentials.kept import KeptTiles, see_rows
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
-from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
+from lowtide.head.kernels.exp_logits import ExpRows, Listed, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.hopper import COLUMNS
 from lowtide.head.kernels.input_rows_hopper import InputRows
+from lowtide.head.kernels.kept_tiles import Targets
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
@@ -43,11 +44,12 @@ class CrossEntropy(Exponentials):
     ignored.
     """
 
-    def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
+    def __init__(self, head: Head, loss: Loss, plan: HeadPlan, order: Tensor | None = None) -> None:
+        """``order``: that of the classes in forward, where backward skips tiles."""
         self.remembered = numbered(abs(head.order)) if head.order else None
         self.kept: KeptTiles | None = None
         if self.remembered is not None and head.order > 0 and plan.kept:
-            self.kept = KeptTiles(self.remembered, head)
+            self.kept = KeptTiles(self.remembered, head, order)
             head, loss = self.kept.head, self.kept.loss(loss)
         super().__init__(head, plan, loss.rows)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
@@ -75,11 +77,13 @@ class CrossEntropy(Exponentials):
         self._x: Tensor | None = None  # its hidden states, where they are gathered; s x takes their place
         self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
         self._begun = False  # whether the weight's gradient holds something
+        self._seen: Tensor | None = None  # the sums of the rows' probabilities, where they are to be seen
 
     def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
         """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factors`` add gradients.
 
-        ``factors`` is called while the first GEMM runs: the device should not wait for the host.
+        ``factors`` is called while the first GEMM runs: the device should not wait for the host. Without them, where
+        backward is to skip tiles, also what it needs of all N tokens' "tiles", and the "order" of the classes.
         """
         plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
         if in_chunks and not (alone and factors is None):
@@ -104,16 +108,22 @@ class CrossEntropy(Exponentials):
         found = torch.empty(3, len(y_n), dtype=torch.float32, device=y_n.device)
         at_once = self._begin_all_targets(y_n)
         self._sums = self._new(max((p.part.stop - p.part.start for p in pieces), default=0), self.tiles)
+        saved = self.kept.saved(len(self._sums)) if self.kept is not None and factors is None else None
         begin_targets, begin_sums = partial(self._begin_targets, y_n, own_n, at_once), partial(self._begin_sums, found)
         for piece in self.in_stages(pieces, self.begin, begin_targets, begin_sums, chunks=self._e is not None):
             if self._e is None:
                 self._finish(piece)
+                if self.kept is not None and saved is not None and self.index is not None:
+                    sums, to = self._sums[: len(piece.y_C)], self.index[piece.part]
+                    self.kept.save(sums, piece.rows.miss, piece.y_C, to, saved, self.used(piece.part))
             else:
                 self._add_gradients(piece)
             del piece  # and with it its memory, when the next is made
         if order is not None:
             found = torch.empty_like(found).index_copy_(1, order, found)
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
+        if self.kept is not None and saved is not None:
+            numbers |= {"tiles": saved, "order": self.kept.order.clone()}
         if self._e is not None:
             into = self._take_factors()  # also where there are no tokens
             if self.kept is not None:
@@ -131,8 +141,14 @@ class CrossEntropy(Exponentials):
         self._factor_n, self.known = factor_n, known
         self._begin_even(into)
         self._numbers = self._new(4 * self.plan.chunk_rows)
+        watched = self.remembered is not None and self.remembered.refreshes
+        self._seen = torch.zeros_like(self._new(self.width)) if watched else None
         self.recompute(into)
         self._put_even(add=True)
+        if self.remembered is not None:
+            self.remembered.see_misses(factor_n, known["miss"])
+            if self._seen is not None:
+                see_rows(self.remembered, self._seen, self.y_n, None)
 
     def _begin_even(self, into: Gradients) -> None:
         """Begin smoothing's part of the gradients, the same for every row: it stays out of the wide GEMMs.
@@ -175,11 +191,13 @@ class CrossEntropy(Exponentials):
         """See `Exponentials.new_rows`."""
         return super().new_rows(piece) if self._x is None else self._x[piece.at]
 
-    def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
-        """Write E of a piece and some classes, or its sums."""
+    def exponentials(
+        self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, listed: Listed | None = None
+    ) -> None:
+        """Write E of a piece and some classes, or its sums; where tiles are ``listed`` others need not be written."""
         used = self.used(piece.part)
         if self.hopper:
-            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used)
+            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used, listed=listed)
             return
         transform = self.transform.of_classes(slice(rows.first_class, rows.first_class + len(w_VD)))
         gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, self.config, used=used)
@@ -321,26 +339,27 @@ class CrossEntropy(Exponentials):
         assert self.remembered is not None
         used, rows, kept, factor_C = self.used(piece.part), piece.rows, self.kept, self._factor_n[piece.part]
         if self.remembered.refreshes:
-            order = None if kept is None else kept.order
-            see_chunk(self.remembered, e_CV, rows.s, piece.y_C, factor_C, used, order)
+            sums = torch.zeros_like(self._new(self.width))
+            exp_rows.add_column_sums(e_CV, (rows.s / factor_C).where(rows.s != 0, 0), sums, used)
+            see_rows(self.remembered, sums, piece.y_C, None if kept is None else kept.order)
         if kept is not None:
             if into.bias_V is not None:  # before E changes
                 exp_rows.add_column_sums(e_CV, rows.s, into.bias_V, used)
-            kept.find(piece.y_C, rows, self._sums[: len(e_CV)], e_CV, used)
-            ends = None if into.input_ND is None else self._ends(piece, factor_C, into.input_ND)
+            kept.find(Targets(piece.y_C, rows.s, rows.rest), self._sums[: len(e_CV)], e_CV, used)
+            ends = None if into.input_ND is None else self.ends(piece, rows.s, rows.rest, into.input_ND)
             kept.settle(e_CV, ends, None if self._scaled is None else self._scaled[piece.at])
 
-    def _ends(self, piece: Piece, factor_C: Tensor, input_ND: Tensor) -> InputRows:
+    def ends(self, piece: Piece, s_C: Tensor, rest_C: Tensor, input_ND: Tensor) -> InputRows:
         """Return what ends the rows of a piece's input gradient."""
-        rows, w_VD, (out, to_C) = piece.rows, self.weight_VD, self.places(input_ND, piece.part)
-        ends = InputRows(out, out.stride(0), to_C, rows.s, piece.y_C, rows.rest, w_VD, w_VD.stride(0))
-        return ends if self.terms.uniform_D is None else ends.even(*self.terms.even(factor_C))
+        w_VD, (out, to_C) = self.weight_VD, self.places(input_ND, piece.part)
+        ends = InputRows(out, out.stride(0), to_C, s_C, piece.y_C, rest_C, w_VD, w_VD.stride(0))
+        return ends if self.terms.uniform_D is None else ends.even(*self.terms.even(self._factor_n[piece.part]))
 
     def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
         """Write a piece's input gradient, in blocks of the plan's rows; or this rank's part of it."""
         alone, product, rows, terms = self.ranks.alone, self._product, piece.rows, self.terms
         if self._x is not None and e_CV is not None:
-            ends, used = self._ends(piece, factor_C, input_ND), self.used(piece.part)
+            ends, used = self.ends(piece, rows.s, rows.rest, input_ND), self.used(piece.part)
             if self.kept is not None:
                 self.kept.input_grad(e_CV, ends, used)
             else:
@@ -403,9 +422,13 @@ class CrossEntropy(Exponentials):
 
     def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
         """See `Exponentials.fill`."""
-        reference_C, coefficient_C = piece.rows[:2]
+        reference_C, coefficient_C, s_C = piece.rows[:3]
         rows = ExpRows.of(reference_C, piece.y_C, None, coefficient_C, first_class)
         self.exponentials(piece, w_BD, e_CB, rows)
+        if self._seen is not None:
+            weight_C = torch.exp(reference_C - self.known["lse"][piece.part]).where(s_C != 0, 0)
+            sums = self._seen[first_class : first_class + len(w_BD)]
+            exp_rows.add_column_sums(e_CB, weight_C, sums, self.used(piece.part))
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
         """See `Exponentials.finish_input`."""

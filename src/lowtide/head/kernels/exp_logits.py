@@ -38,6 +38,13 @@ class ExpRows(NamedTuple):
         return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first, squares)
 
 
+class Listed(NamedTuple):
+    """Tiles [128, 256] of a chunk, int32, those of one tile across the vocabulary beside each other."""
+
+    tiles: Tensor  # [R * P]: 2^16 times the tile of rows, plus the tile across
+    number: Tensor  # [1]
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write ``E = exp(z - reference)`` of a tile, times ``1 - (z / softcap)**2`` with a cap, and its row sums.

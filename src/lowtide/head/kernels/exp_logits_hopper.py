@@ -30,7 +30,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lowtide.head.kernels.exp_logits import ExpRows
+from lowtide.head.kernels.exp_logits import ExpRows, Listed
 from lowtide.head.kernels.gemm import ALL, Used
 from lowtide.head.kernels.hopper import (
     COLUMNS,
@@ -61,13 +61,28 @@ STAGES = gl.constexpr(4)
 
 
 @gluon.jit
-def _tile_at(tile, C, V):  # type: ignore[no-untyped-def]
+def _number_of_tiles(listed, C, V):  # type: ignore[no-untyped-def]
+    """Return how many tiles there are, or how many are listed."""
+    tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
+    if listed is not None:
+        tiles = gl.load(listed.number)
+    return tiles
+
+
+@gluon.jit
+def _tile_at(tile, listed, C, V):  # type: ignore[no-untyped-def]
     """Return the tile's place, (row tile, column tile): groups of GROUP row tiles, rows go first."""
     row_tiles = gl.cdiv(C, 2 * ROWS)
     width = GROUP * gl.cdiv(V, COLUMNS)
     first = (tile // width) * GROUP
     height = gl.minimum(row_tiles - first, GROUP)
-    return first + (tile % width) % height, (tile % width) // height
+    row_tile = first + (tile % width) % height
+    p = (tile % width) // height
+    if listed is not None:
+        place = gl.load(listed.tiles + tile)
+        row_tile = place >> 16
+        p = place & 0xFFFF
+    return row_tile, p
 
 
 @gluon.jit
@@ -77,13 +92,13 @@ def _stage_and_phase(step):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _produce(x_d, w_d, stages, C, V, D):  # type: ignore[no-untyped-def]
+def _produce(x_d, w_d, stages, listed, C, V, D):  # type: ignore[no-untyped-def]
     """Load the stages. What is outside of x and w is read as zeros, and counts as bytes that arrived."""
     x_s, w_s, full, empty = stages
-    tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
+    tiles = _number_of_tiles(listed, C, V)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row_tile, p = _tile_at(tile, C, V)
+        row_tile, p = _tile_at(tile, listed, C, V)
         row = row_tile * (2 * ROWS)
         for k in range(gl.cdiv(D, DEPTH)):
             stage, phase = _stage_and_phase(step)
@@ -98,17 +113,17 @@ def _produce(x_d, w_d, stages, C, V, D):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, e_d, e_s, stages, rows_of, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
+    HALF: gl.constexpr, e_d, e_s, stages, rows_of, listed, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
 ):
     """Multiply, and finish, the HALF-th ROWS rows of each tile."""
     x_s, w_s, full, empty = stages
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
-    tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
+    tiles = _number_of_tiles(listed, C, V)
     buffer = e_s.index(HALF)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row_tile, p = _tile_at(tile, C, V)
+        row_tile, p = _tile_at(tile, listed, C, V)
         row = row_tile * (2 * ROWS) + HALF * ROWS
         column = p * COLUMNS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -176,7 +191,7 @@ def _consume(  # type: ignore[no-untyped-def]
 @Launcher
 @gluon.jit(do_not_specialize=["first", "C", "V", "D"])  # type: ignore[untyped-decorator]
 def _exp_logits_hopper(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, rows, count, first, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
+    x_d, w_d, e_d, rows, listed, count, first, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
@@ -195,9 +210,9 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
         used = gl.minimum(gl.cdiv(used, 2 * ROWS) * (2 * ROWS), C)
     gl.warp_specialize(
         [
-            (_consume, (0, e_d, e_s, stages, rows, used, V, D, BOUND, STORE)),
-            (_consume, (1, e_d, e_s, stages, rows, used, V, D, BOUND, STORE)),
-            (_produce, (x_d, w_d, stages, used, V, D)),
+            (_consume, (0, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE)),
+            (_consume, (1, e_d, e_s, stages, rows, listed, used, V, D, BOUND, STORE)),
+            (_produce, (x_d, w_d, stages, listed, used, V, D)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -219,16 +234,17 @@ def why_not_on(device: torch.device) -> str | None:
 
 
 def exp_logits_hopper(
-    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None, used: Used = ALL
-) -> None:
+    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None, used: Used = ALL,
+    listed: Listed | None = None,
+) -> None:  # fmt: skip
     """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of bfloat16 rows at multiples of 16 bytes; none empty.
 
-    If `why_not_on` has no reason against the device.
+    If `why_not_on` has no reason against the device. Tiles that are not ``listed`` are left as they are.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = hopper_descriptor(x_CD, ROWS.value, DEPTH.value)
     _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
         x_d, hopper_descriptor(w_VD, COLUMNS.value, DEPTH.value),
-        x_d if e_CV is None else hopper_descriptor(e_CV, ROWS.value, PIECE.value), rows, *used, C, V, D,
+        x_d if e_CV is None else hopper_descriptor(e_CV, ROWS.value, PIECE.value), rows, listed, *used, C, V, D,
         BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip

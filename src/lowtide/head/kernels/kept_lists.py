@@ -45,9 +45,13 @@ def _list_across(flags_ptr, lists, e_ptr, e_stride, targets, tile, used, C, P): 
     row, inside, home, y = home_of(targets, tile, used, C)
     is_kept = tl.load(flags_ptr + tile * P + home, mask=inside, other=1) == 1
     rest = tl.load(targets.rest + row, mask=inside, other=0.0)
-    entry = tl.load(e_ptr + row.to(tl.int64) * e_stride + y, mask=inside & ~is_kept, other=0.0).to(tl.float32)
-    tl.store(targets.alone + row, tl.where(is_kept, 0.0, entry + rest), mask=row < C)
-    tl.store(targets.lost + row, entry + rest, mask=row < C)
+    if targets.entry is None:
+        entry = tl.load(e_ptr + row.to(tl.int64) * e_stride + y, mask=inside & ~is_kept, other=0.0).to(tl.float32)
+        entry += rest
+    else:
+        entry = tl.load(targets.entry + row, mask=inside & ~is_kept, other=0.0)
+    tl.store(targets.alone + row, tl.where(is_kept, 0.0, entry), mask=row < C)
+    tl.store(targets.lost + row, tl.where(is_kept, rest, entry), mask=row < C)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -34,8 +34,9 @@ class Targets(NamedTuple):
     y: Tensor  # int32, -1 where ignored
     s: Tensor  # float32
     rest: Tensor  # float32: what its entry in E lost in rounding
-    alone: Tensor  # float32: takes the entry where its tile is not kept, else 0
-    lost: Tensor  # float32: takes the entry where its tile is not kept, else ``rest``
+    entry: Tensor | None = None  # float32: its entry in E, unrounded, where E does not exist yet
+    alone: Tensor | None = None  # float32: takes the entry where its tile is not kept, else 0
+    lost: Tensor | None = None  # float32: takes the entry where its tile is not kept, else ``rest``
 
 
 @triton.jit

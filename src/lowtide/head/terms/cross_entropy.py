@@ -91,6 +91,7 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
     if keep:
         # copies: an operator returns no memory twice
         values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
+        values |= {name: numbers[name] for name in ("tiles", "order") if name in numbers}
         if not ranks.alone and loss.own_n is not None and loss.total is not None:
             values["own"] = torch.cat((rows.among_all(loss.own_n), loss.total[None]))
     if not any(wanted):
@@ -109,18 +110,14 @@ def backward(
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    loss, plan = _plan(head, args, wanted, None if head.order else known, None if head.ranks.alone else valid_N)
-    if head.order and plan.schedule == "chunks":  # which tiles are skipped follows from the sums of E, built whole
-        known = {}
-    elif head.order:
-        loss, plan = _plan(head, args, wanted, known)
+    loss, plan = _plan(head, args, wanted, known, None if head.ranks.alone else valid_N)
     rows = loss.rows
     into = gradient_buffers(head, rows, plan, wanted)
     given = given.to(head.wide)
     factor = loss.divided() * (rows.of(given) if given.dim() else given)
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
-    numbers = rows.of_each({name: known[name] for name in ("lse", "miss") if name in known})
-    _run(head, loss, plan, lambda: (factor, into), numbers or None)
+    numbers = rows.of_each({name: known[name] for name in ("lse", "miss")}) | {x: known[x] for x in ("tiles", "order")}
+    _run(head, loss, plan, lambda: (factor, into), numbers)
     if is_last_backward():
         head.ranks.keep(kept=False)
     return into
@@ -138,11 +135,16 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     if plan.backend == "exp":
         from lowtide.head.exponentials.losses import CrossEntropy
 
-        exponentials, numbers = CrossEntropy(head, loss, plan), Numbers()
+        numbers = Numbers()
         if known is None:
-            numbers = exponentials.forward(factors)
+            numbers = CrossEntropy(head, loss, plan).forward(factors)
         elif factors is not None:
-            exponentials.gradients(*factors(), known)
+            if keeps_tiles(head, plan):
+                from lowtide.head.exponentials.kept_backward import KeptBackward
+
+                KeptBackward(head, loss, plan, known["order"]).gradients(*factors(), known)
+            else:
+                CrossEntropy(head, loss, plan).gradients(*factors(), known)
         if head.order and factors is not None:
             order = numbered(abs(head.order))
             order.dense += not plan.kept
@@ -204,7 +206,9 @@ def _plan(
         if keeps_tiles(head, plan):
             from lowtide.head.exponentials.kept import sorted_rows
 
-            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, numbered(head.order), V, plan.chunk_rows)
+            order = numbered(head.order).order if known is None else known["order"]
+            assert order is not None
+            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, order, plan.chunk_rows)
         elif skips:
             y, unit, index, count = selection.valid_first()
             rows = replace(rows, index=index, count=count)
@@ -282,10 +286,12 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
         "lse": each,
         "miss": each,
         "own": ((0,), head.wide),
+        "tiles": ((0,), head.dtype),
+        "order": ((0,), torch.int32),
     }
 
 
 CROSS_ENTROPY = Function(
     "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes,
-    returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "own"),
+    returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "own", "tiles", "order"),
 )  # fmt: skip
