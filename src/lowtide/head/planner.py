@@ -304,18 +304,20 @@ def _cut_exponentials(work: Work) -> Cut:
 
 
 def _cut_kept(work: Work) -> Cut:
-    """Cut where tiles are skipped: by default in the memory of a call that skips none, if the ordered copy fits there.
+    """Cut where tiles are skipped: by default in the memory of a loss that skips none, if the ordered copy fits there.
 
-    If it does not, in as much more; a user's own limit is kept, and where it is too low no tile is skipped.
+    If it does not, in as much more; a user's own limit is kept, and where it is too low no tile is skipped. The chunks
+    are those of gradients in forward, also where backward computes them: of short ones little would be won.
     """
-    (N, D, V), dense = work.size, cut(work._replace(kept=False))
-    limits = [dense[1], dense[1] + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
+    (N, D, V), work_of_chunks = work.size, work._replace(gradient="forward")
+    scratch = cut(work_of_chunks._replace(kept=False))[1]
+    limits = [scratch, scratch + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
     for limit in limits:
-        of_limit = work._replace(options=replace(work.options, workspace_mib=limit / MIB), gradient="forward")
+        of_limit = work_of_chunks._replace(options=replace(work.options, workspace_mib=limit / MIB))
         rows, scratch, more = next(_cuts_of_exponentials(of_limit, Schedule(work.gpu, work.size, trained=True)))[1]
         if rows >= min(N, KEPT_ROWS) and scratch <= limit:
             return rows, scratch, {**more, "kept": True}
-    return dense
+    return cut(work._replace(kept=False))
 
 
 def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[float, Cut]]:
