@@ -69,6 +69,7 @@ class VocabularyOrder:
         self.asked, self.number = asked, number
         self.calls = self.dense = 0
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
+        self.inverse: Tensor | None = None  # int32 [V]: each class's place
         self.mean: Tensor | None = None  # float32 [V]
         self.threshold: Threshold | None = None
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
@@ -164,6 +165,7 @@ class VocabularyOrder:
         cluster = _clusters(w_VD, by_mean)[by_mean]
         classes = by_mean[(band * CLUSTERS + cluster).argsort(stable=True)]
         self.order = torch.cat((classes.new_full((1,), V), classes)).int()
+        self.inverse = inverse_of(self.order)
         if self.threshold is None:
             self.threshold = Threshold.first(self.asked.error, w_VD.device)
             self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)
@@ -177,6 +179,12 @@ class VocabularyOrder:
         mass, (of_input, of_weight) = float(self.dropped.sum() / self.tokens), self.threshold.errors.tolist()
         value = float(self.threshold.value)
         return Report(kept / max(1, tiles), mass, of_input, of_weight, value, self.calls, self.dense)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Return each class's place in an order of V and the classes."""
+    places = torch.arange(len(order) - 1, dtype=order.dtype, device=order.device)
+    return torch.empty_like(places).index_copy_(0, order[1:].long(), places)
 
 
 def _clusters(w_VD: Tensor, by_mean: Tensor) -> Tensor:

@@ -173,17 +173,16 @@ def see_rows(known: VocabularyOrder, sums_V: Tensor, y_n: Tensor, order: Tensor 
     known.see(total)
 
 
-def sorted_rows(rows: Rows, y_N: Tensor, unit_N: Tensor, order: Tensor, chunk_rows: int) -> tuple[Rows, Tensor, Tensor]:
+def sorted_rows(
+    rows: Rows, y_N: Tensor, unit_N: Tensor, inverse: Tensor, chunk_rows: int
+) -> tuple[Rows, Tensor, Tensor]:
     """Return the rows, their targets' places in the order (int32, -1 where ignored) and what they count.
 
     Those of a chunk are in the order of their targets: a tile of rows then has few, and tokens that are alike. Every
     chunk has its part of all targets, so that what a class gets of its own tokens and of the others meets in one sum,
     and not when it has been rounded. Ignored tokens are last.
     """
-    V, classes = len(order) - 1, order[1:].long()
-    inverse = torch.empty_like(order[1:]).index_copy_(
-        0, classes, torch.arange(V, dtype=order.dtype, device=order.device)
-    )
+    V = len(inverse)
     places = inverse.index_select(0, y_N.clamp(min=0)).where(y_N >= 0, V)
     places, index = places.sort(stable=True)
     valid = places < V

@@ -23,7 +23,7 @@ from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
-from lowtide.head.vocabulary_order import numbered
+from lowtide.head.vocabulary_order import inverse_of, numbered
 
 ROWS_OF_STEP = 64  # of the GEMM that sums over the rows of a chunk: none is of two pieces
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
@@ -206,9 +206,9 @@ def _plan(
         if keeps_tiles(head, plan):
             from lowtide.head.exponentials.kept import sorted_rows
 
-            order = numbered(head.order).order if known is None else known["order"]
-            assert order is not None
-            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, order, plan.chunk_rows)
+            inverse = numbered(head.order).inverse if known is None else inverse_of(known["order"])
+            assert inverse is not None
+            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, inverse, plan.chunk_rows)
         elif skips:
             y, unit, index, count = selection.valid_first()
             rows = replace(rows, index=index, count=count)
