@@ -83,7 +83,7 @@ class CrossEntropy(Exponentials):
         """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factors`` add gradients.
 
         ``factors`` is called while the first GEMM runs: the device should not wait for the host. Without them, where
-        backward is to skip tiles, also what it needs of all N tokens' "tiles", and the "order" of the classes.
+        backward is to skip tiles, also what it needs of all N tokens' "tiles", and the order of the "classes".
         """
         plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
         if in_chunks and not (alone and factors is None):
@@ -123,7 +123,7 @@ class CrossEntropy(Exponentials):
             found = torch.empty_like(found).index_copy_(1, order, found)
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
         if self.kept is not None and saved is not None:
-            numbers |= {"tiles": saved, "order": self.kept.order.clone()}
+            numbers |= {"tiles": saved, "classes": self.kept.order.clone()}
         if self._e is not None:
             into = self._take_factors()  # also where there are no tokens
             if self.kept is not None:

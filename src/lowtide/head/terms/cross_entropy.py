@@ -91,7 +91,7 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
     if keep:
         # copies: an operator returns no memory twice
         values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
-        values |= {name: numbers[name] for name in ("tiles", "order") if name in numbers}
+        values |= {name: numbers[name] for name in ("tiles", "classes") if name in numbers}
         if not ranks.alone and loss.own_n is not None and loss.total is not None:
             values["own"] = torch.cat((rows.among_all(loss.own_n), loss.total[None]))
     if not any(wanted):
@@ -116,7 +116,7 @@ def backward(
     given = given.to(head.wide)
     factor = loss.divided() * (rows.of(given) if given.dim() else given)
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
-    numbers = rows.of_each({name: known[name] for name in ("lse", "miss")}) | {x: known[x] for x in ("tiles", "order")}
+    numbers = rows.of_each({name: known[name] for name in ("lse", "miss")}) | {x: known[x] for x in ("tiles", "classes")}
     _run(head, loss, plan, lambda: (factor, into), numbers)
     if is_last_backward():
         head.ranks.keep(kept=False)
@@ -142,7 +142,7 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
             if keeps_tiles(head, plan):
                 from lowtide.head.exponentials.kept_backward import KeptBackward
 
-                KeptBackward(head, loss, plan, known["order"]).gradients(*factors(), known)
+                KeptBackward(head, loss, plan, known["classes"]).gradients(*factors(), known)
             else:
                 CrossEntropy(head, loss, plan).gradients(*factors(), known)
         if head.order and factors is not None:
@@ -206,7 +206,7 @@ def _plan(
         if keeps_tiles(head, plan):
             from lowtide.head.exponentials.kept import sorted_rows
 
-            inverse = numbered(head.order).inverse if known is None else inverse_of(known["order"])
+            inverse = numbered(head.order).inverse if known is None else inverse_of(known["classes"])
             assert inverse is not None
             rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, inverse, plan.chunk_rows)
         elif skips:
@@ -287,11 +287,11 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
         "miss": each,
         "own": ((0,), head.wide),
         "tiles": ((0,), head.dtype),
-        "order": ((0,), torch.int32),
+        "classes": ((0,), torch.int32),
     }
 
 
 CROSS_ENTROPY = Function(
     "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes,
-    returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "own", "tiles", "order"),
+    returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "own", "tiles", "classes"),
 )  # fmt: skip
