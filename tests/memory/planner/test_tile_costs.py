@@ -16,7 +16,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.tile_costs import tile_policies
+from lowtide.memory.planner.tile_costs import SLOWER, tile_policies
 from lowtide.train.shapes import SHAPES
 
 T, H, KEYS, TILE = 131072, 4096, 2 * 1024, 16384
@@ -43,11 +43,11 @@ def test_bytes_by_hand(keep: str) -> None:
 
 
 def test_time() -> None:
-    """Keys and values are computed once more; a short tile waits for the host."""
+    """Keys and values are computed once more, and tiles take a little longer; a short one waits for the host."""
     at_once, cost = LayerCosts(LLAMA)[INPUT], LayerCosts(LLAMA)[TILED]
     assert cost.flop - at_once.flop == 2 * T * H * KEYS
-    assert cost.forward == at_once.forward
-    assert at_once.backward < cost.backward < 1.03 * at_once.backward
+    assert cost.forward == SLOWER * at_once.forward
+    assert SLOWER * at_once.backward < cost.backward < (SLOWER + 0.03) * at_once.backward
     small = LayerCosts(LLAMA)[replace(TILED, tile_tokens=64)]
     assert small.forward > 2 * at_once.forward
     assert small.backward > 2 * at_once.backward

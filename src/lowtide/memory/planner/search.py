@@ -5,7 +5,8 @@ them last, when what the others saved is free again, and offloaded ones have the
 with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up, or with
 the frozen weights of some layers. Policies by which one layer of several saves its input are tried beside one other
 policy at most: they cost a forward for less than anything else saves, so that they matter where nothing else fits.
-Layers in tiles come last: only for peaks that no other mixture reaches.
+Layers in tiles are tried likewise; in tiles shorter than those that were measured, only for peaks that no other mixture
+reaches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.step_costs import StepCosts
-from lowtide.memory.planner.tile_costs import EVERY, tile_policies
+from lowtide.memory.planner.tile_costs import EVERY, MOST, tile_policies
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
 from lowtide.memory.weights import ON_GPU
 
@@ -152,7 +153,8 @@ class Search:
         found = [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
         least = min((one.peak for one in found), default=0)
         in_tiles = (one for one in self._beside_one(self.tiles) if self._counts(one))
-        return found + [each for one in in_tiles for each in self.with_offloads(one) if each.peak < least]
+        measured = any(policy.tile_tokens == MOST for policy in self.tiles)
+        return found + [each for one in in_tiles for each in self.with_offloads(one) if measured or each.peak < least]
 
     def _beside_one(self, policies: Sequence[ActivationPolicy]) -> Iterator[Candidate]:
         """Yield mixtures of each of these policies with one other, its layers first, in whole groups with ``every``."""
