@@ -116,7 +116,7 @@ def backward(
     given = given.to(head.wide)
     factor = loss.divided() * (rows.of(given) if given.dim() else given)
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
-    numbers = rows.of_each({name: known[name] for name in ("lse", "miss")}) | {x: known[x] for x in ("tiles", "classes")}
+    numbers = known | rows.of_each({name: known[name] for name in ("lse", "miss")})
     _run(head, loss, plan, lambda: (factor, into), numbers)
     if is_last_backward():
         head.ranks.keep(kept=False)
