@@ -218,6 +218,32 @@ def test_a_value_for_each_token(kernels: None, losses: Callable[..., Tensor]) ->
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("options", [{}, {"skip_unbiased": True}])
+def test_several_calls_before_their_backward(kernels: None, options: dict[str, Any]) -> None:
+    """Each has its own tiles in its own order, also where that was renewed since; empty ones have gradients of 0."""
+    x, w, y = problem(150, 24, 1100)
+    g, parameter, parts = torch.randn(150), w.requires_grad_(), (slice(0, 70), slice(70, 70), slice(70, 150))
+    right_x, right_w = (t.double().requires_grad_() for t in (x, w))
+    each = -torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
+    right = torch.autograd.grad((each * g).sum(), (right_x, right_w))
+    for turn in range(4):
+        hidden, total = x.clone().requires_grad_(), torch.zeros_like(w)
+        found = [
+            lowtide.linear_logprobs(hidden[part], parameter, y[part], options=HeadOptions(skip=0.02, **options))
+            for part in parts
+        ]
+        for part, one in zip(parts[:: -1 if turn % 2 else 1], found[:: -1 if turn % 2 else 1], strict=True):
+            (one * g[part]).sum().backward(inputs=[hidden, parameter])
+            total += parameter.grad
+            parameter.grad = None
+        assert relative(hidden.grad, right[0]) < 0.02
+        assert relative(total, right[1]) < 0.02
+    nothing = lowtide.linear_logprobs(hidden, parameter, y, options=HeadOptions(skip=0.02, **options))
+    grads = torch.autograd.grad(nothing, (hidden, parameter), torch.zeros(150))
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 def test_gradients_of_a_mean_that_backward_recomputes(kernels: None) -> None:
     """As of one whose gradients forward stores, and without anything stored."""
     x, w, y = problem(150, 24, 1100)

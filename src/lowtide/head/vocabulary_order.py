@@ -68,6 +68,7 @@ class VocabularyOrder:
     def __init__(self, asked: Asked, number: int) -> None:
         self.asked, self.number = asked, number
         self.calls = self.dense = 0
+        self.ended = 0  # passes that skipped
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
         self.inverse: Tensor | None = None  # int32 [V]: each class's place
         self.mean: Tensor | None = None  # float32 [V]
@@ -112,8 +113,8 @@ class VocabularyOrder:
 
     @property
     def seed(self) -> int | None:
-        """Return the seed of the present call's random numbers, None where there are none."""
-        return (self.asked.seed * 1000003 + self.calls) % 2**31 if self.asked.unbiased else None
+        """Return the seed of the present pass's random numbers, None where there are none."""
+        return (self.asked.seed * 1000003 + self.ended) % 2**31 if self.asked.unbiased else None
 
     @property
     def refreshes(self) -> bool:
@@ -140,12 +141,15 @@ class VocabularyOrder:
         return self.order is not None and (pays or n % PROBE == 0)
 
     def end(self) -> None:
-        """End a call that skipped: its numbers begin to arrive."""
+        """End a pass that skipped: its numbers begin to arrive, in the place of an earlier one's not yet heeded."""
         assert self.total is not None
         assert self.threshold is not None
         if self._numbers is None:
             self._numbers = host_memory(AT_ONCE, 3)
-        number = self._numbers[self.calls % AT_ONCE]
+        number = self._numbers[self.ended % AT_ONCE]
+        self.ended += 1
+        while len(self._arriving) >= AT_ONCE:
+            self._arriving.popleft()
         wait = sent(torch.cat((self.total.float(), self.threshold.change)), number)
         self._arriving.append((self.calls - 1, wait, number))
 

@@ -34,7 +34,6 @@ class KeptTiles:
         """``order``: of the classes, where forward took another than the present one."""
         order = known.order if order is None else order
         assert order is not None
-        assert known.total is not None
         self.given_dtype = head.weight_VD.dtype
         self.known, self.order, (V, D) = known, order, head.weight_VD.shape
         new = head.input.new_empty
@@ -48,9 +47,6 @@ class KeptTiles:
         self._shared_PD: Tensor | None = None
         self._dropped = [new(0, dtype=torch.float32)]
         self._comparison: Comparison | None = None
-        if known.compares:
-            self._comparison = Comparison(self.weight_VD, known.signs(self.weight_VD), head.tokens)
-        known.total.zero_()
 
     def _ordered(self, x_V: Tensor) -> Tensor:
         return x_V.index_select(0, self.order[1:])
@@ -68,8 +64,12 @@ class KeptTiles:
         self.known.tokens = factor_n.abs().sum()
 
     def allocate(self, rows: int) -> None:
-        """Make what chunks of so many rows share."""
-        device = self.weight_VD.device
+        """Make what gradients of chunks of so many rows share."""
+        known, device = self.known, self.weight_VD.device
+        assert known.total is not None
+        known.total.zero_()
+        if known.compares:
+            self._comparison = Comparison(self.weight_VD, known.signs(self.weight_VD), self.head.tokens)
         self._lists, self._flags = kept_lists.lists_for(rows, self.tiles, device)
         self._shares, self._space = kept_lists.shares_for(rows, device)
         self._room = room_for(device)
