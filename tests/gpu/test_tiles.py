@@ -62,6 +62,24 @@ def test_errors_are_those_of_stock(kernel: str, keep: Any, offload: bool, fused:
             assert error <= 1.3 * stock_error + 1e-3, name
 
 
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_kernels_that_are_planned_once_for_all_calls(kernel: str) -> None:
+    """Of the same queries, keys and values, whatever outputs they have: each policy's, and a stock layer's."""
+    backend, tokens = getattr(SDPBackend, kernel), 300
+    ids = torch.randint(VOCAB, (3, 4 * tokens), device="cuda")
+    stock = llama(num_hidden_layers=1)
+    true = copy.deepcopy(stock).float()
+    for keep in ("attention", None, "input", None, "attention"):
+        model, given = copy.deepcopy(stock), ids if keep else ids[:, :tokens]
+        if keep:
+            apply_policy(model, ActivationPolicy(keep=keep, tile_tokens=tokens))
+        (_, got), (_, right) = step(model, given, backend), step(true, given, SDPBackend.MATH)
+        _, want = step(copy.deepcopy(stock), given, SDPBackend.EFFICIENT_ATTENTION)
+        for name, value in got.items():
+            error, stock_error = (relative_error(x.float(), right[name]) for x in (value, want[name]))
+            assert error <= 1.3 * stock_error + 1e-3, (keep, name)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_widths_of_heads(head_dim: int) -> None:
     ids = torch.randint(VOCAB, (1, 777), device="cuda")

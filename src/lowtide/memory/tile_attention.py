@@ -139,6 +139,7 @@ class WholeSequence:
         self, place: int, scale: float | None, gradient: Tensor, query: Tensor, output: Tensor, logsumexp: Tensor
     ) -> tuple[Tensor, ...]:
         """Return the gradients of a tile's queries, keys and values; those of later tiles have been computed before."""
+        gradient, output = (_laid_out_as(query, x) for x in (gradient, output))
         if not self._gradients:
             wide = torch.promote_types(query.dtype, torch.float32)
             self._gradients = [torch.zeros_like(x, dtype=wide) for x in self._keys_and_values]
@@ -217,6 +218,17 @@ class Replacing(TorchFunctionMode):
 
 
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]  # attention's forward and backward
+
+
+def _laid_out_as(query: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor with the strides that a kernel's own output for these queries has.
+
+    PyTorch plans cuDNN's backward once for queries, keys and values of the same sizes and strides, and reads all later
+    outputs and their gradients with the strides that it planned for.
+    """
+    strides = torch.empty_like(query, device="meta").stride()
+    same = all(n == 1 or own == its for n, own, its in zip(x.shape, x.stride(), strides, strict=True))
+    return x if same else torch.empty_like(query).copy_(x)
 
 
 def _forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Any:
