@@ -62,6 +62,7 @@ class SkippingConfig(ScriptSettings):
     seeds: int = setting(3, "of each variant", least=1)
     seconds: int = setting(500, "after which no run begins", least=1)
     accepted: tuple[str, ...] = setting(("1e-2", "5e-3", "4e-3", "3e-3"), "errors that heads are measured at")
+    per_token: bool = setting(False, "heads' losses of each token alone")
 
 
 def texts(megabytes: int) -> list[tuple[str, str]]:
@@ -296,7 +297,8 @@ def runs(run: Run[SkippingConfig], data: dict[str, Tensor]) -> None:
 
 def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
     config, shapes = run.config, run.result.setdefault("shapes", [])
-    asked = SkipBenchConfig(model="-", data=("-",), accepted=config.accepted, unbiased=False)
+    asked = SkipBenchConfig(model="-", data=("-",), accepted=config.accepted, per_token=config.per_token)
+    run.result["per_token"] = config.per_token
     for vocab, (hidden, layers, steps) in HEADS.items():
         data = tokenized(found, vocab)
         torch.manual_seed(0)
@@ -308,15 +310,13 @@ def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
         w, y = model.head.weight.detach().bfloat16(), ids[1:].clone()
         shape: dict[str, Any] = {
             "tokens": len(x), "hidden": hidden, "vocab": vocab, "steps": steps, "held_out": row["held_out"], "rows": [],
-            "per_token": [],
         }  # fmt: skip
         shapes.append(shape)
         del model
         release(run.device)
         run.say(f"{len(x)} x {hidden} x {vocab}, held-out loss {row['held_out']:.3f}\n{TABLE.header}")
-        for of, per_token in (("rows", False), ("per_token", True)):
-            for one in measure_head(x, w, y, replace(asked, unbiased=vocab == 65536, per_token=per_token)):
-                run.add(one, shape[of], TABLE)
+        for one in measure_head(x, w, y, replace(asked, unbiased=vocab == 65536)):
+            run.add(one, shape["rows"], TABLE)
         release(run.device)
 
 
