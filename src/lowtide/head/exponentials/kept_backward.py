@@ -29,7 +29,7 @@ class KeptBackward(CrossEntropy):
         assert self.count is not None
         assert self.index is not None
         self._factor_n, self.known = factor_n, known
-        self._begin_even(into)
+        self.take(into)
         pieces = self.pieces(self.plan.chunk_rows, self.plan.chunk_rows)
         longest = max((piece.at.stop for piece in pieces), default=0)
         self._numbers, new = self._new(4 * longest), self.weight_VD.new_empty

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
+from lowtide.head.exponentials.even import Even, weighted_sum
 from lowtide.head.exponentials.kept import KeptTiles, see_rows
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
@@ -28,7 +29,7 @@ from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.hopper import COLUMNS
 from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.kernels.kept_tiles import Targets
-from lowtide.head.matmul import matmul_into, slices
+from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.ranks.parallel import Alone
@@ -70,11 +71,12 @@ class CrossEntropy(Exponentials):
         self.terms = RowTerms(
             vocab=self.ranks.vocab, bias_V=head.bias_V, scale=head.scale, softcap=softcap,
             class_weight=q if alone else None, total_class_weight=loss.total, smoothing=smoothing, z_loss=loss.z_loss,
-            uniform_D=_weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
+            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
         )  # fmt: skip
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
         self._x: Tensor | None = None  # its hidden states, where they are gathered; s x takes their place
+        self.even: Even | None = None
         self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
         self._begun = False  # whether the weight's gradient holds something
         self._seen: Tensor | None = None  # the sums of the rows' probabilities, where they are to be seen
@@ -139,7 +141,7 @@ class CrossEntropy(Exponentials):
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
         self._factor_n, self.known = factor_n, known
-        self._begin_even(into)
+        self.take(into)
         self._numbers = self._new(4 * self.plan.chunk_rows)
         watched = self.remembered is not None and self.remembered.refreshes
         self._seen = torch.zeros_like(self._new(self.width)) if watched else None
@@ -150,39 +152,16 @@ class CrossEntropy(Exponentials):
             if self._seen is not None:
                 see_rows(self.remembered, self._seen, self.y_n, None)
 
-    def _begin_even(self, into: Gradients) -> None:
-        """Begin smoothing's part of the gradients, the same for every row: it stays out of the wide GEMMs.
-
-        It needs the sum of all hidden states times their factors, which is taken as they pass by.
-        """
+    def take(self, into: Gradients) -> None:
+        """Take what takes the gradients; label smoothing's part of them stays out of the wide GEMMs."""
         if into.weight_VD is not None and not self.plan.chunks:
             into.weight_VD.zero_()
-        self._into, self._even_D = into, None
-        if self.terms.uniform_D is not None and self.plan.chunks and self.width:
-            self._even_D = torch.zeros_like(self.terms.uniform_D)
-            self._even_n = self._factor_n.where(self.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
-
-    def _add_even(self, piece: Piece) -> None:
-        """Add a piece's hidden states."""
-        if self._even_D is not None and self._into.weight_VD is not None:
-            exp_rows.add_column_sums(piece.x_CD, self._even_n[piece.part], self._even_D, self.used(piece.part))
+        counts = self.plan.chunks and self.width
+        self.even = Even(self.terms, self.q_V, self._factor_n, self.y_n, into) if counts else None
 
     def _put_even(self, *, add: bool) -> bool:
-        """Put it into the gradients; return whether the weight's holds something now, as with ``add`` it does already.
-
-        The part is - m (a / V) q times the sums over the rows; q are the class weights.
-        """
-        into, terms, q = self._into, self.terms, self.q_V
-        if self._even_D is None:
-            return add
-        share = -terms.smoothing / terms.vocab * (1.0 if terms.scale is None else terms.scale)
-        if into.bias_V is not None:
-            share_of_all = self._even_n.sum() * share
-            into.bias_V += share_of_all if q is None else share_of_all * q
-        if into.weight_VD is None:
-            return add
-        _put_outer(q, self._even_D * share, into.weight_VD, self.head.dtype, add=add)
-        return True
+        """Put it into the gradients; return whether the weight's holds something now, as it does with ``add``."""
+        return add if self.even is None else self.even.put(self.head.dtype, add=add)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
@@ -308,8 +287,8 @@ class CrossEntropy(Exponentials):
         """Return what takes the gradients; the first time find the rows' factors, and make what they need."""
         if not self._has_factors:
             self._factor_n, into = self._factors()
-            self._has_factors, D, rows = True, self.weight_VD.shape[1], self._rows
-            self._begin_even(into)
+            self._has_factors, self._into, D, rows = True, into, self.weight_VD.shape[1], self._rows
+            self.take(into)
             if self.kept is not None and self.count is not None:
                 self.kept.take_factors(self._factor_n, self.count)
             self._scaled = None
@@ -324,7 +303,8 @@ class CrossEntropy(Exponentials):
         """Finish a piece and its product with the weight; with a chunk's last its product with the hidden states."""
         into, e_CV = self._take_factors(), self._e_of(piece.at)
         factor_C = self._factor_n[piece.part]
-        self._add_even(piece)  # before its hidden states are scaled in place
+        if self.even is not None:  # before its hidden states are scaled in place
+            self.even.add(piece.x_CD, piece.part, self.used(piece.part))
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
         if e_CV is not None and self.remembered is not None:
             self._heed(piece, e_CV, into)
@@ -416,7 +396,8 @@ class CrossEntropy(Exponentials):
             self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self._factor_n[part],
             self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
         )  # fmt: skip
-        self._add_even(piece)
+        if self.even is not None:
+            self.even.add(piece.x_CD, piece.part, self.used(piece.part))
         s_C: Tensor = piece.rows[2]
         return s_C
 
@@ -436,38 +417,3 @@ class CrossEntropy(Exponentials):
         finish_input_grad(
             product_CD, out, self.weight_VD, s_C, piece.y_C, rest_C, even=even, to_C=to_C, used=self.used(piece.part)
         )
-
-
-def _parts_of(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of ``dtype`` that add up to ``x`` (float32), to all the digits that float32 has."""
-    if dtype == x.dtype:
-        return [x]
-    first = x.to(dtype)
-    second = (x - first.float()).to(dtype)
-    return [first, second, (x - first.float() - second.float()).to(dtype)]
-
-
-def _weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
-    """Return ``sum_v q_v w_v`` in float32, without a float32 copy of the weight."""
-    V, D = w_VD.shape
-    if not V:  # a rank without classes
-        return w_VD.new_zeros(D, dtype=torch.float32)
-    if q_V is None:
-        weights = w_VD.new_ones(1, V)
-    else:
-        weights = torch.stack(_parts_of(q_V, w_VD.dtype))
-    out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
-    matmul_into(weights, w_VD, out, add=False)
-    return out.sum(0)
-
-
-def _put_outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype, *, add: bool) -> None:
-    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
-    right = _parts_of(x_D, dtype)
-    if q_V is None:
-        left = [x_D.new_ones(out_VD.shape[0], dtype=dtype)] * len(right)
-    else:
-        parts = _parts_of(q_V, dtype)
-        pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
-        left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
-    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=add)
