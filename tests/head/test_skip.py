@@ -279,8 +279,8 @@ def test_unbiased(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
                 squares = [a + relative(*b) ** 2 / calls for a, *b in zip(squares, grads, right, strict=True)]
         shares.append([relative(a, b) / c**0.5 for a, b, c in zip(total, right, squares, strict=True)])
     biased, unbiased_shares = shares
-    assert max(unbiased_shares) < 0.45  # a quarter, of independent errors
-    assert min(biased) > 0.7
+    assert max(unbiased_shares) < 0.7  # a quarter, of independent errors, but for tiles that are seldom drawn
+    assert min(biased) > 0.9
 
 
 def step(
