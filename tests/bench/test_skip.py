@@ -17,7 +17,7 @@ from lowtide.cli import main
 
 CPU = torch.device("cpu")
 DENSE = {"name", "ms", "speed", "mib", "input_error", "weight_error", "loss_error"}
-SKIPS = DENSE | {"share", "dropped_mass", "threshold", "reported_input_error", "reported_weight_error"}
+SKIPS = DENSE | {"share", "dropped_mass", "logit_error", "threshold", "reported_input_error", "reported_weight_error"}
 
 
 def config(**more: Any) -> SkipBenchConfig:
