@@ -180,9 +180,10 @@ class VocabularyOrder:
             return None
         kept, tiles = self.total.tolist()
         dropped, lost, whole = self.sums.sum(1)
-        numbers = torch.stack((dropped / self.tokens, (lost / whole).sqrt())).tolist()
-        numbers += self.threshold.errors.tolist() + self.threshold.value.tolist()
-        return Report(kept / max(1, tiles), *numbers, self.calls, self.dense)
+        mass, of_logits = float(dropped / self.tokens), float((lost / whole).sqrt())
+        (of_input, of_weight), value = self.threshold.errors.tolist(), float(self.threshold.value)
+        share = kept / max(1, tiles)
+        return Report(share, mass, of_logits, of_input, of_weight, value, self.calls, self.dense)
 
 
 def inverse_of(order: Tensor) -> Tensor:

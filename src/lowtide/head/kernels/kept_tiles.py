@@ -6,9 +6,12 @@ probabilities. E is unnormalised: with a row's s, ``s E = g p``. A tile counts f
     q = sum over its rows of s^2 (sum over its classes of E^2 - (sum of E)^2 / 256), the target's entry left out
 
 (256, or the number of classes in the last one), what is left of it without each row's mean, and is kept where q is at
-least a threshold, or MOST_TARGETS of its rows have their target in it. In place of row i of every other tile, whose entries sum to m_i, stands m_i times the mean row
-of W in the tile, and in dW's rows of that tile s_i m_i x_i over the number of its classes. A target's entry in a tile
-that is not kept is added by itself.
+least a threshold, or MOST_TARGETS of its rows have their target in it. In place of row i of every other tile, whose
+entries sum to m_i, stands m_i times the mean row of W in the tile, and in dW's rows of that tile s_i m_i x_i over the
+number of its classes. A target's entry in a tile that is not kept is added by itself.
+
+So the gradient of the logits loses as much, squared, as the q of these tiles sum to, and (2^j - 1)^2 times the q of a
+tile that counts 2^j times: see `multiply_drawn`.
 """
 
 from typing import NamedTuple
@@ -73,7 +76,7 @@ def _find_kept(  # type: ignore[no-untyped-def]
     sums_ptr, squares_ptr, stride, e, targets, least_ptr, choice, mass_stride, used, seed, C, P
 ):
     """A program per tile of rows and TILES tiles across."""
-    _, _, V = e
+    V = e[2]
     tile = tl.program_id(0)
     row, inside, home, y = home_of(targets, tile, used, C)
     at_row = row.to(tl.int64)
