@@ -18,6 +18,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from transformers import LlamaConfig, LlamaModel
 from lowtide import HeadOptions, linear_cross_entropy, skip_report
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, release
 from lowtide.bench.settings import ScriptSettings, setting
-from lowtide.bench.skip import TABLE, measure_head
+from lowtide.bench.skip import LIMITS, TABLE, measure_head
 from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.head import threshold, vocabulary_order
 from lowtide.head.kernels import kept_tiles
-from lowtide.measure.plots import new_figure
+from lowtide.measure.plots import Named, name_points, new_figure
 
 HELD_OUT = 25  # one file in so many
 LENGTH, BATCH = 1024, 16
@@ -45,6 +46,7 @@ VARIANTS: dict[str, HeadOptions | None] = {
     "drop": HeadOptions(skip=5e-3),
 }
 COLORS = {"dense": "#777777", "skip": "#0b62a8", "unbiased": "#d06b00"}
+OF_SHAPES, STEPS = ("#0b62a8", "#d06b00", "#00806a"), 24  # points of a line that no label covers
 HEADS = {65536: (1024, 8, 400), 131072: (2048, 4, 120), 32768: (1024, 8, 300)}  # V: D, layers, steps
 
 
@@ -174,7 +176,9 @@ def train(
         step.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         if options is not None and i % (EVERY * 5) == 0 and (report := skip_report(model.head.weight)):
-            shares.append([i, report.share, report.dropped_mass, report.input_error, report.weight_error])
+            shares.append(
+                [i, report.share, report.dropped_mass, report.input_error, report.weight_error, report.logit_error]
+            )
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
     curve = torch.stack(losses).float().cpu()
@@ -295,6 +299,41 @@ def runs(run: Run[SkippingConfig], data: dict[str, Tensor]) -> None:
     run.files.plot("runs", lambda file: draw(file, rows))
 
 
+def draw_heads(file: Path, shapes: list[dict[str, Any]]) -> None:
+    """Draw speed against error: a line for each shape, labelled by what was accepted, and a panel for each limit."""
+    panels = {of: gemms for of, gemms in (("rows", 3), ("per_token", 4)) if any(shape.get(of) for shape in shapes)}
+    with new_figure(file, 1 + 6.5 * len(panels), 5, dpi=130) as figure:
+        for axes, (of, gemms) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            axes.set(xlabel="the larger of the relative errors of dX and dW", ylabel=f"{LIMITS[gemms]} / time")
+            axes.xaxis.set_major_formatter(lambda error, _: f"{error * 1e3:g}e-3")
+            axes.grid(alpha=0.25)
+            axes.margins(0.12)
+            named = [
+                one for shape, color in zip(shapes, OF_SHAPES, strict=False) for one in _lines(axes, shape, of, color)
+            ]
+            errors = [one.x for one in named] or [0, 1]
+            axes.plot([min(errors), max(errors)], [1, 1], "--", color=COLORS["dense"], lw=1, label=LIMITS[gemms])
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2)
+            ends = [end for line in axes.lines for end in pairwise(line.get_xydata())]
+            name_points(axes, named, beside=[a + (b - a) * i / STEPS for a, b in ends for i in range(STEPS)])
+
+
+def _lines(axes: Any, shape: dict[str, Any], of: str, color: str) -> list[Named]:
+    """Draw one shape's calls; return their labels."""
+    lines: dict[str, list[Named]] = {"o-": [], "s:": [], "D": []}
+    for row in shape.get(of, []):
+        if "speed" in row and "input_error" in row:
+            accepted, error = row["name"].partition("skip=")[2], max(row["input_error"], row["weight_error"])
+            line = lines["D" if not accepted else "s:" if accepted.endswith("unbiased") else "o-"]
+            line.append(Named(accepted or "dense", error, row["speed"], color, 8))
+    label: str | None = " x ".join(str(shape[axis]) for axis in ("tokens", "hidden", "vocab"))
+    for style, line in lines.items():
+        if points := sorted((point.x, point.y) for point in line):
+            axes.plot(*zip(*points, strict=True), style, color=color, label=label, ms=5, lw=1.5)
+            label = None
+    return [point for line in lines.values() for point in line]
+
+
 def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
     config, shapes = run.config, run.result.setdefault("shapes", [])
     asked = SkipBenchConfig(model="-", data=("-",), accepted=config.accepted, per_token=config.per_token)
@@ -318,6 +357,7 @@ def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
         for one in measure_head(x, w, y, replace(asked, unbiased=vocab == 65536)):
             run.add(one, shape["rows"], TABLE)
         release(run.device)
+    run.files.plot("errors", lambda file: draw_heads(file, shapes))
 
 
 def measure(run: Run[SkippingConfig]) -> None:

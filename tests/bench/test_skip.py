@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lowtide.cli import main
 
 CPU = torch.device("cpu")
 DENSE = {"name", "ms", "speed", "mib", "input_error", "weight_error", "loss_error"}
-SKIPS = DENSE | {"share", "dropped_mass", "threshold", "reported_input_error", "reported_weight_error"}
+SKIPS = DENSE | {"share", "dropped_mass", "logit_error", "threshold", "reported_input_error", "reported_weight_error"}
 
 
 def config(**more: Any) -> SkipBenchConfig:
@@ -53,6 +54,39 @@ def test_names() -> None:
         "lowtide",
         *("lowtide skip=1e-2", "lowtide skip=1e-2 unbiased", "lowtide skip=5e-3", "lowtide skip=5e-3 unbiased"),
     ]
+
+
+def test_errors_and_speeds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel for each limit, a line for each shape and form; labels are apart, and what cannot run has no point."""
+    pytest.importorskip("transformers")
+    figure_of = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import skipping
+
+    def row(name: str, speed: float, dx: float, dw: float) -> dict[str, Any]:
+        return {"name": f"lowtide{name}", "speed": speed, "input_error": dx, "weight_error": dw}
+
+    rows = [
+        {"name": "three GEMMs", "speed": 1.0}, row("", 0.94, 1.8e-3, 2.5e-3), row(" skip=5e-3", 1.5, 3.4e-3, 4.5e-3),
+        row(" skip=5e-3 unbiased", 1.48, 4.6e-3, 4e-3), row(" skip=3e-3", 1.375, 2.2e-3, 2.8e-3),
+        row(" skip=3e-3 unbiased", 1.37, 2.7e-3, 2.74e-3),
+    ]  # fmt: skip
+    other = [row("", 0.95, 1.8e-3, 2.9e-3), {"name": "lowtide skip=5e-3", "cannot": "out of memory"}]
+    axes = {"tokens": 16384, "hidden": 1024}
+    shapes = [{**axes, "vocab": 65536, "rows": rows, "per_token": rows[:2]}, {**axes, "vocab": 9, "rows": other}]
+    figures, write = list[Any](), figure_of.savefig
+    monkeypatch.setattr(figure_of, "savefig", lambda self, *a, **k: (figures.append(self), write(self, *a, **k)))
+    skipping.draw_heads(tmp_path / "a.png", shapes)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    ((of_mean, per_token),) = (figure.axes for figure in figures)
+    lines = [line.get_xydata().tolist() for line in of_mean.lines[:-1]]
+    assert lines == [
+        [[2.8e-3, 1.375], [4.5e-3, 1.5]], [[2.74e-3, 1.37], [4.6e-3, 1.48]], [[2.5e-3, 0.94]], [[2.9e-3, 0.95]],
+    ]  # fmt: skip
+    assert (of_mean.get_ylabel(), per_token.get_ylabel()) == ("three GEMMs / time", "four GEMMs / time")
+    boxes = [(text.get_text(), text.get_window_extent()) for text in of_mean.texts]
+    assert [name for name, _ in boxes] == ["5e-3", "3e-3", "5e-3 unbiased", "3e-3 unbiased", "dense", "dense"]
+    assert not any(a.overlaps(b) for (_, a), (_, b) in combinations(boxes, 2))
 
 
 def test_where_nothing_can_be_skipped_rows_have_the_reason() -> None:

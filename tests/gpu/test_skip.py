@@ -14,6 +14,7 @@ from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from lowtide import HeadOptions
 from lowtide.bench.skip import random_head
 from lowtide.bench.train_config import SkipBenchConfig
+from lowtide.head import vocabulary_order
 from lowtide.head.backends import skips_ignored
 from support import relative_error
 
@@ -160,6 +161,46 @@ def test_a_value_for_each_token_without_waits_or_memory() -> None:
             step(HeadOptions(skip=ACCEPTED))
     saved = 4 * 8192 * 256
     assert peak_beyond_gradients(lambda: step(HeadOptions(skip=ACCEPTED)), x, w) <= dense * 1.02 + saved
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_what_the_gradient_of_the_logits_loses(unbiased: bool, reduction: str) -> None:
+    """It is what dense gradients of the logits differ by, beside what bfloat16 loses in a dense call; and a bound."""
+    N, D, V = 500, 1024, 20003
+    x, w, y = problem(N, D, V)
+    g = torch.ones(N, device="cuda") if reduction == "sum" else torch.randn(N, device="cuda")
+    logits = (x.double() @ w.double().T).requires_grad_()
+    each = torch.nn.functional.cross_entropy(logits, y, reduction="none")
+    (right,) = torch.autograd.grad((each * g).sum(), logits)
+    hidden, parameter = (t.float().requires_grad_() for t in (x, w))  # float32, so that dW is not rounded at the end
+    x, w = x.double(), w.double()
+    inverse = torch.linalg.pinv(x)
+
+    def lost(options: HeadOptions | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the gradients of the logits, of x and of w are off by: G^T = dW X^-1, with N < D."""
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = lowtide.linear_cross_entropy(hidden, parameter, y, reduction=reduction, options=options)
+        total = (loss * g).sum() if reduction == "none" else loss
+        dx, dw = (t.double() for t in torch.autograd.grad(total, (hidden, parameter)))
+        return (dw @ inverse).T - right, dx - right @ w, dw - right.T @ x
+
+    own = [t.norm() for t in lost(None)]
+    for _ in range(CALLS):
+        known = vocabulary_order.known_order(parameter)
+        order = None if known is None else known.order  # which the call may renew
+        of_logits, of_input, of_weight = lost(HeadOptions(skip=0.3, skip_unbiased=unbiased, workspace_mib=600))
+    report = lowtide.skip_report(parameter)
+    assert report is not None
+    assert order is not None
+    assert report.logit_error > 5 * own[0] / right.norm(), "too little is left out beside the roundings"
+    of_tiles = (of_logits.norm().square() - own[0].square()).sqrt()
+    assert report.logit_error == pytest.approx((of_tiles / right.norm()).item(), rel=0.03)
+
+    varied = torch.cat([tile - tile.mean(0) for tile in w[order[1:].long()].split(256)])
+    for error, rounded, beside in ((of_input, own[1], varied), (of_weight, own[2], x)):
+        norm = torch.linalg.matrix_norm(beside.T @ beside, 2).sqrt()
+        assert error.norm() <= report.logit_error * right.norm() * norm * 1.02 + 2 * rounded
 
 
 def test_float32_parameters_under_autocast() -> None:

@@ -12,15 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.kernels import kept_lists, kept_tiles
-from lowtide.head.kernels.kept_tiles import Targets
+from lowtide.head.kernels.kept_tiles import Choice, Targets
 
 ROWS, COLUMNS = 128, 256
 CPU = torch.device("cpu")
 
 
 def targets_of(y: Tensor, s: Tensor | None = None) -> Targets:
-    C = len(y)
-    return Targets(y, torch.ones(C) if s is None else s, *(torch.zeros(C) for _ in range(3)))
+    rest, alone, lost = torch.zeros(3, len(y))
+    return Targets(y, torch.ones(len(y)) if s is None else s, rest, None, alone, lost)
 
 
 def some_flags(R: int, P: int, kind: int, share: float) -> Tensor:
@@ -98,34 +98,46 @@ def times_of(flags: Tensor) -> Tensor:
 
 def test_which_tiles_are_kept() -> None:
     """Those whose squares reach the threshold or that hold many targets; others are drawn, in the mean exactly once."""
-    C, P, calls = 200, 15, 200
+    C, P, calls, short = 200, 15, 200, 100
+    V = P * COLUMNS - short
     sums, squares, s = torch.rand(C, P), torch.rand(C, P) * torch.logspace(0, -9, P), torch.randn(C)
-    y = torch.randint(P * COLUMNS, (C,), dtype=torch.int32)
+    squares[:, -1] *= 1e8
+    y = torch.randint(V, (C,), dtype=torch.int32)
     y[:20], y[::7], s[::5], squares[::5] = 12 * COLUMNS + 3, -1, 0, torch.nan
-    targets, least = targets_of(y, s), torch.tensor([20.0])
+    targets, least, e = targets_of(y, s), torch.tensor([20.0]), torch.randn(C, V)
+    targets.rest.copy_(torch.randn(C))
     valid = y >= 0
-    varied = (squares - sums.square() / COLUMNS).clamp(min=0)
-    part = (s[:, None].square() * varied).where((valid & (s != 0))[:, None], 0)
+    counts, width = valid & (s != 0), torch.full((P,), COLUMNS).index_fill(0, torch.tensor(P - 1), COLUMNS - short)
+    varied = (squares - sums.square() / width).clamp(min=0)
+    part = (s[:, None].square() * varied).where(counts[:, None], 0)
     q = torch.stack([part[:ROWS].sum(0), part[ROWS:].sum(0)])
+    own = s * (e.gather(1, y.clamp(min=0)[:, None].long())[:, 0] + targets.rest)
+    whole = (s[:, None].square() * squares).sum(1).where(counts, 0) + own.square().where(counts, 0)
     home = torch.stack([torch.bincount(one[one >= 0] // COLUMNS, minlength=P) for one in y.split(ROWS)])
     kept = (q >= least) | (home >= 16)
     assert 0 < kept.sum() < kept.numel()
-    mass, flags, dropped = torch.empty(C, P), torch.empty(2 * P, dtype=torch.int32), torch.empty(2)
+    choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 2))
+    flags, mass, (dropped, lost, of_all) = choice
 
-    kept_tiles.find_kept(sums, squares, targets, least, mass, flags, dropped)
+    kept_tiles.find_kept(sums, squares, e, targets, least, choice)
     assert torch.equal(flags.view(2, P), kept.int())
     of_row = (~kept).repeat_interleave(ROWS, 0)[:C]
     assert torch.equal(mass, sums.where(valid[:, None], 0) * of_row)
     each = (mass * s.abs()[:, None]).sum(1)
     assert torch.allclose(dropped, torch.stack([each[:ROWS].sum(), each[ROWS:].sum()]))
+    assert torch.allclose(lost, (q * ~kept).sum(1))
+    assert torch.allclose(of_all, torch.stack([whole[:ROWS].sum(), whole[ROWS:].sum()]))
+    kept_tiles.find_kept(sums, squares, e, targets._replace(entry=own / s), least, choice)
+    assert torch.allclose(of_all, torch.stack([whole[:ROWS].sum(), whole[ROWS:].sum()]))
 
     times, beyond = torch.zeros(2, P), least / q.clamp(min=least.item() * 2.0**-60)
     chance = torch.exp2(-(0.5 * beyond.log2()).ceil())
     for seed in range(calls):
-        kept_tiles.find_kept(sums, squares, targets, least, mass, flags, dropped, seed=seed)
+        kept_tiles.find_kept(sums, squares, e, targets, least, choice, seed=seed)
         now = times_of(flags.view(2, P))
         of_rows = 1 - now.repeat_interleave(ROWS, 0)[:C]
         assert torch.allclose(mass, sums.where(valid[:, None], 0) * of_rows)
+        assert torch.allclose(lost, ((now - 1).square() * q).where(~kept, 0).sum(1))
         assert torch.equal(now.where(~kept & (now > 0), 0), (1 / chance).where(~kept & (now > 0), 0))
         times += now / calls
     off = (times - 1).abs() / ((1 / chance - 1).clamp(min=0) / calls).sqrt().where(~kept, 1)

@@ -300,6 +300,54 @@ def remembered(w: Tensor) -> vocabulary_order.VocabularyOrder:
     return known
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_what_the_gradient_of_the_logits_loses(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, unbiased: bool, gradient: str
+) -> None:
+    """It is reported of calls that compare nothing, with each option, and bounds what both gradients lose."""
+    monkeypatch.setattr(vocabulary_order.VocabularyOrder, "compares", False)
+    monkeypatch.setattr(threshold, "FIRST", 1.0)
+    N, D, V = 190, 264, 1100
+    x, w, y = problem(N, D, V)
+    b, q, t = torch.randn(V) * 0.3, torch.rand(V) + 0.5, torch.rand(N) + 0.5
+    b[5], y[2:9:3], t[4::9] = -100, 5, 0  # a target so unlikely that the others' exponentials overflow beside it
+    logits = (x.double() @ w.double().T).requires_grad_()
+    z = (logits + b) * 0.9
+    each = torch.nn.functional.cross_entropy(z, y, q.double(), reduction="none", label_smoothing=0.1)
+    valid = y >= 0
+    (right,) = torch.autograd.grad(((each + 1e-3 * z.logsumexp(1).square()) * t)[valid].sum(), logits)
+    even = (t * valid)[:, None] * q * (0.9 * 0.1 / V)  # what smoothing subtracts, which is not in E
+
+    parameter, options = w.clone().requires_grad_(), HeadOptions(skip=0.05, skip_unbiased=unbiased, gradient=gradient)
+    for _ in range(2):
+        known = vocabulary_order.known_order(parameter)
+        order = None if known is None else known.order  # which the call may renew
+        hidden = x.clone().requires_grad_()
+        loss = lowtide.linear_cross_entropy(
+            hidden, parameter, y, linear_bias=b, weight=q, label_smoothing=0.1, z_loss=1e-3, logit_scale=0.9,
+            token_weight=t, reduction="sum", options=options,
+        )  # fmt: skip
+        dx, dw = (grad.double() for grad in torch.autograd.grad(loss, (hidden, parameter)))
+    x, w = x.double(), w.double()
+    found = (dw @ torch.linalg.pinv(x)).T  # of dW = G^T X, with fewer tokens than hidden sizes
+    lost = found - right
+    report = lowtide.skip_report(parameter)
+    assert report is not None
+    assert order is not None
+    assert 0.01 < report.logit_error < 1
+    assert report.logit_error == pytest.approx((lost.norm() / (right + even).norm()).item(), rel=1e-3)
+
+    classes = order[1:].long()
+    tiles = [lost[:, tile].sum(1) for tile in classes.split(COLUMNS)]
+    assert torch.stack(tiles).abs().max() < 1e-4 * lost.abs().max()
+    means = torch.cat([w[tile].mean(0).expand(len(tile), D) for tile in classes.split(COLUMNS)])
+    assert relative(dx, found @ w) < 1e-4
+    assert (dx - right @ w).norm() <= lost.norm() * torch.linalg.matrix_norm(w[classes] - means, 2) * 1.001
+    assert (dw - right.T @ x).norm() <= lost.norm() * torch.linalg.matrix_norm(x, 2) * 1.001
+
+
 @pytest.mark.parametrize("lies", ["columns", "wide", "transposed"])
 def test_a_weight_in_any_order(kernels: None, lies: str) -> None:
     """Strides within rows and between them; a view made in each call is the same weight."""
@@ -361,13 +409,14 @@ def test_batches_that_say_nothing(kernels: None) -> None:
     known = remembered(parameter)
     assert known.threshold is not None
     before = known.threshold
-    ignored = step(x * torch.nan, parameter, torch.full_like(y, -100), reduction="sum")
-    none = step(x[:0], parameter, y[:0], reduction="sum")
-    assert not any(found.any() for found in (*ignored, *none))
-    assert all(map(torch.equal, known.threshold, before))
-    x[1] = torch.nan
-    step(x, parameter, y)
-    assert all(map(torch.equal, known.threshold, before))
+    of_nan, some = x.clone().index_fill(0, torch.tensor(1), torch.nan), torch.full_like(y, -100)
+    for hidden, targets in ((x * torch.nan, some), (x[:0], y[:0]), (of_nan, y)):
+        found = step(hidden, parameter, targets, reduction="sum")
+        assert not any(one.any() for one in found) or hidden is of_nan
+        assert all(map(torch.equal, known.threshold, before))
+        report = lowtide.skip_report(parameter)
+        assert report is not None
+        assert math.isnan(report.logit_error)
     assert known.mean is not None
     assert known.mean.isfinite().all()
 

@@ -38,6 +38,7 @@ TABLE = Table(
         Column("busy", "busy_ms", "8.2f"),
         Column("x limit", "speed", "9.2f"),
         Column("share", "share", "7.3f"),
+        Column("logits", "logit_error", "10.2e"),
         Column("dX", "input_error", "10.2e"),
         Column("dW", "weight_error", "10.2e"),
         Column("MiB", "mib", "7.0f"),
@@ -103,7 +104,7 @@ def _told(row: Row, w: Tensor) -> Row:
     report = skip_report(w)
     if report is None:
         return row
-    about = {name: getattr(report, name) for name in ("share", "dropped_mass", "threshold")}
+    about = {name: getattr(report, name) for name in ("share", "dropped_mass", "logit_error", "threshold")}
     return row | about | {f"reported_{name}": getattr(report, name) for name in ("input_error", "weight_error")}
 
 

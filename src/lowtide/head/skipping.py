@@ -44,8 +44,8 @@ def skip_report(linear_weight: Tensor) -> Report | None:
         linear_weight: The tensor itself that the function got.
 
     Returns:
-        Report: ``share`` of the tiles that are computed, ``dropped_mass``, ``input_error``, ``weight_error``,
-            ``threshold``, ``calls``, and ``dense`` of them that skipped nothing.
+        Report: ``share`` of the tiles that are computed, ``dropped_mass``, ``logit_error``, ``input_error``,
+            ``weight_error``, ``threshold``, ``calls``, and ``dense`` of them that skipped nothing.
 
     Raises:
         ArgumentTypeError: ``linear_weight`` is no tensor.

@@ -46,6 +46,8 @@ class Report(NamedTuple):
         share: Of the tiles of 128 tokens by 256 classes, those that were computed, from 0 to 1.
         dropped_mass: The mean over tokens, by their factors, of the probability in tiles that were not. Without bias a
             tile that stands for others counts as less than nothing, and the mean is near 0.
+        logit_error: ``||G' - G|| / ||G||`` of this call, G the gradient with respect to the logits and G' what stands
+            for it; no number where G is 0. See docs/skipping.md.
         input_error: ``||dX - dX'|| / ||dX'||``, with dX' from all tiles, as the last comparison found it.
         weight_error: The same of dW.
         threshold: See docs/skipping.md.
@@ -55,6 +57,7 @@ class Report(NamedTuple):
 
     share: float
     dropped_mass: float
+    logit_error: float
     input_error: float
     weight_error: float
     threshold: float
@@ -74,7 +77,7 @@ class VocabularyOrder:
         self.mean: Tensor | None = None  # float32 [V]
         self.threshold: Threshold | None = None
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
-        self.dropped: Tensor | None = None  # float32 [.]: of each tile of rows of the last call, g p in no kept tile
+        self.sums: Tensor | None = None  # float32 [3, .]: of the last call, see `kept_tiles.Choice`
         self.tokens: Tensor | None = None  # float32: the sum of these rows' g
         self.size: Tensor | None = None  # float32: the mean square of the targets' entries in g (p - 1), over that of g
         self._numbers: Tensor | None = None
@@ -177,12 +180,14 @@ class VocabularyOrder:
 
     def report(self) -> Report | None:
         """Return what the last call that skipped did, None before it; the host waits for the device."""
-        if self.threshold is None or self.total is None or self.dropped is None or self.tokens is None:
+        if self.threshold is None or self.total is None or self.sums is None or self.tokens is None:
             return None
         kept, tiles = self.total.tolist()
-        mass, (of_input, of_weight) = float(self.dropped.sum() / self.tokens), self.threshold.errors.tolist()
-        value = float(self.threshold.value)
-        return Report(kept / max(1, tiles), mass, of_input, of_weight, value, self.calls, self.dense)
+        dropped, lost, whole = self.sums.sum(1)
+        mass, of_logits = float(dropped / self.tokens), float((lost / whole).sqrt())
+        (of_input, of_weight), value = self.threshold.errors.tolist(), float(self.threshold.value)
+        share = kept / max(1, tiles)
+        return Report(share, mass, of_logits, of_input, of_weight, value, self.calls, self.dense)
 
 
 def inverse_of(order: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lowtide.head.kernels.exp_logits import Listed
 from lowtide.head.kernels.gemm import Used
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
-from lowtide.head.kernels.kept_tiles import Targets
+from lowtide.head.kernels.kept_tiles import Choice, Targets
 from lowtide.head.matmul import matmul_into
 from lowtide.head.planner import padded
 from lowtide.head.rows import Rows
@@ -45,7 +45,7 @@ class KeptTiles:
             weight_VD=self.weight_VD, bias_V=None if head.bias_V is None else self._ordered(head.bias_V)
         )
         self._shared_PD: Tensor | None = None
-        self._dropped = [new(0, dtype=torch.float32)]
+        self._sums = [new(3, 0, dtype=torch.float32)]
         self._comparison: Comparison | None = None
 
     def _ordered(self, x_V: Tensor) -> Tensor:
@@ -102,11 +102,10 @@ class KeptTiles:
         if len(lists.across) != R:  # a last chunk that is shorter
             lists, self._flags = kept_lists.lists_for(C, self.tiles, e_CV.device)
         self._lists_of_chunk = lists
-        dropped = self.squares.new_empty(R * -(-self.tiles // kept_tiles.TILES.value))
-        self._dropped.append(dropped)
-        kept_tiles.find_kept(
-            sums_CP, self.squares[:C], targets, self._least, self._mass_CP, self._flags, dropped, used, self.known.seed
-        )
+        sums = self.squares.new_empty(3, R * -(-self.tiles // kept_tiles.TILES.value))
+        self._sums.append(sums)
+        choice = Choice(self._flags, self._mass_CP, sums)
+        kept_tiles.find_kept(sums_CP, self.squares[:C], e_CV, targets, self._least, choice, used, self.known.seed)
         kept_lists.list_kept(
             self._flags, lists, self._shares, self._space, total, e_CV, targets, self.weight_VD.shape[1], used
         )
@@ -159,7 +158,7 @@ class KeptTiles:
             into.weight_VD = out
         if into.bias_V is not None:
             into.bias_V = torch.empty_like(into.bias_V).index_copy_(0, self.order[1:].long(), into.bias_V)
-        self.known.dropped = torch.cat(self._dropped)
+        self.known.sums = torch.cat(self._sums, 1)
         self.known.end()
 
 

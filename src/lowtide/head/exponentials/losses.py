@@ -183,7 +183,9 @@ class CrossEntropy(Exponentials):
 
     def _shifted(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...]) -> None:
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
-        rows = ExpRows.of(piece.rows.highest, piece.y_C, self._sums[: len(piece.y_C)])
+        C = len(piece.y_C)
+        squares = None if self.kept is None else self.kept.squares[:C]
+        rows = ExpRows.of(piece.rows.highest, piece.y_C, self._sums[:C], squares=squares)
         shifted_exp_logits(
             piece.x_CD, self.weight_VD, e_CV, rows, (piece.rows.listed, piece.rows.listed_count), self.transform,
             self.config, find_highest=find_highest,

@@ -150,6 +150,8 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
                 at = e_ptr + rows[:, None] * e_stride + columns[None, :]
                 tl.store(at, stored.to(e_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])
             tl.store(of_row.sums + rows * of_row.sum_stride + p, tl.sum(e, 1), mask=valid)
+            if of_row.squares is not None:
+                tl.store(of_row.squares + rows * of_row.sum_stride + p, tl.sum(e * e, 1), mask=valid)
 
 
 def shifted_exp_logits(

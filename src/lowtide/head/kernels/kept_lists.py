@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.gemm import ALL, Used
+from lowtide.head.kernels.gemm import ALL, Used, matrix
 from lowtide.head.kernels.kept_gemms_hopper import FIELDS, Lists, Shares
-from lowtide.head.kernels.kept_tiles import COLUMNS, ROWS, TILES, Targets, home_of
+from lowtide.head.kernels.kept_tiles import COLUMNS, ROWS, TILES, Targets, entries_of, home_of
 from lowtide.kernel_launch import Launcher, blocks_of, multiprocessors, power_of_2
 
 STEPS_OF_MEANS = tl.constexpr(256)  # tiles across whose means take as long in E' W as a kept tile
@@ -34,7 +34,7 @@ def _list_down(flags_ptr, lists, tile, R, P, BLOCK: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _list_across(flags_ptr, lists, e_ptr, e_stride, targets, tile, used, C, P):  # type: ignore[no-untyped-def]
+def _list_across(flags_ptr, lists, e, targets, tile, used, C, P):  # type: ignore[no-untyped-def]
     """List the tiles across that a tile of rows keeps, and take the targets' entries out of the others."""
     count = 0
     for p in range(0, P, TILES):
@@ -45,11 +45,7 @@ def _list_across(flags_ptr, lists, e_ptr, e_stride, targets, tile, used, C, P): 
     row, inside, home, y = home_of(targets, tile, used, C)
     is_kept = tl.load(flags_ptr + tile * P + home, mask=inside, other=1) == 1
     rest = tl.load(targets.rest + row, mask=inside, other=0.0)
-    if targets.entry is None:
-        entry = tl.load(e_ptr + row.to(tl.int64) * e_stride + y, mask=inside & ~is_kept, other=0.0).to(tl.float32)
-        entry += rest
-    else:
-        entry = tl.load(targets.entry + row, mask=inside & ~is_kept, other=0.0)
+    entry = entries_of(targets, e, row, y, inside & ~is_kept)
     tl.store(targets.alone + row, tl.where(is_kept, 0.0, entry), mask=row < C)
     tl.store(targets.lost + row, tl.where(is_kept, rest, entry), mask=row < C)
 
@@ -177,7 +173,7 @@ def _share_out(lists, shares, room_ptr, R, P, across, programs, BLOCK: tl.conste
 @Launcher
 @triton.jit(do_not_specialize=["C", "R", "P"])  # type: ignore[untyped-decorator]
 def _list_kept(  # type: ignore[no-untyped-def]
-    flags_ptr, lists, shares, room_ptr, total_ptr, e_ptr, e_stride, targets, used, C, R, P, across, programs,
+    flags_ptr, lists, shares, room_ptr, total_ptr, e, targets, used, C, R, P, across, programs,
     BLOCK: tl.constexpr, STEP: tl.constexpr, ROW_BLOCK: tl.constexpr
 ):  # fmt: skip
     """The first program shares out; the others list, from both sides."""
@@ -188,7 +184,7 @@ def _list_kept(  # type: ignore[no-untyped-def]
         tl.store(total_ptr + 1, tl.load(total_ptr + 1) + R * P)
         _share_out(lists, shares, room_ptr, R, P, across, programs, BLOCK, STEP)
     elif tile < R:
-        _list_across(flags_ptr, lists, e_ptr, e_stride, targets, tile, used, C, P)
+        _list_across(flags_ptr, lists, e, targets, tile, used, C, P)
     else:
         _list_down(flags_ptr, lists, tile - R, R, P, ROW_BLOCK)
 
@@ -222,7 +218,7 @@ def list_kept(
     P, R = lists.down.shape
     programs = len(shares.records)
     _list_kept[(1 + R + blocks_of(P, TILES.value),)](
-        flags, lists, shares, room, total, e_CV, e_CV.stride(0), targets, used, len(e_CV), R, P,
+        flags, lists, shares, room, total, matrix(e_CV), targets, used, len(e_CV), R, P,
         blocks_of(D, COLUMNS.value), programs, BLOCK=power_of_2(programs), STEP=min(16, power_of_2(programs)),
         ROW_BLOCK=min(32, power_of_2(R)), num_warps=8,
     )  # fmt: skip

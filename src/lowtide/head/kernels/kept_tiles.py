@@ -5,10 +5,13 @@ probabilities. E is unnormalised: with a row's s, ``s E = g p``. A tile counts f
 
     q = sum over its rows of s^2 (sum over its classes of E^2 - (sum of E)^2 / 256), the target's entry left out
 
-what is left of it without each row's mean, and is kept where q is at least a threshold, or MOST_TARGETS of its rows
-have their target in it. In place of row i of every other tile, whose entries sum to m_i, stands m_i times the mean row
-of W in the tile, and in dW's rows of that tile s_i m_i x_i over the number of its classes. A target's entry in a tile
-that is not kept is added by itself.
+(256, or the number of classes in the last one), what is left of it without each row's mean, and is kept where q is at
+least a threshold, or MOST_TARGETS of its rows have their target in it. In place of row i of every other tile, whose
+entries sum to m_i, stands m_i times the mean row of W in the tile, and in dW's rows of that tile s_i m_i x_i over the
+number of its classes. A target's entry in a tile that is not kept is added by itself.
+
+So the gradient of the logits loses as much, squared, as the q of these tiles sum to, and (2^j - 1)^2 times the q of a
+tile that counts 2^j times: see `multiply_drawn`.
 """
 
 from typing import NamedTuple
@@ -39,6 +42,14 @@ class Targets(NamedTuple):
     lost: Tensor | None = None  # float32: takes the entry where its tile is not kept, else ``rest``
 
 
+class Choice(NamedTuple):
+    """What `find_kept` writes of a chunk."""
+
+    flags: Tensor  # int32 [R P]: 0 where a tile is left out, 1 where it is kept, 1 + j where it counts 2^j times
+    mass_CP: Tensor  # what a row sums to in the tiles that are left out; less where they count several times
+    sums: Tensor  # float32 [3, R, P / TILES]: g p that is in this mass; squares of what is lost of s E, and of s E
+
+
 @triton.jit
 def home_of(targets, tile, used, C):  # type: ignore[no-untyped-def]
     """Return the rows of a tile, which of them count, and the tile across that holds each one's target."""
@@ -47,14 +58,27 @@ def home_of(targets, tile, used, C):  # type: ignore[no-untyped-def]
     return row, y >= 0, tl.where(y >= 0, y // COLUMNS, -1), y
 
 
+@triton.jit
+def entries_of(targets, e, row, y, mask):  # type: ignore[no-untyped-def]
+    """Return the targets' entries in E, before they were rounded; 0 outside of the mask."""
+    e_ptr, e_stride, _ = e
+    if targets.entry is None:
+        entry = tl.load(e_ptr + row.to(tl.int64) * e_stride + y, mask=mask, other=0.0).to(tl.float32)
+        entry += tl.load(targets.rest + row, mask=mask, other=0.0)
+    else:
+        entry = tl.load(targets.entry + row, mask=mask, other=0.0)
+    return entry
+
+
 @Launcher
 @triton.jit(do_not_specialize=["seed", "C", "P"])
 def _find_kept(  # type: ignore[no-untyped-def]
-    sums_ptr, squares_ptr, stride, targets, least_ptr, mass_ptr, mass_stride, flags_ptr, dropped_ptr, used, seed, C, P
-):  # fmt: skip
+    sums_ptr, squares_ptr, stride, e, targets, least_ptr, choice, mass_stride, used, seed, C, P
+):
     """A program per tile of rows and TILES tiles across."""
+    V = e[2]
     tile = tl.program_id(0)
-    row, inside, home, _ = home_of(targets, tile, used, C)
+    row, inside, home, y = home_of(targets, tile, used, C)
     at_row = row.to(tl.int64)
     s = tl.load(targets.s + row, mask=inside, other=0.0)
     at = tl.program_id(1) * TILES + tl.arange(0, TILES)
@@ -63,7 +87,10 @@ def _find_kept(  # type: ignore[no-untyped-def]
     squares = tl.load(squares_ptr + places, mask=mask, other=0.0)
     mass = tl.load(sums_ptr + places, mask=mask, other=0.0)
     at_home = tl.sum((home[:, None] == at[None, :]).to(tl.int32), 0)
-    varied = squares - mass * (mass * (1.0 / COLUMNS))
+    whole = s[:, None] * tl.sqrt(squares)
+    whole = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], whole * whole, 0.0), 1), 0)
+    width = tl.minimum(tl.maximum(V - at * COLUMNS, 1), COLUMNS).to(tl.float32)
+    varied = squares - mass * (mass * (1.0 / width)[None, :])
     part = s[:, None] * tl.sqrt(tl.where(varied < 0.0, 0.0, varied))  # NaN stays
     q = tl.sum(tl.where((s != 0.0)[:, None], part * part, 0.0), 0)
     least = tl.load(least_ptr)
@@ -77,12 +104,18 @@ def _find_kept(  # type: ignore[no-untyped-def]
         drawn = some & ~keep & (draw < tl.exp2(-halvings))
         flag = tl.where(drawn, 1 + halvings.to(tl.int32), flag)
         times = tl.where(drawn, tl.exp2(halvings), times)
-    tl.store(flags_ptr + tile * P + at, flag, mask=at < P)
+    tl.store(choice.flags + tile * P + at, flag, mask=at < P)
+    lost = tl.sum(tl.where(keep, 0.0, (1.0 - times) * (1.0 - times) * q), 0)
     mass *= 1.0 - times[None, :]
-    out = mass_ptr + at_row[:, None] * mass_stride + at[None, :]
-    tl.store(out, mass.to(mass_ptr.dtype.element_ty), mask=(row < C)[:, None] & (at < P)[None, :])
+    out = choice.mass_CP + at_row[:, None] * mass_stride + at[None, :]
+    tl.store(out, mass.to(choice.mass_CP.dtype.element_ty), mask=(row < C)[:, None] & (at < P)[None, :])
     dropped = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], mass * tl.abs(s)[:, None], 0.0), 1), 0)
-    tl.store(dropped_ptr + tile * tl.num_programs(1) + tl.program_id(1), dropped)
+    of_targets = entries_of(targets, e, row, y, inside & (home // TILES == tl.program_id(1)) & (s != 0.0)) * s
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    sums = choice.sums + tile * tl.num_programs(1) + tl.program_id(1)
+    tl.store(sums, dropped)
+    tl.store(sums + programs, lost)
+    tl.store(sums + 2 * programs, whole + tl.sum(of_targets * of_targets, 0))
 
 
 @Launcher
@@ -170,20 +203,18 @@ def _put_back(sum_ptr, shared_ptr, order_ptr, out_ptr, D, BLOCK: tl.constexpr): 
 
 
 def find_kept(
-    sums_CP: Tensor, squares_CP: Tensor, targets: Targets, least: Tensor, mass_CP: Tensor, flags: Tensor,
-    dropped: Tensor, used: Used = ALL, seed: int | None = None,
+    sums_CP: Tensor, squares_CP: Tensor, e_CV: Tensor, targets: Targets, least: Tensor, choice: Choice,
+    used: Used = ALL, seed: int | None = None,
 ) -> None:  # fmt: skip
-    """Flag the tiles that are kept, those of which q is ``least`` (float32 [1]) or more.
+    """Choose the tiles that are kept, those of which q is ``least`` (float32 [1]) or more.
 
     With a ``seed`` another tile stays with a probability of 2^-j, at most the square root of q over ``least``, and is
-    flagged 1 + j: see `multiply_drawn`.
-
-    Writes ``mass_CP``, what the other tiles of a row sum to, and ``dropped`` [R, P / TILES], what of g p that is.
+    flagged 1 + j: see `multiply_drawn`. Of E the targets' entries are read, where ``targets`` do not have them.
     """
     C, P = sums_CP.shape
     _find_kept[(blocks_of(C, ROWS.value), blocks_of(P, TILES.value))](
-        sums_CP, squares_CP, sums_CP.stride(0), targets, least, mass_CP, mass_CP.stride(0), flags, dropped, used, seed,
-        C, P, num_warps=8,
+        sums_CP, squares_CP, sums_CP.stride(0), matrix(e_CV), targets, least, choice, choice.mass_CP.stride(0), used,
+        seed, C, P, num_warps=8,
     )  # fmt: skip
 
 
