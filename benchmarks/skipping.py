@@ -337,7 +337,7 @@ def _lines(axes: Any, shape: dict[str, Any], of: str, color: str) -> list[Named]
 def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
     config, shapes = run.config, run.result.setdefault("shapes", [])
     asked = SkipBenchConfig(model="-", data=("-",), accepted=config.accepted, per_token=config.per_token)
-    run.result["per_token"] = config.per_token
+    of = "per_token" if config.per_token else "rows"
     for vocab, (hidden, layers, steps) in HEADS.items():
         data = tokenized(found, vocab)
         torch.manual_seed(0)
@@ -348,14 +348,14 @@ def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
             x = torch.cat([model(ids[i : i + LENGTH][None])[0] for i in range(0, 16 * LENGTH, LENGTH)]).bfloat16()
         w, y = model.head.weight.detach().bfloat16(), ids[1:].clone()
         shape: dict[str, Any] = {
-            "tokens": len(x), "hidden": hidden, "vocab": vocab, "steps": steps, "held_out": row["held_out"], "rows": [],
+            "tokens": len(x), "hidden": hidden, "vocab": vocab, "steps": steps, "held_out": row["held_out"], of: [],
         }  # fmt: skip
         shapes.append(shape)
         del model
         release(run.device)
         run.say(f"{len(x)} x {hidden} x {vocab}, held-out loss {row['held_out']:.3f}\n{TABLE.header}")
         for one in measure_head(x, w, y, replace(asked, unbiased=vocab == 65536)):
-            run.add(one, shape["rows"], TABLE)
+            run.add(one, shape[of], TABLE)
         release(run.device)
     run.files.plot("errors", lambda file: draw_heads(file, shapes))
 
