@@ -374,24 +374,53 @@ def test_batches_that_say_nothing(kernels: None) -> None:
 
 def test_thresholds_end(kernels: None) -> None:
     """Where nothing can be left out the threshold does not grow for ever."""
-    known = vocabulary_order.VocabularyOrder(vocabulary_order.Asked(0.02, False, 0), 1)
-    known.see(torch.rand(300))
-    known.refresh(torch.randn(300, 8))
+    known = ordered()
     for _ in range(40):
         known.adapt(torch.full((2,), 1e-7))
     assert known.threshold is not None
     assert known.threshold.value.item() == pytest.approx(0.02)
 
 
-def test_calls_of_which_few_skip() -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_calls_of_which_few_skip(at_once: int) -> None:
     """Where too many tiles stay, the calls that try again also compare: the threshold still finds its place."""
+    known = ordered()
+    known._shares.append(0.9)
+    skipping = []
+    for _ in range(200 // at_once):
+        for skips in [known.begin() for _ in range(at_once)]:
+            if skips:
+                skipping.append(known.compares)
+                known.adapt(torch.zeros(2))
+            known.ended += skips
+            known.dense += not skips
+    assert len(skipping) == 7
+    assert all(skipping)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_passes_that_compare_or_renew_the_order(at_once: int) -> None:
+    """The same ones, however many calls come before the first one's backward pass."""
+    known, renewed, compared = ordered(), [], []
+    for n in range(200):
+        for _ in range(0 if n % at_once else at_once):
+            assert known.begin()
+        if known.refreshes:
+            renewed.append(n)
+        if known.compares:
+            compared.append(n)
+            known.adapt(torch.zeros(2))
+        known.ended += 1
+    assert renewed == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
+    assert compared == [*range(16), *range(16, 200, 16)]
+
+
+def ordered() -> vocabulary_order.VocabularyOrder:
+    """Return what is remembered of a weight whose classes are in order."""
     known = vocabulary_order.VocabularyOrder(vocabulary_order.Asked(0.02, False, 0), 1)
     known.see(torch.rand(300))
     known.refresh(torch.randn(300, 8))
-    known._shares.append(0.9)
-    skipping = [known.compares for _ in range(200) if known.begin()]
-    assert len(skipping) == 7
-    assert all(skipping)
+    return known
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
