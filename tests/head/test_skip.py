@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from head.kernel_plans import counted, use_kernels
@@ -244,6 +245,31 @@ def test_several_calls_before_their_backward(kernels: None, options: dict[str, A
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint(kernels: None, reentrant: bool) -> None:
+    """A recompute is a call that may decide otherwise than its forward, whose decision counts."""
+    x, w, y = problem(60, 16, 500)
+    g, parameter, options = torch.randn(60), w.requires_grad_(), HeadOptions(skip=0.02)
+    right_x, right_w = (t.double().requires_grad_() for t in (x, w))
+    each = -torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
+    right = torch.autograd.grad((each * g).sum(), (right_x, right_w))
+
+    def logprobs(hidden: Tensor, target: Tensor) -> Tensor:
+        return lowtide.linear_logprobs(hidden, parameter, target, options=options)
+
+    for turn in range(3):
+        hidden, parameter.grad = x.clone().requires_grad_(), None
+        parts = zip(hidden.split(30), y.split(30), strict=True)
+        found = torch.cat([checkpoint(logprobs, *part, use_reentrant=reentrant) for part in parts])
+        if turn == 2:
+            remembered(parameter)._shares.append(0.9)
+        (found * g).sum().backward()
+        assert relative(hidden.grad, right[0]) < 0.02
+        assert relative(parameter.grad, right[1]) < 0.02
+    assert lowtide.skip_report(parameter) is not None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 def test_gradients_of_a_mean_that_backward_recomputes(kernels: None) -> None:
     """As of one whose gradients forward stores, and without anything stored."""
     x, w, y = problem(150, 24, 1100)
@@ -353,14 +379,14 @@ def test_what_is_asked_may_change(kernels: None) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 def test_batches_that_say_nothing(kernels: None) -> None:
-    """Without tokens, and where numbers overflow, the threshold stays, and the order is of numbers."""
+    """Without tokens, and where numbers overflow, the threshold stays and its unit, and the order is of numbers."""
     x, w, y = problem(60, 16, 500)
     parameter = w.clone().requires_grad_()
     step(x, parameter, y)
     step(x, parameter, y)
     known = remembered(parameter)
     assert known.threshold is not None
-    before = known.threshold
+    before, size = known.threshold, known.size
     ignored = step(x * torch.nan, parameter, torch.full_like(y, -100), reduction="sum")
     none = step(x[:0], parameter, y[:0], reduction="sum")
     assert not any(found.any() for found in (*ignored, *none))
@@ -368,6 +394,7 @@ def test_batches_that_say_nothing(kernels: None) -> None:
     x[1] = torch.nan
     step(x, parameter, y)
     assert all(map(torch.equal, known.threshold, before))
+    assert known.size == size
     assert known.mean is not None
     assert known.mean.isfinite().all()
 

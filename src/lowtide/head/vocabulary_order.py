@@ -101,9 +101,13 @@ class VocabularyOrder:
         self.threshold, self._compared = self.threshold.adapted(errors, self.asked.error), self.passes
 
     def see_misses(self, factor_n: Tensor, miss_n: Tensor) -> None:
-        """Take how far the targets' probabilities are from 1: the gradients' size, to which thresholds are relative."""
+        """Take how far the targets' probabilities are from 1: the gradients' size, to which thresholds are relative.
+
+        Where no gradient flows, or numbers overflow, it stays.
+        """
         squares = factor_n.square()
-        self.size = ((squares * torch.expm1(-miss_n).square()).sum() / squares.sum()).nan_to_num(0, 0, 0)
+        size = (squares * torch.expm1(-miss_n).square()).sum() / squares.sum()
+        self.size = size.where(size.isfinite(), 0 if self.size is None else self.size)
 
     def signs(self, like: Tensor) -> Tensor:
         """Return random signs [D, 16], always the same."""
