@@ -250,6 +250,18 @@ def test_skipping_tiles_fits_a_limit(N: int, weight_dtype: torch.dtype) -> None:
         assert not plan.kept or plan.scratch_bytes > 2048 * 32000 * weight_dtype.itemsize
 
 
+@pytest.mark.parametrize(("N", "D", "V", "gib"), [(1000, 5120, 200000, 40), (16384, 8192, 151936, 16)])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_both_passes_skip_tiles_or_neither(N: int, D: int, V: int, gib: int, weight_dtype: torch.dtype) -> None:
+    """Backward reads what forward saves of each tile; forward by itself computes no gradient."""
+    sizes: dict[str, Any] = {"size": (N, D, V), "dtype": torch.bfloat16, "weight_dtype": weight_dtype, "device": CUDA}
+    more: dict[str, Any] = {"choice": ("exp", ""), "skips": True, "kept": True, "device_bytes": gib << 30}
+    values = plan_of(Work(**sizes, **more, options=HeadOptions(), weight_frozen=True, gradient="forward"))
+    for frozen in (False, True):
+        gradients = plan_of(Work(**sizes, **more, options=HeadOptions(), weight_frozen=frozen, gradient="recompute"))
+        assert gradients.kept == values.kept
+
+
 def test_a_plan_of_skipped_tiles() -> None:
     """It is in no more memory than without where the ordered copy fits, and says what it does."""
     sizes = 16384, 2048, 131072

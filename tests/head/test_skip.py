@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from head.kernel_plans import counted, use_kernels
@@ -244,6 +245,31 @@ def test_several_calls_before_their_backward(kernels: None, options: dict[str, A
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint(kernels: None, reentrant: bool) -> None:
+    """A recompute is a call that may decide otherwise than its forward, whose decision counts."""
+    x, w, y = problem(60, 16, 500)
+    g, parameter, options = torch.randn(60), w.requires_grad_(), HeadOptions(skip=0.02)
+    right_x, right_w = (t.double().requires_grad_() for t in (x, w))
+    each = -torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
+    right = torch.autograd.grad((each * g).sum(), (right_x, right_w))
+
+    def logprobs(hidden: Tensor, target: Tensor) -> Tensor:
+        return lowtide.linear_logprobs(hidden, parameter, target, options=options)
+
+    for turn in range(3):
+        hidden, parameter.grad = x.clone().requires_grad_(), None
+        parts = zip(hidden.split(30), y.split(30), strict=True)
+        found = torch.cat([checkpoint(logprobs, *part, use_reentrant=reentrant) for part in parts])
+        if turn == 2:
+            remembered(parameter)._shares.append(0.9)
+        (found * g).sum().backward()
+        assert relative(hidden.grad, right[0]) < 0.02
+        assert relative(parameter.grad, right[1]) < 0.02
+    assert lowtide.skip_report(parameter) is not None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 def test_gradients_of_a_mean_that_backward_recomputes(kernels: None) -> None:
     """As of one whose gradients forward stores, and without anything stored."""
     x, w, y = problem(150, 24, 1100)
@@ -401,19 +427,20 @@ def test_what_is_asked_may_change(kernels: None) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 def test_batches_that_say_nothing(kernels: None) -> None:
-    """Without tokens, and where numbers overflow, the threshold stays, and the order is of numbers."""
+    """Without tokens, and where numbers overflow, the threshold stays and its unit, and the order is of numbers."""
     x, w, y = problem(60, 16, 500)
     parameter = w.clone().requires_grad_()
     step(x, parameter, y)
     step(x, parameter, y)
     known = remembered(parameter)
     assert known.threshold is not None
-    before = known.threshold
+    before, size = known.threshold, known.size
     of_nan, some = x.clone().index_fill(0, torch.tensor(1), torch.nan), torch.full_like(y, -100)
     for hidden, targets in ((x * torch.nan, some), (x[:0], y[:0]), (of_nan, y)):
         found = step(hidden, parameter, targets, reduction="sum")
         assert not any(one.any() for one in found) or hidden is of_nan
         assert all(map(torch.equal, known.threshold, before))
+        assert known.size == size
         report = lowtide.skip_report(parameter)
         assert report is not None
         assert math.isnan(report.logit_error)
@@ -423,24 +450,53 @@ def test_batches_that_say_nothing(kernels: None) -> None:
 
 def test_thresholds_end(kernels: None) -> None:
     """Where nothing can be left out the threshold does not grow for ever."""
-    known = vocabulary_order.VocabularyOrder(vocabulary_order.Asked(0.02, False, 0), 1)
-    known.see(torch.rand(300))
-    known.refresh(torch.randn(300, 8))
+    known = ordered()
     for _ in range(40):
         known.adapt(torch.full((2,), 1e-7))
     assert known.threshold is not None
     assert known.threshold.value.item() == pytest.approx(0.02)
 
 
-def test_calls_of_which_few_skip() -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_calls_of_which_few_skip(at_once: int) -> None:
     """Where too many tiles stay, the calls that try again also compare: the threshold still finds its place."""
+    known = ordered()
+    known._shares.append(0.9)
+    skipping = []
+    for _ in range(200 // at_once):
+        for skips in [known.begin() for _ in range(at_once)]:
+            if skips:
+                skipping.append(known.compares)
+                known.adapt(torch.zeros(2))
+            known.ended += skips
+            known.dense += not skips
+    assert len(skipping) == 7
+    assert all(skipping)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_passes_that_compare_or_renew_the_order(at_once: int) -> None:
+    """The same ones, however many calls come before the first one's backward pass."""
+    known, renewed, compared = ordered(), [], []
+    for n in range(200):
+        for _ in range(0 if n % at_once else at_once):
+            assert known.begin()
+        if known.refreshes:
+            renewed.append(n)
+        if known.compares:
+            compared.append(n)
+            known.adapt(torch.zeros(2))
+        known.ended += 1
+    assert renewed == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
+    assert compared == [*range(16), *range(16, 200, 16)]
+
+
+def ordered() -> vocabulary_order.VocabularyOrder:
+    """Return what is remembered of a weight whose classes are in order."""
     known = vocabulary_order.VocabularyOrder(vocabulary_order.Asked(0.02, False, 0), 1)
     known.see(torch.rand(300))
     known.refresh(torch.randn(300, 8))
-    known._shares.append(0.9)
-    skipping = [known.compares for _ in range(200) if known.begin()]
-    assert len(skipping) == 7
-    assert all(skipping)
+    return known
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.graph import Operator, node, save_for_recompute, saved_for_recompute, schema_of, tensor_fields, undisturbed
+from lowtide.graph import (
+    Operator,
+    is_last_backward,
+    node,
+    save_for_recompute,
+    saved_for_recompute,
+    schema_of,
+    tensor_fields,
+    undisturbed,
+)
 from lowtide.head.backends import float32_pieces
 from lowtide.head.call import Head, SupportArgs, Wanted
 from lowtide.head.gradients import Gradients
@@ -46,6 +55,7 @@ class Function:
     returned: tuple[str, ...]  # names of the values that are returned, those of ``upstream`` first
     upstream: tuple[str, ...]  # names of those that are differentiable
     known: tuple[str, ...]  # names of the values that backward needs
+    sized: tuple[str, ...] = ()  # the last of these, whose sizes follow from calls before, in a recompute others
     ignores: Callable[[Any], bool] = lambda _: True  # whether tokens can be left out
     beside: Callable[[Any], int] = lambda _: 0  # FLOP of what is computed beside the head
     flop: Callable[[Head, Any, Wanted], int] | None = None  # in place of the head's
@@ -192,6 +202,7 @@ def _nodes(function: Function) -> tuple[Any, Any]:
     """
     tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(function.args)))
     returned, known = len(function.returned), tuple(map(function.names.index, function.known))
+    fixed = len(known) - len(function.sized)
 
     def store(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *fields, ranks, given = args
@@ -205,7 +216,9 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         found = function.run(ranks, (*fields, False, False, False, True))
         # what is returned is copied: the caller may write to it
         numbers = [found[i].clone() if i < returned else found[i] for i in known]
-        save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers)
+        # as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
+        ctx.sized = numbers[fixed:]
+        save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers[:fixed])
         ctx.ranks, ctx.scalars = ranks, [None if i in tensors else field for i, field in enumerate(fields)]
         ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
         return found[:returned]
@@ -215,7 +228,9 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         for i, tensor in zip(tensors, saved, strict=False):
             fields[i] = tensor
         wanted = ctx.needs_input_grad[:3]
-        args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :])
+        args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :], *ctx.sized)
+        if is_last_backward():
+            ctx.sized = []
         dx, dw, db, *listed = function.run_backward(ctx.ranks, args)
         trained = fields[:3]
         if listed and listed[0].numel() == len(dw) and listed[0].dim() == 2:

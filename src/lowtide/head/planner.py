@@ -307,9 +307,10 @@ def _cut_kept(work: Work) -> Cut:
     """Cut where tiles are skipped: by default in the memory of a loss that skips none, if the ordered copy fits there.
 
     If it does not, in as much more; a user's own limit is kept, and where it is too low no tile is skipped. The chunks
-    are those of gradients in forward, also where backward computes them: of short ones little would be won.
+    are those of all gradients in forward, also where backward computes some: of short ones little would be won, and
+    both passes choose alike, since backward reads what forward saved of tiles.
     """
-    (N, D, V), work_of_chunks = work.size, work._replace(gradient="forward")
+    (N, D, V), work_of_chunks = work.size, work._replace(gradient="forward", weight_frozen=False)
     scratch = cut(work_of_chunks._replace(kept=False))[1]
     limits = [scratch, scratch + work.weight_dtype.itemsize * V * D] if work.automatic else [work.budget()]
     for limit in limits:

@@ -25,9 +25,9 @@ BAND, CLUSTERS, ROUNDS = 16384, 64, 3
 PAYS = 0.65  # the share of tiles below which a call that skips is faster
 PROBE = 32  # calls, of which one skips where that does not pay
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
-STEADY = 0.9  # a change of the threshold below which the next calls are compared too
-COMPARED = 16  # calls that are all compared, the first ones, and of later ones one in so many
-EVERY = 64  # calls after which the order is refreshed, and before at the powers of two
+STEADY = 0.9  # a change of the threshold below which the next passes are compared too
+COMPARED = 16  # passes that are all compared, the first ones, and of later ones one in so many
+EVERY = 64  # passes after which the order is refreshed, and before at the powers of two
 MEMORY = 0.8  # of the running mean
 
 
@@ -71,7 +71,8 @@ class VocabularyOrder:
     def __init__(self, asked: Asked, number: int) -> None:
         self.asked, self.number = asked, number
         self.calls = self.dense = 0
-        self.ended = 0  # passes that skipped
+        self.ended = 0  # passes that skipped; the others are dense
+        self._compared = 0  # the last pass that was
         self.order: Tensor | None = None  # int32 [1 + V]: V, and the classes in order
         self.inverse: Tensor | None = None  # int32 [V]: each class's place
         self.mean: Tensor | None = None  # float32 [V]
@@ -100,12 +101,16 @@ class VocabularyOrder:
     def adapt(self, errors: Tensor) -> None:
         """Change the threshold by the errors of dX and dW [2]."""
         assert self.threshold is not None
-        self.threshold = self.threshold.adapted(errors, self.asked.error)
+        self.threshold, self._compared = self.threshold.adapted(errors, self.asked.error), self.passes
 
     def see_misses(self, factor_n: Tensor, miss_n: Tensor) -> None:
-        """Take how far the targets' probabilities are from 1: the gradients' size, to which thresholds are relative."""
+        """Take how far the targets' probabilities are from 1: the gradients' size, to which thresholds are relative.
+
+        Where no gradient flows, or numbers overflow, it stays.
+        """
         squares = factor_n.square()
-        self.size = ((squares * torch.expm1(-miss_n).square()).sum() / squares.sum()).nan_to_num(0, 0, 0)
+        size = (squares * torch.expm1(-miss_n).square()).sum() / squares.sum()
+        self.size = size.where(size.isfinite(), 0 if self.size is None else self.size)
 
     def signs(self, like: Tensor) -> Tensor:
         """Return random signs [D, 16], always the same."""
@@ -120,16 +125,21 @@ class VocabularyOrder:
         return (self.asked.seed * 1000003 + self.ended) % 2**31 if self.asked.unbiased else None
 
     @property
+    def passes(self) -> int:
+        """How many passes computed gradients: several calls may come before the backward pass of each."""
+        return self.ended + self.dense
+
+    @property
     def refreshes(self) -> bool:
-        """Whether the present call takes the mean probabilities, from which the order follows."""
-        n = self.calls - 1
+        """Whether the present pass takes the mean probabilities, from which the order follows."""
+        n = self.passes
         return n & (n - 1) == 0 or n % EVERY == 0
 
     @property
     def compares(self) -> bool:
-        """Whether the present call finds its errors, as each does that skips where that does not pay."""
-        n = self.calls - 1
-        return n < COMPARED or n % COMPARED == 0 or not STEADY <= self._change <= CHANGE[1]
+        """Whether the present pass finds its errors, as each does that skips where that does not pay."""
+        n = self.passes
+        return n < COMPARED or n // COMPARED > self._compared // COMPARED or not STEADY <= self._change <= CHANGE[1]
 
     def begin(self) -> bool:
         """Begin a call; return whether it skips tiles: also where the threshold is still far from what it will be."""

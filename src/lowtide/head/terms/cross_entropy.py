@@ -135,7 +135,8 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     if plan.backend == "exp":
         from lowtide.head.exponentials.losses import CrossEntropy
 
-        numbers = Numbers()
+        numbers, order = Numbers(), numbered(abs(head.order)) if head.order and factors is not None else None
+        refreshes = order is not None and order.refreshes
         if known is None:
             numbers = CrossEntropy(head, loss, plan).forward(factors)
         elif factors is not None:
@@ -145,10 +146,9 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
                 KeptBackward(head, loss, plan, known["classes"]).gradients(*factors(), known)
             else:
                 CrossEntropy(head, loss, plan).gradients(*factors(), known)
-        if head.order and factors is not None:
-            order = numbered(abs(head.order))
+        if order is not None:
             order.dense += not plan.kept
-            if order.refreshes:
+            if refreshes:
                 order.refresh(head.weight_VD)
         return numbers
     factor_n, into = (loss.unit, Gradients()) if factors is None else factors()
@@ -294,4 +294,5 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
 CROSS_ENTROPY = Function(
     "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes,
     returned=("loss", "each"), upstream=("loss",), known=("lse", "miss", "own", "tiles", "classes"),
+    sized=("tiles", "classes"),
 )  # fmt: skip
