@@ -278,7 +278,13 @@ def test_a_heads_peak() -> None:
 @pytest.mark.parametrize(("family", "adapted"), [("Llama", ()), ("Gemma2", ()), ("Llama", (*MLP, "lm_head"))])
 def test_a_model_that_was_trained_leaves_nothing_on_the_gpu(family: str, adapted: tuple[str, ...]) -> None:
     """Nor does another that is of the same shapes, or reads another length."""
-    left = []
+
+    def in_use() -> int:
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        return requested_bytes()
+
+    before = in_use()
     for lengths in ((131, 131, 131), (131, 97), (67, 97, 131)):
         model = build(family, torch.bfloat16, adapted)
         lowtide.patch(model)
@@ -289,6 +295,4 @@ def test_a_model_that_was_trained_leaves_nothing_on_the_gpu(family: str, adapted
             optimizer.step()
             optimizer.zero_grad()
         del model, optimizer, trained
-        gc.collect()
-        left.append(requested_bytes())
-    assert max(left) <= left[0]
+        assert in_use() - before < 2**18, lengths

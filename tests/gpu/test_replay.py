@@ -1,5 +1,6 @@
 """Calls repeated from a record on a GPU: the same bits as the first call, in no more memory, and no host waits."""
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -107,6 +108,7 @@ def test_no_call_keeps_tensors(call: Call) -> None:
             call(hidden, w, b, y[:tokens].clone()).backward()
             kept += map(weakref.ref, (x, hidden, w, b, y))
             del x, hidden, w, b, y
+    gc.collect()
     assert not any(one() is not None for one in kept)
 
 
