@@ -28,6 +28,7 @@ class KeptBackward(CrossEntropy):
         assert remembered is not None
         assert self.count is not None
         assert self.index is not None
+        factor_n = factor_n.where(self.y_n >= 0, 0)  # what flows back to an ignored token may be NaN
         self._factor_n, self.known = factor_n, known
         self.take(into)
         pieces = self.pieces(self.plan.chunk_rows, self.plan.chunk_rows)
