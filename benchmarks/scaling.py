@@ -1,8 +1,9 @@
-"""Measure weak scaling of `lowtide train`'s step: each GPU has its own sequences; beside Liger's and stock models.
+"""Measure how `lowtide train`'s step scales: each GPU has its own sequences; beside Liger's and stock models.
 
     python benchmarks/scaling.py --ranks 1 2 4 8
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
     python benchmarks/scaling.py --ranks 1 2 --way lowtide:all lowtide liger
+    python benchmarks/scaling.py --ranks 1 2 4 --strong --batch 4
 
 Layers are checkpointed, except in ways with a policy, such as lowtide:all or lowtide:attention. One GPU holds the whole
 model; several shard it by FSDP2, as `lowtide train --parallel fsdp2` does.
@@ -45,7 +46,7 @@ from lowtide.measure.plots import Line, Panel, draw_panels
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics
-from lowtide.train.parallel import all_read, engine_of, in_group, launched_rank
+from lowtide.train.parallel import all_read, engine_of, in_group, launched_rank, launched_ranks
 from lowtide.train.quiet import quiet_transformers
 from lowtide.train.result import WARM_STEPS
 from lowtide.train.settings import trainer_settings
@@ -54,7 +55,7 @@ from lowtide.train.trainers import PreTrainer
 WAYS = (LOWTIDE, LIGER, STOCK)
 RANK = "--rank"  # begins the arguments of a rank's process
 SPEED = "tokens_per_s_per_gpu"
-RECORDED = ("parallel", "tokens", "batch", "steps", "weights", "seed")  # settings in the result
+RECORDED = ("parallel", "tokens", "batch", "strong", "steps", "weights", "seed")  # settings in the result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class ScalingConfig(ScriptSettings):
     parallel: str = setting("fsdp2", "the engine, as in lowtide train --parallel", metavar="ENGINE")
     tokens: int = setting(8192, "of a sequence", least=2)
     batch: int = setting(1, "sequences of a GPU", least=1)
+    strong: bool = setting(False, "--batch sequences in all, shared out over the GPUs")
     steps: int = setting(5, "that count", least=1)
     weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
     seed: int = setting(0, "of weights and tokens", least=0)
@@ -78,6 +80,8 @@ class ScalingConfig(ScriptSettings):
         gpus = torch.cuda.device_count()
         self._require("ranks", min(self.worlds) > 0, "whole numbers above 0")
         self._require("ranks", not gpus or max(self.worlds) <= gpus, f"at most {gpus}, the GPUs there are")
+        shared = not self.strong or not any(self.batch % n for n in self.worlds)
+        self._require("batch", shared, "with --strong a multiple of each of --ranks")
         self._require(
             "way", {way.partition(":")[0] for way in self.way} <= set(WAYS), f"names out of {', '.join(WAYS)}"
         )
@@ -157,7 +161,8 @@ def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
         return
     machine = result["machine"]
     title = (
-        f"{model}: a step of {result['batch']} x {result['tokens']} tokens per GPU\n{result['parallel']},"
+        f"{model}: a step of {result['batch']} x {result['tokens']} tokens{'' if result['strong'] else ' per GPU'}\n"
+        f"{result['parallel']},"
         f" {result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
     rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
@@ -183,7 +188,8 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
 
     Float32 weights are multiplied in bfloat16 on a GPU.
     """
-    tokens, batch, weights = settings.tokens, settings.batch, settings.weights
+    tokens, weights = settings.tokens, settings.weights
+    batch = settings.batch // (launched_ranks() if settings.strong else 1)
     # beside bf16, accelerate shards 16-bit weights in float32
     narrow = weights == "float32" and torch.cuda.is_available()
     options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": narrow}

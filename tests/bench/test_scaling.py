@@ -59,6 +59,21 @@ def test_two_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+def test_a_batch_that_is_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strong scaling: each of two ranks has half of the sequences, and the first loss is one rank's."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(scaling, "run_command", train_ranks.run_command)
+    (two, one), _ = measured(tmp_path, ranks=("2", "1"), batch=4, strong=True)
+    assert "failed" not in {**two, **one}
+    assert two["tokens_per_s_per_gpu"] == pytest.approx(2 * 16 / two["seconds"])
+    assert one["tokens_per_s_per_gpu"] == pytest.approx(4 * 16 / one["seconds"])
+    assert two["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5)
+    with pytest.raises(ArgumentValueError, match="batch: expected with --strong a multiple of each of --ranks"):
+        measured(tmp_path, ranks=("2",), batch=3, strong=True)
+
+
 def test_a_model_that_fails_is_a_row_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
