@@ -21,7 +21,7 @@ from lowtide import linear_cross_entropy, linear_token_stats
 from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
-from lowtide.head.exponentials import loops, losses
+from lowtide.head.exponentials import even, loops
 from lowtide.head.kernels import gradient_gemms_hopper
 from lowtide.head.matmul import matmul_into
 from lowtide.head.ranks import tokens
@@ -163,7 +163,7 @@ def sums_beside_products() -> None:
         with kernels(kind) if kind != "logits" else nullcontext(), pytest.MonkeyPatch.context() as patched:
             begin_sum = noted("begun", Ranks.begin_sum)
             patched.setattr(Ranks, "begin_sum", lambda *args, begin=begin_sum: noted("waited", begin(*args)))
-            for module in (loops, losses):
+            for module in (loops, even):
                 patched.setattr(module, "matmul_into", noted("product", matmul_into))
             patched.setattr(Chunks, "weight_grad", noted("weight's", Chunks.weight_grad))
             of_weight = noted("weight's", gradient_gemms_hopper.weight_grad)
