@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,25 +162,23 @@ def _measure_ranks(ranks: int, engine: str | None, config: ScalingConfig, add: C
 def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
     """Draw a model's speed and peak over the number of GPUs."""
     found = [row for row in result["rows"] if row["model"] == model and "failed" not in row]
-    engines = result["parallel"]
 
-    def panel(key: str) -> Panel:
-        lines = []
-        for way, engine in product(dict.fromkeys(row["way"] for row in found), engines):
-            same = [row for row in found if row["way"] == way and row["parallel"] in (None, engine)]
-            name = f"{way}, {engine}" if len(engines) > 1 else way
-            lines += [Line(name, [(r["ranks"], r[key]) for r in same], own=Way.named(way).impl == LOWTIDE)] * bool(same)
-        return Panel(lines)
+    def panel(key: str, engine: str) -> Panel:
+        shown = [row for row in found if row["parallel"] in (None, engine)]
+        ways = dict.fromkeys(row["way"] for row in shown)
+        points = {way: [(row["ranks"], row[key]) for row in shown if row["way"] == way] for way in ways}
+        return Panel([Line(way, values, own=Way.named(way).impl == LOWTIDE) for way, values in points.items()])
 
     if not found:
         return
     machine, where = result["machine"], "in all" if result["strong"] else "per GPU"
     title = (
-        f"{model}: a step of {result['batch']} x {result['tokens']} tokens {where}\n{', '.join(engines)},"
-        f" {result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
+        f"{model}: a step of {result['batch']} x {result['tokens']} tokens {where}\n"
+        f"{result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
-    rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
-    files.plot(model, lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
+    keys, engines = {"tokens/s per GPU": SPEED, "peak GiB per GPU": "peak_gib"}, result["parallel"]
+    rows = {label: [panel(key, engine) for engine in engines] for label, key in keys.items()}
+    files.plot(model, lambda at: draw_panels(at, title, rows, columns=[f"GPUs, {engine}" for engine in engines]))
 
 
 def _check(config: ScalingConfig) -> None:
