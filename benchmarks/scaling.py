@@ -1,12 +1,15 @@
-"""Measure how `lowtide train`'s step scales: each GPU has its own sequences; beside Liger's and stock models.
+"""Measure how `lowtide train`'s step scales with the number of GPUs, beside Liger's and stock models.
+
+Weak scaling: each GPU has ``--batch`` sequences of its own. With ``--strong`` all GPUs together have as many.
 
     python benchmarks/scaling.py --ranks 1 2 4 8
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
     python benchmarks/scaling.py --ranks 1 2 --way lowtide:all lowtide liger
-    python benchmarks/scaling.py --ranks 1 2 4 --strong --batch 4
+    python benchmarks/scaling.py --ranks 1 2 4 --strong --batch 4 --parallel fsdp2 zero3
 
 Layers are checkpointed, except in ways with a policy, such as lowtide:all or lowtide:attention. One GPU holds the whole
-model; several shard it by FSDP2, as `lowtide train --parallel fsdp2` does.
+model; several shard it by each engine of ``--parallel``, as `lowtide train` does. The column "of one GPU" has a GPU's
+tokens per second over those of one GPU alone: 1 where the time is ideal, weak or strong.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +50,7 @@ from lowtide.measure.plots import Line, Panel, draw_panels
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics
-from lowtide.train.parallel import all_read, engine_of, in_group, launched_rank, launched_ranks
+from lowtide.train.parallel import AUTO, all_read, built_whole, engine_of, in_group, launched_rank, launched_ranks
 from lowtide.train.quiet import quiet_transformers
 from lowtide.train.result import WARM_STEPS
 from lowtide.train.settings import trainer_settings
@@ -67,10 +71,12 @@ class ScalingConfig(ScriptSettings):
         ("llama-3.2-1b", "llama-3-8b"), "whose shapes, as in lowtide train --model", metavar="NAME"
     )
     way: tuple[str, ...] = setting((LOWTIDE, LIGER), f"{', '.join(WAYS)}, or one:policy", metavar="WAY")
-    parallel: str = setting("fsdp2", "the engine, as in lowtide train --parallel", metavar="ENGINE")
+    parallel: tuple[str, ...] = setting(
+        ("fsdp2",), "engines, as in lowtide train --parallel, on several GPUs", metavar="ENGINE"
+    )
     tokens: int = setting(8192, "of a sequence", least=2)
-    batch: int = setting(1, "sequences of a GPU", least=1)
-    strong: bool = setting(False, "--batch sequences in all, shared out over the GPUs")
+    batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
+    strong: bool = setting(False, "strong scaling: the same --batch sequences, whatever the number of GPUs")
     steps: int = setting(5, "that count", least=1)
     weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
     seed: int = setting(0, "of weights and tokens", least=0)
@@ -80,8 +86,10 @@ class ScalingConfig(ScriptSettings):
         gpus = torch.cuda.device_count()
         self._require("ranks", min(self.worlds) > 0, "whole numbers above 0")
         self._require("ranks", not gpus or max(self.worlds) <= gpus, f"at most {gpus}, the GPUs there are")
-        shared = not self.strong or not any(self.batch % n for n in self.worlds)
-        self._require("batch", shared, "with --strong a multiple of each of --ranks")
+        shared = not (self.strong and any(self.batch % ranks for ranks in self.worlds))
+        self._require("batch", shared, f"a multiple of each of --ranks {' '.join(self.ranks)} with --strong")
+        for engine in self.parallel:
+            TrainConfig(parallel=engine)
         self._require(
             "way", {way.partition(":")[0] for way in self.way} <= set(WAYS), f"names out of {', '.join(WAYS)}"
         )
@@ -103,6 +111,7 @@ def measure(run: Run[ScalingConfig]) -> None:
     heads = (
         Column("", "way", "<18"),
         Column("GPUs", "ranks", "6"),
+        Column("engine", "parallel", ">8"),
         Column("  model", lambda row: f"  {row['model']}", "<18"),
     )
     figures = (
@@ -115,22 +124,24 @@ def measure(run: Run[ScalingConfig]) -> None:
     table = Table(heads, figures)
     run.say(table.header)
     for ranks in config.worlds:
-        _measure_ranks(ranks, config, lambda row, ranks=ranks: run.add({"ranks": ranks, **row}, rows, table))  # type: ignore[misc]
+        for engine in config.parallel if ranks > 1 else [None]:
+            _measure_ranks(ranks, engine, config, partial(run.add, rows=rows, table=table))
     for model in config.model:
         _draw(model, run.result, run.files)
 
 
-def _measure_ranks(ranks: int, config: ScalingConfig, add: Callable[[Row], object]) -> None:
+def _measure_ranks(ranks: int, engine: str | None, config: ScalingConfig, add: Callable[[Row], object]) -> None:
     """Add a row for each way and model as soon as it is measured; after a failure new processes measure the others.
 
-    Liger comes last: it changes the classes that all later models are made of.
+    One rank has no ``engine``. Liger comes last: it changes the classes that all later models are made of.
     """
     ways = sorted(config.way, key=lambda way: Way.named(way).impl == LIGER)
     left = [(way, model) for way in ways for model in config.model]
 
     def run_ranks(file: Path) -> str:
         """Return why the ranks ended; if there are cases left, that is the next one's reason."""
-        job = json.dumps({"settings": vars(config), "file": str(file), "cases": left})
+        settings = {**vars(config), "parallel": [engine or AUTO]}
+        job = json.dumps({"settings": settings, "file": str(file), "cases": left})
         # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
         ended = run_command([sys.executable, *launch, __file__, RANK, job], env=ALLOCATOR)
@@ -140,7 +151,7 @@ def _measure_ranks(ranks: int, config: ScalingConfig, add: Callable[[Row], objec
 
     def add_next(row: Row) -> None:
         way, model = left.pop(0)
-        add({"way": way, "model": model, **row})
+        add({"ranks": ranks, "parallel": engine, "way": way, "model": model, **row})
 
     while left:
         why = add_rows(run_ranks, add_next)
@@ -152,21 +163,22 @@ def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
     """Draw a model's speed and peak over the number of GPUs."""
     found = [row for row in result["rows"] if row["model"] == model and "failed" not in row]
 
-    def panel(key: str) -> Panel:
-        ways = dict.fromkeys(row["way"] for row in found)
-        points = {way: [(row["ranks"], row[key]) for row in found if row["way"] == way] for way in ways}
+    def panel(key: str, engine: str) -> Panel:
+        shown = [row for row in found if row["parallel"] in (None, engine)]
+        ways = dict.fromkeys(row["way"] for row in shown)
+        points = {way: [(row["ranks"], row[key]) for row in shown if row["way"] == way] for way in ways}
         return Panel([Line(way, values, own=Way.named(way).impl == LOWTIDE) for way, values in points.items()])
 
     if not found:
         return
-    machine = result["machine"]
+    machine, where = result["machine"], "in all" if result["strong"] else "per GPU"
     title = (
-        f"{model}: a step of {result['batch']} x {result['tokens']} tokens{'' if result['strong'] else ' per GPU'}\n"
-        f"{result['parallel']},"
-        f" {result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
+        f"{model}: a step of {result['batch']} x {result['tokens']} tokens {where}\n"
+        f"{result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
-    rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
-    files.plot(model, lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
+    keys, engines = {"tokens/s per GPU": SPEED, "peak GiB per GPU": "peak_gib"}, result["parallel"]
+    rows = {label: [panel(key, engine) for engine in engines] for label, key in keys.items()}
+    files.plot(model, lambda at: draw_panels(at, title, rows, columns=[f"GPUs, {engine}" for engine in engines]))
 
 
 def _check(config: ScalingConfig) -> None:
@@ -189,16 +201,17 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
     Float32 weights are multiplied in bfloat16 on a GPU.
     """
     tokens, weights = settings.tokens, settings.weights
-    batch = settings.batch // (launched_ranks() if settings.strong else 1)
+    batch = settings.batch // launched_ranks() if settings.strong else settings.batch
     # beside bf16, accelerate shards 16-bit weights in float32
     narrow = weights == "float32" and torch.cuda.is_available()
     options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": narrow}
     options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
-    config = TrainConfig(parallel=settings.parallel, options=options)
+    config = TrainConfig(parallel=settings.parallel[0], options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         all_read()  # nothing is on the host: each builds the model on its GPU
         args = trainer_settings(config, Path(folder), save=False).args
-        built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=settings.seed)
+        with built_whole():
+            built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=settings.seed)
         generator = torch.Generator().manual_seed(settings.seed)
         shape = (args.max_steps * batch * args.world_size, tokens)
         ids = torch.randint(0, built.config.vocab_size, shape, generator=generator)

@@ -1,4 +1,4 @@
-"""The weak-scaling benchmark on two ranks of a CPU, and what it makes of processes that die."""
+"""The scaling benchmark on two ranks of a CPU, and what it makes of processes that die."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,22 @@ def test_two_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert told["rows"] == [row, kept]
     assert told["machine"]["accelerate"]
     assert told["command"].startswith("python benchmarks/scaling.py --ranks 2 --model lowtide-small --way lowtide")
-    assert (told["ranks"], told["parallel"], told["weights"]) == ([2], "fsdp2", "float32")
+    assert (told["ranks"], told["parallel"], told["weights"]) == ([2], ["fsdp2"], "float32")
     (picture,) = tmp_path.glob("*-scaling-cpu-lowtide-small.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
-def test_a_batch_that_is_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strong scaling: each of two ranks has half of the sequences, and the first loss is one rank's."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_strong_scaling_shares_the_same_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step's loss is that of one rank with all sequences, whichever engine shards the model."""
     monkeypatch.setattr(scaling, "run_command", train_ranks.run_command)
-    (two, one), _ = measured(tmp_path, ranks=("2", "1"), batch=4, strong=True)
-    assert "failed" not in {**two, **one}
-    assert two["tokens_per_s_per_gpu"] == pytest.approx(2 * 16 / two["seconds"])
-    assert one["tokens_per_s_per_gpu"] == pytest.approx(4 * 16 / one["seconds"])
-    assert two["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5)
-    with pytest.raises(ArgumentValueError, match="batch: expected with --strong a multiple of each of --ranks"):
-        measured(tmp_path, ranks=("2",), batch=3, strong=True)
+    engines = ("fsdp2", "zero3" if find_spec("deepspeed") else "ddp")
+    rows, said = measured(tmp_path, ranks=("1", "2"), strong=True, batch=2, parallel=engines)
+    assert [(row["ranks"], row["parallel"]) for row in rows] == [(1, None), *((2, engine) for engine in engines)], rows
+    for row, line in zip(rows, said.splitlines()[1:], strict=False):
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
+        assert row["ranks"] * row["tokens_per_s_per_gpu"] * row["seconds"] == pytest.approx(2 * 16)
+        assert f" {rows[0]['seconds'] / row['seconds'] / row['ranks']:.3f} " in line
 
 
 def test_a_model_that_fails_is_a_row_and_the_others_are_measured(
@@ -104,6 +103,10 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
         measured(tmp_path, way=("unsloth",))
     with pytest.raises(ArgumentValueError, match="policy"):
         measured(tmp_path, way=("stock:attention-mlp1",))
+    with pytest.raises(ArgumentValueError, match="parallel: expected auto or ddp"):
+        measured(tmp_path, parallel=("fsdp2", "tp"))
+    with pytest.raises(ArgumentValueError, match="each of --ranks 1 2 with --strong, got 3"):
+        measured(tmp_path, ranks=("1", "2"), strong=True, batch=3)
     assert not list(tmp_path.iterdir())
 
 

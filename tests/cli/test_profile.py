@@ -161,6 +161,19 @@ def test_parameters_on_the_host_and_adapters(tiny: Path, tmp_path: Path) -> None
     assert {file.name for file in tmp_path.iterdir()} == {"a.json", "a.png", "a.html"}
 
 
+@pytest.mark.usefixtures("forked_children")
+def test_full_training_with_parameters_on_the_host(tiny: Path, tmp_path: Path) -> None:
+    """The same steps, whoever computes the loss; on a CPU only peers' checkpoints can be offloaded."""
+    command = f"profile --model {tiny} --impl stock:input-offload,checkpoint-8:input-offload,lowtide --seq-len 33"
+    command += " --steps 1 --offload-params --no-trace --device cpu"
+    assert main([*command.split(), "--output", str(tmp_path)]) == 0
+    rows = result(tmp_path)["implementations"]
+    assert not [row["failed"] for row in rows if "failed" in row]
+    assert [row["trained_parameters"] for row in rows] == [row["parameters"] for row in rows]
+    for other in rows[1:]:
+        assert other["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
+
+
 RANK = """
 import json, os
 os.environ.update(json.loads(os.environ["EACH"])[int(os.environ["RANK"])])

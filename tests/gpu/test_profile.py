@@ -58,9 +58,10 @@ def test_the_recording_is_the_allocators_count(tmp_path: Path) -> None:
     assert told["implementations"][0]["tflops"]["step"] > 1
 
 
-def test_memory_that_runs_out_is_a_row_and_the_others_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [(), ("--offload-params",)], ids=["", "offload"])
+def test_memory_that_runs_out_is_a_row_and_the_others_run(where: tuple[str, ...], tmp_path: Path) -> None:
     ways = ["--impl", "stock:all", "lowtide:input", "--seq-len", 16384, "--memory-limit", "5GiB", "--no-trace"]
-    stock, lowtide = profile(tmp_path, *ways)["implementations"]
+    stock, lowtide = profile(tmp_path, *ways, *where)["implementations"]
     assert stock["failed"].startswith("out of memory at ")
     assert ", in the " in stock["failed"]
     assert 1 < stock["peak"]["gib"] < 5
@@ -71,7 +72,8 @@ def test_memory_that_runs_out_is_a_row_and_the_others_run(tmp_path: Path) -> Non
 def test_parameters_and_optimizer_on_the_host(arguments: tuple[object, ...], tmp_path: Path) -> None:
     if "--lora" in arguments:
         pytest.importorskip("peft")
-    ways = ["--impl", "stock:input-offload", "lowtide:input-offload", "--offload-params", "--no-trace", "--steps", 2]
+    impl = ["--impl", "stock", "checkpoint-8", "lowtide", "--policy", "input-offload"]
+    ways = [*impl, "--offload-params", "--no-trace", "--steps", 2]
     for row in profile(tmp_path, *ways, *arguments)["implementations"]:
         assert "failed" not in row, row
         owners, weights = row["peak"]["owners_gib"], row["parameters"] * 2 / 2**30
