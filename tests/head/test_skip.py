@@ -294,7 +294,7 @@ def test_unbiased(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, y = problem(140, 24, 1300)
     right, shares = exact(x, w, y)[1:], []
     for unbiased in (False, True):
-        parameter, calls = w.clone().requires_grad_(), 16 if unbiased else 4
+        parameter, calls = w.clone().requires_grad_(), 32 if unbiased else 4
         total, squares = [torch.zeros_like(x), torch.zeros_like(w)], [0.0, 0.0]
         for call in range(1 + calls):
             hidden = x.clone().requires_grad_()
@@ -306,7 +306,7 @@ def test_unbiased(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
                 squares = [a + relative(*b) ** 2 / calls for a, *b in zip(squares, grads, right, strict=True)]
         shares.append([relative(a, b) / c**0.5 for a, b, c in zip(total, right, squares, strict=True)])
     biased, unbiased_shares = shares
-    assert max(unbiased_shares) < 0.7  # a quarter, of independent errors, but for tiles that are seldom drawn
+    assert max(unbiased_shares) < 0.45  # a sixth, of independent errors
     assert min(biased) > 0.9
 
 

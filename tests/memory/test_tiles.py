@@ -17,7 +17,15 @@ import lowtide
 from lowtide.bench import models_case
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, remove_policy, tiles, weights
+from lowtide.memory import (
+    ActivationPolicy,
+    apply_policy,
+    offload_weights,
+    remove_policy,
+    tile_attention,
+    tiles,
+    weights,
+)
 from lowtide.memory.policy import parse_policies, word_of
 from lowtide.models import mlp_part, norm_part, rope_part
 from memory.models import VOCAB, Layer, LazySide, Plain, assert_same, counted_step, layers_of, loss_of, stack_of, step
@@ -181,6 +189,27 @@ def test_attention_is_computed_again_or_not(keep: str, calls: int, ids: Tensor) 
     step(model, ids)  # with the check of each layer
     counted, _ = counted_step(model, ids)
     assert counted == calls * 3 * (4 + 3)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_backward_of_kernels_reads_one_layout(
+    keep: str, pair: tuple[Any, Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the queries: PyTorch plans cuDNN's backward once for all calls like the first."""
+    place, seen = ("cpu", SDPBackend.FLASH_ATTENTION), list[bool]()
+    forward, backward = tile_attention._KERNELS[place]
+
+    def noted(gradient: Tensor, query: Tensor, *more: Tensor, **how: Any) -> Any:
+        seen.append(gradient.stride() == more[2].stride() == torch.empty_like(query).stride())
+        return backward(gradient, query, *more, **how)
+
+    monkeypatch.setitem(tile_attention._KERNELS, place, (forward, noted))
+    model, _ = pair
+    apply_policy(model, tiled(5, keep))
+    step(model, ids)
+    assert len(ids) > 1
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.parametrize("keep", KEEPS)

@@ -41,7 +41,7 @@ def skip_report(linear_weight: Tensor) -> Report | None:
     The host waits for the device. See docs/skipping.md.
 
     Args:
-        linear_weight: The tensor itself that the function got.
+        linear_weight: The tensor itself that `linear_cross_entropy` or `linear_logprobs` got.
 
     Returns:
         Report: ``share`` of the tiles that are computed, ``dropped_mass``, ``logit_error``, ``input_error``,

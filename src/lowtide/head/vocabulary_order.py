@@ -126,7 +126,7 @@ class VocabularyOrder:
 
     @property
     def passes(self) -> int:
-        """How many passes computed gradients: several calls may come before the backward pass of each."""
+        """Return how many passes have computed gradients: several calls may come before the backward pass of each."""
         return self.ended + self.dense
 
     @property

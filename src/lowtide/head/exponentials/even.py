@@ -18,23 +18,20 @@ from lowtide.head.matmul import matmul_into
 class Even:
     """That part of the gradients of weight and bias, where there is smoothing."""
 
-    def __init__(self, terms: RowTerms, q_V: Tensor | None, factor_n: Tensor, y_n: Tensor, into: Gradients) -> None:
-        self._terms, self._q_V, self._into = terms, q_V, into
-        self._sum_D: Tensor | None = None
-        if terms.uniform_D is not None:
-            self._sum_D = torch.zeros_like(terms.uniform_D)
-            self._factor_n = factor_n.where(y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
+    def __init__(self, terms: RowTerms, q_V: Tensor | None, factor_n: Tensor, into: Gradients) -> None:
+        """``factor_n``: each row's factor, 0 where it is ignored."""
+        assert terms.uniform_D is not None
+        self._terms, self._q_V, self._factor_n, self._into = terms, q_V, factor_n, into
+        self._sum_D = torch.zeros_like(terms.uniform_D)
 
     def add(self, x_CD: Tensor, part: slice, used: Used) -> None:
         """Add some rows' hidden states."""
-        if self._sum_D is not None and self._into.weight_VD is not None:
+        if self._into.weight_VD is not None:
             exp_rows.add_column_sums(x_CD, self._factor_n[part], self._sum_D, used)
 
     def put(self, dtype: torch.dtype, *, add: bool) -> bool:
         """Put it into the gradients; return whether the weight's holds something now, as it does with ``add``."""
         into, terms, q = self._into, self._terms, self._q_V
-        if self._sum_D is None:
-            return add
         share = -terms.smoothing / terms.vocab * (1.0 if terms.scale is None else terms.scale)
         if into.bias_V is not None:
             share_of_all = self._factor_n.sum() * share

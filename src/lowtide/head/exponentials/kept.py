@@ -77,14 +77,15 @@ class KeptTiles:
         self._numbers = self.mean_PD.new_empty(2, rows, dtype=torch.float32)
         self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
 
-    def saved(self, rows: int) -> Tensor:
-        """Return memory for what `save` writes of all tokens, so many rows at a time."""
+    def begin_saving(self, rows: int) -> None:
+        """Make what `save` needs, so many rows at a time, and what it writes of all tokens."""
         self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
-        return self.mean_PD.new_empty(self.head.tokens, 2, self.tiles)
+        self.saved = self.mean_PD.new_empty(self.head.tokens, 2, self.tiles)
 
-    def save(self, sums_CP: Tensor, miss_C: Tensor, y_C: Tensor, to_C: Tensor, saved: Tensor, used: Used) -> None:
+    def save(self, sums_CP: Tensor, miss_C: Tensor, y_C: Tensor, to_C: Tensor, used: Used) -> None:
         """Save what rows sum to in each tile, for `KeptBackward`."""
-        kept_sums.save_tiles(sums_CP, self.squares[: len(sums_CP)], miss_C, y_C, to_C, saved, used)
+        squares, V = self.squares[: len(sums_CP)], len(self.weight_VD)
+        kept_sums.save_tiles(sums_CP, squares, miss_C, y_C, to_C, self.saved, V, used)
 
     @property
     def compares(self) -> bool:
@@ -110,10 +111,9 @@ class KeptTiles:
             self._flags, lists, self._shares, self._space, total, e_CV, targets, self.weight_VD.shape[1], used
         )
 
-    @property
     def listed(self) -> Listed:
         """Return a chunk's tiles that are kept, as the exponentials' GEMM takes them."""
-        return kept_sums.list_tiles(self._lists_of_chunk)
+        return kept_lists.list_tiles(self._lists_of_chunk)
 
     def settle(self, e_CV: Tensor, ends: InputRows | None, scaled_CD: Tensor | None) -> None:
         """Take what is compared of a chunk's E, and then multiply the tiles that stay at random."""

@@ -5,39 +5,28 @@ over them: E, E W and E^T (s X). At some calls all of E is computed: where gradi
 renewed, and where a bias gets its exact gradient.
 """
 
-import torch
-from torch import Tensor
-
-from lowtide.head.exponentials.kept import see_rows
 from lowtide.head.exponentials.loops import aligned_rows
 from lowtide.head.exponentials.losses import CrossEntropy
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_rows, kept_sums
-from lowtide.head.kernels.exp_logits import ExpRows
 from lowtide.head.kernels.kept_tiles import Targets
 from lowtide.head.planner import padded
 
 
 class KeptBackward(CrossEntropy):
-    """A loss in backward, whose tiles forward saved."""
+    """A loss in backward, whose tiles forward saved: what is known has all tokens' "tiles" too."""
 
-    def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
-        """Add the gradients; ``known`` has each row's "lse" and "miss", and all tokens' "tiles"."""
-        kept, remembered, (V, D) = self.kept, self.remembered, self.weight_VD.shape
+    def recompute(self, into: Gradients) -> None:
+        """Add up the gradients, with a chunk's E over the whole vocabulary in memory."""
+        kept, (V, D) = self.kept, self.weight_VD.shape
         assert kept is not None
-        assert remembered is not None
         assert self.count is not None
         assert self.index is not None
-        factor_n = factor_n.where(self.y_n >= 0, 0)  # what flows back to an ignored token may be NaN
-        self._factor_n, self.known = factor_n, known
-        self.take(into)
         pieces = self.pieces(self.plan.chunk_rows, self.plan.chunk_rows)
-        longest = max((piece.at.stop for piece in pieces), default=0)
-        self._numbers, new = self._new(4 * longest), self.weight_VD.new_empty
-        kept.take_factors(factor_n, self.count)
+        longest, new = max((piece.at.stop for piece in pieces), default=0), self.weight_VD.new_empty
+        kept.take_factors(self._factor_n, self.count)
         kept.allocate(longest)
         e, scaled, sums = new(longest, padded(V)), new(longest, D).zero_(), self._new(longest, kept.tiles)
-        self._seen = torch.zeros_like(self._new(V)) if remembered.refreshes else None
         whole = kept.compares or self._seen is not None or into.bias_V is not None
         if kept.compares:
             e.zero_()  # it is read as a whole, with rows that are not used
@@ -47,15 +36,12 @@ class KeptBackward(CrossEntropy):
             e_CV, scaled_CD = e[:C, :V], scaled[:C]
             self.prepare(piece, scaled_CD)
             reference, entry, s, rest = piece.rows
-            lse = known["lse"][piece.part]
             kept_sums.take_tiles(
-                known["tiles"], self.index[piece.part], lse, reference, sums[:C], kept.squares[:C], used
-            )
+                self.known["tiles"], self.index[piece.part], self.known["lse"][piece.part], reference, sums[:C],
+                kept.squares[:C], V, used,
+            )  # fmt: skip
             kept.find(Targets(piece.y_C, s, rest, entry), sums[:C], e_CV, used)
-            of_rows = ExpRows.of(reference, piece.y_C, None, entry)
-            self.exponentials(piece, self.weight_VD, e_CV, of_rows, None if whole else kept.listed)
-            if self._seen is not None:
-                exp_rows.add_column_sums(e_CV, torch.exp(reference - lse).where(s != 0, 0), self._seen, used)
+            self.fill(piece, self.weight_VD, e_CV, 0, None if whole else kept.listed())
             if into.bias_V is not None:
                 exp_rows.add_column_sums(e_CV, s, into.bias_V, used)
             ends = None if into.input_ND is None else self.ends(piece, s, rest, into.input_ND)
@@ -65,8 +51,3 @@ class KeptBackward(CrossEntropy):
             if into.weight_VD is not None:
                 kept.weight_grad(e_CV, scaled_CD, into.weight_VD, used, add=piece.part.start > 0)
         kept.see_sum(into)
-        self._put_even(add=True)
-        if self._seen is not None:
-            see_rows(remembered, self._seen, self.y_n, kept.order)
-        kept.end(into)
-        remembered.see_misses(factor_n, known["miss"])

@@ -76,7 +76,7 @@ class CrossEntropy(Exponentials):
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
         self._x: Tensor | None = None  # its hidden states, where they are gathered; s x takes their place
-        self.even: Even | None = None
+        self._even: Even | None = None  # label smoothing's part of the gradients
         self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
         self._begun = False  # whether the weight's gradient holds something
         self._seen: Tensor | None = None  # the sums of the rows' probabilities, where they are to be seen
@@ -110,22 +110,21 @@ class CrossEntropy(Exponentials):
         found = torch.empty(3, len(y_n), dtype=torch.float32, device=y_n.device)
         at_once = self._begin_all_targets(y_n)
         self._sums = self._new(max((p.part.stop - p.part.start for p in pieces), default=0), self.tiles)
-        saved = self.kept.saved(len(self._sums)) if self.kept is not None and factors is None else None
+        if self.kept is not None and self._e is None:
+            self.kept.begin_saving(len(self._sums))
         begin_targets, begin_sums = partial(self._begin_targets, y_n, own_n, at_once), partial(self._begin_sums, found)
         for piece in self.in_stages(pieces, self.begin, begin_targets, begin_sums, chunks=self._e is not None):
             if self._e is None:
                 self._finish(piece)
-                if self.kept is not None and saved is not None and self.index is not None:
-                    sums, to = self._sums[: len(piece.y_C)], self.index[piece.part]
-                    self.kept.save(sums, piece.rows.miss, piece.y_C, to, saved, self.used(piece.part))
+                self._save(piece)
             else:
                 self._add_gradients(piece)
             del piece  # and with it its memory, when the next is made
         if order is not None:
             found = torch.empty_like(found).index_copy_(1, order, found)
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
-        if self.kept is not None and saved is not None:
-            numbers |= {"tiles": saved, "classes": self.kept.order.clone()}
+        if self.kept is not None and self._e is None:
+            numbers |= {"tiles": self.kept.saved, "classes": self.kept.order.clone()}
         if self._e is not None:
             into = self._take_factors()  # also where there are no tokens
             if self.kept is not None:
@@ -140,28 +139,37 @@ class CrossEntropy(Exponentials):
 
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
+        if self.remembered is not None:  # what flows back to an ignored token may be NaN
+            factor_n = factor_n.where(self.y_n >= 0, 0)
         self._factor_n, self.known = factor_n, known
-        self.take(into)
+        self._begin_even(into)
         self._numbers = self._new(4 * self.plan.chunk_rows)
         watched = self.remembered is not None and self.remembered.refreshes
         self._seen = torch.zeros_like(self._new(self.width)) if watched else None
         self.recompute(into)
         self._put_even(add=True)
+        if self.kept is not None:
+            self.kept.end(into)
         if self.remembered is not None:
             self.remembered.see_misses(factor_n, known["miss"])
             if self._seen is not None:
-                see_rows(self.remembered, self._seen, self.y_n, None)
+                see_rows(self.remembered, self._seen, self.y_n, None if self.kept is None else self.kept.order)
 
-    def take(self, into: Gradients) -> None:
-        """Take what takes the gradients; label smoothing's part of them stays out of the wide GEMMs."""
+    def _begin_even(self, into: Gradients) -> None:
+        """Begin label smoothing's part of the gradients, which stays out of the wide GEMMs."""
         if into.weight_VD is not None and not self.plan.chunks:
             into.weight_VD.zero_()
-        counts = self.plan.chunks and self.width
-        self.even = Even(self.terms, self.q_V, self._factor_n, self.y_n, into) if counts else None
+        if self.terms.uniform_D is not None and self.plan.chunks and self.width:
+            self._even = Even(self.terms, self.q_V, self._factor_n.where(self.y_n >= 0, 0), into)
+
+    def _add_even(self, piece: Piece) -> None:
+        """Add a piece's hidden states, before they are scaled in place."""
+        if self._even is not None:
+            self._even.add(piece.x_CD, piece.part, self.used(piece.part))
 
     def _put_even(self, *, add: bool) -> bool:
         """Put it into the gradients; return whether the weight's holds something now, as it does with ``add``."""
-        return add if self.even is None else self.even.put(self.head.dtype, add=add)
+        return add if self._even is None else self._even.put(self.head.dtype, add=add)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
@@ -281,6 +289,13 @@ class CrossEntropy(Exponentials):
             if not shifted and (alone or e_CV is not None):
                 self._shifted(piece, e_CV, (True, False) if alone else (False,))
 
+    def _save(self, piece: Piece) -> None:
+        """Save what backward needs to skip tiles, if it does."""
+        if self.kept is not None:
+            assert self.index is not None
+            sums, to = self._sums[: len(piece.y_C)], self.index[piece.part]
+            self.kept.save(sums, piece.rows.miss, piece.y_C, to, self.used(piece.part))
+
     def _e_of(self, at: slice) -> Tensor | None:
         """Return E of some of the chunk's rows; None where there is none, or this rank has no classes."""
         return None if self._e is None or not self.width else self._e[at, : self.width]
@@ -290,7 +305,7 @@ class CrossEntropy(Exponentials):
         if not self._has_factors:
             self._factor_n, into = self._factors()
             self._has_factors, self._into, D, rows = True, into, self.weight_VD.shape[1], self._rows
-            self.take(into)
+            self._begin_even(into)
             if self.kept is not None and self.count is not None:
                 self.kept.take_factors(self._factor_n, self.count)
             self._scaled = None
@@ -305,8 +320,7 @@ class CrossEntropy(Exponentials):
         """Finish a piece and its product with the weight; with a chunk's last its product with the hidden states."""
         into, e_CV = self._take_factors(), self._e_of(piece.at)
         factor_C = self._factor_n[piece.part]
-        if self.even is not None:  # before its hidden states are scaled in place
-            self.even.add(piece.x_CD, piece.part, self.used(piece.part))
+        self._add_even(piece)
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
         if e_CV is not None and self.remembered is not None:
             self._heed(piece, e_CV, into)
@@ -398,16 +412,15 @@ class CrossEntropy(Exponentials):
             self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self._factor_n[part],
             self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD, used=self.used(part),
         )  # fmt: skip
-        if self.even is not None:
-            self.even.add(piece.x_CD, piece.part, self.used(piece.part))
+        self._add_even(piece)
         s_C: Tensor = piece.rows[2]
         return s_C
 
-    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
-        """See `Exponentials.fill`."""
+    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int, listed: Listed | None = None) -> None:
+        """See `Exponentials.fill`; where tiles are ``listed`` others need not be written."""
         reference_C, coefficient_C, s_C = piece.rows[:3]
         rows = ExpRows.of(reference_C, piece.y_C, None, coefficient_C, first_class)
-        self.exponentials(piece, w_BD, e_CB, rows)
+        self.exponentials(piece, w_BD, e_CB, rows, listed)
         if self._seen is not None:
             weight_C = torch.exp(reference_C - self.known["lse"][piece.part]).where(s_C != 0, 0)
             sums = self._seen[first_class : first_class + len(w_BD)]

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.exp_logits import Listed
 from lowtide.head.kernels.gemm import ALL, Used, matrix
 from lowtide.head.kernels.kept_gemms_hopper import FIELDS, Lists, Shares
 from lowtide.head.kernels.kept_tiles import COLUMNS, ROWS, TILES, Targets, entries_of, home_of
@@ -189,6 +190,25 @@ def _list_kept(  # type: ignore[no-untyped-def]
         _list_down(flags_ptr, lists, tile - R, R, P, ROW_BLOCK)
 
 
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _list_tiles(down_ptr, count_ptr, tiles_ptr, number_ptr, R, P, BLOCK: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A program per tile across: after those of the tiles before it."""
+    p = tl.program_id(0)
+    before = tl.zeros((STEP,), tl.int32)
+    for first in range(0, p, STEP):
+        at = first + tl.arange(0, STEP)
+        before += tl.load(count_ptr + at, mask=at < p, other=0)
+    begin = tl.sum(before, 0)
+    count = tl.load(count_ptr + p)
+    for r in range(0, count, BLOCK):
+        at = r + tl.arange(0, BLOCK)
+        row_tile = tl.load(down_ptr + p * R + at, mask=at < count, other=0)
+        tl.store(tiles_ptr + begin + at, (row_tile << 16) + p, mask=at < count)
+    if p == P - 1:
+        tl.store(number_ptr, begin + count)
+
+
 def lists_for(C: int, P: int, device: torch.device) -> tuple[Lists, Tensor]:
     """Return memory for the lists of C rows, and for the flags [R, P]."""
     R = blocks_of(C, ROWS.value)
@@ -222,3 +242,11 @@ def list_kept(
         blocks_of(D, COLUMNS.value), programs, BLOCK=power_of_2(programs), STEP=min(16, power_of_2(programs)),
         ROW_BLOCK=min(32, power_of_2(R)), num_warps=8,
     )  # fmt: skip
+
+
+def list_tiles(lists: Lists) -> Listed:
+    """Return the tiles that are kept, as the exponentials' GEMM takes them; the host does not learn how many."""
+    P, R = lists.down.shape
+    listed = Listed(lists.down.new_empty(P * R), lists.down.new_empty(1))
+    _list_tiles[(P,)](lists.down, lists.down_count, *listed, R, P, BLOCK=min(128, power_of_2(R)), STEP=256, num_warps=4)
+    return listed

@@ -5,8 +5,8 @@ the target, p the probabilities:
 
     saved [N, 2, P]:    sum of p,    sum of p^2 - (sum of p)^2 / 256
 
-In backward E is p times a factor of each row, from 1 to 2: see `exp_rows.prepare_rows`. The tiles that are kept then
-follow from these numbers, and no other tile of E is computed: `listed` has them as the exponentials' GEMM takes them.
+(256, or the number of classes in the last tile). In backward E is p times a factor of each row, from 1 to 2: see
+`exp_rows.prepare_rows`. The tiles that are kept then follow from these numbers: see `kept_tiles`.
 """
 
 import triton
@@ -14,18 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1
-from lowtide.head.kernels.exp_logits import Listed
 from lowtide.head.kernels.exp_terms import block_of
 from lowtide.head.kernels.gemm import ALL, Used, counted_rows
-from lowtide.head.kernels.kept_gemms_hopper import Lists
-from lowtide.head.kernels.kept_tiles import COLUMNS
-from lowtide.kernel_launch import Launcher, power_of_2
+from lowtide.head.kernels.kept_tiles import classes_in
+from lowtide.kernel_launch import Launcher
 
 
 @Launcher
-@triton.jit(do_not_specialize=["C", "P"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C", "V", "P"])  # type: ignore[untyped-decorator]
 def _save_tiles(  # type: ignore[no-untyped-def]
-    sums_ptr, squares_ptr, stride, miss_ptr, y_ptr, to_ptr, saved_ptr, used, C, P, BLOCK: tl.constexpr
+    sums_ptr, squares_ptr, stride, miss_ptr, y_ptr, to_ptr, saved_ptr, used, C, V, P, BLOCK: tl.constexpr
 ):  # fmt: skip
     """A program per row. Sums are over those of all tiles, whatever they are relative to."""
     i = tl.program_id(0)
@@ -43,7 +41,7 @@ def _save_tiles(  # type: ignore[no-untyped-def]
     for p in range(0, P, BLOCK):
         at = p + tl.arange(0, BLOCK)
         mass = tl.load(sums_ptr + at, mask=at < end, other=0.0)
-        varied = tl.load(squares_ptr + at, mask=at < end, other=0.0) - mass * (mass * (1.0 / COLUMNS))
+        varied = tl.load(squares_ptr + at, mask=at < end, other=0.0) - mass * (mass / classes_in(at, V))
         root = tl.sqrt(tl.where(varied < 0.0, 0.0, varied)) * factor  # NaN stays
         out = saved_ptr + to * (2 * P) + at
         tl.store(out, (mass * factor).to(saved_ptr.dtype.element_ty), mask=at < P)
@@ -51,9 +49,9 @@ def _save_tiles(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit(do_not_specialize=["C", "P"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C", "V", "P"])  # type: ignore[untyped-decorator]
 def _take_tiles(  # type: ignore[no-untyped-def]
-    saved_ptr, from_ptr, lse_ptr, reference_ptr, sums_ptr, squares_ptr, stride, used, C, P, BLOCK: tl.constexpr
+    saved_ptr, from_ptr, lse_ptr, reference_ptr, sums_ptr, squares_ptr, stride, used, C, V, P, BLOCK: tl.constexpr
 ):  # fmt: skip
     """A program per row."""
     i = tl.program_id(0)
@@ -66,53 +64,27 @@ def _take_tiles(  # type: ignore[no-untyped-def]
             varied = tl.load(saved_ptr + P + at, mask=at < P, other=0.0).to(tl.float32) * factor * factor
             out = i.to(tl.int64) * stride + at
             tl.store(sums_ptr + out, mass, mask=at < P)
-            tl.store(squares_ptr + out, varied + mass * (mass * (1.0 / COLUMNS)), mask=at < P)
-
-
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _list_tiles(down_ptr, count_ptr, tiles_ptr, number_ptr, R, P, BLOCK: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program per tile across: after those of the tiles before it."""
-    p = tl.program_id(0)
-    before = tl.zeros((STEP,), tl.int32)
-    for first in range(0, p, STEP):
-        at = first + tl.arange(0, STEP)
-        before += tl.load(count_ptr + at, mask=at < p, other=0)
-    begin = tl.sum(before, 0)
-    count = tl.load(count_ptr + p)
-    for r in range(0, count, BLOCK):
-        at = r + tl.arange(0, BLOCK)
-        row_tile = tl.load(down_ptr + p * R + at, mask=at < count, other=0)
-        tl.store(tiles_ptr + begin + at, (row_tile << 16) + p, mask=at < count)
-    if p == P - 1:
-        tl.store(number_ptr, begin + count)
+            tl.store(squares_ptr + out, varied + mass * (mass / classes_in(at, V)), mask=at < P)
 
 
 def save_tiles(
-    sums_CP: Tensor, squares_CP: Tensor, miss_C: Tensor, y_C: Tensor, to_C: Tensor, saved: Tensor, used: Used = ALL
-) -> None:
+    sums_CP: Tensor, squares_CP: Tensor, miss_C: Tensor, y_C: Tensor, to_C: Tensor, saved: Tensor, V: int,
+    used: Used = ALL,
+) -> None:  # fmt: skip
     """Write the rows' part of ``saved`` [N, 2, P] at their places ``to_C``; of rows that do not count it is 0."""
     C, P = sums_CP.shape
     _save_tiles[(C,)](
-        sums_CP, squares_CP, sums_CP.stride(0), miss_C, y_C, to_C, saved, used, C, P, BLOCK=block_of(P), num_warps=4
+        sums_CP, squares_CP, sums_CP.stride(0), miss_C, y_C, to_C, saved, used, C, V, P, BLOCK=block_of(P), num_warps=4
     )
 
 
 def take_tiles(
-    saved: Tensor, from_C: Tensor, lse_C: Tensor, reference_C: Tensor, sums_CP: Tensor, squares_CP: Tensor,
+    saved: Tensor, from_C: Tensor, lse_C: Tensor, reference_C: Tensor, sums_CP: Tensor, squares_CP: Tensor, V: int,
     used: Used = ALL,
 ) -> None:  # fmt: skip
     """Write the sums of E = exp(z - reference) in each tile, and of its squares, of the rows from places ``from_C``."""
     C, P = sums_CP.shape
     _take_tiles[(C,)](
-        saved, from_C, lse_C, reference_C, sums_CP, squares_CP, sums_CP.stride(0), used, C, P, BLOCK=block_of(P),
-        num_warps=4,
+        saved, from_C, lse_C, reference_C, sums_CP, squares_CP, sums_CP.stride(0), used, C, V, P,
+        BLOCK=block_of(P), num_warps=4,
     )  # fmt: skip
-
-
-def list_tiles(lists: Lists) -> Listed:
-    """Return the tiles that are kept; the host does not learn how many."""
-    P, R = lists.down.shape
-    listed = Listed(lists.down.new_empty(P * R), lists.down.new_empty(1))
-    _list_tiles[(P,)](lists.down, lists.down_count, *listed, R, P, BLOCK=min(128, power_of_2(R)), STEP=256, num_warps=4)
-    return listed

@@ -59,6 +59,12 @@ def home_of(targets, tile, used, C):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def classes_in(at, V):  # type: ignore[no-untyped-def]
+    """Return how many classes are in tiles across: the last one may have fewer. Beyond it 1, to divide by."""
+    return tl.minimum(tl.maximum(V - at * COLUMNS, 1), COLUMNS).to(tl.float32)
+
+
+@triton.jit
 def entries_of(targets, e, row, y, mask):  # type: ignore[no-untyped-def]
     """Return the targets' entries in E, before they were rounded; 0 outside of the mask."""
     e_ptr, e_stride, _ = e
@@ -89,8 +95,7 @@ def _find_kept(  # type: ignore[no-untyped-def]
     at_home = tl.sum((home[:, None] == at[None, :]).to(tl.int32), 0)
     whole = s[:, None] * tl.sqrt(squares)
     whole = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], whole * whole, 0.0), 1), 0)
-    width = tl.minimum(tl.maximum(V - at * COLUMNS, 1), COLUMNS).to(tl.float32)
-    varied = squares - mass * (mass * (1.0 / width)[None, :])
+    varied = squares - mass * (mass / classes_in(at, V)[None, :])
     part = s[:, None] * tl.sqrt(tl.where(varied < 0.0, 0.0, varied))  # NaN stays
     q = tl.sum(tl.where((s != 0.0)[:, None], part * part, 0.0), 0)
     least = tl.load(least_ptr)
