@@ -187,6 +187,38 @@ def test_options(kernels: None, unbiased: bool) -> None:
     assert report.share < 0.95
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("more", [{}, {"skip_unbiased": True}])
+def test_softcap(kernels: None, reduction: str, more: dict[str, Any]) -> None:
+    """E then has a slope in it: what tiles are chosen by and what stands for them is of E, and the loss of its sums."""
+    N, D, V, cap, scale = 200, 40, 1600, 3.0, 1.3
+    x, w, y = problem(N, D, V)
+    b, g = torch.randn(V) * 0.3, torch.randn(N)
+    parameter, bias = w.requires_grad_(), b.requires_grad_()
+    right_leaves = [z.detach().double().requires_grad_() for z in (x, w, b)]
+    logits = cap * torch.tanh((right_leaves[0] @ right_leaves[1].T + right_leaves[2]) * scale / cap)
+    each = torch.nn.functional.cross_entropy(logits, y, reduction="none")
+    upstream = g if reduction == "none" else torch.ones(N)
+    right = torch.autograd.grad((each * upstream).sum(), right_leaves)
+    for _ in range(4):
+        hidden = x.clone().requires_grad_()
+        found = lowtide.linear_cross_entropy(
+            hidden, parameter, y, linear_bias=bias, logit_scale=scale, softcap=cap, reduction=reduction,
+            options=HeadOptions(skip=0.02, **more),
+        )  # fmt: skip
+        grads = torch.autograd.grad(found, (hidden, parameter, bias), g if reduction == "none" else None)
+        expected = each if reduction == "none" else each.sum()
+        torch.testing.assert_close(found.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        errors = [relative(one, other) for one, other in zip(grads, right, strict=True)]
+        assert max(errors) < 0.02
+        assert errors[2] < 1e-5
+    report = lowtide.skip_report(parameter)
+    assert report is not None
+    assert report.share < 0.95
+    assert report.logit_error > 0
+
+
 PER_TOKEN: list[Callable[..., Tensor]] = [
     lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, reduction="none", options=o),
     lambda x, w, y, o: -lowtide.linear_logprobs(x, w, y, options=o),
@@ -524,7 +556,7 @@ def test_ignored_tokens_and_overflow(kernels: None) -> None:
     ("why", "call"),
     [
         ("compute capability", lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, options=o)),
-        ("soft cap", lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, softcap=30.0, options=o)),
+        ("compute capability", lambda x, w, y, o: lowtide.linear_cross_entropy(x, w, y, softcap=30.0, options=o)),
         ("compute capability", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y, options=o)),
         ("one target a token", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y[:, None], options=o)),
         ("one target a token", lambda x, w, y, o: lowtide.linear_logprobs(x, w, y, support=y, options=o)),

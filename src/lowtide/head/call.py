@@ -149,7 +149,7 @@ def checked_call(
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         scale = ranks.whole(scale)
     if options.skip is not None:
-        check_skip(function, ranks, softcap)
+        check_skip(function, ranks)
     if ranks.vocab == 0 and function != "linear_cross_entropy":
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
@@ -162,12 +162,11 @@ def checked_call(
     return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, False, False, ranks), ranks, options
 
 
-def check_skip(function: str, ranks: Ranks | Alone, softcap: object) -> None:
+def check_skip(function: str, ranks: Ranks | Alone) -> None:
     """Raise where no tiles can be skipped."""
     reasons = {
         "only the loss and log-probabilities skip tiles": function not in SKIPPING,
         "the vocabulary is sharded": not ranks.alone,
-        "the logits have a soft cap": softcap is not None,
     }
     for reason, holds in reasons.items():
         if holds:

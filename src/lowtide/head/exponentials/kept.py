@@ -13,7 +13,7 @@ from lowtide.head.call import Head
 from lowtide.head.exponentials.comparison import Comparison
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import kept_gemms_hopper, kept_lists, kept_sums, kept_tiles
-from lowtide.head.kernels.exp_logits import Listed
+from lowtide.head.kernels.exp_logits import Listed, Stored
 from lowtide.head.kernels.gemm import Used
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
@@ -75,25 +75,39 @@ class KeptTiles:
         self._room = room_for(device)
         self._mass = self.mean_PD.new_empty(rows, padded(self.tiles))
         self._numbers = self.mean_PD.new_empty(2, rows, dtype=torch.float32)
-        self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
+        self._begin_sums(rows)
+
+    def _begin_sums(self, rows: int) -> None:
+        """Make what takes the sums of E as stored."""
+        numbers = 1 if self.head.softcap is None else 2
+        self._sums_of_stored = self.mean_PD.new_empty(numbers, rows, self.tiles, dtype=torch.float32)
+
+    def stored(self, C: int) -> Stored:
+        """Return what takes the sums of so many rows of E as stored."""
+        return Stored(*self._sums_of_stored[:, :C])
+
+    def masses(self, sums_CP: Tensor) -> Tensor:
+        """Return what rows of E sum to, given the sums of the exponentials."""
+        masses = self.stored(len(sums_CP)).masses
+        return sums_CP if masses is None else masses
 
     def begin_saving(self, rows: int) -> None:
         """Make what `save` needs, so many rows at a time, and what it writes of all tokens."""
-        self.squares = self.mean_PD.new_empty(rows, self.tiles, dtype=torch.float32)
+        self._begin_sums(rows)
         self.saved = self.mean_PD.new_empty(self.head.tokens, 2, self.tiles)
 
     def save(self, sums_CP: Tensor, miss_C: Tensor, y_C: Tensor, to_C: Tensor, used: Used) -> None:
         """Save what rows sum to in each tile, for `KeptBackward`."""
-        squares, V = self.squares[: len(sums_CP)], len(self.weight_VD)
-        kept_sums.save_tiles(sums_CP, squares, miss_C, y_C, to_C, self.saved, V, used)
+        stored, V = self.stored(len(sums_CP)), len(self.weight_VD)
+        kept_sums.save_tiles(sums_CP, stored, miss_C, y_C, to_C, self.saved, V, used)
 
     @property
     def compares(self) -> bool:
         """Whether the gradients are compared with those from all tiles."""
         return self._comparison is not None
 
-    def find(self, targets: Targets, sums_CP: Tensor, e_CV: Tensor, used: Used) -> None:
-        """Decide which of a chunk's tiles are kept; of ``targets`` what it finds is to be filled in."""
+    def find(self, targets: Targets, masses_CP: Tensor, e_CV: Tensor, used: Used) -> None:
+        """Decide which of a chunk's tiles are kept, by what rows of E sum to there; fill in ``targets``."""
         C, total = len(e_CV), self.known.total
         assert total is not None
         R = -(-C // ROWS)
@@ -103,10 +117,12 @@ class KeptTiles:
         if len(lists.across) != R:  # a last chunk that is shorter
             lists, self._flags = kept_lists.lists_for(C, self.tiles, e_CV.device)
         self._lists_of_chunk = lists
-        sums = self.squares.new_empty(3, R * -(-self.tiles // kept_tiles.TILES.value))
+        sums = masses_CP.new_empty(3, R * -(-self.tiles // kept_tiles.TILES.value))
         self._sums.append(sums)
         choice = Choice(self._flags, self._mass_CP, sums)
-        kept_tiles.find_kept(sums_CP, self.squares[:C], e_CV, targets, self._least, choice, used, self.known.seed)
+        squares = self.stored(C).squares
+        assert squares is not None
+        kept_tiles.find_kept(masses_CP, squares, e_CV, targets, self._least, choice, used, self.known.seed)
         kept_lists.list_kept(
             self._flags, lists, self._shares, self._space, total, e_CV, targets, self.weight_VD.shape[1], used
         )
@@ -139,7 +155,7 @@ class KeptTiles:
         kept_tiles.add_targets(self._targets, scaled_CD, sum_VD, used)
         first = self._shared_PD is None
         if self._shared_PD is None:
-            self._shared_PD = self.squares.new_empty(self.mean_PD.shape)
+            self._shared_PD = self.mean_PD.new_empty(self.mean_PD.shape, dtype=torch.float32)
         matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=not first)
 
     def see_sum(self, into: Gradients) -> None:

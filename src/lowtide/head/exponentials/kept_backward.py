@@ -36,9 +36,11 @@ class KeptBackward(CrossEntropy):
             e_CV, scaled_CD = e[:C, :V], scaled[:C]
             self.prepare(piece, scaled_CD)
             reference, entry, s, rest = piece.rows
+            squares = kept.stored(C).squares
+            assert squares is not None
             kept_sums.take_tiles(
                 self.known["tiles"], self.index[piece.part], self.known["lse"][piece.part], reference, sums[:C],
-                kept.squares[:C], V, used,
+                squares, V, used,
             )  # fmt: skip
             kept.find(Targets(piece.y_C, s, rest, entry), sums[:C], e_CV, used)
             self.fill(piece, self.weight_VD, e_CV, 0, None if whole else kept.listed())

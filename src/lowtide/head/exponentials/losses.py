@@ -22,7 +22,7 @@ from lowtide.head.exponentials.kept import KeptTiles, see_rows
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows, gradient_gemms_hopper
-from lowtide.head.kernels.exp_logits import ExpRows, Listed, exp_tile, shifted_exp_logits
+from lowtide.head.kernels.exp_logits import NOT_STORED, ExpRows, Listed, Stored, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
@@ -192,12 +192,15 @@ class CrossEntropy(Exponentials):
     def _shifted(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...]) -> None:
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
         C = len(piece.y_C)
-        squares = None if self.kept is None else self.kept.squares[:C]
-        rows = ExpRows.of(piece.rows.highest, piece.y_C, self._sums[:C], squares=squares)
+        rows = ExpRows.of(piece.rows.highest, piece.y_C, self._sums[:C], stored=self._stored(C))
         shifted_exp_logits(
             piece.x_CD, self.weight_VD, e_CV, rows, (piece.rows.listed, piece.rows.listed_count), self.transform,
             self.config, find_highest=find_highest,
         )  # fmt: skip
+
+    def _stored(self, C: int) -> Stored:
+        """Return what takes the sums of E as stored, where tiles are skipped."""
+        return NOT_STORED if self.kept is None else self.kept.stored(C)
 
     def terms_of(self, piece: Piece) -> RowTerms:
         """Return the loss with the class weights of a piece's rows, where they are by row."""
@@ -257,8 +260,7 @@ class CrossEntropy(Exponentials):
         piece.rows = rows = Reports(target[0], target[-1], loss, lse, miss, s, rest, highest, listed, count)
         sums = self._sums[: len(loss)]
         if self.width:
-            squares = None if self.kept is None else self.kept.squares[: len(loss)]
-            of_rows = ExpRows.of(rows.target_logit, piece.y_C, sums, squares=squares)
+            of_rows = ExpRows.of(rows.target_logit, piece.y_C, sums, stored=self._stored(len(loss)))
             self.exponentials(piece, self.weight_VD, e_CV, of_rows)
         if isinstance(self.ranks, Alone):
             piece.exchange = sums
@@ -341,7 +343,7 @@ class CrossEntropy(Exponentials):
         if kept is not None:
             if into.bias_V is not None:  # before E changes
                 exp_rows.add_column_sums(e_CV, rows.s, into.bias_V, used)
-            kept.find(Targets(piece.y_C, rows.s, rows.rest), self._sums[: len(e_CV)], e_CV, used)
+            kept.find(Targets(piece.y_C, rows.s, rows.rest), kept.masses(self._sums[: len(e_CV)]), e_CV, used)
             ends = None if into.input_ND is None else self.ends(piece, rows.s, rows.rest, into.input_ND)
             kept.settle(e_CV, ends, None if self._scaled is None else self._scaled[piece.at])
 

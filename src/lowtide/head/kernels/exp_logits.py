@@ -18,6 +18,16 @@ from lowtide.head.kernels.gemm import LOG2E, LogitTransform, finish_logits, gath
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 
+class Stored(NamedTuple):
+    """What takes the row sums of each tile of E as it is stored [C, P], float32, without the targets' entries."""
+
+    squares: Tensor | None = None  # of its squares
+    masses: Tensor | None = None  # of its entries, where a cap makes them others than exp(z - reference)
+
+
+NOT_STORED = Stored()
+
+
 class ExpRows(NamedTuple):
     """What the kernels read and write for each row."""
 
@@ -27,15 +37,16 @@ class ExpRows(NamedTuple):
     sums: Tensor | None  # [C, P] float32: takes each tile's row sums of exp(z - reference), the target left out
     sum_stride: int  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
     first_class: int  # that of W's first row
-    squares: Tensor | None = None  # [C, P] float32, of the same stride: takes the row sums of their squares
+    squares: Tensor | None = None  # both from `Stored`, of the same stride
+    masses: Tensor | None = None
 
     @classmethod
     def of(
         cls, reference_C: Tensor, y_C: Tensor, sums: Tensor | None, coefficient_C: Tensor | None = None,
-        first: int = 0, squares: Tensor | None = None,
+        first: int = 0, stored: Stored = NOT_STORED,
     ) -> "ExpRows":  # fmt: skip
         """Return the record of these."""
-        return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first, squares)
+        return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first, *stored)
 
 
 class Listed(NamedTuple):
@@ -68,6 +79,7 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
     y -= rows.first_class + column
     total = tl.zeros_like(reference)
     squared = tl.zeros_like(reference)
+    mass = tl.zeros_like(reference)
     pieces = (z,)
     if PIECES == 2:
         pieces = halves(z, CONFIG)
@@ -77,7 +89,7 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
         e = tl.exp2(logits * LOG2E - reference[:, None])
         is_target = v[None, :] == y[:, None]
         stored = e
-        if transform.softcap is not None and e_d is not None:
+        if transform.softcap is not None:
             stored = e * (1.0 - (logits / transform.softcap) * (logits / transform.softcap))
         if rows.coefficient is not None:
             stored = tl.where(is_target, coefficient[:, None], stored)
@@ -92,11 +104,15 @@ def exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG:
         if rows.sums is not None:
             total = tl.sum(e, 1) if i == 0 else total + tl.sum(e, 1)
         if rows.squares is not None:
-            squared = tl.sum(e * e, 1) if i == 0 else squared + tl.sum(e * e, 1)
+            squared += tl.sum(stored * stored, 1)
+        if rows.masses is not None:
+            mass += tl.sum(stored, 1)
     if rows.sums is not None:
         tl.store(rows.sums + at.to(tl.int64) * rows.sum_stride + p, total, mask=inside)
     if rows.squares is not None:
         tl.store(rows.squares + at.to(tl.int64) * rows.sum_stride + p, squared, mask=inside)
+    if rows.masses is not None:
+        tl.store(rows.masses + at.to(tl.int64) * rows.sum_stride + p, mass, mask=inside)
 
 
 @triton.jit
@@ -142,16 +158,18 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
             y = tl.load(of_row.y + rows, mask=valid, other=-1)
             e = tl.exp2((z - reference[:, None]) * LOG2E)
             e = tl.where((columns[None, :] == y[:, None]) | ~inside[None, :], 0.0, e)
+            stored = e
+            if transform.softcap is not None:
+                slope = 1.0 - (z / transform.softcap) * (z / transform.softcap)
+                stored = tl.where(e == 0, 0.0, e * slope)
             if e_ptr is not None:
-                stored = e
-                if transform.softcap is not None:
-                    slope = 1.0 - (z / transform.softcap) * (z / transform.softcap)
-                    stored = tl.where(e == 0, 0.0, e * slope)
                 at = e_ptr + rows[:, None] * e_stride + columns[None, :]
                 tl.store(at, stored.to(e_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])
             tl.store(of_row.sums + rows * of_row.sum_stride + p, tl.sum(e, 1), mask=valid)
             if of_row.squares is not None:
-                tl.store(of_row.squares + rows * of_row.sum_stride + p, tl.sum(e * e, 1), mask=valid)
+                tl.store(of_row.squares + rows * of_row.sum_stride + p, tl.sum(stored * stored, 1), mask=valid)
+            if of_row.masses is not None:
+                tl.store(of_row.masses + rows * of_row.sum_stride + p, tl.sum(stored, 1), mask=valid)
 
 
 def shifted_exp_logits(
