@@ -47,18 +47,24 @@ def exact(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, scale: float
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+def check_errors(found: list[float]) -> None:
+    """Check calls' errors, which vary about what is steered to, most where few tiles are drawn at random."""
+    assert max(found) < 1.25 * ACCEPTED, found
+    assert sum(error**2 for error in found) / len(found) < ACCEPTED**2, found
+
+
 def check(x: Tensor, w: Tensor, y: Tensor, right: list[Tensor], b: Tensor | None = None, **more: Any) -> Any:
     """Check some calls, and that the last ones skip tiles; return the report."""
     leaves = [t for t in (x, w, b) if t is not None]
     for leaf in leaves:
         leaf.requires_grad_()
-    options = more.pop("options", HeadOptions(skip=ACCEPTED))
+    options, found = more.pop("options", HeadOptions(skip=ACCEPTED)), []
     for _ in range(CALLS):
         loss = lowtide.linear_cross_entropy(x, w, y, linear_bias=b, options=options, **more)
         grads = torch.autograd.grad(loss, leaves)
         assert loss.item() == pytest.approx(right[0].item(), rel=1e-4)
-        errors = [relative_error(one, other) for one, other in zip(grads, right[1:], strict=True)]
-        assert max(errors) < ACCEPTED, errors
+        found.append(max(relative_error(one, other) for one, other in zip(grads, right[1:], strict=True)))
+    check_errors(found)
     report = lowtide.skip_report(w)
     assert report is not None
     return report
@@ -103,6 +109,21 @@ def test_bias_and_scale() -> None:
     )
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_softcap(size: tuple[int, int, int], unbiased: bool) -> None:
+    """A tile is chosen by its entries times the cap's slope, and the loss is of its exponentials."""
+    x, w, y = problem(*size)
+    cap = 15.0
+    leaves = [t.detach().bfloat16().double().requires_grad_() for t in (x, w)]
+    loss = torch.nn.functional.cross_entropy(cap * torch.tanh(leaves[0] @ leaves[1].T / cap), y)
+    right = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    options = HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased, workspace_mib=600)
+    report = check(x, w, y, right, options=options, softcap=cap)
+    assert report.share < 0.95
+    assert report.logit_error > 0
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("unbiased", "biased", "scale"), [(False, False, 1.0), (True, False, 1.0), (False, True, 0.7)])
 def test_a_value_for_each_token(size: tuple[int, int, int], unbiased: bool, biased: bool, scale: float) -> None:
@@ -124,14 +145,16 @@ def test_a_value_for_each_token(size: tuple[int, int, int], unbiased: bool, bias
         return found.detach(), torch.autograd.grad(found.nan_to_num(), leaves, g)
 
     dense = [relative_error(one, other) for one, other in zip(call(None)[1], right, strict=True)]
+    found_errors = []
     for _ in range(CALLS + 6):  # of the first 16 that skip each compares, from all of E
         found, grads = call(HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased, workspace_mib=600))
         counts = (torch.arange(len(x), device="cuda") != 7) & (y >= 0)
         torch.testing.assert_close(found[counts].double(), each.detach()[counts], rtol=2e-4, atol=2e-3)
         assert not found[y < 0].any()
         errors = [relative_error(one, other) for one, other in zip(grads, right, strict=True)]
-        assert max(errors[:2]) < ACCEPTED, errors
+        found_errors.append(max(errors[:2]))
         assert errors[2:] <= [1.3 * error for error in dense[2:]], "the bias's gradient skips nothing"
+    check_errors(found_errors)
     report = lowtide.skip_report(leaves[1])
     assert report is not None
     assert report.share < 0.95

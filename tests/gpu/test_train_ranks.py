@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import torch
 
 from distributed.train_ranks import python_path
 from distributed.train_runs import SEQUENCES, Runs, history
+from lowtide.train.checkpoints import checkpoints
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -86,6 +89,63 @@ def test_is_one_gpu_and_resumes_on_it(
         shutil.rmtree(output / "checkpoint-4")
         run(1, "train", "--resume_from_checkpoint", "true", "--parallel", "ddp", "--output", output)
         assert curve(output) == pytest.approx(got, rel=NEAR[dtype])
+
+
+FAULTY = """
+import os, sys
+from distributed.train_faults import cause
+from lowtide.cli import main
+cause(os.environ["FAULT"])
+sys.exit(main(sys.argv[1:]))
+"""
+TIMEOUT = 15  # seconds that NCCL waits for a rank, which does not learn otherwise that another is gone
+LOST = "lowtide train: another process has ended or does not answer ("
+
+
+def faulty(fault: str, *arguments: object) -> list[tuple[int, str]]:
+    """Run two ranks without a launcher that would end the other one; return their statuses and errors."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    given = ["--per_device_train_batch_size", SEQUENCES // 2, "--ddp_timeout", TIMEOUT]
+    command = [sys.executable, "-c", FAULTY, *map(str, [*arguments, *given])]
+    env = {**os.environ, "PYTHONPATH": python_path(), "NCCL_NVLS_ENABLE": "0", "FAULT": fault}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**env, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        errors = [rank.communicate(timeout=60 + TIMEOUT)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, err) for rank, err in zip(ranks, errors, strict=True)]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="runs on 2 GPUs")
+@pytest.mark.parametrize("fault", ["kill 1 3", "full 1 4", "nan 1 3"])
+def test_a_fault_of_one_rank(fault: str, made: Runs, alone: Callable[[str, str], list[float]], tmp_path: Path) -> None:
+    """Nobody waits longer than the timeout, the last checkpoint is whole, and one GPU goes on from it."""
+    output = tmp_path / "run"
+    given = [*arguments(made, "pretrain", "float32"), "--parallel", "fsdp2", "--output", output]
+    (status, err), (own_status, own_err) = faulty(fault, *given)
+    if fault.startswith("nan"):
+        expected = "lowtide train: lr: expected a training loss that stays finite, got nan at step 3 on rank 1 of 2"
+        assert (status, own_status) == (2, 2), (err, own_err)
+        assert err.startswith(expected), err
+    else:
+        assert own_status == (-signal.SIGKILL if fault.startswith("kill") else 2), own_err
+        assert (status == 2 and err.startswith(LOST)) or status == -signal.SIGABRT, err  # by NCCL's own watchdog
+    assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
+    run(1, "train", "--resume_from_checkpoint", "true", "--parallel", "ddp", "--output", output)
+    assert curve(output) == pytest.approx(alone("pretrain", "float32"), rel=NEAR["float32"])
 
 
 @pytest.mark.skipif(GPUS < 2, reason="runs on 2 GPUs")

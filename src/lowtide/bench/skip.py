@@ -6,6 +6,7 @@ N tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -59,10 +60,11 @@ def peers(config: SkipBenchConfig) -> Iterator[Peer]:
 def loss_of(options: HeadOptions | None, calls: int, task: Task) -> Function:
     """Return a task's loss with these options, after so many steps."""
     head = task.head
+    reduction, cap = head.setting.reduction, head.setting.softcap
 
     def function() -> dict[str, Tensor]:
-        reduction = head.setting.reduction
-        return {"loss": linear_cross_entropy(head.x, head.w, head.y, reduction=reduction, options=options)}
+        loss = linear_cross_entropy(head.x, head.w, head.y, reduction=reduction, softcap=cap, options=options)
+        return {"loss": loss}
 
     try:
         for _ in range(calls):
@@ -73,12 +75,12 @@ def loss_of(options: HeadOptions | None, calls: int, task: Task) -> Function:
 
 
 def measure_head(x: Tensor, w: Tensor, y: Tensor, config: SkipBenchConfig) -> Iterator[Row]:
-    """Yield the rows of one head: its limit, the dense loss, and each accepted error.
+    """Yield the rows of one head, with the config's soft cap: its limit, the dense loss, and each accepted error.
 
     ``speed`` is the limit's time, in the same rounds, over the row's: where the GPU is busy, on a GPU.
     """
     (N, D), V = x.shape, len(w)
-    setting = PER_TOKEN if config.per_token else PLAIN
+    setting = replace(PER_TOKEN if config.per_token else PLAIN, softcap=config.softcap)
     problem = Problem(shape=Shape("", N, D, V), setting=setting, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
     for peer in peers(config):
         own = problem.in_setting(setting)  # with a tensor of its own as weight, of which an order is remembered
@@ -126,8 +128,10 @@ def random_head(config: SkipBenchConfig, dtype: torch.dtype, device: torch.devic
     return x.to(dtype), w.to(dtype), y
 
 
-def held_out(config: SkipBenchConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a model's hidden states of text, its head and the targets."""
+def held_out(
+    config: SkipBenchConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor], SkipBenchConfig]:
+    """Return a model's hidden states of text, its head and the targets; and the config with its soft cap."""
     folder = model_folder(config.model)
     assert folder is not None
     texts = [Path(file).read_text(errors="replace") for file in config.data]
@@ -139,14 +143,20 @@ def held_out(config: SkipBenchConfig, dtype: torch.dtype, device: torch.device) 
     with torch.no_grad():
         sequences = [ids[rows][None].to(device) for rows in blocks(config.tokens, config.seq_len)]
         x = torch.cat([model.base_model(sequence).last_hidden_state[0] for sequence in sequences])
-    return x, model.get_output_embeddings().weight.detach().clone(), ids[1:].to(device)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    head = x, model.get_output_embeddings().weight.detach().clone(), ids[1:].to(device)
+    return head, replace(config, softcap=cap)
 
 
 def measure(run: Run[SkipBenchConfig]) -> None:
     """Measure a model's head, or a random one."""
     config, rows = run.config, run.result.setdefault("rows", [])
-    x, w, y = (held_out if config.model else random_head)(config, run.dtype, run.device)
+    if config.model:
+        (x, w, y), config = held_out(config, run.dtype, run.device)
+    else:
+        x, w, y = random_head(config, run.dtype, run.device)
     run.result |= {"tokens": len(x), "hidden": x.shape[1], "vocab": len(w), "dtype": run.dtype_name}
+    run.result |= {} if config.softcap is None else {"softcap": config.softcap}
     run.result |= {"calls": config.calls, "warm": config.warm, "reps": config.reps}
     run.say(f"{len(x)} x {x.shape[1]} x {len(w)}\n{TABLE.header}")
     for row in measure_head(x, w, y, config):

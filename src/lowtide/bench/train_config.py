@@ -163,6 +163,7 @@ class SkipBenchConfig(RunSettings):
     tokens: int = setting(16384, "of the batch", least=1)
     hidden: int = setting(2048, "without --model: the hidden size", least=1)
     vocab: int = setting(131072, "without --model: the size of the vocabulary", least=1)
+    softcap: float | None = setting(None, "without --model: a soft cap of the logits; with it they have the model's")
     seq_len: int = setting(1024, "with --model: tokens of a sequence", least=1)
     calls: int = setting(24, "before the first that counts: the threshold adapts", least=2)
     workspace_mib: float | None = setting(None, "scratch memory in MiB; without it, that of the dense loss")
@@ -174,6 +175,7 @@ class SkipBenchConfig(RunSettings):
         errors = numbers("accepted", self.accepted, float)
         self._require("accepted", all(0 < error < 1 for error in errors), "numbers above 0 and below 1")
         self._require_positive("workspace_mib")
+        self._require_positive("softcap")
 
     def check_here(self) -> None:
         """Check the model's folder and the text files, where they are given."""

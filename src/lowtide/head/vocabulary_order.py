@@ -103,13 +103,13 @@ class VocabularyOrder:
         assert self.threshold is not None
         self.threshold, self._compared = self.threshold.adapted(errors, self.asked.error), self.passes
 
-    def see_misses(self, factor_n: Tensor, miss_n: Tensor) -> None:
-        """Take how far the targets' probabilities are from 1: the gradients' size, to which thresholds are relative.
+    def see_entries(self, factor_n: Tensor, entry_n: Tensor) -> None:
+        """Take the targets' entries, of factor 1: the gradients' size, to which thresholds are relative.
 
         Where no gradient flows, or numbers overflow, it stays.
         """
         squares = factor_n.square()
-        size = (squares * torch.expm1(-miss_n).square()).sum() / squares.sum()
+        size = (squares * entry_n.square()).sum() / squares.sum()
         self.size = size.where(size.isfinite(), 0 if self.size is None else self.size)
 
     def signs(self, like: Tensor) -> Tensor:

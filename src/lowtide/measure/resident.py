@@ -112,8 +112,8 @@ def cuda_reserved_bytes() -> int:
 
 
 def reset_cuda_peak() -> None:
-    """Set the CUDA allocator's peak back to what is allocated now; nothing without CUDA."""
-    if torch.cuda.is_available():
+    """Set the CUDA allocator's peak back to what is allocated now; nothing where this process has not used CUDA."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats()
 
 

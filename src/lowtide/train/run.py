@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
+from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes, reset_cuda_peak
 from lowtide.train import checkpoints
 from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
@@ -54,6 +54,7 @@ def _run(config: TrainConfig, console: Console, side: Side | None) -> TrainResul
     config, checkpoint = resumed(config)
     with engine_of(config):
         one = RunState(config, _output(config, checkpoint, side), checkpoint=checkpoint, side=side)
+        reset_cuda_peak()  # what ran in this process before has one of its own
         try:
             return _trained(one, console)
         except KeyboardInterrupt as interrupt:

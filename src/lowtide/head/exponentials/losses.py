@@ -129,8 +129,7 @@ class CrossEntropy(Exponentials):
             into = self._take_factors()  # also where there are no tokens
             if self.kept is not None:
                 self.kept.end(into)
-            if self.remembered is not None:
-                self.remembered.see_misses(self._factor_n, numbers["miss"])
+            self._see_entries(numbers)
         elif factors is not None:
             del self._sums  # memory for the blocks
             self._views.clear()
@@ -150,10 +149,16 @@ class CrossEntropy(Exponentials):
         self._put_even(add=True)
         if self.kept is not None:
             self.kept.end(into)
+        self._see_entries(known)
+        if self.remembered is not None and self._seen is not None:
+            see_rows(self.remembered, self._seen, self.y_n, None if self.kept is None else self.kept.order)
+
+    def _see_entries(self, known: dict[str, Tensor]) -> None:
+        """Have the targets' own entries remembered: p - 1, and with a cap times its slope."""
         if self.remembered is not None:
-            self.remembered.see_misses(factor_n, known["miss"])
-            if self._seen is not None:
-                see_rows(self.remembered, self._seen, self.y_n, None if self.kept is None else self.kept.order)
+            miss, cap = known["miss"], self.terms.softcap
+            slope = 1.0 if cap is None else 1 - ((known["lse"] - miss) / cap).square()
+            self.remembered.see_entries(self._factor_n, torch.expm1(-miss) * slope)
 
     def _begin_even(self, into: Gradients) -> None:
         """Begin label smoothing's part of the gradients, which stays out of the wide GEMMs."""
