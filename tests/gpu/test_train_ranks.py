@@ -122,7 +122,7 @@ def faulty(fault: str, *arguments: object) -> list[tuple[int, str]]:
         for rank in "01"
     ]
     try:
-        errors = [rank.communicate(timeout=60 + TIMEOUT)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
