@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory.offload import ON_THE_WAY
 from memory.models import VOCAB, CountAttention, Plain, step
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # to be set before the first product of the process
@@ -30,19 +32,27 @@ def differences(backend: str, *, dropout: bool) -> dict[str, Any]:
             block.attend = _attend_with_dropout
     stock = copy.deepcopy(model)
     found = {}
-    with sdpa_kernel(getattr(SDPBackend, backend)):
+    with sdpa_kernel(getattr(SDPBackend, backend)), tempfile.TemporaryDirectory() as folder:
         want = step(stock, ids)
         again = step(stock, ids)
         assert _unlike(want, again) == [], "the stock model differs from itself"
         for keep, every in (("attention", 1), ("input", 1), ("input", 3)):
-            for offload in (False, True):
-                apply_policy(model, ActivationPolicy(keep=keep, every=every, offload=offload))
+            for place in ("device", "host", "disk"):
+                more: dict[str, Any] = {}
+                if place == "disk":  # what the host holds is what is on its way
+                    of_layer = ids.numel() * (2 * 128 + (2 * 128 + 4 * 2) * (keep == "attention"))
+                    more = {"host_gib": ON_THE_WAY * of_layer / 2**30, "disk": folder}
+                report = apply_policy(
+                    model, ActivationPolicy(keep=keep, every=every, offload=place != "device"), **more
+                )
                 unlike: list[str] = []
                 for _ in range(3):
                     with CountAttention() as counted:
                         got = step(model, ids)
                     unlike += _unlike(got, want)
-                found[f"{keep} {every} {offload}"] = [unlike, counted.calls]
+                if place == "disk" and every == 1 and not report.disk_bytes:
+                    unlike.append("no file")
+                found[f"{keep} {every} {place}"] = [unlike, counted.calls]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, get_args
@@ -171,6 +172,7 @@ class LazySide:
         self.now = "default"  # the stream that computes
         self.waits: list[str] = []  # the streams that waited for a copy
         self.used: list[str] = []  # the streams that a tensor of another one was given to
+        self._lock = threading.RLock()
 
     def pin(self, nbytes: int) -> Tensor:
         self.pinned += nbytes
@@ -212,9 +214,10 @@ class LazySide:
         device = weakref.ref(tensor, on_death)
 
         def event() -> None:
-            while pending:
-                with torch.no_grad():
-                    alive = device()
-                    pending.pop()(alive) if alive is not None else pending.pop()
+            with self._lock:  # threads that write files wait for copies as well
+                while pending:
+                    with torch.no_grad():
+                        alive = device()
+                        pending.pop()(alive) if alive is not None else pending.pop()
 
         return event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,6 +16,7 @@ from torch import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.text import table
 from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer, run_without_graph
+from lowtide.memory.disk import checked_folder
 from lowtide.memory.offload import ON_DEVICE, Offloader, available
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.policy import ActivationPolicy
@@ -50,6 +52,11 @@ class PolicyReport:
     offloader: Offloader | None = field(default=None, repr=False, compare=False)
 
     @property
+    def disk_bytes(self) -> int:
+        """The size of the files on the disk now; likewise."""
+        return self.offloader.disk_bytes if self.offloader is not None else 0
+
+    @property
     def host_bytes(self) -> int:
         """The host memory that is pinned for these layers now; it grows in the first forward and stays."""
         return self.offloader.host_bytes if self.offloader is not None else 0
@@ -65,7 +72,8 @@ class PolicyReport:
 
     def _cells(self, name: str) -> list[str]:
         policy, size = self.policies[name], self.bytes_per_token[name]
-        where = "host" if policy.offload and name not in self.on_device else "GPU"
+        host = "host" if self.offloader is None or self.offloader.folder is None else "host or disk"
+        where = host if policy.offload and name not in self.on_device else "GPU"
         saves = _SAVES[policy.keep] + f" of every {policy.every} layers" * (policy.every > 1)
         saves += f", in tiles of {policy.tile_tokens}" if policy.tile_tokens is not None else ""
         level = "unchanged" if policy.mlp_level is None else str(policy.mlp_level)
@@ -73,7 +81,11 @@ class PolicyReport:
 
 
 def apply_policy(
-    model: nn.Module, policy: ActivationPolicy | Sequence[ActivationPolicy], *, host_gib: float | str | None = None
+    model: nn.Module,
+    policy: ActivationPolicy | Sequence[ActivationPolicy],
+    *,
+    host_gib: float | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
 ) -> PolicyReport:
     """Set what each decoder layer of a model saves between its forward and its backward; change this instance only.
 
@@ -114,6 +126,10 @@ def apply_policy(
         host_gib: The most pinned host memory that ``offload=True`` may take in this process, in GiB, or as a text with
             a unit such as ``"64GiB"``. None: whatever the host has free, or this process's
             part of that where a launcher has started several on it.
+        disk: A folder on a fast disk of this machine, such as an NVMe drive: what host memory does not hold of what
+            offloaded layers save is in files there, that of the first layers. Of the host's memory four layers' worth
+            is for what is on its way. The files have no names, and are gone when the process ends.
+            None: all of it has to fit into host memory.
 
     Returns:
         A `PolicyReport`: print it for a table.
@@ -121,11 +137,12 @@ def apply_policy(
     Raises:
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, layers
-            that share an MLP and set different levels of it, or a ``host_gib`` that is negative or not finite.
+            that share an MLP and set different levels of it, a ``host_gib`` that is negative or not finite, or a
+            ``disk`` that is no folder that can be written to, or without a layer that offloads.
         UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
             layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is set for a layer
             without a fused MLP, or ``offload`` on a machine without a CUDA device. At a layer's first forward:
-            ``keep="attention"`` where no fused attention ran, or host memory that does not suffice; ``every`` under
+            ``keep="attention"`` where no fused attention ran, or a host or disk without room; ``every`` under
             ``torch.compile``, FSDP or ZeRO-3, or where hidden states change between layers. In backward: an
             argument, a parameter or a large buffer of a layer that was written to since its forward, or code that was
             replaced since.
@@ -137,6 +154,7 @@ def apply_policy(
         >>> lowtide.memory.remove_policy(model)
     """
     _check(model, policy)
+    folder = None if disk is None else checked_folder("disk", disk)
     hint = "None: whatever the host has free."
     limit = None if host_gib is None else budget_bytes("host_gib", host_gib, hint=hint)
     stack = find_stack(model)
@@ -147,17 +165,21 @@ def apply_policy(
         raise ArgumentValueError(message("policy", expected, f"{len(policies)}", hint))
     chosen = dict(zip(stack.layers, policies, strict=True))
     _check_layers(model, stack, chosen)
+    if folder is not None and not any(one.offload for one in policies):
+        hint = "Take offload=True for some layers, or leave disk out."
+        raise ArgumentValueError(message("disk", "None where no layer offloads", f"{folder}", hint))
     for layer in reversed(stack.layers.values()):
         _restore(layer)
     groups = _groups(chosen)
     offloaded = [group for group in groups if chosen[group[0]].offload]
     moving = [group[0] for group in offloaded[: max(len(offloaded) - ON_DEVICE, 0)]]
     keeping_attention = sum(chosen[name].keep == "attention" for name in moving)
-    offloader = Offloader(limit, len(moving), keeping_attention) if offloaded else None
+    offloader = Offloader(limit, len(moving), keeping_attention, folder) if offloaded else None
+    turns = {name: turn for turn, name in enumerate(moving)}
     for first, *others in groups:
         own = offloader if chosen[first].offload else None
         for name in (first, *others):
-            state = LayerState(name, chosen[name], own, moves=first in moving, follows=name != first)
+            state = LayerState(name, chosen[name], own, turn=turns.get(first), follows=name != first)
             _adopt(stack.layers[name], state)
     saved = {name: _bytes_per_token(model, stack.layers[name], policy) for name, policy in chosen.items()}
     staying = tuple(name for group in offloaded[len(moving) :] for name in group)

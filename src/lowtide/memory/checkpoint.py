@@ -37,7 +37,7 @@ class LayerState:
     name: str  # inside the model
     policy: ActivationPolicy
     offloader: Offloader | None = None  # with offload=True, what its stack shares
-    moves: bool = False  # what it saves goes to the host: not the last layers'
+    turn: int | None = None  # its place among those whose tensors go to the host: the last ones' stay
     token_wise: set[int] = field(default_factory=set)  # with tiles: the ways to call it that were checked
     follows: bool = False  # with every > 1: the layer before, of the same group, computes its input
     before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
@@ -80,7 +80,7 @@ def run_layer(
     if state.policy.every > 1:
 
         def begin() -> Store:
-            return stay if offloader is None else offloader.begin(moves=state.moves).put
+            return stay if offloader is None else offloader.begin(turn=state.turn).put
 
         return run_in_group(layer, state.name, run, hidden, save=save, follows=state.follows, begin=begin)
     if offloader is None:
@@ -129,7 +129,7 @@ def _in_tiles(layer: nn.Module, state: LayerState, forward: Forward, key: int | 
 @_disable_dynamo  # torch.compiler.disable, without importing the compiler
 def _run_offloaded(state: LayerState, offloader: Offloader, save: Callable[[Store], Any]) -> Any:
     """Run a layer with what it saves in host memory."""
-    record = offloader.begin(moves=state.moves)
+    record = offloader.begin(turn=state.turn)
     # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
     with saved_tensors_hooks(lambda t: record.put(t) if t.numel() else stay(t), lambda get: get()):
         return save(record.put)

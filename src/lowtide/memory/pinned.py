@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -44,6 +45,7 @@ class Buffer:
 
     def __init__(self, slot: int, memory: Tensor, unpin: Callable[[Tensor], None]) -> None:
         self.slot, self.memory = slot, memory
+        self.used: Any = None  # the event of the device's last copy, from it or into it
         # Not at exit: the process's memory goes then anyway, and the device's driver may be gone before.
         weakref.finalize(self, unpin, memory).atexit = False
 
@@ -86,12 +88,7 @@ class HostPool:
         Raises:
             UnsupportedError: It may not: the bytes, the budget and what to do.
         """
-        free = available_bytes()
-        free += freed if free else 0
-        # Without a limit, the processes that a launcher started on this machine share what is free.
-        sharers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1) if self._limit_bytes is None else 1
-        host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None
-        limit = min((limit for limit in (self._limit_bytes, host) if limit is not None), default=math.inf)
+        limit, sharers = self._limit(freed)
         if needed <= limit:
             return
         whose = "host_gib" if limit == self._limit_bytes else "what the host has free, less 1 GiB"
@@ -99,6 +96,20 @@ class HostPool:
         got = f"{gib_text(limit)} GiB ({whose}), {gib_text(needed - limit)} GiB too little"
         expected = f"{gib_text(needed)} GiB of host memory for {what}"
         raise UnsupportedError(message("host_gib", expected, got, self._hint))
+
+    @property
+    def limit_bytes(self) -> float:
+        """The most that it may hold now, infinite where nothing says."""
+        return self._limit()[0]
+
+    def _limit(self, freed: int = 0) -> tuple[float, int]:
+        """Return the most that the pool may hold, and how many processes share what the host has free."""
+        free = available_bytes()
+        free += freed if free else 0
+        # Without a limit, the processes that a launcher started on this machine share what is free.
+        sharers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1) if self._limit_bytes is None else 1
+        host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None
+        return min((limit for limit in (self._limit_bytes, host) if limit is not None), default=math.inf), sharers
 
     def take(self, slot: int, nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``, a free one where one is large enough.
@@ -120,6 +131,13 @@ class HostPool:
             buffer = Buffer(slot, self._pin(nbytes), self._unpin)
             self.nbytes += buffer.nbytes
             return buffer
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether so many bytes fit beside the buffers in use."""
+        with self._lock:
+            self._collect()
+            free = sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
+            return self.nbytes - free + nbytes <= self.limit_bytes
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back. Graphs die in any thread at any time: this only notes it, unless the pool is closed."""

@@ -120,6 +120,12 @@ class TrainConfig:
         "a mixture such as '12 x input/1, 4 x all/0'",
         metavar="POLICY",
     )
+    disk: str | None = _setting(
+        None,
+        "a folder on a fast disk of this machine (NVMe), for what host memory does not hold of what offloaded layers "
+        "save; with --policy or --memory-budget",
+        metavar="DIR",
+    )
     parallel: Parallel = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
         "auto",
         "how the processes that torchrun starts share the model. ddp: each has all of it; fsdp2: weights, gradients "
@@ -135,7 +141,7 @@ class TrainConfig:
         self._require("early_stopping_patience", self.early_stopping_patience >= 0, "a whole number of at least 0")
         self._require("seq_len", self.seq_len is None or self.seq_len >= 2, "at least 2 tokens")
         self._require("vocab_size", 300 <= self.vocab_size <= 2**24, "from 300 (256 bytes and some merges) to 2**24")
-        for name in ("model", "tokenizer", "output", "policy", "memory_budget", "host_budget"):
+        for name in ("model", "tokenizer", "output", "policy", "memory_budget", "host_budget", "disk"):
             self._require(name, getattr(self, name) != "", "a name that is not empty")
         self._require("data", "" not in self.data, "names that are not empty")
         self._require("lr", self.lr is None or 0 < self.lr < math.inf, "a number above 0")
@@ -152,6 +158,8 @@ class TrainConfig:
             raise ArgumentValueError(message(given[0], expected, "both"))
         self._require("memory_budget", not self.memory_budget or self.patch, "a patched model: leave --no-patch out")
         alone = not self.memory_budget and not self.offload_states
+        planned = self.policy is not None or self.memory_budget is not None
+        self._require("disk", self.disk is None or planned, "--policy or --memory-budget beside it")
         self._require("host_budget", not (self.host_budget and alone), "--memory-budget or --offload-states beside it")
         if self.offload_states and self.memory_budget and not self.host_budget:
             expected, hint = "--host-budget beside it and --memory-budget", "The plan needs the host memory's size."
@@ -191,8 +199,9 @@ class TrainConfig:
     def absolute(self) -> TrainConfig:
         """Return the same with every path absolute, for a resume from another folder."""
         changed: dict[str, Any] = {"data": tuple(_absolute(path) for path in self.data)}
-        if self.tokenizer is not None:
-            changed["tokenizer"] = _absolute(self.tokenizer)
+        for name in ("tokenizer", "disk"):
+            if (path := getattr(self, name)) is not None:
+                changed[name] = _absolute(path)
         if self.model not in SHAPES:
             changed["model"] = _absolute(self.model)
         if template := self.options.get("chat_template_path"):
