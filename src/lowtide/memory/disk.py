@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +25,12 @@ def checked_folder(name: str, folder: object) -> Path:
     """Return an argument that is a folder in which files can be made.
 
     Raises:
+        UnsupportedError: The system is not Linux.
         ArgumentTypeError: It is no path.
         ArgumentValueError: It is no folder, or nothing can be written there.
     """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(message(name, "Linux", sys.platform, f"Leave {name} out."))
     if not isinstance(folder, str | os.PathLike):
         raise ArgumentTypeError(message(name, "a folder's path", f"{folder!r}"))
     path = Path(folder)
@@ -45,7 +50,8 @@ class Disk:
         self.folder = folder
         self.files = weakref.WeakSet[File]()
         self.writes, self.reads = (ThreadPoolExecutor(1, f"lowtide-{what}") for what in ("writes", "reads"))
-        self._free: list[File] = []
+        self._free: dict[int, list[File]] = defaultdict(list)
+        self._returned: deque[File] = deque()
         self._closed = False
 
     @property
@@ -53,18 +59,21 @@ class Disk:
         """The size of the files."""
         return sum(file.nbytes for file in self.files)
 
-    def take(self, nbytes: int) -> File:
-        """Return a file of so many bytes.
+    def take(self, slot: int, nbytes: int) -> File:
+        """Return a file for so many bytes, a free one of that slot where one is large enough.
 
         Raises:
             UnsupportedError: The folder has no room for it.
         """
-        while self._free:
-            if (file := self._free.pop()).nbytes == nbytes:
-                return file
-            file.close()  # of other batches
+        self._collect()
+        free = self._free[slot]
+        free.sort(key=lambda file: file.nbytes)
+        if free and free[-1].nbytes >= nbytes:
+            return free.pop()
+        if free:  # too small for the batches that come now
+            free.pop(0).close()
         try:
-            return File(self, nbytes)
+            return File(self, slot, nbytes)
         except OSError as error:
             expected, got = f"room for {nbytes} more bytes in {self.folder}", error.strerror or str(error)
             raise UnsupportedError(
@@ -72,11 +81,15 @@ class Disk:
             ) from error
 
     def give(self, file: File) -> None:
-        """Take a file back."""
+        """Take a file back. Graphs die in any thread: this only notes it, unless the disk is closed."""
+        self._returned.append(file)
         if self._closed:
-            file.close()
-        else:
-            self._free.append(file)
+            self.close()
+
+    def _collect(self) -> None:
+        while self._returned:
+            file = self._returned.popleft()
+            self._free[file.slot].append(file)
 
     def settle(self) -> None:
         """Wait for all that was asked for so far, and for what follows from its end."""
@@ -86,15 +99,17 @@ class Disk:
     def close(self) -> None:
         """Remove the files that are not in use, and from now on whatever comes back."""
         self._closed = True
-        while self._free:
-            self._free.pop().close()
+        self._collect()
+        for free in self._free.values():
+            while free:
+                free.pop().close()
 
 
 class File:
     """A file without a name, whose room is there from the beginning."""
 
-    def __init__(self, disk: Disk, nbytes: int) -> None:
-        self.nbytes, self._disk = nbytes, disk
+    def __init__(self, disk: Disk, slot: int, nbytes: int) -> None:
+        self.slot, self.nbytes, self._disk = slot, nbytes, disk
         self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115 (open as long as this)
         try:
             os.posix_fallocate(self._file.fileno(), 0, nbytes)

@@ -364,7 +364,7 @@ class Offloader:
         if folder is None or (turn >= self._on_disk and self._pool.has_room(nbytes + on_the_way)):
             return _Item(tensor, self._pool.take(slot, nbytes), self._pool, side)
         self._disk = self._disk or Disk(folder)
-        file, take = self._disk.take(nbytes), partial(self._take, slot, 1)
+        file, take = self._disk.take(slot, nbytes), partial(self._take, slot, 1)
         item = _ItemOnDisk(tensor, self._take(slot, IN_FLIGHT, nbytes), self._pool, side, file, take)
         self._writing[slot].append(item.written)
         return item
