@@ -226,3 +226,27 @@ def test_adapters_are_given_as_the_planner_takes_them(model_type: str) -> None:
     assert adapters == (numbers if model_type == "phi3" else Adapters(5, targets))
     plan = plan_memory(config, 64, 1, 1, dtype=torch.float32, adapters=adapters)
     assert plan.job.trained_adapters == numbers
+
+
+def test_a_disk_beside_a_policy(
+    tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is given on, also to a resume from elsewhere; the run is the same to the bit."""
+    folders, applied = list[Any](), activations.apply_policy
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        folders.append(Path(kwargs["disk"]).resolve())
+        return applied(*args, **kwargs)
+
+    monkeypatch.setattr(activations, "apply_policy", spy)
+    stock, away, disk = tmp_path / "stock", tmp_path / "away", tmp_path / "disk"
+    disk.mkdir()
+    lowtide.done(*tiny, "--output", stock)
+    monkeypatch.chdir(tmp_path)
+    lowtide.done(*tiny, "--policy", "input offloaded", "--disk", "disk", "--output", away)
+    assert losses(away) == losses(stock)
+    assert_same_weights(away / "model", stock / "model")
+    shutil.rmtree(away / "checkpoint-6")
+    monkeypatch.chdir(disk)
+    lowtide.done("train", "--resume_from_checkpoint", "true", "--output", away)
+    assert folders == [disk.resolve()] * 2
