@@ -372,6 +372,7 @@ def test_what_the_gradient_of_the_logits_loses(
     x, w, y = problem(N, D, V)
     b, q, t = torch.randn(V) * 0.3, torch.rand(V) + 0.5, torch.rand(N) + 0.5
     b[5], y[2:9:3], t[4::9] = -100, 5, 0  # a target so unlikely that the others' exponentials overflow beside it
+    b[6], y[3:9:3] = -60, 6  # the squares alone would
     logits = (x.double() @ w.double().T).requires_grad_()
     z = (logits + b) * 0.9
     each = torch.nn.functional.cross_entropy(z, y, q.double(), reduction="none", label_smoothing=0.1)
