@@ -48,7 +48,7 @@ def exact(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, scale: float
 
 
 def check_errors(found: list[float]) -> None:
-    """Check calls' errors: they vary where few tiles are drawn at random, and one step of T may leave out many alike."""
+    """Check calls' errors: they vary where few tiles are drawn, and one step of T may leave out many alike."""
     assert max(found) < 2 * ACCEPTED, found
     assert sum(error**2 for error in found) / len(found) < ACCEPTED**2, found
 
