@@ -118,7 +118,8 @@ def test_a_models_own_hidden_states(tmp_path: Path) -> None:
     folder, text = save_model(tmp_path / "model"), tmp_path / "held-out.txt"
     text.write_text("the tide is low, and the sand is dry " * 3)
     asked = config(model=str(folder), data=(str(text),), tokens=50, seq_len=16)
-    x, w, y = held_out(asked, torch.float32, CPU)
+    (x, w, y), same = held_out(asked, torch.float32, CPU)
+    assert same == asked, "the model has no soft cap"
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"])[:51]
     assert torch.equal(y, ids[1:])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -361,6 +361,30 @@ def remembered(w: Tensor) -> vocabulary_order.VocabularyOrder:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 @pytest.mark.parametrize("gradient", ["forward", "recompute"])
+def test_a_threshold_is_relative_to_the_gradients(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, gradient: str
+) -> None:
+    """Class weights that are all alike, or a scale that the weight makes up for, change neither tiles nor masses."""
+    monkeypatch.setattr(vocabulary_order.VocabularyOrder, "adapt", lambda *_: None)
+    monkeypatch.setattr(threshold, "FIRST", 0.3)
+    (x, w, y), reports = problem(120, 24, 1100), []
+    for scale, weight in ((1.0, 1.0), (16.0, 1024.0), (0.0625, 1.0)):
+        parameter, q = (w / scale).requires_grad_(), torch.full((1100,), weight)
+        options = HeadOptions(skip=0.02, gradient=gradient)
+        for _ in range(2):
+            hidden = x.clone().requires_grad_()
+            loss = lowtide.linear_cross_entropy(hidden, parameter, y, weight=q, logit_scale=scale, options=options)
+            torch.autograd.grad(loss, (hidden, parameter))
+        report = lowtide.skip_report(parameter)
+        assert report is not None
+        reports.append(report[:3])
+    assert reports[0][0] < 0.95
+    assert reports[1] == pytest.approx(reports[0], rel=1e-3)
+    assert reports[2] == pytest.approx(reports[0], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_what_the_gradient_of_the_logits_loses(
     kernels: None, monkeypatch: pytest.MonkeyPatch, unbiased: bool, gradient: str
@@ -372,6 +396,7 @@ def test_what_the_gradient_of_the_logits_loses(
     x, w, y = problem(N, D, V)
     b, q, t = torch.randn(V) * 0.3, torch.rand(V) + 0.5, torch.rand(N) + 0.5
     b[5], y[2:9:3], t[4::9] = -100, 5, 0  # a target so unlikely that the others' exponentials overflow beside it
+    b[6], y[3:9:3] = -60, 6  # the squares alone would
     logits = (x.double() @ w.double().T).requires_grad_()
     z = (logits + b) * 0.9
     each = torch.nn.functional.cross_entropy(z, y, q.double(), reduction="none", label_smoothing=0.1)

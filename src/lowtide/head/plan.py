@@ -306,7 +306,7 @@ def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wante
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
     frozen = head.ranks.alone and not any(wanted[1:])
     gradient = "recompute" if known else choose_gradient(head.options, args.reduction, frozen)
-    sums = 1 if head.softcap is None or not head.order else 2  # with a cap also those of what E is
+    sums = 2 if head.order > 0 and head.softcap is not None else 1  # with a cap also those of what E is
     return plan_of(_work(head, args, n, wanted, gradient=gradient, tile_numbers=sums))
 
 

@@ -44,8 +44,9 @@ class Report(NamedTuple):
 
     Attributes:
         share: Of the tiles of 128 tokens by 256 classes, those that were computed, from 0 to 1.
-        dropped_mass: The mean over tokens, by their factors, of the probability in tiles that were not. Without bias a
-            tile that stands for others counts as less than nothing, and the mean is near 0.
+        dropped_mass: The mean over tokens, by their factors, of the probability in tiles that were not, with a soft cap
+            times its slope. Without bias a tile that stands for others counts as less than nothing, and the mean is
+            near 0.
         logit_error: ``||G' - G|| / ||G||`` of this call, G the gradient with respect to the logits and G' what stands
             for it; no number where G is 0. See docs/skipping.md.
         input_error: ``||dX - dX'|| / ||dX'||``, with dX' from all tiles, as the last comparison found it.

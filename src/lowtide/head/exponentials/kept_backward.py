@@ -24,7 +24,7 @@ class KeptBackward(CrossEntropy):
         assert self.index is not None
         pieces = self.pieces(self.plan.chunk_rows, self.plan.chunk_rows)
         longest, new = max((piece.at.stop for piece in pieces), default=0), self.weight_VD.new_empty
-        kept.take_factors(self._factor_n, self.count)
+        kept.take_factors(self.sizes(), self.count)
         kept.allocate(longest)
         e, scaled, sums = new(longest, padded(V)), new(longest, D).zero_(), self._new(longest, kept.tiles)
         whole = kept.compares or self._seen is not None or into.bias_V is not None

@@ -158,7 +158,12 @@ class CrossEntropy(Exponentials):
         if self.remembered is not None:
             miss, cap = known["miss"], self.terms.softcap
             slope = 1.0 if cap is None else 1 - ((known["lse"] - miss) / cap).square()
-            self.remembered.see_entries(self._factor_n, torch.expm1(-miss) * slope)
+            self.remembered.see_entries(self.sizes(), torch.expm1(-miss) * slope)
+
+    def sizes(self) -> Tensor:
+        """Return the rows' factors with the logits' scale and the targets' class weights, as gradients have them."""
+        sizes = self._factor_n if self.terms.scale is None else self._factor_n * self.terms.scale
+        return sizes if self.q_V is None else sizes * self.q_V[self.y_n.clamp(min=0)]
 
     def _begin_even(self, into: Gradients) -> None:
         """Begin label smoothing's part of the gradients, which stays out of the wide GEMMs."""
@@ -314,7 +319,7 @@ class CrossEntropy(Exponentials):
             self._has_factors, self._into, D, rows = True, into, self.weight_VD.shape[1], self._rows
             self._begin_even(into)
             if self.kept is not None and self.count is not None:
-                self.kept.take_factors(self._factor_n, self.count)
+                self.kept.take_factors(self.sizes(), self.count)
             self._scaled = None
             if into.weight_VD is not None:
                 self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x
@@ -340,10 +345,11 @@ class CrossEntropy(Exponentials):
     def _heed(self, piece: Piece, e_CV: Tensor, into: Gradients) -> None:
         """Find which tiles of a chunk are kept, and at times what its classes' mean probabilities are."""
         assert self.remembered is not None
-        used, rows, kept, factor_C = self.used(piece.part), piece.rows, self.kept, self._factor_n[piece.part]
+        used, rows, kept = self.used(piece.part), piece.rows, self.kept
         if self.remembered.refreshes:
             sums = torch.zeros_like(self._new(self.width))
-            exp_rows.add_column_sums(e_CV, (rows.s / factor_C).where(rows.s != 0, 0), sums, used)
+            sizes = self.sizes()[piece.part]
+            exp_rows.add_column_sums(e_CV, (rows.s / sizes).where((rows.s != 0) & (sizes != 0), 0), sums, used)
             see_rows(self.remembered, sums, piece.y_C, None if kept is None else kept.order)
         if kept is not None:
             if into.bias_V is not None:  # before E changes

@@ -9,7 +9,7 @@ from torch import Tensor
 from lowtide.head.kernels.gemm import ALL, Used, counted_rows, matrix
 from lowtide.kernel_launch import Launcher, power_of_2
 
-MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
+MOST = tl.constexpr(2.0**62)  # a sum above it, and its square or its row's s would leave float32's range
 
 
 class RowTerms(NamedTuple):
