@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,11 @@ def config(**more: Any) -> SkipBenchConfig:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize(("per_token", "named"), [(False, "three GEMMs"), (True, "four GEMMs")])
-def test_rows_of_calls_that_skip(per_token: bool, named: str) -> None:
+def test_rows_of_calls_that_skip(per_token: bool, named: str, softcap: float | None) -> None:
     """Each has its own errors and state: a row is the same whatever was measured before it."""
-    asked = config(accepted=("2e-1", "5e-2"), per_token=per_token)
+    asked = config(accepted=("2e-1", "5e-2"), per_token=per_token, softcap=softcap)
     x, w, y = random_head(asked, torch.float32, CPU)
     limit, dense, *rows = measure_head(x, w, y, asked)
     assert (limit["name"], limit["speed"]) == (named, 1.0)
@@ -42,7 +45,7 @@ def test_rows_of_calls_that_skip(per_token: bool, named: str) -> None:
         assert dense["input_error"] < row["input_error"] < 0.2
         assert row["share"] < 1
         assert row["loss_error"] < 1e-5
-    *_, alone = measure_head(x, w, y, config(accepted=("5e-2",), per_token=per_token))
+    *_, alone = measure_head(x, w, y, replace(asked, accepted=("5e-2",)))
     same = alone.keys() - {"ms", "spread", "limit_ms", "speed", "mib"}
     assert {name: alone[name] for name in same} == {name: rows[1][name] for name in same}
     assert not w.requires_grad
@@ -120,6 +123,10 @@ def test_a_models_own_hidden_states(tmp_path: Path) -> None:
     asked = config(model=str(folder), data=(str(text),), tokens=50, seq_len=16)
     (x, w, y), same = held_out(asked, torch.float32, CPU)
     assert same == asked, "the model has no soft cap"
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "final_logit_softcapping": 7.0}))
+    assert held_out(asked, torch.float32, CPU)[1] == replace(asked, softcap=7.0)
+    (folder / "config.json").write_text(json.dumps(described))
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"])[:51]
     assert torch.equal(y, ids[1:])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -25,6 +25,7 @@ pytestmark = [*ON_GPU, ON_HOPPER]
 SIZES = [(1000, 264, 5003), (4096, 1024, 32000), (3001, 896, 20000), (130, 2048, 9000)]  # N, D, V
 ACCEPTED = 1e-2
 CALLS = 14
+FEW_TILES = 500
 
 
 def problem(N: int, D: int, V: int, *, ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,9 +48,10 @@ def exact(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, scale: float
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def check_errors(found: list[float]) -> None:
-    """Check calls' errors: they vary where few tiles are drawn, and one step of T may leave out many that are alike."""
-    assert max(found) < 2 * ACCEPTED, found
+def check_errors(found: list[float], x: Tensor, w: Tensor) -> None:
+    """Check calls' errors: of few tiles a single draw, or one step of T over many that are alike, counts for much."""
+    few = -(-len(x) // 128) * -(-len(w) // 256) < FEW_TILES
+    assert max(found) < ACCEPTED * (2 if few else 1), found
     assert sum(error**2 for error in found) / len(found) < ACCEPTED**2, found
 
 
@@ -64,7 +66,7 @@ def check(x: Tensor, w: Tensor, y: Tensor, right: list[Tensor], b: Tensor | None
         grads = torch.autograd.grad(loss, leaves)
         assert loss.item() == pytest.approx(right[0].item(), rel=1e-4)
         found.append(max(relative_error(one, other) for one, other in zip(grads, right[1:], strict=True)))
-    check_errors(found)
+    check_errors(found, x, w)
     report = lowtide.skip_report(w)
     assert report is not None
     return report
@@ -154,7 +156,7 @@ def test_a_value_for_each_token(size: tuple[int, int, int], unbiased: bool, bias
         errors = [relative_error(one, other) for one, other in zip(grads, right, strict=True)]
         found_errors.append(max(errors[:2]))
         assert errors[2:] <= [1.3 * error for error in dense[2:]], "the bias's gradient skips nothing"
-    check_errors(found_errors)
+    check_errors(found_errors, x, w)
     report = lowtide.skip_report(leaves[1])
     assert report is not None
     assert report.share < 0.95

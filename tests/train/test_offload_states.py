@@ -5,6 +5,7 @@ The host is one beside the host here: what is used before its copy has come is N
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowtide.memory import Adapters, apply, offload, plan_memory, weights
+from lowtide.memory import Adapters, apply, offload, pinned, plan_memory, weights
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.train import activations
 from lowtide.train.activations import OffloadStates, check_offload
@@ -231,12 +232,16 @@ def test_adapters_are_given_as_the_planner_takes_them(model_type: str) -> None:
 def test_a_disk_beside_a_policy(
     tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is given on, also to a resume from elsewhere; the run is the same to the bit."""
-    folders, applied = list[Any](), activations.apply_policy
+    """What the host has no room for is there, also in a resume from elsewhere; the run is the same to the bit."""
+    (tmp_path / "tiny.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 8}))
+    of_layer = 2 * 32 * SHAPE["hidden_size"] * 4
+    monkeypatch.setattr(pinned, "available_bytes", lambda: (1 << 30) + offload.ON_THE_WAY * of_layer)
+    applied, folders, reports = activations.apply_policy, list[Path](), list[Any]()
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         folders.append(Path(kwargs["disk"]).resolve())
-        return applied(*args, **kwargs)
+        reports.append(applied(*args, **kwargs))
+        return reports[-1]
 
     monkeypatch.setattr(activations, "apply_policy", spy)
     stock, away, disk = tmp_path / "stock", tmp_path / "away", tmp_path / "disk"
@@ -250,3 +255,4 @@ def test_a_disk_beside_a_policy(
     monkeypatch.chdir(disk)
     lowtide.done("train", "--resume_from_checkpoint", "true", "--output", away)
     assert folders == [disk.resolve()] * 2
+    assert all(report.disk_bytes >= of_layer for report in reports)

@@ -372,7 +372,7 @@ class Offloader:
     def _beyond(self, total: int, of_layer: int) -> int:
         """Return how many layers the host has no room for, beside those on their way to the disk or back."""
         assert self._pool is not None
-        on_the_way, limit = ON_THE_WAY * of_layer, self._pool.limit_bytes
+        on_the_way, limit = ON_THE_WAY * of_layer, self._pool.most_bytes
         self._pool.check(on_the_way, f"{ON_THE_WAY} layers on their way to the disk")
         return 0 if total + on_the_way <= limit else math.ceil((total + on_the_way - limit) / of_layer)
 

@@ -98,7 +98,7 @@ class HostPool:
         raise UnsupportedError(message("host_gib", expected, got, self._hint))
 
     @property
-    def limit_bytes(self) -> float:
+    def most_bytes(self) -> float:
         """The most that it may hold now, infinite where nothing says."""
         return self._limit()[0]
 
@@ -137,7 +137,7 @@ class HostPool:
         with self._lock:
             self._collect()
             free = sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
-            return self.nbytes - free + nbytes <= self.limit_bytes
+            return self.nbytes - free + nbytes <= self.most_bytes
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back. Graphs die in any thread at any time: this only notes it, unless the pool is closed."""

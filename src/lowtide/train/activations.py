@@ -68,9 +68,7 @@ def plan_and_apply(run: RunState) -> None:
         run.policies = list(run.plan.policies)
         run.lines += _planned(run.plan, model, config, run.settings.args)
     if run.policies is not None:
-        needed = run.plan is None or any(policy.offload for policy in run.policies)  # a plan may need no disk
-        disk = config.disk if needed else None
-        apply_policy(model, run.policies, host_gib=config.host_gib, disk=disk)
+        apply_policy(model, run.policies, host_gib=config.host_gib, disk=config.disk)
     if run.plan is not None and run.plan.chosen.weights:
         offload_weights(model, layers=run.plan.chosen.weights, device=run.settings.args.device)
 
