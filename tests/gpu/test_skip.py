@@ -49,9 +49,9 @@ def exact(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, scale: float
 
 
 def check_errors(found: list[float], x: Tensor, w: Tensor) -> None:
-    """Check calls' errors: of few tiles a single draw, or one step of T over many that are alike, counts for much."""
+    """Check calls' errors: of few tiles what each of them loses counts for much, and may change from call to call."""
     few = -(-len(x) // 128) * -(-len(w) // 256) < FEW_TILES
-    assert max(found) < ACCEPTED * (2 if few else 1), found
+    assert max(found) < ACCEPTED * (1.2 if few else 1), found
     assert sum(error**2 for error in found) / len(found) < ACCEPTED**2, found
 
 

@@ -96,15 +96,30 @@ def times_of(flags: Tensor) -> Tensor:
     return torch.where(flags == 0, 0.0, torch.exp2((flags - 1).clamp(min=0).float()))
 
 
-def test_which_tiles_are_kept() -> None:
-    """Those whose squares reach the threshold or that hold many targets; others are drawn, in the mean exactly once."""
+def fewest_lost(q: Tensor, allowed: float, *, drawn: bool) -> float:
+    """Return the q from which tiles stay, so that the smaller ones lose no more than ``allowed``."""
+    some, least = q[(q > 0) & q.isfinite()].double().sort().values, 0.0
+    ends = torch.tensor([math.ldexp(8 + n, exponent - 3) for exponent in range(-60, 100) for n in range(1, 9)]).double()
+    rounded = ends[torch.searchsorted(ends, some, right=True)]
+    for end in ends.tolist():
+        halvings = (end / rounded).log2().div(2).floor() + 1 if drawn else torch.ones(len(some))
+        if float((rounded * (2**halvings - 1))[some < end].sum()) > allowed:
+            break
+        least = end
+    return least
+
+
+@pytest.mark.parametrize("accepted", [0.05, 0.3])
+def test_which_tiles_are_kept(accepted: float) -> None:
+    """The largest, and those with many targets, so that the others lose no more; in the mean each counts once."""
     C, P, calls, short = 200, 15, 200, 100
     V = P * COLUMNS - short
     sums, squares, s = torch.rand(C, P), torch.rand(C, P) * torch.logspace(0, -9, P), torch.randn(C)
+    sums *= squares.sqrt()
     squares[:, -1] *= 1e8
     y = torch.randint(V, (C,), dtype=torch.int32)
     y[:20], y[::7], s[::5], squares[::5] = 12 * COLUMNS + 3, -1, 0, torch.nan
-    targets, least, e = targets_of(y, s), torch.tensor([20.0]), torch.randn(C, V)
+    targets, e = targets_of(y, s), torch.randn(C, V)
     targets.rest.copy_(torch.randn(C))
     valid = y >= 0
     counts, width = valid & (s != 0), torch.full((P,), COLUMNS).index_fill(0, torch.tensor(P - 1), COLUMNS - short)
@@ -114,37 +129,61 @@ def test_which_tiles_are_kept() -> None:
     own = s * (e.gather(1, y.clamp(min=0)[:, None].long())[:, 0] + targets.rest)
     whole = (s[:, None].square() * squares).sum(1).where(counts, 0) + own.square().where(counts, 0)
     home = torch.stack([torch.bincount(one[one >= 0] // COLUMNS, minlength=P) for one in y.split(ROWS)])
-    kept = (q >= least) | (home >= 16)
-    assert 0 < kept.sum() < kept.numel()
     choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 2))
     flags, mass, (dropped, lost, of_all) = choice
+    allowed = accepted**2 * float(whole.sum())
 
-    kept_tiles.find_kept(sums, squares, e, targets, least, choice)
+    def find(targets: Targets, seed: int | None = None) -> None:
+        kept_tiles.find_kept(sums, squares, e, targets, torch.tensor([accepted]), choice, seed=seed)
+
+    least = fewest_lost(q.where(home < 16, torch.inf), allowed, drawn=False)
+    kept = (q >= least) | (home >= 16)
+    assert 0 < kept.sum() < kept.numel()
+    find(targets)
     assert torch.equal(flags.view(2, P), kept.int())
     of_row = (~kept).repeat_interleave(ROWS, 0)[:C]
     assert torch.equal(mass, sums.where(valid[:, None], 0) * of_row)
     each = (mass * s.abs()[:, None]).sum(1)
     assert torch.allclose(dropped, torch.stack([each[:ROWS].sum(), each[ROWS:].sum()]))
     assert torch.allclose(lost, (q * ~kept).sum(1))
+    assert 0 < lost.sum() <= allowed
     assert torch.allclose(of_all, torch.stack([whole[:ROWS].sum(), whole[ROWS:].sum()]))
-    kept_tiles.find_kept(sums, squares, e, targets._replace(entry=own / s), least, choice)
+    find(targets._replace(entry=own / s))
     assert torch.allclose(of_all, torch.stack([whole[:ROWS].sum(), whole[ROWS:].sum()]))
 
-    times, beyond = torch.zeros(2, P), least / q.clamp(min=least.item() * 2.0**-60)
+    least = fewest_lost(q.where(home < 16, torch.inf), allowed, drawn=True)
+    kept = (q >= least) | (home >= 16)
+    times, beyond, lost_at = torch.zeros(2, P), least / q.clamp(min=least * 2.0**-60), []
     chance = torch.exp2(-(0.5 * beyond.log2()).ceil())
     for seed in range(calls):
-        kept_tiles.find_kept(sums, squares, e, targets, least, choice, seed=seed)
+        find(targets, seed)
         now = times_of(flags.view(2, P))
         of_rows = 1 - now.repeat_interleave(ROWS, 0)[:C]
         assert torch.allclose(mass, sums.where(valid[:, None], 0) * of_rows)
         assert torch.allclose(lost, ((now - 1).square() * q).where(~kept, 0).sum(1))
         assert torch.equal(now.where(~kept & (now > 0), 0), (1 / chance).where(~kept & (now > 0), 0))
         times += now / calls
+        lost_at.append(float(lost.sum()))
+    assert 0 < sum(lost_at) / calls <= allowed
     off = (times - 1).abs() / ((1 / chance - 1).clamp(min=0) / calls).sqrt().where(~kept, 1)
     likely = kept | (chance > 10 / calls)
     assert torch.allclose(times[kept], torch.ones(()))
     assert (likely & ~kept).any()
     assert off[likely].max() < 5
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("s", [0.0, 1e-24, torch.nan, torch.inf])
+def test_gradients_that_say_nothing(s: float) -> None:
+    """Where they are 0, too small to be squared, or no numbers, all tiles stay."""
+    C, P = 140, 5
+    y = torch.randint(P * COLUMNS, (C,), dtype=torch.int32)
+    targets, squares = targets_of(y, torch.full((C,), s)), torch.rand(C, P)
+    choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 2))
+    e, sums = torch.rand(C, P * COLUMNS), torch.rand(C, P)
+    kept_tiles.find_kept(sums, squares, e, targets, torch.tensor([0.5]), choice)
+    assert choice.flags.all()
+    assert not choice.mass_CP.any()
 
 
 def test_tiles_that_were_drawn() -> None:

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.head.host_numbers import host_memory, sent
-from lowtide.head.threshold import CHANGE, Threshold
+from lowtide.head.threshold import Threshold
 
 BAND, CLUSTERS, ROUNDS = 16384, 64, 3
 PAYS = 0.65  # the share of tiles below which a call that skips is faster
 PROBE = 32  # calls, of which one skips where that does not pay
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
-STEADY = 0.9  # a change of the threshold below which the next passes are compared too
+STEADY = (0.9, 1.15)  # the changes of the threshold beyond which the next passes are compared too
 COMPARED = 16  # passes that are all compared, the first ones, and of later ones one in so many
 EVERY = 64  # passes after which the order is refreshed, and before at the powers of two
 MEMORY = 0.8  # of the running mean
@@ -51,7 +51,7 @@ class Report(NamedTuple):
             for it; no number where G is 0. See docs/skipping.md.
         input_error: ``||dX - dX'|| / ||dX'||``, with dX' from all tiles, as the last comparison found it.
         weight_error: The same of dW.
-        threshold: See docs/skipping.md.
+        threshold: The most that the next call's ``logit_error`` may be; without bias, in the mean.
         calls: With this weight and ``skip``, so far.
         dense: Those of them that skipped nothing.
     """
@@ -81,7 +81,6 @@ class VocabularyOrder:
         self.total: Tensor | None = None  # int32 [2]: tiles kept, and all, of the last call
         self.sums: Tensor | None = None  # float32 [3, .]: of the last call, see `kept_tiles.Choice`
         self.tokens: Tensor | None = None  # float32: the sum of these rows' g
-        self.size: Tensor | None = None  # float32: the mean square of the targets' entries in g (p - 1), over that of g
         self._numbers: Tensor | None = None
         self._signs: Tensor | None = None
         self._seen: Tensor | None = None
@@ -102,16 +101,14 @@ class VocabularyOrder:
     def adapt(self, errors: Tensor) -> None:
         """Change the threshold by the errors of dX and dW [2]."""
         assert self.threshold is not None
-        self.threshold, self._compared = self.threshold.adapted(errors, self.asked.error), self.passes
+        self.threshold = self.threshold.adapted(errors, self.lost(), self.asked.error)
+        self._compared = self.passes
 
-    def see_entries(self, factor_n: Tensor, entry_n: Tensor) -> None:
-        """Take the targets' entries, of factor 1: the gradients' size, to which thresholds are relative.
-
-        Where no gradient flows, or numbers overflow, it stays.
-        """
-        squares = factor_n.square()
-        size = (squares * entry_n.square()).sum() / squares.sum()
-        self.size = size.where(size.isfinite(), 0 if self.size is None else self.size)
+    def lost(self) -> Tensor:
+        """Return what the last call that skipped lost of the logits' gradient, relative."""
+        assert self.sums is not None
+        sums = self.sums.sum(1)
+        return torch.sqrt(sums[1] / sums[2])
 
     def signs(self, like: Tensor) -> Tensor:
         """Return random signs [D, 16], always the same."""
@@ -140,7 +137,7 @@ class VocabularyOrder:
     def compares(self) -> bool:
         """Whether the present pass finds its errors, as each does that skips where that does not pay."""
         n = self.passes
-        return n < COMPARED or n // COMPARED > self._compared // COMPARED or not STEADY <= self._change <= CHANGE[1]
+        return n < COMPARED or n // COMPARED > self._compared // COMPARED or not STEADY[0] <= self._change <= STEADY[1]
 
     def begin(self) -> bool:
         """Begin a call; return whether it skips tiles: also where the threshold is still far from what it will be."""
@@ -150,7 +147,7 @@ class VocabularyOrder:
             _, wait, number = self._arriving.popleft()
             wait()
             kept, tiles, self._change = number.tolist()
-            self._shares.append(0 if self._change > CHANGE[1] else kept / max(1, tiles))
+            self._shares.append(0 if self._change > STEADY[1] else kept / max(1, tiles))
         pays = not self._shares or min(self._shares) < PAYS
         return self.order is not None and (pays or n % PROBE == 0)
 
@@ -187,15 +184,13 @@ class VocabularyOrder:
         if self.threshold is None:
             self.threshold = Threshold.first(self.asked.error, w_VD.device)
             self.total = torch.zeros(2, dtype=torch.int32, device=w_VD.device)
-        self.threshold = self.threshold.relaxed()
 
     def report(self) -> Report | None:
         """Return what the last call that skipped did, None before it; the host waits for the device."""
         if self.threshold is None or self.total is None or self.sums is None or self.tokens is None:
             return None
         kept, tiles = self.total.tolist()
-        dropped, lost, whole = self.sums.sum(1)
-        mass, of_logits = float(dropped / self.tokens), float((lost / whole).sqrt())
+        mass, of_logits = float(self.sums[0].sum() / self.tokens), float(self.lost())
         (of_input, of_weight), value = self.threshold.errors.tolist(), float(self.threshold.value)
         share = kept / max(1, tiles)
         return Report(share, mass, of_logits, of_input, of_weight, value, self.calls, self.dense)

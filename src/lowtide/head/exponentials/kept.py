@@ -56,11 +56,8 @@ class KeptTiles:
         q = loss.class_weight
         return loss if q is None else replace(loss, class_weight=self._ordered(q))
 
-    def take_factors(self, factor_n: Tensor, count: Tensor) -> None:
-        """Take the rows' factors: the threshold is relative to the gradients' mean square, by the call before."""
-        assert self.known.threshold is not None
-        assert self.known.size is not None
-        self._least = self.known.threshold.value.square() * (factor_n.square().sum() * self.known.size * ROWS / count)
+    def take_factors(self, factor_n: Tensor) -> None:
+        """Take the rows' factors, to which masses are relative."""
         self.known.tokens = factor_n.abs().sum()
 
     def allocate(self, rows: int) -> None:
@@ -108,8 +105,9 @@ class KeptTiles:
 
     def find(self, targets: Targets, masses_CP: Tensor, e_CV: Tensor, used: Used) -> None:
         """Decide which of a chunk's tiles are kept, by what rows of E sum to there; fill in ``targets``."""
-        C, total = len(e_CV), self.known.total
+        C, total, threshold = len(e_CV), self.known.total, self.known.threshold
         assert total is not None
+        assert threshold is not None
         R = -(-C // ROWS)
         self._targets = targets = targets._replace(alone=self._numbers[0, :C], lost=self._numbers[1, :C])
         self._mass_CP = self._mass[:C, : self.tiles]
@@ -122,7 +120,7 @@ class KeptTiles:
         choice = Choice(self._flags, self._mass_CP, sums)
         squares = self.stored(C).squares
         assert squares is not None
-        kept_tiles.find_kept(masses_CP, squares, e_CV, targets, self._least, choice, used, self.known.seed)
+        kept_tiles.find_kept(masses_CP, squares, e_CV, targets, threshold.value, choice, used, self.known.seed)
         kept_lists.list_kept(
             self._flags, lists, self._shares, self._space, total, e_CV, targets, self.weight_VD.shape[1], used
         )
@@ -165,6 +163,7 @@ class KeptTiles:
 
     def end(self, into: Gradients) -> None:
         """Put the gradients into the classes' own order: the weight's into the memory of the ordered copy."""
+        self.known.sums = torch.cat(self._sums, 1)
         if self._comparison is not None:
             self.known.adapt(self._comparison.errors(into.input_ND))
         if into.weight_VD is not None and self._shared_PD is not None:
@@ -174,7 +173,6 @@ class KeptTiles:
             into.weight_VD = out
         if into.bias_V is not None:
             into.bias_V = torch.empty_like(into.bias_V).index_copy_(0, self.order[1:].long(), into.bias_V)
-        self.known.sums = torch.cat(self._sums, 1)
         self.known.end()
 
 

@@ -20,11 +20,10 @@ class KeptBackward(CrossEntropy):
         """Add up the gradients, with a chunk's E over the whole vocabulary in memory."""
         kept, (V, D) = self.kept, self.weight_VD.shape
         assert kept is not None
-        assert self.count is not None
         assert self.index is not None
         pieces = self.pieces(self.plan.chunk_rows, self.plan.chunk_rows)
         longest, new = max((piece.at.stop for piece in pieces), default=0), self.weight_VD.new_empty
-        kept.take_factors(self.sizes(), self.count)
+        kept.take_factors(self.sizes())
         kept.allocate(longest)
         e, scaled, sums = new(longest, padded(V)), new(longest, D).zero_(), self._new(longest, kept.tiles)
         whole = kept.compares or self._seen is not None or into.bias_V is not None

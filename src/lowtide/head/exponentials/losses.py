@@ -129,7 +129,6 @@ class CrossEntropy(Exponentials):
             into = self._take_factors()  # also where there are no tokens
             if self.kept is not None:
                 self.kept.end(into)
-            self._see_entries(numbers)
         elif factors is not None:
             del self._sums  # memory for the blocks
             self._views.clear()
@@ -149,16 +148,8 @@ class CrossEntropy(Exponentials):
         self._put_even(add=True)
         if self.kept is not None:
             self.kept.end(into)
-        self._see_entries(known)
         if self.remembered is not None and self._seen is not None:
             see_rows(self.remembered, self._seen, self.y_n, None if self.kept is None else self.kept.order)
-
-    def _see_entries(self, known: dict[str, Tensor]) -> None:
-        """Have the targets' own entries remembered: p - 1, and with a cap times its slope."""
-        if self.remembered is not None:
-            miss, cap = known["miss"], self.terms.softcap
-            slope = 1.0 if cap is None else 1 - ((known["lse"] - miss) / cap).square()
-            self.remembered.see_entries(self.sizes(), torch.expm1(-miss) * slope)
 
     def sizes(self) -> Tensor:
         """Return the rows' factors with the logits' scale and the targets' class weights, as gradients have them."""
@@ -318,8 +309,8 @@ class CrossEntropy(Exponentials):
             self._factor_n, into = self._factors()
             self._has_factors, self._into, D, rows = True, into, self.weight_VD.shape[1], self._rows
             self._begin_even(into)
-            if self.kept is not None and self.count is not None:
-                self.kept.take_factors(self.sizes(), self.count)
+            if self.kept is not None:
+                self.kept.take_factors(self.sizes())
             self._scaled = None
             if into.weight_VD is not None:
                 self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x

@@ -5,13 +5,14 @@ probabilities. E is unnormalised: with a row's s, ``s E = g p``. A tile counts f
 
     q = sum over its rows of s^2 (sum over its classes of E^2 - (sum of E)^2 / 256), the target's entry left out
 
-(256, or the number of classes in the last one), what is left of it without each row's mean, and is kept where q is at
-least a threshold, or MOST_TARGETS of its rows have their target in it. In place of row i of every other tile, whose
-entries sum to m_i, stands m_i times the mean row of W in the tile, and in dW's rows of that tile s_i m_i x_i over the
-number of its classes. A target's entry in a tile that is not kept is added by itself.
+(256, or the number of classes in the last one), what is left of it without each row's mean. In place of row i of a tile
+that is left out, whose entries sum to m_i, stands m_i times the mean row of W in the tile, and in dW's rows of that
+tile s_i m_i x_i over the number of its classes. A target's entry in such a tile is added by itself.
 
 So the gradient of the logits loses as much, squared, as the q of these tiles sum to, and (2^j - 1)^2 times the q of a
-tile that counts 2^j times: see `multiply_drawn`.
+tile that counts 2^j times: see `multiply_drawn`. As many are left out, the smallest first, as this sum allows: it is at
+most a^2 times the squared norm of the chunk's gradient. Tiles are counted by q in BINS, eight to each power of two, of
+which all stay or none. A tile with the targets of MOST_TARGETS of its rows or more stays in any case.
 """
 
 from typing import NamedTuple
@@ -29,6 +30,8 @@ ROWS = tl.constexpr(2 * hopper.ROWS.value)
 COLUMNS = tl.constexpr(hopper.COLUMNS.value)
 MOST_TARGETS = tl.constexpr(16)
 TILES = tl.constexpr(128)  # across, at a time
+BINS = tl.constexpr(2040)  # of positive numbers, by the first bits of a float32: those below infinity
+BIN_BITS = tl.constexpr(20)  # that numbers of a bin differ in
 
 
 class Targets(NamedTuple):
@@ -77,50 +80,92 @@ def entries_of(targets, e, row, y, mask):  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@triton.jit(do_not_specialize=["seed", "C", "P"])
-def _find_kept(  # type: ignore[no-untyped-def]
-    sums_ptr, squares_ptr, stride, e, targets, least_ptr, choice, mass_stride, used, seed, C, P
+@triton.jit(do_not_specialize=["C", "P"])
+def _weigh_tiles(  # type: ignore[no-untyped-def]
+    sums_ptr, squares_ptr, stride, e, targets, q_ptr, bins_ptr, whole_ptr, used, C, P
 ):
-    """A program per tile of rows and TILES tiles across."""
-    V = e[2]
+    """A program per tile of rows and TILES tiles across: q, infinite where a tile stays, and how many have as much."""
     tile = tl.program_id(0)
     row, inside, home, y = home_of(targets, tile, used, C)
-    at_row = row.to(tl.int64)
     s = tl.load(targets.s + row, mask=inside, other=0.0)
     at = tl.program_id(1) * TILES + tl.arange(0, TILES)
     mask = inside[:, None] & (at < P)[None, :]
-    places = at_row[:, None] * stride + at[None, :]
+    places = row.to(tl.int64)[:, None] * stride + at[None, :]
     squares = tl.load(squares_ptr + places, mask=mask, other=0.0)
     mass = tl.load(sums_ptr + places, mask=mask, other=0.0)
-    at_home = tl.sum((home[:, None] == at[None, :]).to(tl.int32), 0)
     whole = s[:, None] * tl.sqrt(squares)
     whole = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], whole * whole, 0.0), 1), 0)
-    varied = squares - mass * (mass / classes_in(at, V)[None, :])
+    of_targets = entries_of(targets, e, row, y, inside & (home // TILES == tl.program_id(1)) & (s != 0.0)) * s
+    whole += tl.sum(of_targets * of_targets, 0)
+    tl.store(whole_ptr + tile * tl.num_programs(1) + tl.program_id(1), whole)
+    varied = squares - mass * (mass / classes_in(at, e[2])[None, :])
     part = s[:, None] * tl.sqrt(tl.where(varied < 0.0, 0.0, varied))  # NaN stays
     q = tl.sum(tl.where((s != 0.0)[:, None], part * part, 0.0), 0)
-    least = tl.load(least_ptr)
+    at_home = tl.sum((home[:, None] == at[None, :]).to(tl.int32), 0)
+    q = tl.where(at_home >= MOST_TARGETS, float("inf"), q)
+    tl.store(q_ptr + tile * P + at, q, mask=at < P)
+    counts = (q > 0.0) & (q < float("inf"))
+    tl.atomic_add(bins_ptr + (q.to(tl.int32, bitcast=True) >> BIN_BITS), 1, mask=counts & (at < P), sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _least_kept(bins_ptr, whole_ptr, programs, accepted_ptr, DRAWN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the q from which tiles stay: 0, so that all do, where the gradient is 0 or no number."""
+    whole = tl.zeros((TILES,), tl.float32)
+    for first in range(0, programs, TILES):
+        at = first + tl.arange(0, TILES)
+        whole += tl.load(whole_ptr + at, mask=at < programs, other=0.0)
+    accepted = tl.load(accepted_ptr)
+    allowed = accepted * accepted * tl.sum(whole, 0)
+    bin = tl.arange(0, 2048)
+    number = tl.load(bins_ptr + bin, mask=bin < BINS, other=0).to(tl.float32)
+    end = (tl.minimum(bin + 1, BINS - 1) << BIN_BITS).to(tl.float32, bitcast=True)  # finite
+    allowed = tl.where((allowed > 0.0) & (allowed < float("inf")), allowed, -1.0)
+    lost = tl.cumsum(tl.where(number > 0.0, number * end, 0.0), 0)
+    if DRAWN:  # from end / 4 to end once, and below as much as with end / 4, twice, and once more
+        lost = tl.reshape(lost, (128, 16))
+        power = tl.exp2(tl.arange(0, 128).to(tl.float32) - 63.0)[:, None]
+        lost = tl.reshape(tl.cumsum(lost / power, 0) * power, (2048,))
+    fits = (lost <= allowed) & (bin < BINS)
+    return (tl.sum(fits.to(tl.int32), 0) << BIN_BITS).to(tl.float32, bitcast=True)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["seed", "C", "P"])
+def _find_kept(  # type: ignore[no-untyped-def]
+    sums_ptr, stride, q_ptr, bins_ptr, accepted_ptr, targets, choice, mass_stride, used, seed, C, P
+):
+    """A program per tile of rows and TILES tiles across."""
+    tile = tl.program_id(0)
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    least = _least_kept(bins_ptr, choice.sums + 2 * programs, programs, accepted_ptr, seed is not None)
+    row, inside, _, _ = home_of(targets, tile, used, C)
+    at_row = row.to(tl.int64)
+    s = tl.load(targets.s + row, mask=inside, other=0.0)
+    at = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    places = at_row[:, None] * stride + at[None, :]
+    mass = tl.load(sums_ptr + places, mask=inside[:, None] & (at < P)[None, :], other=0.0)
+    q = tl.load(q_ptr + tile * P + at, mask=at < P, other=0.0)
     some = (at < P) & (tl.max(inside.to(tl.int32), 0) > 0)
-    keep = (~(q < least) | (at_home >= MOST_TARGETS)) & some  # NaN is kept
+    keep = ~(q < least) & some  # NaN is kept
     flag = keep.to(tl.int32)
     times = tl.where(keep, 1.0, 0.0)
     if seed is not None:  # the largest power of two that is no more than the square root of q over the threshold
-        halvings = tl.ceil(0.5 * tl.log2(least / tl.maximum(q, least * 2.0**-60)))
+        beyond = least / tl.maximum(tl.maximum(q, least * 2.0**-60), 2.0**-126)
+        halvings = tl.ceil(0.5 * tl.log2(tl.maximum(beyond, 1.0)))
         draw = tl.rand(seed, (used.first // ROWS + tile) * P + at)
         drawn = some & ~keep & (draw < tl.exp2(-halvings))
         flag = tl.where(drawn, 1 + halvings.to(tl.int32), flag)
         times = tl.where(drawn, tl.exp2(halvings), times)
     tl.store(choice.flags + tile * P + at, flag, mask=at < P)
-    lost = tl.sum(tl.where(keep, 0.0, (1.0 - times) * (1.0 - times) * q), 0)
+    lost = tl.sum((1.0 - times) * (1.0 - times) * tl.where(keep, 0.0, q), 0)
     mass *= 1.0 - times[None, :]
     out = choice.mass_CP + at_row[:, None] * mass_stride + at[None, :]
     tl.store(out, mass.to(choice.mass_CP.dtype.element_ty), mask=(row < C)[:, None] & (at < P)[None, :])
     dropped = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], mass * tl.abs(s)[:, None], 0.0), 1), 0)
-    of_targets = entries_of(targets, e, row, y, inside & (home // TILES == tl.program_id(1)) & (s != 0.0)) * s
-    programs = tl.num_programs(0) * tl.num_programs(1)
     sums = choice.sums + tile * tl.num_programs(1) + tl.program_id(1)
     tl.store(sums, dropped)
     tl.store(sums + programs, lost)
-    tl.store(sums + 2 * programs, whole + tl.sum(of_targets * of_targets, 0))
 
 
 @Launcher
@@ -208,18 +253,24 @@ def _put_back(sum_ptr, shared_ptr, order_ptr, out_ptr, D, BLOCK: tl.constexpr): 
 
 
 def find_kept(
-    sums_CP: Tensor, squares_CP: Tensor, e_CV: Tensor, targets: Targets, least: Tensor, choice: Choice,
+    sums_CP: Tensor, squares_CP: Tensor, e_CV: Tensor, targets: Targets, accepted: Tensor, choice: Choice,
     used: Used = ALL, seed: int | None = None,
 ) -> None:  # fmt: skip
-    """Choose the tiles that are kept, those of which q is ``least`` (float32 [1]) or more.
+    """Choose the tiles that are kept: the others lose at most ``accepted`` (float32 [1]) of the chunk's gradient.
 
-    With a ``seed`` another tile stays with a probability of 2^-j, at most the square root of q over ``least``, and is
-    flagged 1 + j: see `multiply_drawn`. Of E the targets' entries are read, where ``targets`` do not have them.
+    With a ``seed`` another tile stays with a probability of 2^-j, at most the square root of q over the least that is
+    kept, and is flagged 1 + j: see `multiply_drawn`. What is lost is then as much in the mean. Of E the targets'
+    entries are read, where ``targets`` do not have them.
     """
     C, P = sums_CP.shape
-    _find_kept[(blocks_of(C, ROWS.value), blocks_of(P, TILES.value))](
-        sums_CP, squares_CP, sums_CP.stride(0), matrix(e_CV), targets, least, choice, choice.mass_CP.stride(0), used,
-        seed, C, P, num_warps=8,
+    grid = (blocks_of(C, ROWS.value), blocks_of(P, TILES.value))
+    q, bins = sums_CP.new_empty(grid[0] * P), choice.flags.new_zeros(BINS.value)
+    _weigh_tiles[grid](
+        sums_CP, squares_CP, sums_CP.stride(0), matrix(e_CV), targets, q, bins, choice.sums[2], used, C, P, num_warps=8
+    )
+    _find_kept[grid](
+        sums_CP, sums_CP.stride(0), q, bins, accepted, targets, choice, choice.mass_CP.stride(0), used, seed, C, P,
+        num_warps=8,
     )  # fmt: skip
 
 
