@@ -17,7 +17,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
 
 DEFAULT_ROOT = Path("lowtide-runs")
 NEWEST_IF_ANY = "auto"  # as --resume_from_checkpoint: a new run where --output has none, for commands that are repeated
-Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
+Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3", "zero3-offload"]
 ACTIVATIONS = ("memory_budget", "policy")  # ways to choose what layers save for backward: one of them
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -130,7 +130,8 @@ class TrainConfig:
         "auto",
         "how the processes that torchrun starts share the model. ddp: each has all of it; fsdp2: weights, gradients "
         "and optimizer states are sharded (PyTorch's FSDP2); zero2: gradients and states, zero3: weights too "
-        "(DeepSpeed). auto: what accelerate launch was configured for, else ddp",
+        "(DeepSpeed); zero3-offload: all three in host memory, the optimizer on the CPU. auto: what accelerate launch "
+        "was configured for, else ddp",
     )
     lora_merge: bool = _setting(False, "besides the adapter, write the model with the adapter merged in, to DIR/merged")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"cli": False})
