@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -452,6 +456,45 @@ def test_a_weight_in_any_order(kernels: None, lies: str) -> None:
     report = lowtide.skip_report(views[lies](store))
     assert report is not None
     assert (report.calls, report.dense) == (3, 1)
+
+
+def test_the_last_report(kernels: None) -> None:
+    """Of the weight that was last to skip: a dense call with another one after it does not count."""
+    x, w, y = problem(60, 16, 500)
+    first, second, third = (w.clone().requires_grad_() for _ in range(3))
+    for parameter, calls in ((first, 3), (second, 2), (third, 1)):
+        for _ in range(calls):
+            step(x, parameter, y)
+    assert vocabulary_order.last_report() == lowtide.skip_report(second) != lowtide.skip_report(first)
+
+
+class Head(torch.nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return lowtide.linear_cross_entropy(x, self.weight, y, options=HeadOptions(skip=0.02))
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
+def test_sharded_parameters(kernels: None) -> None:
+    """FSDP2 gathers the same tensor in each step, whose report is there while it is gathered."""
+    x, w, y = problem(60, 16, 500)
+    model = Head(len(w[0]), len(w), bias=False)
+    model.weight.data.copy_(w)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        right = exact(x, w, y)
+        for _ in range(3):
+            model.zero_grad()
+            model(x, y).backward()
+        assert isinstance(model.weight.grad, DTensor)
+        assert relative(model.weight.grad.full_tensor(), right[2]) < 0.02
+        assert lowtide.skip_report(model.weight) is None
+        model.unshard()
+        report = lowtide.skip_report(model.weight)
+        assert report is not None
+        assert (report.calls, report.dense) == (3, 1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_weight_that_changes_its_size(kernels: None) -> None:

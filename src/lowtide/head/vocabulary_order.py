@@ -244,6 +244,12 @@ def known_order(weight: Tensor) -> VocabularyOrder | None:
     return found
 
 
+def last_report() -> Report | None:
+    """Return what the last call that skipped did, of the weight that was last to get an order."""
+    reports = (known.report() for _, known in sorted(_by_number.items(), reverse=True))
+    return next((report for report in reports if report is not None), None)
+
+
 def leaf_of(weight: Tensor) -> Tensor:
     """Return the tensor that outlives a call: views may be made in each."""
     return weight if weight._base is None else weight._base
