@@ -41,7 +41,9 @@ def differences(backend: str, *, dropout: bool) -> dict[str, Any]:
                 more: dict[str, Any] = {}
                 if place == "disk":  # what the host holds is what is on its way
                     rows = -(-ids.numel() // 32) * 32  # efficient attention pads what it saves of each row
-                    of_layer = ids.numel() * 2 * 128 * (1 + (keep == "attention")) + rows * 4 * 2 * (keep == "attention")
+                    of_layer = ids.numel() * 2 * 128 * (1 + (keep == "attention")) + rows * 4 * 2 * (
+                        keep == "attention"
+                    )
                     more = {"host_gib": ON_THE_WAY * of_layer / 2**30, "disk": folder}
                 report = apply_policy(
                     model, ActivationPolicy(keep=keep, every=every, offload=place != "device"), **more
