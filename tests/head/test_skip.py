@@ -514,6 +514,23 @@ def test_thresholds_end(kernels: None) -> None:
     assert known.threshold.value.item() == pytest.approx(0.04)
 
 
+@pytest.mark.parametrize("other", [0.016, 0.008])
+def test_thresholds_of_two_errors(other: float) -> None:
+    """Where calls ask for one and another in turns, what was measured stays known, and neither is exceeded."""
+    known, shares = ordered(), []
+    for n in range(1, 40):
+        accepted = other if n % 2 else 0.02
+        known.ask(vocabulary_order.Asked(accepted, False, 0))
+        assert known.threshold is not None
+        lost = known.threshold.value.item()
+        known.sums = torch.tensor([[0.0], [lost**2], [1.0]])
+        errors = (torch.tensor([4.0, 6.0]).mul(lost).square() + 4e-6).sqrt()
+        known.adapt(errors)
+        shares.append(errors.max().item() / accepted)
+    assert max(shares) < 1
+    assert max(shares[-2:]) > 0.6
+
+
 @pytest.mark.parametrize("steps", [0, 3, 10])
 @pytest.mark.parametrize("grows", [0.7, 4.0, 12.0])
 def test_thresholds_follow_errors(grows: float, steps: float) -> None:

@@ -32,9 +32,9 @@ class Threshold(NamedTuple):
         value = torch.full((1,), FIRST * accepted, device=device)
         return cls(value, pair, pair, torch.zeros_like(value))
 
-    def begun_at(self, value: Tensor) -> "Threshold":
-        """Return another threshold of which nothing is known."""
-        return Threshold.first(1.0, value.device)._replace(value=value)
+    def scaled(self, factor: float) -> "Threshold":
+        """Return it times ``factor``, free to double again; errors that were measured stay known."""
+        return self._replace(value=self.value * factor, change=torch.zeros_like(self.change))
 
     def adapted(self, errors: Tensor, lost: Tensor, accepted: float) -> "Threshold":
         """Return it changed by the errors of a call that lost so much, so that neither is above what is accepted.

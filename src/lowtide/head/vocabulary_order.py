@@ -93,7 +93,7 @@ class VocabularyOrder:
         (error, unbiased, _), before = asked, self.asked
         if self.threshold is not None and (error, unbiased) != before[:2]:
             if unbiased == before.unbiased:
-                self.threshold = self.threshold.begun_at(self.threshold.value * min(1.0, error / before.error))
+                self.threshold = self.threshold.scaled(min(1.0, error / before.error))
             else:
                 self.threshold = Threshold.first(error, self.threshold.value.device)
         self.asked = asked
