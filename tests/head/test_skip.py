@@ -505,13 +505,25 @@ def test_batches_that_say_nothing(kernels: None) -> None:
     assert known.mean.isfinite().all()
 
 
-def test_thresholds_end(kernels: None) -> None:
-    """Where nothing can be left out the threshold does not grow for ever."""
-    known = ordered()
+def test_thresholds_end() -> None:
+    """They stay small where calls lose nothing, of which nothing is learned, and above 0 where errors are too large."""
+    accepted, own = 5e-3, torch.tensor([1.6e-3, 2.2e-3])
+    found, nothing = threshold.Threshold.first(accepted, torch.device("cpu")), torch.zeros(())
     for _ in range(40):
-        known.adapt(torch.full((2,), 1e-7))
-    assert known.threshold is not None
-    assert known.threshold.value.item() == pytest.approx(0.04)
+        found = found.adapted(own, nothing, accepted)
+    assert found.value.item() == pytest.approx(threshold.BLIND * threshold.FIRST * accepted)
+    higher = found._replace(value=found.value * 3)
+    for lost in (nothing, nothing * torch.nan):
+        assert higher.adapted(own, lost, accepted).value == higher.value
+
+    for _ in range(400):
+        found = found.adapted(own * 3, found.value[0], accepted)
+    assert found.value.item() == pytest.approx(threshold.LEAST * accepted)
+    assert found.change == 1
+    for _ in range(100):
+        errors = (own.square() + (found.value * 4).square()).sqrt()
+        found = found.adapted(errors, found.value[0], accepted)
+    assert errors.max() > 0.75 * accepted
 
 
 @pytest.mark.parametrize("other", [0.016, 0.008])

@@ -13,7 +13,8 @@ FIRST = 0.012  # the first threshold over the error that is accepted
 OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
 NEAR = 0.92  # of what is accepted, what is aimed at
 CHANGE = (0.5, 2.0)  # of the threshold, from one comparison to the next
-MOST = 2.0  # the threshold over the error that is accepted
+LEAST, MOST = 1e-4, 2.0  # the threshold over the error that is accepted
+BLIND = 5.0  # the threshold over the first one, up to which it grows where calls lose nothing, which says little
 BELOW = 1.03  # the threshold over what calls of many tiles lose: all of a bin stay, or none
 
 
@@ -41,14 +42,15 @@ class Threshold(NamedTuple):
 
         The least error seen is bfloat16's own, and the rest of what is aimed at is left for the tiles. Errors of no
         gradient, or that are no numbers, say nothing. Where a call lost less than it might have, as its tiles are few,
-        the threshold grows no further than its errors allow.
+        the threshold grows no further than its errors allow, and where it lost nothing only while it is small.
         """
         least = torch.minimum(errors, self.least).where(self.least > 0, errors)
         aims = [NEAR * max(accepted**2 - own**2, (accepted / 3) ** 2) ** 0.5 for own in OWN]
         room = torch.stack([(aim**2 - x**2).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)])
         share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt().max()
-        aimed = (BELOW * lost / share).where((share > 0) & (lost > 0), torch.inf)
+        blind = self.value.clamp(min=BLIND * FIRST * accepted)
+        aimed = (BELOW * lost / share).where(share > 0, torch.inf).where(lost > 0, blind)
         value = torch.maximum(torch.minimum(aimed, self.value * CHANGE[1]), self.value * CHANGE[0])
-        value = value.clamp(max=MOST * accepted)
+        value = value.clamp(LEAST * accepted, MOST * accepted)
         changed, known = Threshold(value, errors, least, value / self.value), errors.isfinite().all()
         return Threshold(*(new.where(known, old) for new, old in zip(changed, self, strict=True)))
