@@ -526,6 +526,25 @@ def test_thresholds_end() -> None:
     assert errors.max() > 0.75 * accepted
 
 
+@pytest.mark.parametrize("period", [2, 4, 16])
+@pytest.mark.parametrize("easier", [0.9, 0.5])
+def test_thresholds_of_unlike_calls(period: int, easier: float) -> None:
+    """Where one in so many has smaller errors, the threshold is not only that one's, and seldom changes by much."""
+    known, found = ordered(), []
+    assert known.threshold is not None
+    for n in range(1, 800):
+        lost = known.threshold.value.item()
+        known.ended, known.sums = n, torch.tensor([[0.0], [lost**2], [1.0]])
+        errors = torch.tensor([4.0, 6.0]) * lost * (easier if n % period == 0 else 1)
+        errors = (errors.square() + 4e-6).sqrt()
+        found.append(errors.max().item() / known.asked.error)
+        if known.compares:
+            known.adapt(errors)
+            known._change = known.threshold.change.item()
+    assert max(found) < 1.3
+    assert sum(x**2 for x in found) / len(found) < 1
+
+
 @pytest.mark.parametrize("other", [0.016, 0.008])
 def test_thresholds_of_two_errors(other: float) -> None:
     """Where calls ask for one and another in turns, what was measured stays known, and neither is exceeded."""
@@ -591,7 +610,7 @@ def test_passes_that_compare_or_renew_the_order(at_once: int) -> None:
             known.adapt(torch.zeros(2))
         known.ended += 1
     assert renewed == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
-    assert compared == [*range(16), *range(16, 200, 16)]
+    assert compared == [*range(17), *range(17, 200, 17)]
 
 
 def ordered() -> vocabulary_order.VocabularyOrder:
