@@ -186,6 +186,23 @@ def test_gradients_that_say_nothing(s: float) -> None:
     assert not choice.mass_CP.any()
 
 
+@pytest.mark.parametrize("s", [1e-16, 1e-19, 1e-20, 1e-21])
+def test_gradients_too_small_to_be_squared(s: float) -> None:
+    """What rows lose, squared, may vanish in float32 where their targets' entries do not: it counts nevertheless."""
+    C, P, accepted = 140, 130, 1e-3
+    targets = targets_of(torch.arange(C, dtype=torch.int32) * COLUMNS, torch.full((C,), s))
+    targets = targets._replace(entry=torch.ones(C))
+    choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 4))
+    squares = torch.full((C, P), 3e-8)
+    kept_tiles.find_kept(
+        torch.zeros(C, P), squares, torch.zeros(C, P * COLUMNS), targets, torch.tensor([accepted]), choice
+    )
+    left_out = (choice.flags.view(2, P) == 0).repeat_interleave(ROWS, 0)[:C]
+    whole = C + squares.double().sum()
+    assert (squares.double() * left_out).sum() <= accepted**2 * whole
+    assert s < 1e-17 or left_out.any()
+
+
 def test_tiles_that_were_drawn() -> None:
     """They are multiplied, exactly, and lose their targets' entries, which stand alone."""
     C, V, D = 140, 700, 8

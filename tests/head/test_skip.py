@@ -548,13 +548,61 @@ def test_batches_that_say_nothing(kernels: None) -> None:
     assert known.mean.isfinite().all()
 
 
-def test_thresholds_end(kernels: None) -> None:
-    """Where nothing can be left out the threshold does not grow for ever."""
-    known = ordered()
+def test_thresholds_end() -> None:
+    """They stay small where calls lose nothing, of which nothing is learned, and above 0 where errors are too large."""
+    accepted, own = 5e-3, torch.tensor([1.6e-3, 2.2e-3])
+    found, nothing = threshold.Threshold.first(accepted, torch.device("cpu")), torch.zeros(())
     for _ in range(40):
-        known.adapt(torch.full((2,), 1e-7))
+        found = found.adapted(own, nothing, accepted)
+    assert found.value.item() == pytest.approx(threshold.BLIND * threshold.FIRST * accepted)
+    higher = found._replace(value=found.value * 3)
+    for lost in (nothing, nothing * torch.nan):
+        assert higher.adapted(own, lost, accepted).value == higher.value
+
+    for _ in range(400):
+        found = found.adapted(own * 3, found.value[0], accepted)
+    assert found.value.item() == pytest.approx(threshold.LEAST * accepted)
+    assert found.change == 1
+    for _ in range(100):
+        errors = (own.square() + (found.value * 4).square()).sqrt()
+        found = found.adapted(errors, found.value[0], accepted)
+    assert errors.max() > 0.75 * accepted
+
+
+@pytest.mark.parametrize("period", [2, 4, 16])
+@pytest.mark.parametrize("easier", [0.9, 0.5])
+def test_thresholds_of_unlike_calls(period: int, easier: float) -> None:
+    """Where one in so many has smaller errors, the threshold is not only that one's, and seldom changes by much."""
+    known, found = ordered(), []
     assert known.threshold is not None
-    assert known.threshold.value.item() == pytest.approx(0.04)
+    for n in range(1, 800):
+        lost = known.threshold.value.item()
+        known.ended, known.sums = n, torch.tensor([[0.0], [lost**2], [1.0]])
+        errors = torch.tensor([4.0, 6.0]) * lost * (easier if n % period == 0 else 1)
+        errors = (errors.square() + 4e-6).sqrt()
+        found.append(errors.max().item() / known.asked.error)
+        if known.compares:
+            known.adapt(errors)
+            known._change = known.threshold.change.item()
+    assert max(found) < 1.3
+    assert sum(x**2 for x in found) / len(found) < 1
+
+
+@pytest.mark.parametrize("other", [0.016, 0.008])
+def test_thresholds_of_two_errors(other: float) -> None:
+    """Where calls ask for one and another in turns, what was measured stays known, and neither is exceeded."""
+    known, shares = ordered(), []
+    for n in range(1, 40):
+        accepted = other if n % 2 else 0.02
+        known.ask(vocabulary_order.Asked(accepted, False, 0))
+        assert known.threshold is not None
+        lost = known.threshold.value.item()
+        known.sums = torch.tensor([[0.0], [lost**2], [1.0]])
+        errors = (torch.tensor([4.0, 6.0]).mul(lost).square() + 4e-6).sqrt()
+        known.adapt(errors)
+        shares.append(errors.max().item() / accepted)
+    assert max(shares) < 1
+    assert max(shares[-2:]) > 0.6
 
 
 @pytest.mark.parametrize("steps", [0, 3, 10])
@@ -605,7 +653,7 @@ def test_passes_that_compare_or_renew_the_order(at_once: int) -> None:
             known.adapt(torch.zeros(2))
         known.ended += 1
     assert renewed == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
-    assert compared == [*range(16), *range(16, 200, 16)]
+    assert compared == [*range(17), *range(17, 200, 17)]
 
 
 def ordered() -> vocabulary_order.VocabularyOrder:

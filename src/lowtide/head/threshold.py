@@ -13,7 +13,9 @@ FIRST = 0.012  # the first threshold over the error that is accepted
 OWN = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
 NEAR = 0.92  # of what is accepted, what is aimed at
 CHANGE = (0.5, 2.0)  # of the threshold, from one comparison to the next
-MOST = 2.0  # the threshold over the error that is accepted
+SLOW = 1.1  # the larger one, as soon as it was not that large: other calls may be unlike the one that is compared
+LEAST, MOST = 1e-4, 2.0  # the threshold over the error that is accepted
+BLIND = 5.0  # the threshold over the first one, up to which it grows where calls lose nothing, which says little
 BELOW = 1.03  # the threshold over what calls of many tiles lose: all of a bin stay, or none
 
 
@@ -32,23 +34,27 @@ class Threshold(NamedTuple):
         value = torch.full((1,), FIRST * accepted, device=device)
         return cls(value, pair, pair, torch.zeros_like(value))
 
-    def begun_at(self, value: Tensor) -> "Threshold":
-        """Return another threshold of which nothing is known."""
-        return Threshold.first(1.0, value.device)._replace(value=value)
+    def scaled(self, factor: float) -> "Threshold":
+        """Return it times ``factor``, free to double again; errors that were measured stay known."""
+        return self._replace(value=self.value * factor, change=torch.zeros_like(self.change))
 
     def adapted(self, errors: Tensor, lost: Tensor, accepted: float) -> "Threshold":
         """Return it changed by the errors of a call that lost so much, so that neither is above what is accepted.
 
         The least error seen is bfloat16's own, and the rest of what is aimed at is left for the tiles. Errors of no
         gradient, or that are no numbers, say nothing. Where a call lost less than it might have, as its tiles are few,
-        the threshold grows no further than its errors allow.
+        the threshold grows no further than its errors allow, and where it lost nothing only while it is small. It may
+        double as long as it has doubled each time, and grows slowly from then on.
         """
         least = torch.minimum(errors, self.least).where(self.least > 0, errors)
         aims = [NEAR * max(accepted**2 - own**2, (accepted / 3) ** 2) ** 0.5 for own in OWN]
         room = torch.stack([(aim**2 - x**2).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)])
         share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt().max()
-        aimed = (BELOW * lost / share).where((share > 0) & (lost > 0), torch.inf)
-        value = torch.maximum(torch.minimum(aimed, self.value * CHANGE[1]), self.value * CHANGE[0])
-        value = value.clamp(max=MOST * accepted)
+        blind = self.value.clamp(min=BLIND * FIRST * accepted)
+        aimed = (BELOW * lost / share).where(share > 0, torch.inf).where(lost > 0, blind)
+        settled = (self.change > 0) & (self.change < 0.99 * CHANGE[1])
+        growth = torch.where(settled, SLOW, CHANGE[1])
+        value = torch.maximum(torch.minimum(aimed, self.value * growth), self.value * CHANGE[0])
+        value = value.clamp(LEAST * accepted, MOST * accepted)
         changed, known = Threshold(value, errors, least, value / self.value), errors.isfinite().all()
         return Threshold(*(new.where(known, old) for new, old in zip(changed, self, strict=True)))

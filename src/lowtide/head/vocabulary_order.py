@@ -26,7 +26,7 @@ PAYS = 0.65  # the share of tiles below which a call that skips is faster
 PROBE = 32  # calls, of which one skips where that does not pay
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
 STEADY = (0.9, 1.15)  # the changes of the threshold beyond which the next passes are compared too
-COMPARED = 16  # passes that are all compared, the first ones, and of later ones one in so many
+COMPARED = 17  # passes that are all compared, the first ones, and of later ones one in so many: each micro-batch's turn
 EVERY = 64  # passes after which the order is refreshed, and before at the powers of two
 MEMORY = 0.8  # of the running mean
 
@@ -93,7 +93,7 @@ class VocabularyOrder:
         (error, unbiased, _), before = asked, self.asked
         if self.threshold is not None and (error, unbiased) != before[:2]:
             if unbiased == before.unbiased:
-                self.threshold = self.threshold.begun_at(self.threshold.value * min(1.0, error / before.error))
+                self.threshold = self.threshold.scaled(min(1.0, error / before.error))
             else:
                 self.threshold = Threshold.first(error, self.threshold.value.device)
         self.asked = asked

@@ -32,6 +32,7 @@ MOST_TARGETS = tl.constexpr(16)
 TILES = tl.constexpr(128)  # across, at a time
 BINS = tl.constexpr(2040)  # of positive numbers, by the first bits of a float32: those below infinity
 BIN_BITS = tl.constexpr(20)  # that numbers of a bin differ in
+VANISHES = tl.constexpr(2.0**-126)  # well above what ROWS x TILES squares can lose below the least float32
 
 
 class Targets(NamedTuple):
@@ -110,7 +111,7 @@ def _weigh_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _least_kept(bins_ptr, whole_ptr, programs, accepted_ptr, DRAWN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the q from which tiles stay: 0, so that all do, where the gradient is 0 or no number."""
+    """Return the q from which tiles stay: 0, so that all do, where the gradient is no number or too small to square."""
     whole = tl.zeros((TILES,), tl.float32)
     for first in range(0, programs, TILES):
         at = first + tl.arange(0, TILES)
@@ -120,7 +121,8 @@ def _least_kept(bins_ptr, whole_ptr, programs, accepted_ptr, DRAWN: tl.constexpr
     bin = tl.arange(0, 2048)
     number = tl.load(bins_ptr + bin, mask=bin < BINS, other=0).to(tl.float32)
     end = (tl.minimum(bin + 1, BINS - 1) << BIN_BITS).to(tl.float32, bitcast=True)  # finite
-    allowed = tl.where((allowed > 0.0) & (allowed < float("inf")), allowed, -1.0)
+    squared = allowed > programs * VANISHES  # else what rows lose may have vanished from q
+    allowed = tl.where(squared & (allowed < float("inf")), allowed, -1.0)
     lost = tl.cumsum(tl.where(number > 0.0, number * end, 0.0), 0)
     if DRAWN:  # from end / 4 to end once, and below as much as with end / 4, twice, and once more
         lost = tl.reshape(lost, (128, 16))
