@@ -174,16 +174,19 @@ def test_which_tiles_are_kept(accepted: float) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 @pytest.mark.parametrize("s", [0.0, 1e-24, torch.nan, torch.inf])
-def test_gradients_that_say_nothing(s: float) -> None:
-    """Where they are 0, too small to be squared, or no numbers, all tiles stay."""
+@pytest.mark.parametrize("seed", [None, 1])
+def test_gradients_that_say_nothing(s: float, seed: int | None) -> None:
+    """Where they are too small to be squared, or no numbers, all tiles stay, and where there are none no tile does."""
     C, P = 140, 5
     y = torch.randint(P * COLUMNS, (C,), dtype=torch.int32)
     targets, squares = targets_of(y, torch.full((C,), s)), torch.rand(C, P)
     choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 2))
     e, sums = torch.rand(C, P * COLUMNS), torch.rand(C, P)
-    kept_tiles.find_kept(sums, squares, e, targets, torch.tensor([0.5]), choice)
-    assert choice.flags.all()
-    assert not choice.mass_CP.any()
+    y[:30] = 7  # of as many as otherwise keep a tile
+    kept_tiles.find_kept(sums, squares, e, targets, torch.tensor([0.5]), choice, seed=seed)
+    assert torch.equal(choice.flags, torch.full_like(choice.flags, s != 0))
+    assert torch.equal(choice.mass_CP, sums * (s == 0))
+    assert not choice.sums[1].any()
 
 
 @pytest.mark.parametrize("s", [1e-16, 1e-19, 1e-20, 1e-21])

@@ -274,8 +274,9 @@ def test_several_calls_before_their_backward(kernels: None, options: dict[str, A
             (one * g[part]).sum().backward(inputs=[hidden, parameter])
             total += parameter.grad
             parameter.grad = None
-        assert relative(hidden.grad, right[0]) < 0.02
-        assert relative(total, right[1]) < 0.02
+        most = 0.04 if options else 0.02  # draws of five tiles, which the accepted error bounds in the mean
+        assert relative(hidden.grad, right[0]) < most
+        assert relative(total, right[1]) < most
     nothing = lowtide.linear_logprobs(hidden, parameter, y, options=HeadOptions(skip=0.02, **options))
     grads = torch.autograd.grad(nothing, (hidden, parameter), torch.zeros(150))
     assert not any(grad.any() for grad in grads)

@@ -85,7 +85,10 @@ def entries_of(targets, e, row, y, mask):  # type: ignore[no-untyped-def]
 def _weigh_tiles(  # type: ignore[no-untyped-def]
     sums_ptr, squares_ptr, stride, e, targets, q_ptr, bins_ptr, whole_ptr, used, C, P
 ):
-    """A program per tile of rows and TILES tiles across: q, infinite where a tile stays, and how many have as much."""
+    """A program per tile of rows and TILES tiles across: q, and how many have as much.
+
+    It is infinite where a tile stays in any case, and negative where no row has a gradient.
+    """
     tile = tl.program_id(0)
     row, inside, home, y = home_of(targets, tile, used, C)
     s = tl.load(targets.s + row, mask=inside, other=0.0)
@@ -102,8 +105,9 @@ def _weigh_tiles(  # type: ignore[no-untyped-def]
     varied = squares - mass * (mass / classes_in(at, e[2])[None, :])
     part = s[:, None] * tl.sqrt(tl.where(varied < 0.0, 0.0, varied))  # NaN stays
     q = tl.sum(tl.where((s != 0.0)[:, None], part * part, 0.0), 0)
-    at_home = tl.sum((home[:, None] == at[None, :]).to(tl.int32), 0)
+    at_home = tl.sum(((home[:, None] == at[None, :]) & (s != 0.0)[:, None]).to(tl.int32), 0)
     q = tl.where(at_home >= MOST_TARGETS, float("inf"), q)
+    q = tl.where(tl.max((s != 0.0).to(tl.int32), 0) > 0, q, -1.0)
     tl.store(q_ptr + tile * P + at, q, mask=at < P)
     counts = (q > 0.0) & (q < float("inf"))
     tl.atomic_add(bins_ptr + (q.to(tl.int32, bitcast=True) >> BIN_BITS), 1, mask=counts & (at < P), sem="relaxed")
@@ -147,8 +151,8 @@ def _find_kept(  # type: ignore[no-untyped-def]
     at = tl.program_id(1) * TILES + tl.arange(0, TILES)
     places = at_row[:, None] * stride + at[None, :]
     mass = tl.load(sums_ptr + places, mask=inside[:, None] & (at < P)[None, :], other=0.0)
-    q = tl.load(q_ptr + tile * P + at, mask=at < P, other=0.0)
-    some = (at < P) & (tl.max(inside.to(tl.int32), 0) > 0)
+    q = tl.load(q_ptr + tile * P + at, mask=at < P, other=-1.0)
+    some = ~(q < 0.0)
     keep = ~(q < least) & some  # NaN is kept
     flag = keep.to(tl.int32)
     times = tl.where(keep, 1.0, 0.0)
@@ -160,7 +164,7 @@ def _find_kept(  # type: ignore[no-untyped-def]
         flag = tl.where(drawn, 1 + halvings.to(tl.int32), flag)
         times = tl.where(drawn, tl.exp2(halvings), times)
     tl.store(choice.flags + tile * P + at, flag, mask=at < P)
-    lost = tl.sum((1.0 - times) * (1.0 - times) * tl.where(keep, 0.0, q), 0)
+    lost = tl.sum((1.0 - times) * (1.0 - times) * tl.where(keep | ~some, 0.0, q), 0)
     mass *= 1.0 - times[None, :]
     out = choice.mass_CP + at_row[:, None] * mass_stride + at[None, :]
     tl.store(out, mass.to(choice.mass_CP.dtype.element_ty), mask=(row < C)[:, None] & (at < P)[None, :])
