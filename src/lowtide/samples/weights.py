@@ -24,7 +24,8 @@ class Samples:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in tensors:
-            if _is_sampled(p):
+            plain = type(p) is nn.Parameter and not hasattr(p, "ds_id")  # ZeRO-3's
+            if plain and p.numel() and not p.is_meta and p.untyped_storage().nbytes():
                 groups.setdefault((p.device, p.dtype), []).append(p)
         self._groups = list(groups.values())
         self._layouts = [(p.device, p.dtype, p.shape) for group in self._groups for p in group]
@@ -32,27 +33,17 @@ class Samples:
 
     def changed(self) -> bool:
         """Return whether a value has changed. On a GPU a device-side assertion checks it, without a synchronisation."""
-        if any(_is_freed(p) for group in self._groups for p in group):
-            return False
+        if not all(p.untyped_storage().nbytes() for group in self._groups for p in group):
+            return False  # FSDP2 freed it, and will gather it again
         if self._layouts != [(p.device, p.dtype, p.shape) for group in self._groups for p in group]:
             return True
-        return any(_differs(group, seen) for group, seen in zip(self._groups, self._seen, strict=True))
+        return any(map(_differs, self._groups, self._seen))
 
 
 _ON_DEVICE = (
     "lowtide: a weight that is read by a recompute was written to through .data between forward and backward; write "
     "after backward, or recompute nothing there (keep='all', checkpoint_level=0)"
 )
-
-
-def _is_sampled(p: Tensor) -> bool:
-    plain = type(p) is nn.Parameter and not hasattr(p, "ds_id")  # ZeRO-3's
-    return plain and p.numel() > 0 and not p.is_meta and not _is_freed(p)
-
-
-def _is_freed(p: Tensor) -> bool:
-    """Return whether FSDP2 freed a weight's memory: it will gather it again."""
-    return p.untyped_storage().size() == 0
 
 
 def _checksum(group: list[Tensor]) -> Tensor | int:
@@ -81,24 +72,24 @@ def _launch(group: list[Tensor], sums: Tensor, *, changed: str | None = None) ->
 
     counts, steps = _places(tuple([p.shape for p in group]))
     with on_device(sums.device):
-        sum_samples([_contiguous(p) for p in group], counts, steps, sums, changed=changed)
+        sum_samples(_contiguous(group), counts, steps, sums, changed=changed)
 
 
-@torch.no_grad()
 def _sum(group: list[Tensor]) -> Tensor:
     """Return the sum, modulo 2^64, of the bits of all samples times odd factors that depend on the index."""
     counts, steps = _places(tuple([p.shape for p in group]))
-    # the bits, which autocast leaves alone
-    samples = [
-        _contiguous(p).as_strided((count,), (step,)).view(INTEGERS[p.element_size()])
-        for p, count, step in zip(group, counts, steps, strict=True)
-    ]
-    bits = torch.cat(samples).long()
-    return bits.mul_(torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
+    with torch.no_grad():
+        # the bits, which autocast leaves alone
+        samples = [
+            p.as_strided((count,), (step,)).view(INTEGERS[p.element_size()])
+            for p, count, step in zip(_contiguous(group), counts, steps, strict=True)
+        ]
+        bits = torch.cat(samples).long()
+        return bits.mul_(torch.arange(1, 2 * sum(counts), 2, device=bits.device)).sum()
 
 
-def _contiguous(p: Tensor) -> Tensor:
-    return p if p.is_contiguous() else p.detach().contiguous()
+def _contiguous(group: list[Tensor]) -> list[Tensor]:
+    return [p if p.is_contiguous() else p.detach().contiguous() for p in group]
 
 
 @lru_cache(256)
