@@ -19,7 +19,6 @@ from lowtide.errors import UnsupportedError
 from lowtide.measure.child import run_child
 from lowtide.measure.timing import peak_above, time_side_by_side
 from lowtide.memory import ActivationPolicy, apply_policy, offload, remove_policy
-from lowtide.samples import Samples
 from memory.models import CountAttention, Plain, step
 from support import alone
 
@@ -247,12 +246,3 @@ def test_a_recomputed_step_does_not_wait_for_the_device() -> None:
     with no_waits():
         model(x).backward()
     torch.cuda.synchronize()  # and nothing has asserted
-
-
-def test_samples_of_both_devices_and_several_dtypes() -> None:
-    weights = [
-        nn.Parameter(torch.randn(48, 32, dtype=dtype, device="cuda")) for dtype in (torch.float32, torch.bfloat16)
-    ]
-    seen = Samples([*weights, nn.Parameter(torch.randn(5, 5))])
-    assert not seen.changed()
-    torch.cuda.synchronize()

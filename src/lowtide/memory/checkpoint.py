@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from lowtide.swap import child_class
 Forward = Callable[..., Any]
 _LEFT_OUT = "_lowtide_left_out"  # of a cache: the layers that have not filled it, with their indices
 _STOCK = "_lowtide_stock_cache"
+_WITHOUT_TENSORS = {type(None), bool, int, float, str}
 
 
 @dataclass
@@ -63,7 +64,7 @@ def run_layer(
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
         raise double_recompute(state.name)
     args, kwargs, cached = _without_cache(layer, state.name, args, kwargs)
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = _tensors_in((*args, *kwargs.values()))
     # Frozen layers before the first that trains save nothing anyway.
     in_graph = any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
     if cached or not in_graph:
@@ -162,6 +163,20 @@ def double_recompute(name: str) -> UnsupportedError:
     return UnsupportedError(message(name, expected, got, "Call model.gradient_checkpointing_disable()."))
 
 
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values and in their containers, in a quarter of the time of `tree_leaves`."""
+    found: list[Tensor] = []
+    for value in values:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif kind is tuple or kind is list:
+            found += _tensors_in(value)
+        elif kind not in _WITHOUT_TENSORS:
+            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return found
+
+
 def _hidden_states(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
     """Return where the hidden states are among a layer's arguments, and these: its first floating-point tensor."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -199,7 +214,7 @@ def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: list[Any]
     """
     if torch.compiler.is_compiling():
         return forward  # the compiler makes writes part of its graph
-    given = Versions(x for x in tree_leaves(rest) if isinstance(x, Tensor))
+    given = Versions(_tensors_in(rest))
     first: list[tuple[Snapshot, Versions, Versions, Samples]] = []
 
     def unchanged(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ _FOREIGN = ("torch", "torchao", "builtins", "lowtide", "deepspeed", "accelerate"
 _LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, nn.Parameter, Tensor}
 _DEPTH = 3  # below an argument: what its list holds, an object among that, the object's list
 
+_hooks_of = operator.itemgetter(*MODULE_HOOKS)
+
 # Called by functions that layers look up in a table, where their code leads to no further.
 _FROM_A_TABLE = ((torch.nn.functional, "scaled_dot_product_attention"),)
 
@@ -50,7 +52,7 @@ class Snapshot:
     """
 
     def __init__(self, layer: nn.Module, arguments: Iterable[Any]) -> None:
-        self._contents: list[tuple[Any, Any]] = []  # dictionaries, lists and sets, and copies of them
+        self._places: list[Any] = []  # dictionaries, lists and sets
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._seen: set[int] = set()
         self._draws = self._of_arguments = False
@@ -62,7 +64,8 @@ class Snapshot:
         self._of_arguments = True
         for value in arguments:
             self._take(value, _DEPTH)
-        parameters = (p for module in self._modules for p in module._parameters.values() if p is not None)
+        self._contents = Contents(self._places)
+        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         self.parameters: list[Tensor] = list(dict.fromkeys(parameters))
         self._trained = [p.requires_grad for p in self.parameters]
         self._code = _code_of(frozenset(self._kinds))
@@ -97,7 +100,7 @@ class Snapshot:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the state at forward inside, and the current state afterwards."""
-        now = [then if not (then or place) or _same(place, then) else _copy(place) for place, then in self._contents]
+        now = self._contents.now()
         kinds = [(m, type(m), kind) for m, kind in zip(self._modules, self._kinds, strict=True) if type(m) is not kind]
         trained = zip(self.parameters, self._trained, strict=True)
         flips = [p for p, flag in trained if p.requires_grad != flag and p.is_leaf]
@@ -107,9 +110,8 @@ class Snapshot:
         try:
             for module, _, kind in kinds:
                 module.__class__ = kind
-            for (place, then), current in zip(self._contents, now, strict=True):
-                if current is not then:
-                    _put(place, then)
+            if now is not self._contents:
+                self._contents.restore()
             for place, clones in self._buffers:
                 place.update({name: buffer.clone() for name, buffer in clones.items()})
             for p in flips:
@@ -124,22 +126,24 @@ class Snapshot:
             _set_random_states(random_now)
             for p in flips:
                 p.requires_grad_(not p.requires_grad)
-            for (place, _), current in zip(self._contents, now, strict=True):
-                if (current or place) and not _same(place, current):
-                    _put(place, current)
+            now.restore()
             for module, current, _ in kinds:
                 module.__class__ = current
 
     def _take_module(self, own: dict[str, Any]) -> None:
         if "_is_fsdp_managed_module" in own:  # FSDP1 puts views of its own in place, and manages them
             return
-        self._contents.append((own, own.copy()))
-        for name in MODULE_HOOKS:
-            self._take_content(own[name], 1)
-            self._draws |= bool(own[name])  # what a hook runs is not looked into
-        for name in ("_modules", "_parameters"):
-            if type(own[name]) in (dict, OrderedDict):  # ZeRO-3's gathers when it is read
-                self._take_content(own[name], 0, always=True)
+        self._places.append(own)
+        hooks = _hooks_of(own)
+        if any(hooks):
+            self._draws = True  # what a hook runs is not looked into
+            for place in hooks:
+                self._take_content(place, 1)
+        else:
+            self._places += hooks
+        for place in (own["_modules"], own["_parameters"]):
+            if type(place) in (dict, OrderedDict):  # ZeRO-3's gathers when it is read
+                self._places.append(place)
         if own["_buffers"]:
             self._take_buffers(own["_buffers"])
         for value in islice(own.values(), _OWN, None):
@@ -147,7 +151,7 @@ class Snapshot:
                 self._take(value, 2)
 
     def _take_buffers(self, buffers: dict[str, Any]) -> None:
-        self._take_content(buffers, 0, always=True)
+        self._places.append(buffers)
         plain = {name: buffer for name, buffer in buffers.items() if type(buffer) is Tensor}
         small = {name: buffer for name, buffer in plain.items() if buffer.numel() * buffer.element_size() <= _SMALL}
         self.large_buffers += [buffer for name, buffer in plain.items() if name not in small]
@@ -164,25 +168,52 @@ class Snapshot:
         elif depth and _is_object(kind):  # type: ignore[arg-type]
             own = vars(value)
             # The tensors of a module's object are part of where its weights are, which is not ours to move.
-            if self._of_arguments or not any(isinstance(one, Tensor) for one in own.values()):
+            if self._of_arguments or not any(issubclass(one, Tensor) for one in set(map(type, own.values()))):
                 self._take_content(own, depth)
 
-    def _take_content(self, place: Any, depth: int, *, always: bool = False) -> None:
+    def _take_content(self, place: Any, depth: int) -> None:
         if not place:
-            self._contents.append((place, ()))
+            self._places.append(place)
             return
         if id(place) in self._seen:
             return
         self._seen.add(id(place))
-        values = list(place.values()) if isinstance(place, dict) else list(place)
+        values = place.values() if isinstance(place, dict) else place
+        kinds = set(map(type, values))
         # A tensor with a graph is a stored output: a reference to it would hold the graph of the step before.
-        if not always and any(type(value) is Tensor and value.grad_fn is not None for value in values):
+        if Tensor in kinds and any(type(value) is Tensor and value.grad_fn is not None for value in values):
             return
-        self._contents.append((place, _copy(place)))
-        if depth:
+        self._places.append(place)
+        if depth and not kinds <= _LEAVES:
             for value in values:
                 if type(value) not in _LEAVES:
                     self._take(value, depth - 1)
+
+
+class Contents:
+    """What containers hold now: dictionaries, lists, sets and deques. Those that are empty are compared at once."""
+
+    def __init__(self, places: list[Any]) -> None:
+        self._places, self._empty = list(filter(None, places)), list(filterfalse(None, places))
+        # A copy of a set may be in another order.
+        self._copies = [place.copy() if isinstance(place, dict) else list(place) for place in self._places]
+
+    def now(self) -> Contents:
+        """Return what the same containers hold now: itself where nothing has changed."""
+        return self if self._is_current() else Contents([*self._places, *self._empty])
+
+    def restore(self) -> None:
+        """Give the containers back what they held."""
+        if self._is_current():
+            return
+        for place in self._empty:
+            place.clear()
+        for place, copy in zip(self._places, self._copies, strict=True):
+            if not _same(place, copy):
+                _put(place, copy)
+
+    def _is_current(self) -> bool:
+        return not any(self._empty) and all(map(_same, self._places, self._copies))
 
 
 def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
@@ -205,10 +236,6 @@ def _is_foreign(kind: type) -> bool:
 def _is_object(kind: type) -> bool:
     """Whether values of a class have attributes that are looked into: a config, a cache, a dataclass."""
     return not _is_foreign(kind) and not issubclass(kind, nn.Module | Tensor | type) and kind.__dictoffset__ != 0
-
-
-def _copy(place: Any) -> Any:
-    return dict(place) if isinstance(place, dict) else list(place)
 
 
 def _same(place: Any, copy: Any) -> bool:
@@ -264,10 +291,11 @@ def _set_function_modes(modes: list[Any]) -> None:
 
 
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")  # of scaled_dot_product_attention
+_IS_ENABLED = [getattr(torch._C, f"_get_{kernel}_sdp_enabled") for kernel in _KERNELS]
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    return tuple(getattr(torch._C, f"_get_{kernel}_sdp_enabled")() for kernel in _KERNELS)
+    return tuple([enabled() for enabled in _IS_ENABLED])
 
 
 def _set_attention_kernels(enabled: tuple[bool, ...]) -> None:
@@ -312,7 +340,8 @@ class Versions:
         self._tensors = [x for x in tensors if not x.is_inference()]
         self._seen = [x._version for x in self._tensors]
         self._stepped = False
-        _watched.add(self)
+        if self._tensors:
+            _watched.add(self)
 
     def changed(self) -> bool:
         """Return whether one of them was written to since."""
