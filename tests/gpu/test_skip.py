@@ -123,7 +123,7 @@ def test_softcap(size: tuple[int, int, int], unbiased: bool) -> None:
     options = HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased, workspace_mib=600)
     report = check(x, w, y, right, options=options, softcap=cap)
     assert report.share < 0.95
-    assert report.logit_error > 0
+    assert report.logit_error > 0 or len(x) * len(w) < FEW_TILES * 128 * 256
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -17,6 +17,7 @@ SLOW = 1.1  # the larger one, as soon as it was not that large: other calls may 
 LEAST, MOST = 1e-4, 2.0  # the threshold over the error that is accepted
 BLIND = 5.0  # the threshold over the first one, up to which it grows where calls lose nothing, which says little
 BELOW = 1.03  # the threshold over what calls of many tiles lose: all of a bin stay, or none
+CAREFUL = 0.6  # the power of what it would grow by, were errors in proportion to it: they may grow faster
 
 
 class Threshold(NamedTuple):
@@ -51,10 +52,10 @@ class Threshold(NamedTuple):
         room = torch.stack([(aim**2 - x**2).clamp(min=(aim / 4) ** 2) for x, aim in zip(least, aims, strict=True)])
         share = ((errors.square() - least.square()).clamp(min=0) / room).sqrt().max()
         blind = self.value.clamp(min=BLIND * FIRST * accepted)
-        aimed = (BELOW * lost / share).where(share > 0, torch.inf).where(lost > 0, blind)
+        aimed = (BELOW * lost / share).where(share > 0, torch.inf).where(lost > 0, blind) / self.value
         settled = (self.change > 0) & (self.change < 0.99 * CHANGE[1])
         growth = torch.where(settled, SLOW, CHANGE[1])
-        value = torch.maximum(torch.minimum(aimed, self.value * growth), self.value * CHANGE[0])
-        value = value.clamp(LEAST * accepted, MOST * accepted)
+        change = torch.minimum(aimed.where(aimed < 1, aimed**CAREFUL), growth).clamp(min=CHANGE[0])
+        value = (self.value * change).clamp(LEAST * accepted, MOST * accepted)
         changed, known = Threshold(value, errors, least, value / self.value), errors.isfinite().all()
         return Threshold(*(new.where(known, old) for new, old in zip(changed, self, strict=True)))
