@@ -6,10 +6,12 @@ Weak scaling: each GPU has ``--batch`` sequences of its own. With ``--strong`` a
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
     python benchmarks/scaling.py --ranks 1 2 --way lowtide:all lowtide liger
     python benchmarks/scaling.py --ranks 1 2 4 --strong --batch 4 --parallel fsdp2 zero3
+    python benchmarks/scaling.py --ranks 1 2 4 --tensor-parallel 1 2 4
 
 Layers are checkpointed, except in ways with a policy, such as lowtide:all or lowtide:attention. One GPU holds the whole
-model; several shard it by each engine of ``--parallel``, as `lowtide train` does. The column "of one GPU" has a GPU's
-tokens per second over those of one GPU alone: 1 where the time is ideal, weak or strong.
+model; several shard it by each engine of ``--parallel``, as `lowtide train` does. fsdp2 is also measured with each
+``--tensor-parallel`` that divides the number of GPUs: N GPUs share each layer, and have the sequences of N. The column
+"of one GPU" has a GPU's tokens per second over those of one GPU alone: 1 where the time is ideal, weak or strong.
 """
 
 from __future__ import annotations
@@ -50,16 +52,35 @@ from lowtide.measure.plots import Line, Panel, draw_panels
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics
-from lowtide.train.parallel import AUTO, all_read, built_whole, engine_of, in_group, launched_rank, launched_ranks
+from lowtide.train.parallel import (
+    AUTO,
+    FSDP2,
+    all_read,
+    built_whole,
+    engine_of,
+    in_group,
+    launched_rank,
+    launched_ranks,
+)
 from lowtide.train.quiet import quiet_transformers
 from lowtide.train.result import WARM_STEPS
 from lowtide.train.settings import trainer_settings
+from lowtide.train.tensor_parallel import shard_layers
 from lowtide.train.trainers import PreTrainer
 
 WAYS = (LOWTIDE, LIGER, STOCK)
 RANK = "--rank"  # begins the arguments of a rank's process
 SPEED = "tokens_per_s_per_gpu"
-RECORDED = ("parallel", "tokens", "batch", "strong", "steps", "weights", "seed")  # settings in the result
+RECORDED = (
+    "parallel",
+    "tensor_parallel",
+    "tokens",
+    "batch",
+    "strong",
+    "steps",
+    "weights",
+    "seed",
+)  # settings in the result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +94,9 @@ class ScalingConfig(ScriptSettings):
     way: tuple[str, ...] = setting((LOWTIDE, LIGER), f"{', '.join(WAYS)}, or one:policy", metavar="WAY")
     parallel: tuple[str, ...] = setting(
         ("fsdp2",), "engines, as in lowtide train --parallel, on several GPUs", metavar="ENGINE"
+    )
+    tensor_parallel: tuple[str, ...] = setting(
+        ("1",), "GPUs that share each layer under fsdp2, as in lowtide train --tensor-parallel", metavar="N"
     )
     tokens: int = setting(8192, "of a sequence", least=2)
     batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
@@ -90,6 +114,9 @@ class ScalingConfig(ScriptSettings):
         self._require("batch", shared, f"a multiple of each of --ranks {' '.join(self.ranks)} with --strong")
         for engine in self.parallel:
             TrainConfig(parallel=engine)
+        self._require("tensor_parallel", min(self.groups) > 0, "whole numbers above 0")
+        shares = max(self.groups) > 1
+        self._require("tensor_parallel", not shares or FSDP2 in self.parallel, "fsdp2 among --parallel beside it")
         self._require(
             "way", {way.partition(":")[0] for way in self.way} <= set(WAYS), f"names out of {', '.join(WAYS)}"
         )
@@ -97,6 +124,17 @@ class ScalingConfig(ScriptSettings):
     @property
     def worlds(self) -> tuple[int, ...]:
         return numbers("ranks", self.ranks, int)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return numbers("tensor_parallel", self.tensor_parallel, int)
+
+    def engines(self, ranks: int) -> list[tuple[str | None, int]]:
+        """Return the engines that so many ranks are measured with, and how many of them share each layer."""
+        if ranks == 1:
+            return [(None, 1)]
+        sizes = [size for size in self.groups if ranks % size == 0]
+        return [(engine, size) for engine in self.parallel for size in sizes if size == 1 or engine == FSDP2]
 
 
 def measure(run: Run[ScalingConfig]) -> None:
@@ -111,7 +149,7 @@ def measure(run: Run[ScalingConfig]) -> None:
     heads = (
         Column("", "way", "<18"),
         Column("GPUs", "ranks", "6"),
-        Column("engine", "parallel", ">8"),
+        Column("engine", "parallel", ">12"),
         Column("  model", lambda row: f"  {row['model']}", "<18"),
     )
     figures = (
@@ -124,23 +162,26 @@ def measure(run: Run[ScalingConfig]) -> None:
     table = Table(heads, figures)
     run.say(table.header)
     for ranks in config.worlds:
-        for engine in config.parallel if ranks > 1 else [None]:
-            _measure_ranks(ranks, engine, config, partial(run.add, rows=rows, table=table))
+        for engine, size in config.engines(ranks):
+            _measure_ranks(ranks, engine, size, config, partial(run.add, rows=rows, table=table))
     for model in config.model:
         _draw(model, run.result, run.files)
 
 
-def _measure_ranks(ranks: int, engine: str | None, config: ScalingConfig, add: Callable[[Row], object]) -> None:
+def _measure_ranks(
+    ranks: int, engine: str | None, size: int, config: ScalingConfig, add: Callable[[Row], object]
+) -> None:
     """Add a row for each way and model as soon as it is measured; after a failure new processes measure the others.
 
-    One rank has no ``engine``. Liger comes last: it changes the classes that all later models are made of.
+    One rank has no ``engine``; ``size`` of several share each layer. Liger comes last: it changes the classes that all
+    later models are made of.
     """
     ways = sorted(config.way, key=lambda way: Way.named(way).impl == LIGER)
     left = [(way, model) for way in ways for model in config.model]
 
     def run_ranks(file: Path) -> str:
         """Return why the ranks ended; if there are cases left, that is the next one's reason."""
-        settings = {**vars(config), "parallel": [engine or AUTO]}
+        settings = {**vars(config), "parallel": [engine or AUTO], "tensor_parallel": [str(size)]}
         job = json.dumps({"settings": settings, "file": str(file), "cases": left})
         # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
@@ -151,7 +192,8 @@ def _measure_ranks(ranks: int, engine: str | None, config: ScalingConfig, add: C
 
     def add_next(row: Row) -> None:
         way, model = left.pop(0)
-        add({"ranks": ranks, "parallel": engine, "way": way, "model": model, **row})
+        named = f"{engine} x tp{size}" if size > 1 else engine
+        add({"ranks": ranks, "parallel": named, "tensor_parallel": size, "way": way, "model": model, **row})
 
     while left:
         why = add_rows(run_ranks, add_next)
@@ -176,7 +218,8 @@ def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
         f"{model}: a step of {result['batch']} x {result['tokens']} tokens {where}\n"
         f"{result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
-    keys, engines = {"tokens/s per GPU": SPEED, "peak GiB per GPU": "peak_gib"}, result["parallel"]
+    keys = {"tokens/s per GPU": SPEED, "peak GiB per GPU": "peak_gib"}
+    engines = list(dict.fromkeys(row["parallel"] for row in found if row["parallel"])) or [AUTO]
     rows = {label: [panel(key, engine) for engine in engines] for label, key in keys.items()}
     files.plot(model, lambda at: draw_panels(at, title, rows, columns=[f"GPUs, {engine}" for engine in engines]))
 
@@ -201,23 +244,28 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
     Float32 weights are multiplied in bfloat16 on a GPU.
     """
     tokens, weights = settings.tokens, settings.weights
-    batch = settings.batch // launched_ranks() if settings.strong else settings.batch
+    size = settings.groups[0]
+    batch = settings.batch * size // (launched_ranks() if settings.strong else 1)  # of a group
     # beside bf16, accelerate shards 16-bit weights in float32
     narrow = weights == "float32" and torch.cuda.is_available()
     options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": narrow}
     options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
-    config = TrainConfig(parallel=settings.parallel[0], options=options)
+    config = TrainConfig(parallel=settings.parallel[0], tensor_parallel=size, options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         all_read()  # nothing is on the host: each builds the model on its GPU
-        args = trainer_settings(config, Path(folder), save=False).args
+        run = trainer_settings(config, Path(folder), save=False)
+        args = run.args
         with built_whole():
             built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=settings.seed)
+            if run.sizes is not None:
+                shard_layers(built, run.sizes, args.device.type)
         generator = torch.Generator().manual_seed(settings.seed)
-        shape = (args.max_steps * batch * args.world_size, tokens)
+        shape = (args.max_steps * batch * run.readers, tokens)
         ids = torch.randint(0, built.config.vocab_size, shape, generator=generator)
         metrics = StepMetrics()
         trainer: Any = PreTrainer(
             metrics=metrics,
+            sizes=run.sizes,
             model=built,
             args=args,
             train_dataset=[{"input_ids": row, "labels": row} for row in ids],
@@ -236,7 +284,7 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
             "parameters": parameters,
             "seconds": seconds,
             "times": [round(each, 5) for each in times],
-            "tokens_per_s_per_gpu": batch * tokens / seconds,
+            "tokens_per_s_per_gpu": batch * tokens / seconds / size,
             "peak_gib": gib(int(peak.item())),
             "losses": list(metrics.losses.values()),
         }

@@ -65,8 +65,10 @@ def test_strong_scaling_shares_the_same_batch(tmp_path: Path, monkeypatch: pytes
     """Each step's loss is that of one rank with all sequences, whichever engine shards the model."""
     monkeypatch.setattr(scaling, "run_command", train_ranks.run_command)
     engines = ("fsdp2", "zero3" if find_spec("deepspeed") else "ddp")
-    rows, said = measured(tmp_path, ranks=("1", "2"), strong=True, batch=2, parallel=engines)
-    assert [(row["ranks"], row["parallel"]) for row in rows] == [(1, None), *((2, engine) for engine in engines)], rows
+    shares = {"parallel": engines, "tensor_parallel": ("1", "2")}
+    rows, said = measured(tmp_path, ranks=("1", "2"), strong=True, batch=2, **shares)
+    named = ["fsdp2", "fsdp2 x tp2", engines[1]]
+    assert [(row["ranks"], row["parallel"]) for row in rows] == [(1, None), *((2, engine) for engine in named)], rows
     for row, line in zip(rows, said.splitlines()[1:], strict=False):
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
         assert row["ranks"] * row["tokens_per_s_per_gpu"] * row["seconds"] == pytest.approx(2 * 16)
@@ -105,6 +107,10 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
         measured(tmp_path, way=("stock:attention-mlp1",))
     with pytest.raises(ArgumentValueError, match="parallel: expected auto or ddp"):
         measured(tmp_path, parallel=("fsdp2", "tp"))
+    with pytest.raises(ArgumentValueError, match="tensor_parallel: expected fsdp2 among --parallel beside it"):
+        measured(tmp_path, parallel=("zero3",), tensor_parallel=("2",))
+    with pytest.raises(ArgumentValueError, match="tensor_parallel: expected whole numbers above 0"):
+        measured(tmp_path, tensor_parallel=("0",))
     with pytest.raises(ArgumentValueError, match="each of --ranks 1 2 with --strong, got 3"):
         measured(tmp_path, ranks=("1", "2"), strong=True, batch=3)
     assert not list(tmp_path.iterdir())

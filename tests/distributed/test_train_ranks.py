@@ -1,4 +1,4 @@
-"""`lowtide train` on two ranks: its steps are those of one process, under each engine and after a resume."""
+"""`lowtide train` on two and four ranks: its steps are those of one process, under each engine and after a resume."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 ENGINES = [
     *("pretrain ddp", "pretrain fsdp2", "pretrain zero2", "pretrain zero3", "pretrain zero3-offload"),
     *("tune ddp", "tune fsdp2", "tune shards", "tune zero2", "tune zero3", "adapt fsdp2", "adapt zero3"),
+    *("pretrain tp2", "pretrain fsdp2xtp2", "tune tp2", "tune fsdp2xtp2"),
 ]
 
 
@@ -83,6 +84,8 @@ RESUMED = [
     *("experts one 1 auto", "experts one 2 fsdp2", "experts fsdp2 1 auto"),
     *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "tune shards 2 shards"),
     *("pretrain zero2 2 zero2", "adapt zero3 2 zero3", "pretrain zero3-offload 2 zero3-offload"),
+    *("tune one 2 tp2", "tune tp2 1 auto", "tune tp2 2 fsdp2", "pretrain fsdp2 4 fsdp2xtp2"),
+    *("tune tp2 2 tp2", "tune fsdp2xtp2 4 fsdp2xtp2"),
 ]
 
 

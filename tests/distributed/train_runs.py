@@ -21,7 +21,7 @@ from lowtide.train.parallel import variables
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 WORDS = ("the", "tide", "came", "in", "and", "went", "out", "over", "sand")
@@ -40,7 +40,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False}))
+        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, "attention_bias": True}))
         model.save_pretrained(folder / "pretrained")
         byte_tokenizer().save_pretrained(folder / "pretrained")
         (folder / "shape.json").write_text(json.dumps(SHAPE))
@@ -77,10 +77,13 @@ class Runs:
         return {**spied, **(SHARDS if engine == "shards" else {})}
 
     def of(self, kind: str, engine: str) -> tuple[Path, Ended]:
-        """Return the folder of a finished run and what its ranks printed: "one" process, or two and an engine."""
+        """Return the folder of a finished run and what its ranks printed: "one" process, or several and an engine.
+
+        Under "tp2" two ranks share each layer; under "fsdp2xtp2" four do so in pairs. Others have two ranks.
+        """
         if (kind, engine) not in self.made:
-            ranks = 1 if engine == "one" else 2
-            rows = SEQUENCES // ranks
+            ranks = {"one": 1, "fsdp2xtp2": 4}.get(engine, 2)
+            rows = rows_of(ranks, engine)
             given = sharing(engine)
             if (kind, engine) in ACCUMULATED:
                 rows, given = rows // 2, [*given, "--gradient_accumulation_steps", 2]
@@ -99,12 +102,12 @@ class Runs:
 
     def resume(self, output: Path, ranks: int, *arguments: object, engine: str, **options: Any) -> Ended:
         """Resume a run on so many ranks, with as many sequences a step."""
-        given = ["--per_device_train_batch_size", SEQUENCES // ranks, *sharing(engine)]
+        given = ["--per_device_train_batch_size", rows_of(ranks, engine), *sharing(engine)]
         words = ["train", "--resume_from_checkpoint", "true", "--output", output, *given, *arguments]
         return self.ranks(ranks, *words, **self.spies(engine), **options)
 
 
-ACCUMULATED = {("pretrain", "fsdp2"), ("tune", "zero3"), ("tune", "ddp")}
+ACCUMULATED = {("pretrain", "fsdp2"), ("tune", "zero3"), ("tune", "ddp"), ("pretrain", "tp2")}
 # FSDP2 whose checkpoints have a file for each rank: set by a launcher, since `--parallel fsdp2` sets the whole ones
 SHARDS = {**variables("fsdp2"), "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
@@ -119,8 +122,15 @@ def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def sharing(engine: str) -> list[object]:
-    """Return the option of an engine: none for "one" process, nor for "shards", which `Runs.spies` sets."""
-    return [] if engine in ("one", "shards") else ["--parallel", engine]
+    """Return the options of an engine: none for "one" process, nor for "shards", which `Runs.spies` sets."""
+    if engine in ("one", "shards"):
+        return []
+    return ["--tensor-parallel", 2] if engine.endswith("tp2") else ["--parallel", engine, "--tensor-parallel", 1]
+
+
+def rows_of(ranks: int, engine: str) -> int:
+    """Return how many of a step's sequences a rank has; those of a pair that shares layers have the same."""
+    return SEQUENCES // (ranks // 2 if engine.endswith("tp2") else ranks)
 
 
 @cache

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distributed.train_ranks import python_path
-from distributed.train_runs import SEQUENCES, Runs, history
+from distributed.train_runs import SEQUENCES, Runs, history, rows_of, sharing
 from lowtide.train.checkpoints import checkpoints
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -28,9 +28,9 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEAR = {"float32": 1e-4, "bfloat16": 5e-3}
 
 
-def run(ranks: int, *arguments: object) -> str:
+def run(ranks: int, *arguments: object, engine: str = "ddp") -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    rows = ["--per_device_train_batch_size", str(SEQUENCES // ranks)]
+    rows = ["--per_device_train_batch_size", str(rows_of(ranks, engine)), *map(str, sharing(engine))]
     command = [sys.executable, *launch, "-m", "lowtide", *map(str, arguments), *rows]
     env = {**os.environ, "PYTHONPATH": python_path(), "NCCL_NVLS_ENABLE": "0"}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
@@ -70,7 +70,12 @@ CASES = [
     ("tune", 2, "ddp", "float32"),
     ("tune", 2, "fsdp2", "bfloat16"),
     ("tune", 4, "fsdp2", "float32"),
+    ("pretrain", 2, "tp2", "float32"),
+    ("tune", 2, "tp2", "bfloat16"),
+    ("tune", 4, "fsdp2xtp2", "float32"),
+    ("pretrain", 4, "fsdp2xtp2", "bfloat16"),
 ]
+RESUMED = {("pretrain", 2, "fsdp2", "float32"), ("pretrain", 2, "tp2", "float32"), ("tune", 4, "fsdp2xtp2", "float32")}
 
 
 @pytest.mark.parametrize(("kind", "ranks", "engine", "dtype"), CASES)
@@ -80,15 +85,16 @@ def test_is_one_gpu_and_resumes_on_it(
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
     output = tmp_path / "run"
-    out = run(ranks, *arguments(made, kind, dtype), "--parallel", engine, "--output", output)
+    out = run(ranks, *arguments(made, kind, dtype), "--output", output, engine=engine)
     assert re.search(r"[1-9]\d* without logits, 0 with\b", out), out
     assert out.count("held-out loss") == 1, "one rank prints"
     got = curve(output)
     assert got == pytest.approx(alone(kind, dtype), rel=NEAR[dtype])
-    if (kind, ranks, engine, dtype) == CASES[0]:
-        shutil.rmtree(output / "checkpoint-4")
-        run(1, "train", "--resume_from_checkpoint", "true", "--parallel", "ddp", "--output", output)
-        assert curve(output) == pytest.approx(got, rel=NEAR[dtype])
+    if (kind, ranks, engine, dtype) in RESUMED:
+        for again in [(ranks, engine), (1, "ddp")]:
+            shutil.rmtree(output / "checkpoint-4")
+            run(again[0], "train", "--resume_from_checkpoint", "true", "--output", output, engine=again[1])
+            assert curve(output) == pytest.approx(got, rel=NEAR[dtype])
 
 
 FAULTY = """
@@ -144,7 +150,7 @@ def test_a_fault_of_one_rank(fault: str, made: Runs, alone: Callable[[str, str],
         assert own_status == (-signal.SIGKILL if fault.startswith("kill") else 2), own_err
         assert (status == 2 and err.startswith(LOST)) or status == -signal.SIGABRT, err  # by NCCL's own watchdog
     assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
-    run(1, "train", "--resume_from_checkpoint", "true", "--parallel", "ddp", "--output", output)
+    run(1, "train", "--resume_from_checkpoint", "true", "--output", output)
     assert curve(output) == pytest.approx(alone("pretrain", "float32"), rel=NEAR["float32"])
 
 
@@ -155,7 +161,7 @@ def test_zero3_is_ddp(dtype: str, made: Runs, tmp_path: Path) -> None:
     """The model of ZeRO-3, which no GPU ever has as a whole, is DDP's to rounding."""
     curves = []
     for engine in ("zero3", "ddp"):
-        out = run(2, *arguments(made, "tune", dtype), "--parallel", engine, "--output", tmp_path / engine)
+        out = run(2, *arguments(made, "tune", dtype), "--output", tmp_path / engine, engine=engine)
         assert re.search(r"[1-9]\d* without logits, 0 with\b", out), out
         curves.append(curve(tmp_path / engine))
     # DeepSpeed's weights are bfloat16 where its products are, and those of DDP are rounded at each product

@@ -92,7 +92,11 @@ def planned_job(run: RunState) -> dict[str, Any]:
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
+        UnsupportedError: processes share layers, and the run's figures would be those of whole layers.
     """
+    if run.config.group_size > 1:
+        hint = "Name a --policy: `lowtide plan --gpus N --parallel tp` shows which fits."
+        raise UnsupportedError(message("memory_budget", "whole layers", "--tensor-parallel", hint))
     args, model, batch = run.settings.args, run.model, run.batch
     weights = getattr(torch, str(run.settings.model.dtype), model.config.dtype)  # "auto": as the checkpoint has them
     optimizer = planned_optimizer(args)

@@ -133,11 +133,18 @@ class TrainConfig:
         "(DeepSpeed); zero3-offload: all three in host memory, the optimizer on the CPU. auto: what accelerate launch "
         "was configured for, else ddp",
     )
+    tensor_parallel: int | None = _setting(
+        None,
+        "processes that share each layer, as transformers plans it for the model: a group of N trains on the same "
+        "sequences, and FSDP2 shards over the groups. It divides the number of processes and the model's heads "
+        "(default: 1)",
+        metavar="N",
+    )
     lora_merge: bool = _setting(False, "besides the adapter, write the model with the adapter merged in, to DIR/merged")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"cli": False})
 
     def __post_init__(self) -> None:
-        for name in ("held_out", "max_steps"):
+        for name in ("held_out", "max_steps", "tensor_parallel"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "a whole number of at least 1")
         self._require("early_stopping_patience", self.early_stopping_patience >= 0, "a whole number of at least 0")
         self._require("seq_len", self.seq_len is None or self.seq_len >= 2, "at least 2 tokens")
@@ -190,6 +197,11 @@ class TrainConfig:
         """The checkpoint that the run is resumed from: "true" for its newest, `NEWEST_IF_ANY`; None for a new run."""
         given = str(self.options.get("resume_from_checkpoint") or "false")
         return None if given.lower() == "false" else given
+
+    @property
+    def group_size(self) -> int:
+        """How many processes share each layer, and train on the same sequences."""
+        return self.tensor_parallel or 1
 
     @property
     def host_gib(self) -> float | None:

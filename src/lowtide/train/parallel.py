@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.errors import ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.train.files import find_data
 
 if TYPE_CHECKING:
     from lowtide.train.config import TrainConfig
 
-AUTO = "auto"
+AUTO, FSDP2 = "auto", "fsdp2"
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 # of accelerate's configurations, what a run does not have
@@ -60,6 +60,25 @@ def variables(name: str) -> dict[str, str]:
     return found
 
 
+def _check_groups(config: TrainConfig) -> None:
+    """Raise where the processes cannot share layers as ``--tensor-parallel`` says.
+
+    Raises:
+        ArgumentValueError: they cannot be divided into groups of that size.
+        UnsupportedError: the engine cannot shard what is left.
+    """
+    size, ranks = config.group_size, launched_ranks()
+    if ranks % size:
+        expected, got = f"a number of processes that {size} divides", f"{ranks} of them"
+        hint = f"Start them with torchrun --nproc-per-node {size * -(-ranks // size)}, or give --tensor-parallel 1."
+        raise ArgumentValueError(message("tensor_parallel", expected, got, hint))
+    deepspeed = uses_deepspeed() or config.options.get("deepspeed")
+    if size > 1 and (config.parallel not in (AUTO, FSDP2) or deepspeed):
+        expected, got = "fsdp2 beside --tensor-parallel", "DeepSpeed" if deepspeed else config.parallel
+        hint = "Leave --parallel out: accelerate shards such a model by FSDP2 alone."
+        raise UnsupportedError(message("parallel", expected, got, hint))
+
+
 @contextlib.contextmanager
 def engine_of(config: TrainConfig) -> Iterator[None]:
     """Set accelerate's variables for the engine of a run, while it lasts.
@@ -71,7 +90,12 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     for name in filter(_is_on, _UNKNOWN):
         hint = "Choose none of it in accelerate's configuration: DDP, FSDP2 and DeepSpeed's ZeRO work."
         raise ArgumentValueError(message("parallel", "an engine of lowtide train", f"{name}=true", hint))
-    own = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
+    _check_groups(config)
+    shares = config.group_size > 1
+    engine = FSDP2 if shares and not _is_on(_USE_FSDP) else config.parallel
+    own = variables(engine) if engine != AUTO and launched_ranks() > 1 else {}
+    if shares:
+        own[_FIRST_READS] = "false"
     deepspeed = _USE_DEEPSPEED in own or uses_deepspeed() or bool(config.options.get("deepspeed"))
     for name in (_USE_FSDP, _USE_DEEPSPEED):
         if config.parallel != AUTO and _is_on(name) and name not in own:
@@ -142,14 +166,17 @@ def built_whole() -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = reference
 
 
-def engine_line(name: str) -> str | None:
+def engine_line(config: TrainConfig) -> str | None:
     """Return how the processes of a run share the model, as a line to print; None for one process."""
-    ranks = launched_ranks()
+    ranks, size, name = launched_ranks(), config.group_size, config.parallel
     if ranks == 1:
         return None if name == AUTO else f"parallel one process, so nothing is sharded ({name})"
     if uses_deepspeed():
         stage = zero_stage()
         return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
+    if size > 1:
+        groups = f"FSDP2 over {ranks // size} groups, tensor parallelism" if ranks > size else "tensor parallelism"
+        return f"parallel {ranks} processes, {groups}: {size} share each layer"
     if uses_fsdp():
         return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are sharded"
     return f"parallel {ranks} processes, DDP: each has the whole model"

@@ -144,10 +144,11 @@ def _settings(one: RunState) -> Settings:
     sequences = checkpoints.read_run_file(one.output)["sequences"]
     settings = make()
     args = settings.args
-    rows = args.per_device_train_batch_size * args.world_size
+    rows = args.per_device_train_batch_size * settings.readers
     if sequences % rows:
         expected = f"a divisor of the run's {sequences} sequences per step"
-        got = f"{args.world_size} processes with {args.per_device_train_batch_size} each"
+        readers = f"{settings.readers} {'processes' if settings.sizes is None else 'groups of processes'}"
+        got = f"{readers} with {args.per_device_train_batch_size} each"
         hint = "Give another --per_device_train_batch_size, or start another number of processes."
         raise ArgumentValueError(message("--per_device_train_batch_size", expected, got, hint))
     batches = sequences // rows

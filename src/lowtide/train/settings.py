@@ -14,10 +14,11 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from lowtide.errors import ArgumentValueError, message
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.options import words_of
+from lowtide.train.tensor_parallel import mesh_sizes
 
 _ALWAYS = {  # of every run
     "logging_steps": 1,
@@ -72,17 +73,24 @@ class Settings:
         args: transformers' TrainingArguments, or TRL's SFTConfig.
         model: TRL's ModelConfig, or `PretrainArguments`.
         keep: checkpoints to keep; None: all.
+        sizes: of the mesh with tensor parallelism; None without.
     """
 
     args: Any
     model: Any
     keep: int | None
+    sizes: Any = None
+
+    @property
+    def readers(self) -> int:
+        """How many processes, or groups of them, have sequences of their own."""
+        return int(self.args.world_size) // (self.sizes.tp_size if self.sizes else 1)
 
     @property
     def sequences(self) -> int:
         """The sequences of a step, of all processes together."""
         args = self.args
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * self.readers)
 
     @property
     def product_dtype(self) -> str:
@@ -126,7 +134,7 @@ def trainer_settings(
     if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; several GPUs are torchrun's to start
         args._n_gpu = 1
     keep, args.save_total_limit = args.save_total_limit, None  # a checkpoint is removed once a newer one is complete
-    return Settings(args, model, keep)
+    return Settings(args, model, keep, mesh_sizes(config.group_size, args.world_size))
 
 
 def _check(config: TrainConfig, args: Any, model: Any) -> None:
@@ -149,6 +157,11 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     if getattr(model, "load_in_4bit", False) and model.dtype in ("auto", None):
         expected = "the dtype that the layers in 4 bits compute in, beside --load_in_4bit"
         raise ArgumentValueError(message("--dtype", expected, str(model.dtype), "Give --dtype bfloat16."))
+    if config.group_size > 1:
+        for name in ("use_peft", "load_in_4bit", "load_in_8bit"):
+            if getattr(model, name, False):
+                hint = "FSDP2 alone takes it: leave --tensor-parallel out."
+                raise UnsupportedError(message("tensor_parallel", "a model that is trained whole", f"--{name}", hint))
     if config.lora_merge and not getattr(model, "use_peft", False):
         raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
 

@@ -10,25 +10,42 @@ from transformers import Trainer
 
 from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import correct_fsdp2
+from lowtide.train.tensor_parallel import join_groups, share_layers
 
 
 class Measured:
-    """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics."""
+    """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics.
+
+    ``sizes`` are those of the mesh on which `shard_layers` has sharded the model; None without tensor parallelism.
+    """
 
     accelerator: Any
     args: Any
+    model: Any
     state: Any
     control: Any
+    get_decay_parameter_names: Any
+    get_tp_size: Any
 
-    def __init__(self, *, metrics: StepMetrics, **kwargs: Any) -> None:
-        self._metrics_of_run = metrics
+    def __init__(self, *, metrics: StepMetrics, sizes: Any = None, **kwargs: Any) -> None:
+        self._metrics_of_run, self._sizes = metrics, sizes
         super().__init__(**kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and correct what it makes of FSDP2."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         correct_fsdp2(self.accelerator)
+        if self._sizes is not None:
+            share_layers(self.accelerator, self._sizes)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer, with the groups of parameters that one process has."""
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if self._sizes is not None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            join_groups(optimizer.param_groups, {p: name in decayed for name, p in self.model.named_parameters()})
+        return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
@@ -39,7 +56,7 @@ class Measured:
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""
-        self._metrics_of_run.tokens += inputs["input_ids"].numel() * self.args.world_size
+        self._metrics_of_run.tokens += inputs["input_ids"].numel() * (self.args.world_size // self.get_tp_size())
         loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         self._metrics_of_run.own_loss = self._metrics_of_run.own_loss + loss
         return loss

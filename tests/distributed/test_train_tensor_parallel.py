@@ -1,0 +1,108 @@
+"""What `lowtide train --tensor-parallel` refuses, prints and makes of optimizers; its steps: test_train_ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed.train_runs import Runs, runs
+from lowtide.errors import ArgumentValueError, LowtideError, UnsupportedError
+from lowtide.train.config import TrainConfig
+from lowtide.train.parallel import engine_of
+from lowtide.train.settings import trainer_settings
+from lowtide.train.tensor_parallel import join_groups
+
+needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs(tmp_path_factory.getbasetemp())
+
+
+NEXT = "or give --tensor-parallel 1"
+REFUSED = [
+    (1, {}, ArgumentValueError, f"a number of processes that 2 divides, got 1 of them. .*-per-node 2, {NEXT}"),
+    (3, {}, ArgumentValueError, f"a number of processes that 2 divides, got 3 of them. .*-per-node 4, {NEXT}"),
+    (2, {"parallel": "ddp"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got ddp. Leave"),
+    (4, {"parallel": "zero3"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got zero3."),
+    (2, {"options": {"deepspeed": "zero.json"}}, UnsupportedError, "fsdp2 beside --tensor-parallel, got DeepSpeed."),
+]
+
+
+@pytest.mark.parametrize(("ranks", "settings", "error", "told"), REFUSED)
+def test_processes_that_cannot_share_layers(
+    ranks: int, settings: dict[str, str], error: type[LowtideError], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    config = TrainConfig(tensor_parallel=2, **settings)  # type: ignore[arg-type]
+    with pytest.raises(error, match=told), engine_of(config):
+        pass
+
+
+@pytest.mark.parametrize("option", ["use_peft", "load_in_4bit"])
+def test_models_that_are_not_trained_whole(option: str, made: Runs, tmp_path: Path) -> None:
+    options = {option: True, "dtype": "bfloat16"}
+    config = TrainConfig(model=str(made.folder / "pretrained"), tensor_parallel=2, options=options)
+    with pytest.raises(UnsupportedError, match=f"tensor_parallel: expected .* trained whole, got --{option}"):
+        trainer_settings(config, tmp_path, save=False)
+
+
+@needs_gloo
+def test_heads_that_cannot_be_divided(made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("pretrain"), "--tensor-parallel", 4, "--output", tmp_path / "run"]
+    ended = made.ranks(4, *words)
+    assert ended.statuses == [2] * 4, ended
+    told = "tensor_parallel: expected a divisor of the model's 2 num_key_value_heads, got 4. Give a smaller"
+    assert ended.err[0].startswith(f"lowtide train: {told}"), ended
+
+
+@needs_gloo
+def test_a_model_without_a_plan(made: Runs, tmp_path: Path) -> None:
+    shape = '{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 512}'
+    (tmp_path / "gpt2.json").write_text(shape)
+    words = [*made.arguments("pretrain"), "--model", tmp_path / "gpt2.json", "--tensor-parallel", 2]
+    ended = made.ranks(2, *words, "--output", tmp_path / "run")
+    assert ended.statuses == [2] * 2, ended
+    assert "tensor_parallel: expected a model with a plan in transformers, got GPT2LMHeadModel" in ended.err[0]
+
+
+@needs_gloo
+def test_a_budget_is_refused(made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("pretrain"), "--tensor-parallel", 2, "--memory-budget", "1GiB"]
+    ended = made.ranks(2, *words, "--output", tmp_path / "run")
+    assert ended.statuses == [2] * 2, ended
+    assert "memory_budget: expected whole layers, got --tensor-parallel. Name a --policy" in ended.err[0]
+
+
+@needs_gloo
+def test_how_the_model_is_shared_is_printed(made: Runs) -> None:
+    printed = {engine: made.of("tune", engine)[1].out[0] for engine in ("tp2", "fsdp2xtp2")}
+    assert "parallel 2 processes, tensor parallelism: 2 share each layer" in printed["tp2"]
+    assert "4 processes, FSDP2 over 2 groups, tensor parallelism: 2 share each layer" in printed["fsdp2xtp2"]
+    for text in printed.values():  # of all sequences once, whoever shares them
+        assert "4 steps of 4 sequences" in text
+
+
+@needs_gloo
+def test_weights_in_16_bits_are_trained_in_32(made: Runs, tmp_path: Path) -> None:
+    """As FSDP2 alone trains them beside --bf16."""
+    words = [*made.arguments("pretrain"), "--dtype", "bfloat16", "--bf16", "true", "--max-steps", 1]
+    made.ranks.succeed(2, *words, "--tensor-parallel", 2, "--output", tmp_path / "run")
+    states = torch.load(tmp_path / "run" / "checkpoint-1" / "optimizer.bin", weights_only=True)["state"]
+    assert {state["exp_avg"].dtype for state in states.values()} == {torch.float32}
+
+
+def test_an_optimizer_has_the_groups_of_one_process() -> None:
+    """Of four groups, by decay and mesh, there are two again, in the model's order and with their settings."""
+    a, b, c, d = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
+    groups = [{"params": [p], "weight_decay": decay} for p, decay in ((c, 0.1), (a, 0.1), (d, 0.0), (b, 0.0))]
+    join_groups(groups, {a: True, b: False, c: True, d: False})
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [[id(p) for p in group["params"]] for group in groups] == [[id(a), id(c)], [id(b), id(d)]]
+    before = [dict(group) for group in groups]
+    join_groups(groups, {})
+    assert groups == before
