@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.replay.replayed import Replayed, on_device, without_autocast
-from lowtide.samples import Samples
+from lowtide.samples.weights import Samples
 
 TWICE = (
     "lowtide: expected gradients that are not differentiated again, got a second derivative. For those build the"

@@ -28,7 +28,7 @@ from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_dive
 from lowtide.kernel_launch import Launcher
 from lowtide.layers import rms_norm, rotary
 from lowtide.models.fingerprint import fingerprint
-from lowtide.samples import Samples
+from lowtide.samples.weights import Samples
 from mlp.experts import FORMS, fused, operands
 from support import on_gpu
 

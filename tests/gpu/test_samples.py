@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpu.conftest import no_waits
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.samples import Samples
+from lowtide.samples.weights import Samples
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 LAYERS = 3

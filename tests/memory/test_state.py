@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import UnsupportedError
 from lowtide.memory import apply_policy, remove_policy
-from lowtide.samples import Samples
+from lowtide.samples.weights import Samples
 from memory.models import ALL, ATTENTION, GROUPED, INPUT, Layer, Plain
 
 pytestmark = [

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import nn, swiglu_mlp
 from lowtide.errors import LowtideError, UnsupportedError
-from lowtide.samples import Samples
+from lowtide.samples.weights import Samples
 from support import Sharded
 
 X, GATE, UP, DOWN = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 4), torch.randn(4, 6)

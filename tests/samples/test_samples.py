@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.samples import Samples, weights
+from lowtide.samples import weights
+from lowtide.samples.weights import Samples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [

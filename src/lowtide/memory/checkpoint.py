@@ -22,7 +22,7 @@ from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.state import Snapshot, Versions
 from lowtide.memory.tiles import Call, LayerInTiles
-from lowtide.samples import Samples
+from lowtide.samples.weights import Samples
 from lowtide.swap import child_class
 
 Forward = Callable[..., Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.arguments import is_dtensor
 from lowtide.kernel_launch import why_no_triton
-from lowtide.samples import INTEGERS
+from lowtide.samples.weights import INTEGERS
 
 _ROW = 4096  # values that are summed at a time, whose factors stay in the cache
 _LEVELS = 8  # of sums of sums: more than memory has
