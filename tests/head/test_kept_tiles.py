@@ -118,7 +118,7 @@ def test_which_tiles_are_kept(accepted: float) -> None:
     sums *= squares.sqrt()
     squares[:, -1] *= 1e8
     y = torch.randint(V, (C,), dtype=torch.int32)
-    y[:20], y[::7], s[::5], squares[::5] = 12 * COLUMNS + 3, -1, 0, torch.nan
+    y[:30], y[::7], s[::5], squares[::5] = 12 * COLUMNS + 3, -1, 0, torch.nan
     targets, e = targets_of(y, s), torch.randn(C, V)
     targets.rest.copy_(torch.randn(C))
     valid = y >= 0
@@ -128,7 +128,8 @@ def test_which_tiles_are_kept(accepted: float) -> None:
     q = torch.stack([part[:ROWS].sum(0), part[ROWS:].sum(0)])
     own = s * (e.gather(1, y.clamp(min=0)[:, None].long())[:, 0] + targets.rest)
     whole = (s[:, None].square() * squares).sum(1).where(counts, 0) + own.square().where(counts, 0)
-    home = torch.stack([torch.bincount(one[one >= 0] // COLUMNS, minlength=P) for one in y.split(ROWS)])
+    at_home = y.where(counts, -1).split(ROWS)
+    home = torch.stack([torch.bincount(one[one >= 0] // COLUMNS, minlength=P) for one in at_home])
     choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 2))
     flags, mass, (dropped, lost, of_all) = choice
     allowed = accepted**2 * float(whole.sum())
