@@ -27,7 +27,7 @@ NEXT = "or give --tensor-parallel 1"
 REFUSED = [
     (1, {}, ArgumentValueError, f"a number of processes that 2 divides, got 1 of them. .*-per-node 2, {NEXT}"),
     (3, {}, ArgumentValueError, f"a number of processes that 2 divides, got 3 of them. .*-per-node 4, {NEXT}"),
-    (2, {"parallel": "ddp"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got ddp. Leave"),
+    (2, {"parallel": "ddp"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got ddp. Give"),
     (4, {"parallel": "zero3"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got zero3."),
     (2, {"options": {"deepspeed": "zero.json"}}, UnsupportedError, "fsdp2 beside --tensor-parallel, got DeepSpeed."),
 ]
@@ -49,6 +49,11 @@ def test_models_that_are_not_trained_whole(option: str, made: Runs, tmp_path: Pa
     config = TrainConfig(model=str(made.folder / "pretrained"), tensor_parallel=2, options=options)
     with pytest.raises(UnsupportedError, match=f"tensor_parallel: expected .* trained whole, got --{option}"):
         trainer_settings(config, tmp_path, save=False)
+
+
+def test_tiles_of_a_sharded_vocabulary_are_not_skipped(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"skip: expected a whole vocabulary, got --tensor-parallel\. Leave"):
+        trainer_settings(TrainConfig(tensor_parallel=2, skip=5e-3), tmp_path, save=False)
 
 
 @needs_gloo
