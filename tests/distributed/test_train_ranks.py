@@ -83,6 +83,7 @@ RESUMED = [
     *("pretrain one 2 ddp", "pretrain one 2 fsdp2", "tune ddp 1 auto", "pretrain fsdp2 1 auto", "tune fsdp2 2 ddp"),
     *("experts one 1 auto", "experts one 2 fsdp2", "experts fsdp2 1 auto"),
     *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "tune shards 2 shards"),
+    "pretrain shards 2 shards",
     *("pretrain zero2 2 zero2", "adapt zero3 2 zero3", "pretrain zero3-offload 2 zero3-offload"),
     *("tune one 2 tp2", "tune tp2 1 auto", "tune tp2 2 fsdp2", "pretrain fsdp2 4 fsdp2xtp2"),
     *("tune tp2 2 tp2", "tune fsdp2xtp2 4 fsdp2xtp2"),

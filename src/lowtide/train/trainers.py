@@ -27,6 +27,7 @@ class Measured:
     control: Any
     get_decay_parameter_names: Any
     get_tp_size: Any
+    processing_class: Any
     gather_function: Any
 
     def __init__(self, *, metrics: StepMetrics, sizes: Any = None, **kwargs: Any) -> None:
@@ -88,12 +89,16 @@ class Measured:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; its folder then exists for every rank, also where sharded checkpoints put nothing there yet.
+        """Save the model and its tokenizer, which `Trainer` leaves out of sharded checkpoints.
 
-        `Trainer` next looks on each rank whether the best checkpoint exists, while another rank may be making it.
+        The folder then exists for every rank: `Trainer` next looks on each whether the best checkpoint exists, while
+        another rank may be making it.
         """
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.args.should_save and not (folder / "tokenizer_config.json").exists():
+            self.processing_class.save_pretrained(folder)
 
 
 class PreTrainer(Measured, Trainer):  # type: ignore[misc]
