@@ -138,6 +138,16 @@ def test_a_resumed_run_has_the_engine_that_it_began_with(made: Runs, tmp_path: P
     assert "DeepSpeed ZeRO-3" in ended.out[0]
 
 
+@needs_deepspeed
+def test_an_optimizer_that_cannot_be_compiled(made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("pretrain"), *sharing("zero3-offload"), "--output", tmp_path / "run"]
+    nothing = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    ended = made.ranks(2, *words, **nothing, **made.spies("zero3-offload"))
+    assert ended.statuses == [2, 2], ended
+    assert ended.err[0].startswith("lowtide train: parallel: expected DeepSpeed's Adam for CPUs, which it compiles, got")
+    assert ended.err[0].endswith(". Install a C++ compiler and ninja.\n"), ended
+
+
 def test_another_number_of_sequences_is_refused(made: Runs, tmp_path: Path) -> None:
     output = made.copy("tune", "ddp", tmp_path / "run")
     words = ["train", "--resume_from_checkpoint", "true", "--output", output, "--per_device_train_batch_size", 3]
