@@ -111,7 +111,7 @@ def test_a_budget_is_that_of_each_process(engine: str, made: Runs, tmp_path: Pat
     assert ("exchanges at" in text) == (engine == "fsdp2"), text
 
 
-STOPPED = ["experts one", "tune fsdp2", "tune shards", "pretrain zero2", "tune zero3"]
+STOPPED = ["experts one", "tune fsdp2", "tune shards", "tune tp2", "pretrain zero2", "tune zero3"]
 
 
 @pytest.mark.parametrize(("kind", "engine"), cases(*STOPPED))
