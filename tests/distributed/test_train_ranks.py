@@ -83,6 +83,7 @@ RESUMED = [
     *("pretrain one 2 ddp", "pretrain one 2 fsdp2", "tune ddp 1 auto", "pretrain fsdp2 1 auto", "tune fsdp2 2 ddp"),
     *("experts one 1 auto", "experts one 2 fsdp2", "experts fsdp2 1 auto"),
     *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "tune shards 2 shards"),
+    "pretrain shards 2 shards",
     *("pretrain zero2 2 zero2", "adapt zero3 2 zero3", "pretrain zero3-offload 2 zero3-offload"),
     *("tune one 2 tp2", "tune tp2 1 auto", "tune tp2 2 fsdp2", "pretrain fsdp2 4 fsdp2xtp2"),
     *("tune tp2 2 tp2", "tune fsdp2xtp2 4 fsdp2xtp2"),
@@ -110,7 +111,7 @@ def test_a_budget_is_that_of_each_process(engine: str, made: Runs, tmp_path: Pat
     assert ("exchanges at" in text) == (engine == "fsdp2"), text
 
 
-STOPPED = ["experts one", "tune fsdp2", "tune shards", "pretrain zero2", "tune zero3"]
+STOPPED = ["experts one", "tune fsdp2", "tune shards", "tune tp2", "pretrain zero2", "tune zero3"]
 
 
 @pytest.mark.parametrize(("kind", "engine"), cases(*STOPPED))
@@ -135,6 +136,16 @@ def test_a_resumed_run_has_the_engine_that_it_began_with(made: Runs, tmp_path: P
     words = ["train", "--resume_from_checkpoint", "true", "--output", output]
     ended = made.ranks.succeed(2, *words, **made.spies("zero3"))
     assert "DeepSpeed ZeRO-3" in ended.out[0]
+
+
+@needs_deepspeed
+def test_an_optimizer_that_cannot_be_compiled(made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("pretrain"), *sharing("zero3-offload"), "--output", tmp_path / "run"]
+    nothing = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    ended = made.ranks(2, *words, **nothing, **made.spies("zero3-offload"))
+    assert ended.statuses == [2, 2], ended
+    assert ended.err[0].startswith("lowtide train: parallel: expected DeepSpeed's Adam for CPUs, which it compiles, ")
+    assert ended.err[0].endswith(". Install a C++ compiler and ninja.\n"), ended
 
 
 def test_another_number_of_sequences_is_refused(made: Runs, tmp_path: Path) -> None:

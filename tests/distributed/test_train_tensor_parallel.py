@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.train_runs import Runs, runs
+from distributed.train_runs import Runs, runs, sharing
 from lowtide.errors import ArgumentValueError, LowtideError, UnsupportedError
 from lowtide.train.config import TrainConfig
 from lowtide.train.parallel import engine_of
@@ -27,7 +28,7 @@ NEXT = "or give --tensor-parallel 1"
 REFUSED = [
     (1, {}, ArgumentValueError, f"a number of processes that 2 divides, got 1 of them. .*-per-node 2, {NEXT}"),
     (3, {}, ArgumentValueError, f"a number of processes that 2 divides, got 3 of them. .*-per-node 4, {NEXT}"),
-    (2, {"parallel": "ddp"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got ddp. Leave"),
+    (2, {"parallel": "ddp"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got ddp. Give"),
     (4, {"parallel": "zero3"}, UnsupportedError, "parallel: expected fsdp2 beside --tensor-parallel, got zero3."),
     (2, {"options": {"deepspeed": "zero.json"}}, UnsupportedError, "fsdp2 beside --tensor-parallel, got DeepSpeed."),
 ]
@@ -49,6 +50,11 @@ def test_models_that_are_not_trained_whole(option: str, made: Runs, tmp_path: Pa
     config = TrainConfig(model=str(made.folder / "pretrained"), tensor_parallel=2, options=options)
     with pytest.raises(UnsupportedError, match=f"tensor_parallel: expected .* trained whole, got --{option}"):
         trainer_settings(config, tmp_path, save=False)
+
+
+def test_tiles_of_a_sharded_vocabulary_are_not_skipped(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"skip: expected a whole vocabulary, got --tensor-parallel\. Leave"):
+        trainer_settings(TrainConfig(tensor_parallel=2, skip=5e-3), tmp_path, save=False)
 
 
 @needs_gloo
@@ -94,6 +100,37 @@ def test_weights_in_16_bits_are_trained_in_32(made: Runs, tmp_path: Path) -> Non
     made.ranks.succeed(2, *words, "--tensor-parallel", 2, "--output", tmp_path / "run")
     states = torch.load(tmp_path / "run" / "checkpoint-1" / "optimizer.bin", weights_only=True)["state"]
     assert {state["exp_avg"].dtype for state in states.values()} == {torch.float32}
+
+
+@needs_gloo
+def test_what_a_group_reads_is_counted_once(made: Runs, tmp_path: Path) -> None:
+    """Two groups log the held-out loss and the tokens of two processes, also where rows are left for the last batch."""
+    words = [*made.arguments("tune"), "--max-steps", 2, "--held-out", 5, "--per_device_eval_batch_size", 1]
+    words += ["--per_device_train_batch_size", 2, "--save_strategy", "no", "--include_num_input_tokens_seen", "true"]
+    logs = []
+    for ranks, engine in ((4, "fsdp2xtp2"), (2, "ddp")):
+        output = tmp_path / engine
+        made.ranks.succeed(ranks, *words, *sharing(engine), "--output", output)
+        lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+        logs.append([(line.get("eval_loss", line.get("loss")), line["num_input_tokens_seen"]) for line in lines])
+    assert len(logs[0]) == 4
+    for (loss, tokens), (expected, expected_tokens) in zip(*logs, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert tokens == expected_tokens
+
+
+@needs_gloo
+def test_a_resumed_group_draws_the_same_random_numbers(made: Runs, tmp_path: Path) -> None:
+    """Else dropout would have another mask on each rank for activations that all have."""
+    output = made.copy("tune", "ddp", tmp_path / "run")
+    file = output / "checkpoint-2" / "rng_state_1.pth"
+    other = torch.Generator().manual_seed(1).get_state()
+    torch.save({**torch.load(file, weights_only=False), "cpu": other}, file)
+    ended = made.resume(output, 2, "--parallel", "fsdp2", engine="tp2")  # in place of ddp
+    assert ended.statuses == [0, 0], ended
+    files = [output / "checkpoint-4" / f"rng_state_{rank}.pth" for rank in range(2)]
+    first, second = (torch.load(file, weights_only=False)["cpu"] for file in files)
+    assert torch.equal(first, second)
 
 
 def test_an_optimizer_has_the_groups_of_one_process() -> None:

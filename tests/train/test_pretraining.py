@@ -166,9 +166,12 @@ def test_the_log_says_what_was_skipped(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("name", "called"), [("loss", "training loss"), ("grad_norm", "gradient norm")])
 def test_what_is_not_finite_ends_the_run(name: str, called: str) -> None:
-    """Gradients too: the weights that they make would be saved, and the loss be NaN from the next step on."""
+    """Gradients too: the weights that they make would be saved, and the loss be NaN from the next step on.
+
+    ``--include_num_input_tokens_seen`` adds times to each log, which else are in the summary alone.
+    """
     state = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=9)
-    args, logs = SimpleNamespace(fp16=False), {"loss": 1.0, "grad_norm": 1.0, name: float("inf")}
+    args, logs = SimpleNamespace(fp16=False), {"train_runtime": 1.0, "loss": 1.0, "grad_norm": 1.0, name: float("inf")}
     with pytest.raises(ValueError, match=f"^lr: expected a {called} that stays finite, got inf at step 1"):
         Monitor(StepMetrics()).on_log(args, state, None, logs)
     if name == "grad_norm":  # whose scaler leaves out the step

@@ -147,7 +147,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             SaveError: the log could not be written.
         """
         del control
-        if "train_runtime" in logs:  # Trainer's own summary at the end
+        if "train_loss" in logs:  # Trainer's own summary at the end
             return
         line = {name: value for name, value in logs.items() if isinstance(value, int | float)}
         if "loss" in logs:

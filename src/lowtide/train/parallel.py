@@ -75,7 +75,7 @@ def _check_groups(config: TrainConfig) -> None:
     deepspeed = uses_deepspeed() or config.options.get("deepspeed")
     if size > 1 and (config.parallel not in (AUTO, FSDP2) or deepspeed):
         expected, got = "fsdp2 beside --tensor-parallel", "DeepSpeed" if deepspeed else config.parallel
-        hint = "Leave --parallel out: accelerate shards such a model by FSDP2 alone."
+        hint = "Give --parallel fsdp2 under torchrun: accelerate shards such a model by FSDP2 alone."
         raise UnsupportedError(message("parallel", expected, got, hint))
 
 

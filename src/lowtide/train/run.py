@@ -180,6 +180,9 @@ def _train(one: RunState) -> None:
         if one.trainer.lr_scheduler is None and isinstance(error, ValueError | TypeError | ImportError):
             expected = "an optimizer and a schedule with these settings"
             raise ArgumentValueError(message("options", expected, why(error))) from error
+        if isinstance(error, RuntimeError) and "DeepSpeedCPUAdam" in str(error):  # --parallel zero3-offload
+            expected, hint = "DeepSpeed's Adam for CPUs, which it compiles", "Install a C++ compiler and ninja."
+            raise ArgumentValueError(message("parallel", expected, why(error.__cause__ or error), hint)) from error
         if isinstance(error, NotImplementedError) and not one.metrics.losses:  # such as flex attention on a CPU
             raise ArgumentValueError(message("options", "what PyTorch has on this device", why(error))) from error
         raise

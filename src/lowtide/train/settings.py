@@ -158,6 +158,9 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
         expected = "the dtype that the layers in 4 bits compute in, beside --load_in_4bit"
         raise ArgumentValueError(message("--dtype", expected, str(model.dtype), "Give --dtype bfloat16."))
     if config.group_size > 1:
+        if config.skip:
+            hint = "Leave one of them out."
+            raise UnsupportedError(message("skip", "a whole vocabulary", "--tensor-parallel", hint))
         for name in ("use_peft", "load_in_4bit", "load_in_8bit"):
             if getattr(model, name, False):
                 hint = "FSDP2 alone takes it: leave --tensor-parallel out."

@@ -77,6 +77,32 @@ def share_layers(accelerator: Any, sizes: Any) -> None:
     accelerator._prepare_tp = lambda *args: args
 
 
+def gather_once(accelerator: Any, tensor: Any) -> Any:
+    """Return what the first process of each group has of a batch to evaluate, without the rows that fill the last one.
+
+    ``accelerator.gather_for_metrics`` cuts off those rows as if each process had read a batch of its own.
+    """
+    state, gradients = accelerator.state, accelerator.gradient_state
+    by_rank = accelerator.gather(tensor).unflatten(0, (state.num_processes, -1))
+    gathered = by_rank[:: state.parallelism_config.tp_size].flatten(0, 1)
+    return gathered[: gradients.remainder] if gradients.end_of_dataloader and gradients.remainder > 0 else gathered
+
+
+def share_random_state(accelerator: Any) -> None:
+    """Let all processes of a group draw the numbers of its first: dropout has one mask for what each of them has whole.
+
+    A checkpoint of another engine, or of other groups, has other states for them.
+    """
+    import torch
+
+    generators = [torch, torch.cuda] if accelerator.device.type == "cuda" else [torch]
+    states = [one.get_rng_state() for one in generators]
+    group = accelerator.state.device_mesh["tp"].get_group()
+    torch.distributed.broadcast_object_list(states, group=group, group_src=0)
+    for one, state in zip(generators, states, strict=True):
+        one.set_rng_state(state)
+
+
 def join_groups(groups: list[dict[str, Any]], decays: dict[Any, bool]) -> None:
     """Join an optimizer's groups of parameters to those with and without weight decay, in the model's order.
 

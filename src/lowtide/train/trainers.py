@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import Trainer
 
 from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import correct_fsdp2
-from lowtide.train.tensor_parallel import join_groups, share_layers
+from lowtide.train.tensor_parallel import gather_once, join_groups, share_layers, share_random_state
 
 
 class Measured:
@@ -26,6 +27,8 @@ class Measured:
     control: Any
     get_decay_parameter_names: Any
     get_tp_size: Any
+    processing_class: Any
+    gather_function: Any
 
     def __init__(self, *, metrics: StepMetrics, sizes: Any = None, **kwargs: Any) -> None:
         self._metrics_of_run, self._sizes = metrics, sizes
@@ -46,6 +49,24 @@ class Measured:
             decayed = set(self.get_decay_parameter_names(self.model))
             join_groups(optimizer.param_groups, {p: name in decayed for name, p in self.model.named_parameters()})
         return optimizer
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, with each group's losses once."""
+        if self._sizes is not None:
+            self.gather_function = partial(gather_once, self.accelerator)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if self._sizes is not None and checkpoint is not None:
+            share_random_state(self.accelerator)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count a batch's tokens for ``--include_num_input_tokens_seen``, those of a group once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        read = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + read // self.get_tp_size()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
@@ -68,12 +89,16 @@ class Measured:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; its folder then exists for every rank, also where sharded checkpoints put nothing there yet.
+        """Save the model and its tokenizer, which `Trainer` leaves out of sharded checkpoints.
 
-        `Trainer` next looks on each rank whether the best checkpoint exists, while another rank may be making it.
+        The folder then exists for every rank: `Trainer` next looks on each whether the best checkpoint exists, while
+        another rank may be making it.
         """
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.args.should_save and not (folder / "tokenizer_config.json").exists():
+            self.processing_class.save_pretrained(folder)
 
 
 class PreTrainer(Measured, Trainer):  # type: ignore[misc]
