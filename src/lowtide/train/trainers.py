@@ -27,12 +27,15 @@ class Measured:
     control: Any
     get_decay_parameter_names: Any
     get_tp_size: Any
+    label_smoother: Any
     processing_class: Any
     gather_function: Any
 
     def __init__(self, *, metrics: StepMetrics, sizes: Any = None, **kwargs: Any) -> None:
         self._metrics_of_run, self._sizes = metrics, sizes
         super().__init__(**kwargs)
+        if self.label_smoother is not None:  # Trainer shifts by the name of the model's class, which FSDP2 changes
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and correct what it makes of FSDP2."""
