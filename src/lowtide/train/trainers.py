@@ -71,6 +71,10 @@ class Measured:
         read = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + read // self.get_tp_size()
 
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return this process's share of a batch's operations, which Trainer adds up over all processes."""
+        return float(super().floating_point_ops(inputs) / self.get_tp_size())  # type: ignore[misc]
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
         if self.state.global_step < self.state.max_steps:
