@@ -111,6 +111,15 @@ def test_a_budget_is_that_of_each_process(engine: str, made: Runs, tmp_path: Pat
     assert ("exchanges at" in text) == (engine == "fsdp2"), text
 
 
+def test_smoothed_labels_are_those_of_the_next_tokens(made: Runs, tmp_path: Path) -> None:
+    """Also under FSDP2, which changes the name of the model's class."""
+    words = [*made.arguments("pretrain"), "--label_smoothing_factor", 0.1]
+    for ranks, engine in ((1, "one"), (2, "fsdp2")):
+        given = ["--per_device_train_batch_size", SEQUENCES // ranks, *sharing(engine), "--output", tmp_path / engine]
+        made.ranks.succeed(ranks, *words, *given, **made.spies(engine))
+    assert_same(tmp_path / "fsdp2", tmp_path / "one")
+
+
 STOPPED = ["experts one", "tune fsdp2", "tune shards", "tune tp2", "pretrain zero2", "tune zero3"]
 
 

@@ -120,6 +120,13 @@ def test_what_a_group_reads_is_counted_once(made: Runs, tmp_path: Path) -> None:
 
 
 @needs_gloo
+def test_operations_of_a_group_are_counted_once(made: Runs) -> None:
+    files = [made.of("pretrain", engine)[0] / "checkpoint-4" / "trainer_state.json" for engine in ("tp2", "one")]
+    shared, alone = (json.loads(file.read_text())["total_flos"] for file in files)
+    assert shared == alone > 0
+
+
+@needs_gloo
 def test_a_resumed_group_draws_the_same_random_numbers(made: Runs, tmp_path: Path) -> None:
     """Else dropout would have another mask on each rank for activations that all have."""
     output = made.copy("tune", "ddp", tmp_path / "run")

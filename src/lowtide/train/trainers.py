@@ -27,12 +27,15 @@ class Measured:
     control: Any
     get_decay_parameter_names: Any
     get_tp_size: Any
+    label_smoother: Any
     processing_class: Any
     gather_function: Any
 
     def __init__(self, *, metrics: StepMetrics, sizes: Any = None, **kwargs: Any) -> None:
         self._metrics_of_run, self._sizes = metrics, sizes
         super().__init__(**kwargs)
+        if self.label_smoother is not None:  # Trainer shifts by the name of the model's class, which FSDP2 changes
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and correct what it makes of FSDP2."""
@@ -67,6 +70,10 @@ class Measured:
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
         read = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + read // self.get_tp_size()
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return this process's share of a batch's operations, which Trainer adds up over all processes."""
+        return float(super().floating_point_ops(inputs) / self.get_tp_size())  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
