@@ -71,16 +71,9 @@ from lowtide.train.trainers import PreTrainer
 WAYS = (LOWTIDE, LIGER, STOCK)
 RANK = "--rank"  # begins the arguments of a rank's process
 SPEED = "tokens_per_s_per_gpu"
-RECORDED = (
-    "parallel",
-    "tensor_parallel",
-    "tokens",
-    "batch",
-    "strong",
-    "steps",
-    "weights",
-    "seed",
-)  # settings in the result
+RECORDED = (  # settings in the result
+    "parallel", "tensor_parallel", "tokens", "batch", "strong", "steps", "weights", "seed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

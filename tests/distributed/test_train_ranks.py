@@ -69,6 +69,7 @@ def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> N
         assert result["deepspeed"] == engine.startswith("zero")
         assert list(result["losses"].values()) == history(output)["loss"]
     assert ended.out[0].count("held-out loss") == 1
+    assert ("weights in host memory" in ended.out[0]) == engine.endswith("offload")
     assert re.sub("^spied.*\n", "", ended.out[1]) == "", "one rank prints"
     assert not "".join(ended.err).strip()
     assert [path.name for path in checkpoints(output)] == ["checkpoint-2", "checkpoint-4"]

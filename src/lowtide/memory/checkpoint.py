@@ -164,7 +164,7 @@ def double_recompute(name: str) -> UnsupportedError:
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values and in their containers, in a quarter of the time of `tree_leaves`."""
+    """Return the tensors among values and in their containers; `tree_leaves` alone takes longer than the rest."""
     found: list[Tensor] = []
     for value in values:
         kind = type(value)

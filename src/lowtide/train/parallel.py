@@ -172,8 +172,9 @@ def engine_line(config: TrainConfig) -> str | None:
     if ranks == 1:
         return None if name == AUTO else f"parallel one process, so nothing is sharded ({name})"
     if uses_deepspeed():
-        stage = zero_stage()
-        return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
+        stage, place = zero_stage(), os.environ.get(f"ACCELERATE_{_DEEPSPEED['offload_param_device']}")
+        line = f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
+        return line + (", weights in host memory" if place == "cpu" else "")
     if size > 1:
         groups = f"FSDP2 over {ranks // size} groups, tensor parallelism" if ranks > size else "tensor parallelism"
         return f"parallel {ranks} processes, {groups}: {size} share each layer"
