@@ -640,6 +640,28 @@ def test_calls_of_which_few_skip(at_once: int) -> None:
     assert all(skipping)
 
 
+@pytest.mark.parametrize("nothing_below", [0.0, 2.0, 4.9])
+def test_calls_skip_until_the_threshold_is_found(nothing_below: float) -> None:
+    """Where few tiles can go, the first calls lose nothing: those that follow still skip as long as it grows."""
+    known, skipped, accepted = ordered(), [], 0.02
+    assert known.threshold is not None
+    assert known.total is not None
+    for _ in range(60):
+        skipped.append(known.begin())
+        if not skipped[-1]:
+            known.dense += 1
+            continue
+        value = known.threshold.value.item()
+        lost = value if value > nothing_below * threshold.FIRST * accepted else 0.0
+        known.total = torch.tensor([60 if lost > 0.1 * accepted else 90, 100], dtype=torch.int32)
+        known.sums = torch.tensor([[0.0], [lost**2], [1.0]])
+        if known.compares:
+            known.adapt((torch.tensor([4.0, 6.0]).mul(lost).square() + 4e-6).sqrt())
+        known.end()
+    assert all(skipped), skipped
+    assert lost > 0.1 * accepted
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_passes_that_compare_or_renew_the_order(at_once: int) -> None:
     """The same ones, however many calls come before the first one's backward pass."""
