@@ -366,6 +366,32 @@ def remembered(w: Tensor) -> vocabulary_order.VocabularyOrder:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 @pytest.mark.parametrize("gradient", ["forward", "recompute"])
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("more", [{"label_smoothing": 0.1}, {"softcap": 9.0}])
+def test_what_tiles_add_to_the_errors(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, gradient: str, unbiased: bool, more: dict[str, Any]
+) -> None:
+    """A comparison tells it from rounding, of which float32 has nearly none; signs estimate it."""
+    seen: list[threshold.Errors] = []
+    monkeypatch.setattr(vocabulary_order.VocabularyOrder, "adapt", lambda _, errors: seen.append(errors))
+    monkeypatch.setattr(vocabulary_order, "COMPARED", 1000)
+    monkeypatch.setattr(threshold, "FIRST", 1.0)
+    x, w, y = problem(270, 24, 1800)
+    b, parameter = torch.randn(1800) * 0.3, w.clone().requires_grad_()
+    asked, grads = HeadOptions(skip=0.05, skip_unbiased=unbiased, gradient=gradient), []
+    for options in (None, *[asked] * 5):
+        hidden = x.clone().requires_grad_()
+        loss = lowtide.linear_cross_entropy(hidden, parameter, y, linear_bias=b, options=options, **more)
+        grads.append(torch.autograd.grad(loss, (hidden, parameter)))
+    for found, errors in zip(grads[2:], seen, strict=True):
+        assert errors.own.max() < 1e-4 < 1e-2 < errors.tiles.min()
+        torch.testing.assert_close(errors.whole, errors.tiles, rtol=1e-3, atol=0)
+        right = [relative(one, other.double()) for one, other in zip(found, grads[0], strict=True)]
+        assert errors.tiles.tolist() == pytest.approx(right, rel=0.5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
 def test_a_threshold_is_relative_to_the_gradients(
     kernels: None, monkeypatch: pytest.MonkeyPatch, gradient: str
 ) -> None:
@@ -549,25 +575,36 @@ def test_batches_that_say_nothing(kernels: None) -> None:
     assert known.mean.isfinite().all()
 
 
+def errors_of(tiles: Tensor) -> threshold.Errors:
+    """Return what is measured where tiles add so much [2]."""
+    own = torch.tensor([1.6e-3, 2.2e-3])
+    return threshold.Errors((own.square() + tiles.square()).sqrt(), own, tiles)
+
+
+def whole(errors: threshold.Errors) -> Tensor:
+    """Return what gradients are off by."""
+    return (errors.whole.square() + torch.tensor(threshold.SHARED).square()).sqrt()
+
+
 def test_thresholds_end() -> None:
     """They stay small where calls lose nothing, of which nothing is learned, and above 0 where errors are too large."""
-    accepted, own = 5e-3, torch.tensor([1.6e-3, 2.2e-3])
-    found, nothing = threshold.Threshold.first(accepted, torch.device("cpu")), torch.zeros(())
+    accepted, none, nothing = 5e-3, errors_of(torch.zeros(2)), torch.zeros(())
+    found = threshold.Threshold.first(accepted, torch.device("cpu"))
     for _ in range(40):
-        found = found.adapted(own, nothing, accepted)
+        found = found.adapted(none, nothing, accepted)
     assert found.value.item() == pytest.approx(threshold.BLIND * threshold.FIRST * accepted)
     higher = found._replace(value=found.value * 3)
     for lost in (nothing, nothing * torch.nan):
-        assert higher.adapted(own, lost, accepted).value == higher.value
+        assert higher.adapted(none, lost, accepted).value == higher.value
 
     for _ in range(400):
-        found = found.adapted(own * 3, found.value[0], accepted)
+        found = found.adapted(errors_of(torch.tensor([5e-3, 0])), found.value[0], accepted)
     assert found.value.item() == pytest.approx(threshold.LEAST * accepted)
     assert found.change == 1
     for _ in range(100):
-        errors = (own.square() + (found.value * 4).square()).sqrt()
+        errors = errors_of(found.value * 4 * torch.ones(2))
         found = found.adapted(errors, found.value[0], accepted)
-    assert errors.max() > 0.75 * accepted
+    assert whole(errors).max() > 0.9 * accepted
 
 
 @pytest.mark.parametrize("period", [2, 4, 16])
@@ -579,9 +616,8 @@ def test_thresholds_of_unlike_calls(period: int, easier: float) -> None:
     for n in range(1, 800):
         lost = known.threshold.value.item()
         known.ended, known.sums = n, torch.tensor([[0.0], [lost**2], [1.0]])
-        errors = torch.tensor([4.0, 6.0]) * lost * (easier if n % period == 0 else 1)
-        errors = (errors.square() + 4e-6).sqrt()
-        found.append(errors.max().item() / known.asked.error)
+        errors = errors_of(torch.tensor([4.0, 6.0]) * lost * (easier if n % period == 0 else 1))
+        found.append(whole(errors).max().item() / known.asked.error)
         if known.compares:
             known.adapt(errors)
             known._change = known.threshold.change.item()
@@ -591,7 +627,7 @@ def test_thresholds_of_unlike_calls(period: int, easier: float) -> None:
 
 @pytest.mark.parametrize("other", [0.016, 0.008])
 def test_thresholds_of_two_errors(other: float) -> None:
-    """Where calls ask for one and another in turns, what was measured stays known, and neither is exceeded."""
+    """Where calls ask for one and another in turns, neither is exceeded."""
     known, shares = ordered(), []
     for n in range(1, 40):
         accepted = other if n % 2 else 0.02
@@ -599,9 +635,9 @@ def test_thresholds_of_two_errors(other: float) -> None:
         assert known.threshold is not None
         lost = known.threshold.value.item()
         known.sums = torch.tensor([[0.0], [lost**2], [1.0]])
-        errors = (torch.tensor([4.0, 6.0]).mul(lost).square() + 4e-6).sqrt()
+        errors = errors_of(torch.tensor([4.0, 6.0]) * lost)
         known.adapt(errors)
-        shares.append(errors.max().item() / accepted)
+        shares.append(whole(errors).max().item() / accepted)
     assert max(shares) < 1
     assert max(shares[-2:]) > 0.6
 
@@ -609,18 +645,30 @@ def test_thresholds_of_two_errors(other: float) -> None:
 @pytest.mark.parametrize("steps", [0, 3, 10])
 @pytest.mark.parametrize(("grows", "power"), [(0.7, 1.0), (4.0, 1.0), (12.0, 1.0), (10.0, 1.2), (20.0, 1.3)])
 def test_thresholds_follow_errors(grows: float, power: float, steps: float) -> None:
-    """They come near what is accepted within 15 comparisons, and never go beyond: also where few tiles can go."""
-    accepted, own = 5e-3, torch.tensor([1.6e-3, 2.2e-3])
-    found, errors = threshold.Threshold.first(accepted, torch.device("cpu")), torch.zeros(2)
-    for _ in range(15):
+    """They come near what is accepted within 10 comparisons, and never go beyond: also where few tiles can go."""
+    accepted = 5e-3
+    found, errors = threshold.Threshold.first(accepted, torch.device("cpu")), errors_of(torch.zeros(2))
+    for _ in range(10):
         lost = found.value[0]
         if steps:  # what can be left out is of so many sizes to each power of ten
             lost = 10 ** ((lost.log10() * steps).floor() / steps)
-        errors = (own.square() + (lost**power * grows * torch.tensor([0.7, 1])).square()).sqrt()
-        whole = (errors.square() + torch.tensor(threshold.OWN).square()).sqrt()
-        assert whole.max() < accepted
+        errors = errors_of(lost**power * grows * torch.tensor([0.7, 1]))
+        assert whole(errors).max() < accepted
         found = found.adapted(errors, lost, accepted)
-    assert steps or whole.max() > 0.85 * accepted
+    assert steps or whole(errors).max() > 0.85 * accepted
+
+
+@pytest.mark.parametrize("own", [2.6e-3, 4e-3])
+def test_thresholds_where_rounding_is_all_that_is_accepted(own: float) -> None:
+    """Tiles may still add a little to it, however its size changes from call to call."""
+    accepted, lost = 3e-3, torch.zeros(())
+    found = threshold.Threshold.first(accepted, torch.device("cpu"))
+    for n in range(200):
+        lost, rounding = found.value[0], torch.full((2,), own * (1.1 if n % 3 else 0.9))
+        tiles = 10 * lost * torch.ones(2)
+        errors = threshold.Errors((rounding.square() + tiles.square()).sqrt(), rounding, tiles)
+        found = found.adapted(errors, lost, accepted)
+    assert 0.08 < (10 * lost / accepted).item() < 0.35
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
@@ -633,7 +681,7 @@ def test_calls_of_which_few_skip(at_once: int) -> None:
         for skips in [known.begin() for _ in range(at_once)]:
             if skips:
                 skipping.append(known.compares)
-                known.adapt(torch.zeros(2))
+                known.adapt(errors_of(torch.zeros(2)))
             known.ended += skips
             known.dense += not skips
     assert len(skipping) == 7
@@ -656,7 +704,7 @@ def test_calls_skip_until_the_threshold_is_found(nothing_below: float) -> None:
         known.total = torch.tensor([60 if lost > 0.1 * accepted else 90, 100], dtype=torch.int32)
         known.sums = torch.tensor([[0.0], [lost**2], [1.0]])
         if known.compares:
-            known.adapt((torch.tensor([4.0, 6.0]).mul(lost).square() + 4e-6).sqrt())
+            known.adapt(errors_of(torch.tensor([4.0, 6.0]) * lost))
         known.end()
     assert all(skipped), skipped
     assert lost > 0.1 * accepted
@@ -673,7 +721,7 @@ def test_passes_that_compare_or_renew_the_order(at_once: int) -> None:
             renewed.append(n)
         if known.compares:
             compared.append(n)
-            known.adapt(torch.zeros(2))
+            known.adapt(errors_of(torch.zeros(2)))
         known.ended += 1
     assert renewed == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
     assert compared == [*range(17), *range(17, 200, 17)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide.head.host_numbers import host_memory, sent
-from lowtide.head.threshold import Threshold
+from lowtide.head.threshold import Errors, Threshold
 
 BAND, CLUSTERS, ROUNDS = 16384, 64, 3
 PAYS = 0.65  # the share of tiles below which a call that skips is faster
@@ -98,8 +98,8 @@ class VocabularyOrder:
                 self.threshold = Threshold.first(error, self.threshold.value.device)
         self.asked = asked
 
-    def adapt(self, errors: Tensor) -> None:
-        """Change the threshold by the errors of dX and dW [2]."""
+    def adapt(self, errors: Errors) -> None:
+        """Change the threshold by the errors of dX and dW."""
         assert self.threshold is not None
         self.threshold = self.threshold.adapted(errors, self.lost(), self.asked.error)
         self._compared = self.passes

@@ -2,7 +2,8 @@
 
 N tokens, C rows of a chunk, D hidden size, V vocabulary, P tiles across it, k columns of signs. With R [D, k] of
 independent signs the mean square of the rows of ``dX R`` is k times that of dX, and so is it of what dX is off by. For
-``dX R = s (E (W R))`` and ``dW R = E^T (S R)`` E is read twice, and no GEMM is run again.
+``dX R = s (E (W R))`` and ``dW R = E^T (S R)`` E is read twice, and no GEMM is run again. What tiles alone add is found
+from E less what stands for it, in the same way; the rest of the error is rounding.
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.kernels.kept_tiles import COLUMNS, Targets
 from lowtide.head.matmul import matmul_into
+from lowtide.head.threshold import Errors
 
 
 class Comparison:
@@ -20,9 +22,12 @@ class Comparison:
         self._signs, k, new = signs_Dk, signs_Dk.shape[1], signs_Dk.new_empty
         self._weight = self._mixed(w_VD)
         self._parts = _in_two(self._weight, signs_Dk.dtype)
-        self._input = new(tokens, k, dtype=torch.float32).zero_()
+        self._input = new(2, tokens, k, dtype=torch.float32).zero_()  # from all tiles, and what is lost of it
         self._sum = new(len(w_VD), 2 * k, dtype=torch.float32)
+        self._lost = new(len(w_VD), k, dtype=torch.float32)
         self._begun = False
+        self._scaled = self._weight
+        self._ends: InputRows | None = None
         self._of_weight: Tensor | None = None
 
     def _mixed(self, x: Tensor) -> Tensor:
@@ -38,18 +43,30 @@ class Comparison:
         matmul_into(e_CV, self._parts, both, add=False)
         y, s = targets.y.clamp(min=0).long(), targets.s[:, None]
         right = (both[:, :k] + both[:, k:] + targets.rest[:, None] * self._weight[y]) * s
-        right = right.where((targets.y >= 0)[:, None] & (s != 0), 0)
+        right = right.where(_counted(targets), 0)
         if ends.uniform is not None and ends.factor is not None:
             even = ends.factor * ends.share * (1 if ends.scale is None else ends.scale)
             even = even.where(targets.y >= 0, 0)
             right = right - even[:, None] * (ends.uniform @ self._signs.float())
         assert ends.to is not None
-        self._input.index_copy_(0, ends.to.long(), right)
+        self._input[0].index_copy_(0, ends.to.long(), right)
+        self._ends = ends
 
     def see_weight(self, e_CV: Tensor, targets: Targets, scaled_CD: Tensor) -> None:
         """Take a chunk's part of dW."""
         mixed = self._mixed(scaled_CD).where((targets.y >= 0)[:, None], 0)  # the rest may be an earlier chunk's
-        matmul_into(e_CV.t(), _in_two(mixed, scaled_CD.dtype), self._sum, add=self._begun)
+        self._scaled = _in_two(mixed, scaled_CD.dtype)
+        matmul_into(e_CV.t(), self._scaled, self._sum, add=self._begun)
+
+    def see_lost(self, lost_CV: Tensor, targets: Targets) -> None:
+        """Take a chunk's E less what stands for it, after the chunk's parts of dX and dW."""
+        k = self._signs.shape[1]
+        if self._ends is not None and self._ends.to is not None:
+            lost = self._weight.new_empty(len(lost_CV), k)
+            matmul_into(lost_CV, self._parts[:, :k], lost, add=False)
+            lost = (lost * targets.s[:, None]).where(_counted(targets), 0)
+            self._input[1].index_copy_(0, self._ends.to.long(), lost)
+        matmul_into(lost_CV.t(), self._scaled[:, :k], self._lost, add=self._begun)
         self._begun = True
 
     def see_sum(self, sum_VD: Tensor, shared_PD: Tensor) -> None:
@@ -58,18 +75,25 @@ class Comparison:
         size = torch.full((P, 1), float(COLUMNS.value), device=sum_VD.device)
         size[-1] -= P * COLUMNS.value - V
         shared = (shared_PD @ self._signs.float() / size).repeat_interleave(COLUMNS.value, 0)[:V]
-        self._of_weight = _squares(self._mixed(sum_VD) + shared, self._sum[:, :k] + self._sum[:, k:])
+        self._of_weight = _squares(self._mixed(sum_VD) + shared, self._sum[:, :k] + self._sum[:, k:], self._lost)
 
-    def errors(self, input_ND: Tensor | None) -> Tensor:
+    def errors(self, input_ND: Tensor | None) -> Errors:
         """Return what dX and dW are off by, relative: 0 where there is none, no number where it is 0."""
-        nothing = torch.arange(2.0, device=self._input.device)
-        of_input = nothing if input_ND is None else _squares(self._mixed(input_ND), self._input)
-        found = torch.stack((of_input, nothing if self._of_weight is None else self._of_weight))
-        return (found[:, 0] / found[:, 1]).sqrt()
+        nothing = torch.arange(4.0, device=self._input.device) // 3
+        of_input = nothing if input_ND is None else _squares(self._mixed(input_ND), *self._input)
+        found = torch.stack((of_input, nothing if self._of_weight is None else self._of_weight), 1)
+        return Errors(*(found[:3] / found[3]).sqrt())
 
 
-def _squares(given: Tensor, right: Tensor) -> Tensor:
-    return torch.stack(((given - right).square().sum(), right.square().sum()))
+def _counted(targets: Targets) -> Tensor:
+    """Return which rows have a gradient [C, 1]."""
+    return ((targets.y >= 0) & (targets.s != 0))[:, None]
+
+
+def _squares(given: Tensor, right: Tensor, lost: Tensor) -> Tensor:
+    """Return the squares of what is off, of that without what tiles lose, of what they do, and of what is right."""
+    off = given - right
+    return torch.stack([x.square().sum() for x in (off, off + lost, lost, right)])
 
 
 def _in_two(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -117,7 +117,7 @@ class KeptTiles:
         self._lists_of_chunk = lists
         sums = masses_CP.new_empty(3, R * -(-self.tiles // kept_tiles.TILES.value))
         self._sums.append(sums)
-        choice = Choice(self._flags, self._mass_CP, sums)
+        self._choice = choice = Choice(self._flags, self._mass_CP, sums)
         squares = self.stored(C).squares
         assert squares is not None
         kept_tiles.find_kept(masses_CP, squares, e_CV, targets, threshold.value, choice, used, self.known.seed)
@@ -148,13 +148,16 @@ class KeptTiles:
         )  # fmt: skip
 
     def weight_grad(self, e_CV: Tensor, scaled_CD: Tensor, sum_VD: Tensor, used: Used, *, add: bool) -> None:
-        """Write or add a chunk's weight gradient."""
+        """Write or add a chunk's weight gradient; E is not what it was where it is compared."""
         kept_gemms_hopper.weight_grad(e_CV, scaled_CD, sum_VD, self._lists_of_chunk, add=add)
         kept_tiles.add_targets(self._targets, scaled_CD, sum_VD, used)
         first = self._shared_PD is None
         if self._shared_PD is None:
             self._shared_PD = self.mean_PD.new_empty(self.mean_PD.shape, dtype=torch.float32)
         matmul_into(self._mass_CP.t(), scaled_CD, self._shared_PD, add=not first)
+        if self._comparison is not None:
+            kept_tiles.leave_lost(self._choice, e_CV, self._targets)
+            self._comparison.see_lost(e_CV, self._targets)
 
     def see_sum(self, into: Gradients) -> None:
         """Compare the weight's gradient, when all chunks are in it and nothing else."""

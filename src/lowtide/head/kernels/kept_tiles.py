@@ -191,6 +191,28 @@ def _multiply_drawn(flags_ptr, e, y_ptr, C, P):  # type: ignore[no-untyped-def]
 
 
 @Launcher
+@triton.jit(do_not_specialize=["C"])
+def _leave_lost(flags_ptr, mass_ptr, mass_stride, e, y_ptr, C, P):  # type: ignore[no-untyped-def]
+    """A program per tile: of a drawn one E has been multiplied already."""
+    e_ptr, e_stride, V = e
+    p = tl.program_id(1)
+    flag = tl.load(flags_ptr + tl.program_id(0) * P + p)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = p * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < C)[:, None] & (at < V)[None, :]
+    y = tl.load(y_ptr + row, mask=row < C, other=-1)
+    places = e_ptr + row.to(tl.int64)[:, None] * e_stride + at[None, :]
+    if flag == 1:
+        x = tl.zeros((ROWS, COLUMNS), tl.float32)
+    else:
+        mass = tl.load(mass_ptr + row.to(tl.int64) * mass_stride + p, mask=row < C, other=0.0).to(tl.float32)
+        part = tl.where(flag == 0, 1.0, tl.exp2(1.0 - flag) - 1.0)  # 1 / 2^j - 1
+        x = tl.load(places, mask=mask, other=0.0).to(tl.float32) * part
+        x = tl.where(at[None, :] == y[:, None], 0.0, x) - (mass / classes_in(p, V))[:, None]
+    tl.store(places, tl.where((y >= 0)[:, None], x, 0.0).to(e_ptr.dtype.element_ty), mask=mask)
+
+
+@Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _add_targets(y_ptr, alone_ptr, scaled_ptr, out_ptr, used, C, D, BLOCK: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program per row and part of D; the first row of each class does all."""
@@ -284,6 +306,14 @@ def multiply_drawn(flags: Tensor, e_CV: Tensor, targets: Targets) -> None:
     """Multiply the tiles that stay at random by one over their probability."""
     C, P = len(e_CV), blocks_of(e_CV.shape[1], COLUMNS.value)
     _multiply_drawn[(blocks_of(C, ROWS.value), P)](flags, matrix(e_CV), targets.y, C, P, num_warps=8)
+
+
+def leave_lost(choice: Choice, e_CV: Tensor, targets: Targets) -> None:
+    """Replace E, as `multiply_drawn` leaves it, by what it is less what stands for it."""
+    C, P = choice.mass_CP.shape
+    _leave_lost[(blocks_of(C, ROWS.value), P)](
+        choice.flags, choice.mass_CP, choice.mass_CP.stride(0), matrix(e_CV), targets.y, C, P, num_warps=8
+    )
 
 
 def add_targets(targets: Targets, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL) -> None:
