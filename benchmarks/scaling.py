@@ -45,7 +45,7 @@ from lowtide.bench.harness import (
 )
 from lowtide.bench.results import Files
 from lowtide.bench.settings import ScriptSettings, numbers, setting
-from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
+from lowtide.bench.way import CHECKPOINT, LIGER, LOWTIDE, STOCK, Way
 from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
@@ -68,7 +68,7 @@ from lowtide.train.settings import trainer_settings
 from lowtide.train.tensor_parallel import shard_layers
 from lowtide.train.trainers import PreTrainer
 
-WAYS = (LOWTIDE, LIGER, STOCK)
+WAYS = (LOWTIDE, LIGER, STOCK, CHECKPOINT)
 RANK = "--rank"  # begins the arguments of a rank's process
 SPEED = "tokens_per_s_per_gpu"
 RECORDED = (  # settings in the result

@@ -67,6 +67,8 @@ def test_strong_scaling_shares_the_same_batch(tmp_path: Path, monkeypatch: pytes
     engines = ("fsdp2", "zero3" if find_spec("deepspeed") else "ddp")
     shares = {"parallel": engines, "tensor_parallel": ("1", "2")}
     rows, said = measured(tmp_path, ranks=("1", "2"), strong=True, batch=2, **shares)
+    written, _ = measured(tmp_path, ranks=("1", "2"), strong=True, batch=2, parallel=engines, way=("checkpoint-8",))
+    assert [row["losses"] for row in written] == [pytest.approx(rows[0]["losses"], rel=1e-5)] * 3
     named = ["fsdp2", "fsdp2 x tp2", engines[1]]
     assert [(row["ranks"], row["parallel"]) for row in rows] == [(1, None), *((2, engine) for engine in named)], rows
     for row, line in zip(rows, said.splitlines()[1:], strict=False):

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,15 +195,20 @@ def compile_layers(model: Any) -> None:
 def set_loss(model: Any, loss: Loss) -> None:
     """Let a model compute its loss from its hidden states by this function, without logits of its own.
 
+    The function runs in the output layer's forward, where an engine that shards the weight has gathered it.
+
     Raises:
         UnsupportedError: the model's loss is not the plain cross entropy of its output layer's logits.
     """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
     head = model.get_output_embeddings()
 
-    def hidden_loss(loss: Loss, input_ids: Tensor, labels: Tensor, **others: Any) -> Tensor:
-        hidden = model.base_model(input_ids=input_ids, **others).last_hidden_state
-        targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # every row stays: kernels want their multiples
-        return loss(hidden.flatten(0, 1), head.weight, targets.flatten(), "mean")
+    def hidden_loss(of: Loss, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **more: Any) -> Tensor:
+        hidden = model.base_model(input_ids=input_ids, **more).last_hidden_state
+        targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:].flatten()  # every row stays: kernels want their multiples
+        mean: Tensor = head(hidden.flatten(0, 1), targets, of)
+        return mean if num_items_in_batch is None else mean * (targets != IGNORED).sum() / num_items_in_batch
 
     def plain(x: Tensor, w: Tensor, y: Tensor, _: str) -> Tensor:
         return F.cross_entropy((x @ w.T).float(), y)
@@ -212,13 +216,16 @@ def set_loss(model: Any, loss: Loss) -> None:
     ids = torch.arange(16, device=head.weight.device)[None] % head.weight.shape[0]
     model.eval()
     with torch.no_grad():
-        stock, ours = model(input_ids=ids, labels=ids).loss, hidden_loss(plain, ids, ids)
+        stock = model(input_ids=ids, labels=ids).loss
+        head.forward = lambda x, y, of: of(x, head.weight, y, "mean")
+        ours = hidden_loss(plain, ids, ids)
     model.train()
     if not torch.allclose(stock, ours, rtol=1e-2):
+        del head.forward
         got = f"{ours.item():.4f} for its {stock.item():.4f}"
         hint = "Its logits are scaled, capped or biased; take stock, compile, liger or lowtide."
         raise UnsupportedError(message("model", "a loss that is the cross entropy of x @ w.T", got, hint))
-    model.forward = lambda **batch: SimpleNamespace(loss=hidden_loss(loss, **batch))
+    model.forward = lambda **batch: CausalLMOutputWithPast(loss=hidden_loss(loss, **batch))
 
 
 def enable_checkpointing(model: Any, settings: dict[str, Any]) -> None:
