@@ -148,6 +148,15 @@ def test_a_resumed_run_has_the_engine_that_it_began_with(made: Runs, tmp_path: P
     assert "DeepSpeed ZeRO-3" in ended.out[0]
 
 
+@pytest.mark.parametrize("name", ["adafactor", "adagrad"])
+def test_an_optimizer_that_cannot_be_sharded(name: str, made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("pretrain"), *sharing("fsdp2"), "--optim", name, "--output", tmp_path / "run"]
+    ended = made.ranks(2, *words)
+    assert ended.statuses == [2, 2], ended
+    told = f"lowtide train: --optim: expected an optimizer that FSDP2 can shard, got {name}. Take adamw_torch_fused"
+    assert ended.err[0].startswith(told), ended
+
+
 @needs_deepspeed
 def test_an_optimizer_that_cannot_be_compiled(made: Runs, tmp_path: Path) -> None:
     words = [*made.arguments("pretrain"), *sharing("zero3-offload"), "--output", tmp_path / "run"]

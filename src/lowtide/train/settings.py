@@ -18,6 +18,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.options import words_of
+from lowtide.train.parallel import uses_fsdp
 from lowtide.train.tensor_parallel import mesh_sizes
 
 _ALWAYS = {  # of every run
@@ -42,6 +43,7 @@ _FROM_RANDOM_WEIGHTS = {
     "adam_beta2": 0.95,
 }
 _WARMUP = 0.1  # of the steps, from random weights
+_WHOLE_PARAMETERS = ("adafactor", "adagrad")  # optimizers that FSDP2 cannot shard
 _AT_LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -165,6 +167,9 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
             if getattr(model, name, False):
                 hint = "FSDP2 alone takes it: leave --tensor-parallel out."
                 raise UnsupportedError(message("tensor_parallel", "a model that is trained whole", f"--{name}", hint))
+    if args.optim in _WHOLE_PARAMETERS and uses_fsdp():
+        hint = "Take adamw_torch_fused, adamw_torch, rmsprop or sgd, or --parallel ddp."
+        raise UnsupportedError(message("--optim", "an optimizer that FSDP2 can shard", str(args.optim.value), hint))
     if config.lora_merge and not getattr(model, "use_peft", False):
         raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
 
