@@ -19,6 +19,7 @@ from distributed.train_runs import (
     SHAPE,
     SHARDS,
     STEPS,
+    ZERO3,
     Runs,
     assert_same,
     history,
@@ -27,8 +28,10 @@ from distributed.train_runs import (
     spied,
     weights,
 )
+from lowtide.errors import ArgumentValueError
 from lowtide.train.checkpoints import checkpoints
-from lowtide.train.parallel import variables
+from lowtide.train.config import TrainConfig
+from lowtide.train.parallel import engine_of, variables
 from lowtide.train.resuming import check_engine
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
@@ -53,6 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 ENGINES = [
     *("pretrain ddp", "pretrain fsdp2", "pretrain zero2", "pretrain zero3", "pretrain zero3-offload"),
     *("tune ddp", "tune fsdp2", "tune shards", "tune zero2", "tune zero3", "adapt fsdp2", "adapt zero3"),
+    *("pretrain zero3-config", "tune zero3-config"),
     *("pretrain tp2", "pretrain fsdp2xtp2", "tune tp2", "tune fsdp2xtp2"),
 ]
 
@@ -86,6 +90,7 @@ RESUMED = [
     *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "tune shards 2 shards"),
     "pretrain shards 2 shards",
     *("pretrain zero2 2 zero2", "adapt zero3 2 zero3", "pretrain zero3-offload 2 zero3-offload"),
+    "pretrain zero3-config 2 zero3-config",
     *("tune one 2 tp2", "tune tp2 1 auto", "tune tp2 2 fsdp2", "pretrain fsdp2 4 fsdp2xtp2"),
     *("tune tp2 2 tp2", "tune fsdp2xtp2 4 fsdp2xtp2"),
 ]
@@ -146,6 +151,12 @@ def test_a_resumed_run_has_the_engine_that_it_began_with(made: Runs, tmp_path: P
     words = ["train", "--resume_from_checkpoint", "true", "--output", output]
     ended = made.ranks.succeed(2, *words, **made.spies("zero3"))
     assert "DeepSpeed ZeRO-3" in ended.out[0]
+
+
+def test_an_engine_is_named_once() -> None:
+    config = TrainConfig(parallel="fsdp2", options={"deepspeed": ZERO3})
+    with pytest.raises(ArgumentValueError, match="parallel: expected auto beside --deepspeed, got fsdp2"):
+        engine_of(config).__enter__()
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adagrad"])

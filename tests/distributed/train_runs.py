@@ -111,6 +111,12 @@ ACCUMULATED = {("pretrain", "fsdp2"), ("tune", "zero3"), ("tune", "ddp"), ("pret
 # FSDP2 whose checkpoints have a file for each rank: set by a launcher, since `--parallel fsdp2` sets the whole ones
 SHARDS = {**variables("fsdp2"), "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
+# transformers' own option; what is "auto" it takes from the others
+ZERO3 = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
+
 
 def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
     """Return what a function returns once it is true."""
@@ -125,6 +131,8 @@ def sharing(engine: str) -> list[object]:
     """Return the options of an engine: none for "one" process, nor for "shards", which `Runs.spies` sets."""
     if engine in ("one", "shards"):
         return []
+    if engine == "zero3-config":
+        return ["--deepspeed", json.dumps(ZERO3)]
     return ["--tensor-parallel", 2] if engine.endswith("tp2") else ["--parallel", engine, "--tensor-parallel", 1]
 
 

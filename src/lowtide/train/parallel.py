@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -79,6 +80,18 @@ def _check_groups(config: TrainConfig) -> None:
         raise UnsupportedError(message("parallel", expected, got, hint))
 
 
+def _of_config(given: Any) -> dict[str, str]:
+    """Return the variables that `engine_line` and `zero_stage` read, for a DeepSpeed configuration or its file."""
+    found = {_USE_DEEPSPEED: "true"}
+    with contextlib.suppress(OSError, ValueError):  # what it lacks transformers says
+        if isinstance(given, str):
+            given = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
+        zero = given.get("zero_optimization", {})
+        found[f"ACCELERATE_{_DEEPSPEED['zero_stage']}"] = str(zero.get("stage", 0))
+        found[f"ACCELERATE_{_DEEPSPEED['offload_param_device']}"] = zero.get("offload_param", {}).get("device", "none")
+    return found
+
+
 @contextlib.contextmanager
 def engine_of(config: TrainConfig) -> Iterator[None]:
     """Set accelerate's variables for the engine of a run, while it lasts.
@@ -94,9 +107,14 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     shares = config.group_size > 1
     engine = FSDP2 if shares and not _is_on(_USE_FSDP) else config.parallel
     own = variables(engine) if engine != AUTO and launched_ranks() > 1 else {}
+    if given := config.options.get("deepspeed"):
+        own |= _of_config(given)
     if shares:
         own[_FIRST_READS] = "false"
-    deepspeed = _USE_DEEPSPEED in own or uses_deepspeed() or bool(config.options.get("deepspeed"))
+    if given and config.parallel != AUTO:
+        hint = "Name the engine in one place: leave one of them out."
+        raise ArgumentValueError(message("parallel", "auto beside --deepspeed", config.parallel, hint))
+    deepspeed = _USE_DEEPSPEED in own or uses_deepspeed()
     for name in (_USE_FSDP, _USE_DEEPSPEED):
         if config.parallel != AUTO and _is_on(name) and name not in own:
             hint = "Name the engine in one place: leave --parallel out, or start with torchrun."
@@ -132,6 +150,11 @@ def uses_fsdp() -> bool:
 def uses_deepspeed() -> bool:
     """Return whether the run uses DeepSpeed."""
     return _is_on(_USE_DEEPSPEED)
+
+
+def keep_deepspeed() -> None:
+    """Name the engine of ``--deepspeed`` again until `engine_of` ends: transformers takes the name away."""
+    os.environ[_USE_DEEPSPEED] = "true"
 
 
 def zero_stage() -> int | None:
@@ -174,7 +197,7 @@ def engine_line(config: TrainConfig) -> str | None:
     if uses_deepspeed():
         stage, place = zero_stage(), os.environ.get(f"ACCELERATE_{_DEEPSPEED['offload_param_device']}")
         line = f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
-        return line + (", weights in host memory" if place == "cpu" else "")
+        return line + {"cpu": ", weights in host memory", "nvme": ", weights on disk"}.get(place or "", "")
     if size > 1:
         groups = f"FSDP2 over {ranks // size} groups, tensor parallelism" if ranks > size else "tensor parallelism"
         return f"parallel {ranks} processes, {groups}: {size} share each layer"

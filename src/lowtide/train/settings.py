@@ -18,7 +18,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.options import words_of
-from lowtide.train.parallel import uses_fsdp
+from lowtide.train.parallel import keep_deepspeed, uses_fsdp
 from lowtide.train.tensor_parallel import mesh_sizes
 
 _ALWAYS = {  # of every run
@@ -128,6 +128,8 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
+    if args.deepspeed:
+        keep_deepspeed()
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     if args.mixed_precision != precision:  # the launcher's, which would be used
         expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."
