@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from lowtide import HeadOptions, linear_cross_entropy, skip_report
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, release
-from lowtide.bench.settings import ScriptSettings, setting
+from lowtide.bench.settings import ScriptSettings, numbers, setting
 from lowtide.bench.skip import LIMITS, TABLE, measure_head
 from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.head import threshold, vocabulary_order
@@ -64,7 +64,13 @@ class SkippingConfig(ScriptSettings):
     seeds: int = setting(3, "of each variant", least=1)
     seconds: int = setting(500, "after which no run begins", least=1)
     accepted: tuple[str, ...] = setting(("1e-2", "5e-3", "4e-3", "3e-3"), "errors that heads are measured at")
+    heads: tuple[str, ...] = setting(tuple(map(str, HEADS)), "sizes of their vocabularies", metavar="V")
     per_token: bool = setting(False, "heads' losses of each token alone")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = set(map(str, HEADS))
+        self._require("heads", set(self.heads) <= known, f"sizes out of {', '.join(map(str, HEADS))}")
 
 
 def texts(megabytes: int) -> list[tuple[str, str]]:
@@ -338,7 +344,8 @@ def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
     config, shapes = run.config, run.result.setdefault("shapes", [])
     asked = SkipBenchConfig(model="-", data=("-",), accepted=config.accepted, per_token=config.per_token)
     of = "per_token" if config.per_token else "rows"
-    for vocab, (hidden, layers, steps) in HEADS.items():
+    for vocab in numbers("heads", config.heads, int):
+        hidden, layers, steps = HEADS[vocab]
         data = tokenized(found, vocab)
         torch.manual_seed(0)
         model = Model(vocab, hidden, layers).cuda()
