@@ -87,7 +87,7 @@ FROM_RANDOM_WEIGHTS: dict[str, tuple[Write, list[str]]] = {
     "budget without patch": (given("--memory-budget", "1GiB", "--no-patch"), ["memory_budget", "--no-patch"]),
     "budget": (given("--memory-budget", "much"), ["memory_budget", "40GiB", "'much'"]),
     "host alone": (given("--host-budget", "1GiB"), ["host_budget", "--memory-budget or --offload-states"]),
-    "disk alone": (given("--disk", "."), ["disk", "--policy beside it"]),
+    "disk alone": (given("--disk", "."), ["disk", "--policy or --host-budget beside it"]),
     "disk without need": (given("--policy", "input", "--disk", "."), ["disk", "None where no layer offloads"]),
     "no such disk": (given("--policy", "input", "--disk", "none"), ["disk", "a folder that can be written to"]),
     "budget for another optimizer": (

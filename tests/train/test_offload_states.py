@@ -256,3 +256,30 @@ def test_a_disk_beside_a_policy(
     lowtide.done("train", "--resume_from_checkpoint", "true", "--output", away)
     assert folders == [disk.resolve()] * 2
     assert all(report.disk_bytes >= of_layer for report in reports)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_disk_that_is_planned_with(
+    needed: bool, tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan has what the folder has free; layers get the folder only if it uses it."""
+    planned, applied, given = activations.plan_memory, activations.apply_policy, []
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["disk_gib"])
+        found = planned(*args, **kwargs)
+        away = [replace(policy, keep="input", offload=True) for policy in found.policies]
+        return replace(found, policies=tuple(away), disk_bytes=2**29) if needed else found
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["disk"])
+        return applied(*args, **kwargs)
+
+    monkeypatch.setattr(activations, "plan_memory", plan)
+    monkeypatch.setattr(activations, "apply_policy", apply)
+    budgets = ["--memory-budget", "1GiB", "--host-budget", "1GiB", "--disk", tmp_path]
+    out = lowtide.done(*tiny, *budgets, "--max-steps", 1, "--output", tmp_path / "run")
+    free, folder = given
+    assert free == pytest.approx(shutil.disk_usage(tmp_path).free / 2**30, rel=0.1)
+    assert folder == (str(tmp_path) if needed else None)
+    assert (f"disk     0.50 GiB of what layers save are in {tmp_path}" in out) == needed

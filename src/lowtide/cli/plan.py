@@ -39,6 +39,7 @@ _GIVEN = (  # as they are
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
     "host_gib": "host, in GiB",
+    "disk_gib": "disk, in GiB",
     "device": "gpu",
     "adapters": "lora_rank",
     "model_or_config": "model",
@@ -74,6 +75,12 @@ def add(parser: OneLineParser) -> None:
     add("--batch-size", default=1, type=int, metavar="N", help="sequences per step (default: 1)")
     add("--budget", metavar="SIZE", help="GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93%% of it)")
     add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloading (default: 0GiB)")
+    add(
+        "--disk",
+        metavar="SIZE",
+        help="with --host: room on an NVMe drive for offloaded layers that the host cannot hold",
+    )
+    add("--disk-rate", default="3GB", metavar="SIZE", help="what it writes per second, and reads (default: 3GB)")
     add("--no-offload-states", action="store_true", help="offload no optimizer states")
     add("--no-offload-weights", action="store_true", help="with --lora-rank: offload no frozen weights")
     add(
@@ -122,16 +129,22 @@ def main(arguments: argparse.Namespace) -> int:
             raise ArgumentValueError(message(name, "a file in a folder that exists", str(file)))
     budget = None if arguments.budget is None else parse_gib("budget", arguments.budget)
     host = parse_gib("host", arguments.host)
+    if arguments.disk is not None and not host:
+        raise ArgumentValueError(message("disk", "--host beside it", "none"))
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
     for name in ("parallel", "link"):
         if getattr(arguments, name) is not None and arguments.gpus is None:
             raise ArgumentValueError(message(name, "--gpus beside it", "none"))
     adapters = _adapters(arguments)
-    others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}
+    others = {
+        "--disk": arguments.disk is not None,
+        "--load-in-4bit": arguments.load_in_4bit,
+        "--attention-mask": arguments.attention_mask,
+    }
     others["--no-fused-mlp"], others["--gpus"] = not arguments.fused_mlp, (arguments.gpus or 1) > 1
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
-        expected = "a plan of weights in 16 or 32 bits, patched, without a mask, on one GPU"
+        expected = "a plan of weights in 16 or 32 bits, patched, without a mask or a disk, on one GPU"
         raise ArgumentValueError(message("check", expected, got))
     settings = _settings(arguments.model, arguments.layers)
     if arguments.load_in_4bit:
@@ -155,6 +168,8 @@ def main(arguments: argparse.Namespace) -> int:
         adapters=adapters,
         gpus=1 if arguments.gpus is None else arguments.gpus,
         link=None if arguments.link is None else parse_gib("link", arguments.link),
+        disk_gib=0 if arguments.disk is None else parse_gib("disk", arguments.disk),
+        disk_rate=parse_gib("disk_rate", arguments.disk_rate),
         offload_states=False if arguments.no_offload_states else "auto",
         offload_weights=False if arguments.no_offload_weights else "auto",
         **given,

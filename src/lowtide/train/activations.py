@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from lowtide.memory import (
     offload_weights,
     plan_memory,
 )
+from lowtide.memory.disk import checked_folder
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS
@@ -61,6 +64,7 @@ def plan_and_apply(run: RunState) -> None:
             budget_gib=parse_gib("memory_budget", config.memory_budget),
             host_gib=config.host_gib or 0,
             options=HeadOptions(workspace_mib=config.workspace_mib),
+            disk_gib=gib(_free(config.disk)),
             offload_states="auto" if config.offload_states else False,
             offload_weights="auto" if weights_may_wait(config, run.settings.args) else False,
             **planned_job(run),
@@ -68,9 +72,17 @@ def plan_and_apply(run: RunState) -> None:
         run.policies = list(run.plan.policies)
         run.lines += _planned(run.plan, model, config, run.settings.args)
     if run.policies is not None:
-        apply_policy(model, run.policies, host_gib=config.host_gib, disk=config.disk)
+        disk = config.disk if run.plan is None or run.plan.disk_bytes else None
+        apply_policy(model, run.policies, host_gib=config.host_gib, disk=disk)
     if run.plan is not None and run.plan.chosen.weights:
         offload_weights(model, layers=run.plan.chosen.weights, device=run.settings.args.device)
+
+
+def _free(disk: str | None) -> int:
+    """Return the bytes that this process may write to a disk."""
+    if disk is None:
+        return 0
+    return shutil.disk_usage(checked_folder("disk", disk)).free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def weights_may_wait(config: TrainConfig, args: Any) -> bool:
@@ -189,6 +201,8 @@ def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> It
         yield f"states   {gib(plan.chosen.states):.2f} GiB of the optimizer states are offloaded{late}"
     elif config.offload_states:
         yield "states   the optimizer states stay on the GPU: nothing faster fits with them on the host"
+    if plan.disk_bytes:
+        yield f"disk     {gib(plan.disk_bytes):.2f} GiB of what layers save are in {config.disk}"
     if plan.chosen.weights:
         yield f"weights  those of {plan.chosen.weights} layers are in host memory, and on the GPU while they are used"
     if args.device.type != "cuda":

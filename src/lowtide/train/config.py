@@ -123,7 +123,7 @@ class TrainConfig:
     disk: str | None = _setting(
         None,
         "a folder on a fast disk of this machine (NVMe), for what host memory does not hold of what offloaded layers "
-        "save; with --policy",
+        "save; with --policy or --host-budget",
         metavar="DIR",
     )
     parallel: Parallel = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
@@ -166,7 +166,8 @@ class TrainConfig:
             raise ArgumentValueError(message(given[0], expected, "both"))
         self._require("memory_budget", not self.memory_budget or self.patch, "a patched model: leave --no-patch out")
         alone = not self.memory_budget and not self.offload_states
-        self._require("disk", self.disk is None or self.policy is not None, "--policy beside it")
+        offloads = self.policy is not None or (self.memory_budget and self.host_budget)
+        self._require("disk", self.disk is None or bool(offloads), "--policy or --host-budget beside it")
         self._require("host_budget", not (self.host_budget and alone), "--memory-budget or --offload-states beside it")
         if self.offload_states and self.memory_budget and not self.host_budget:
             expected, hint = "--host-budget beside it and --memory-budget", "The plan needs the host memory's size."

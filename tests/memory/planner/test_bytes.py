@@ -22,7 +22,7 @@ from lowtide.memory.planner.layer_costs import (
 )
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Groups, Phase, StepCosts, placed
+from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Groups, Phase, StepCosts, runs_of
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096
@@ -224,7 +224,7 @@ def test_states_that_travel_hold_no_layer_up() -> None:
     for groups in ([(ALL, 32)], [(AWAY, 32)], [(INPUT, 4), (AWAY, 8), (ALL1, 20)]):
         times = StepCosts(LLAMA)
         each = [times.layers[policy] for policy, n in groups for _ in range(n)]
-        moves = [n for _, n, goes in placed(groups) for n in [goes] * n]
+        moves = [n for _, n, goes in runs_of(groups) for n in [goes] * n]
         bus = LLAMA.gpu.pcie
         portion = times.travels(groups) / 31  # with each forward but the last
         assert portion > 0

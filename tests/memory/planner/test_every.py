@@ -17,7 +17,7 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes, layer_cost
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import BESIDE, StepCosts, placed
+from lowtide.memory.planner.step_costs import BESIDE, StepCosts, runs_of
 from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.models import patch
 from lowtide.train.shapes import SHAPES
@@ -48,8 +48,8 @@ def test_bytes_by_phase() -> None:
 def test_offloaded_groups() -> None:
     """The last two groups' inputs stay; a group's own and that of the one before are on the GPU in its backward."""
     away = replace(FOUR, offload=True)
-    assert placed([(away, 30), (INPUT, 2)]) == [(away, 24, True), (away, 6, False), (INPUT, 2, False)]
-    assert placed([(away, 8)]) == [(away, 8, False)]
+    assert runs_of([(away, 30), (INPUT, 2)]) == [(away, 24, True), (away, 6, False), (INPUT, 2, False)]
+    assert runs_of([(away, 8)]) == [(away, 8, False)]
     costs = StepCosts(LLAMA)
     groups = ((away, 30), (INPUT, 2))
     assert costs.host(groups) == 6 * (ONE + PAGES)

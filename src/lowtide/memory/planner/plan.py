@@ -15,6 +15,7 @@ from lowtide.measure.units import gib, gib_text
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.planner.adapters import Adapters, numbers_alone
 from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.disk import RATE, DiskSpace
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS, PARALLEL
@@ -49,6 +50,8 @@ def plan_memory(
     gpus: int = 1,
     parallel: str | None = None,
     link: float | str | None = None,
+    disk_gib: float | str = 0,
+    disk_rate: float | str = RATE / 2**30,
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
 
@@ -105,6 +108,9 @@ def plan_memory(
             ``"cp"`` (context parallelism, over FSDP2).
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
             GPU has it, else by PCIe, all GPUs in one host.
+        disk_gib: With ``host_gib``: room on a fast disk, likewise, for what host memory does not hold of what offloaded
+            layers save (``apply_policy(..., disk=...)``); 0: none.
+        disk_rate: What that disk writes per second, and reads, in GiB, or a text: ``"6GB"``. Default: 3 GB.
 
     Returns:
         MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
@@ -144,6 +150,10 @@ def plan_memory(
     if budget_gib is not None:
         requested = budget_bytes("budget_gib", budget_gib, above_0=True)
     host = budget_bytes("host_gib", host_gib)
+    space = DiskSpace(budget_bytes("disk_gib", disk_gib), budget_bytes("disk_rate", disk_rate, above_0=True))
+    if space.nbytes and not host:
+        hint = "What goes to the disk goes through pinned host memory."
+        raise ArgumentValueError(message("disk_gib", "host_gib beside it", f"{disk_gib} alone", hint))
     shape = read_shape(model_or_config)
     job = Job(
         shape=shape,
@@ -167,7 +177,7 @@ def plan_memory(
     if autocast and shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
     may = {"offload_states": offload_states == "auto", "offload_weights": offload_weights == "auto"}
-    return _plan(Search(job, host, **may), requested)
+    return _plan(Search(job, host, space=space, **may), requested)
 
 
 def _plan(search: Search, requested: int) -> MemoryPlan:
@@ -186,6 +196,8 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         phase=costs.peak(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights),
         phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights)),
         host_bytes=chosen.host,
+        disk_bytes=chosen.disk,
+        space=search.space,
         exchanged=costs.exchanged(chosen.groups),
         budget_bytes=budget,
         requested_bytes=requested,

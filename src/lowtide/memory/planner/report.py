@@ -9,6 +9,7 @@ from typing import Any
 from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
+from lowtide.memory.planner.disk import DiskSpace
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
 from lowtide.memory.planner.optimizers import CP
@@ -46,6 +47,8 @@ class MemoryPlan:
         budget_bytes: GPU memory that tensors may take.
         requested_bytes: The requested budget: more than that where the GPU's allocator needs the rest.
         host_budget_bytes: Pinned host memory that may be taken.
+        disk_bytes: What offloaded layers have on a disk.
+        space: What they may have there, and the disk's rate.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
         ladder: What each policy stores and takes, for one layer.
         offload_states: Whether optimizer states may be offloaded.
@@ -67,6 +70,8 @@ class MemoryPlan:
     budget_bytes: int
     requested_bytes: int
     host_budget_bytes: int
+    disk_bytes: int
+    space: DiskSpace
     front: tuple[Candidate, ...]
     ladder: tuple[LayerCost, ...]
     offload_states: bool
@@ -77,7 +82,7 @@ class MemoryPlan:
 
     def _search(self) -> Search:
         may = {"offload_states": self.offload_states, "offload_weights": self.offload_weights}
-        return Search(self.job, self.host_budget_bytes, **may)
+        return Search(self.job, self.host_budget_bytes, space=self.space, **may)
 
     @cached_property
     def longest_sequence(self) -> int:
@@ -107,6 +112,7 @@ class MemoryPlan:
         layers = " + ".join(f"[{names[policy]}] * {n}" for policy, n in self.chosen.groups)
         moved = any(policy.offload for policy in names)
         host, weights = f", host_gib={gib(self.host_budget_bytes):g}" if moved else "", self.chosen.weights
+        host += ', disk="/nvme"' if self.disk_bytes else ""
         used = ["ActivationPolicy", "apply_policy", *["offload_optimizer"] * (states > 0)]
         used += ["offload_weights"] * (weights > 0)
         lines = [
@@ -165,6 +171,8 @@ class MemoryPlan:
             **self._several(),
             "budget_gib": gib(self.budget_bytes),
             "host_budget_gib": gib(self.host_budget_bytes),
+            "disk_budget_gib": gib(self.space.nbytes),
+            "disk_bytes_per_s": self.space.rate,
             "choice": _candidate(self.chosen),
             "tokens_per_second": self.tokens_per_second,
             "peak_phase": str(self.phase),
@@ -251,6 +259,7 @@ class MemoryPlan:
             lines.append(f"budget {budget} GiB, not {requested}: {left}")
         host = f"{gib(self.host_bytes):.2f} of {gib(self.host_budget_bytes):.2f} GiB"
         pinned = f", pinned host memory {host}" if self.host_budget_bytes else ""
+        pinned += f", on disk {gib(self.disk_bytes):.2f} of {gib(self.space.nbytes):.2f} GiB" * (self.space.nbytes > 0)
         n = self.job.gpus
         peak = f"peak {gib(self.peak_bytes):.2f} of {budget} GiB{' on each GPU' if n > 1 else ''}{pinned}"
         speed = f"{self.seconds:.3f} s per step, {self.tokens_per_second / n:,.0f} tokens/s"
@@ -298,11 +307,12 @@ class MemoryPlan:
     def _front_table(self) -> str:
         shown = list(self.front[:: -(-len(self.front) // FRONT_LINES)])
         shown += [one for one in dict.fromkeys((self.front[-1], self.chosen)) if one not in shown]
-        rows = [["peak GiB", "host GiB", "s per step", "policies"]]
+        rows = [["peak GiB", "host GiB", *["disk GiB"] * (self.space.nbytes > 0), "s per step", "policies"]]
         for one in sorted(shown, key=lambda one: one.peak):
             mark = " <" if one == self.chosen else ""
-            rows.append([f"{gib(one.peak):.2f}", f"{gib(one.host):.2f}", f"{one.seconds:.3f}", f"{one}{mark}"])
-        return table(rows, left=(3,))
+            places = [one.peak, one.host, *[one.disk] * (self.space.nbytes > 0)]
+            rows.append([*(f"{gib(place):.2f}" for place in places), f"{one.seconds:.3f}", f"{one}{mark}"])
+        return table(rows, left=(len(rows[0]) - 1,))
 
 
 def _constructor(value: Any, *always: str) -> str:
@@ -325,6 +335,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "keep": [{"policy": word_of(policy), "layers": n} for policy, n in one.groups],
         "peak_gib": gib(one.peak),
         "host_gib": gib(one.host),
+        "disk_gib": gib(one.disk),
         "seconds": one.seconds,
         "states_gib": gib(one.states),
         "offloaded_weights": one.weights,

@@ -18,7 +18,8 @@ from itertools import combinations
 from typing import Any
 
 from lowtide.measure.units import gib
-from lowtide.memory.offload import ON_DEVICE
+from lowtide.memory.offload import ON_DEVICE, ON_THE_WAY
+from lowtide.memory.planner.disk import NO_DISK, DiskSpace
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.planner.tile_costs import EVERY, MOST, tile_policies
@@ -43,6 +44,7 @@ class Candidate:
     states: int = 0  # bytes of optimizer states that are offloaded
     late: bool = False  # they come back only after backward
     weights: int = 0  # layers whose weights are offloaded
+    disk: int = 0  # bytes on a disk
 
     @property
     def policies(self) -> tuple[ActivationPolicy, ...]:
@@ -52,7 +54,9 @@ class Candidate:
     def __str__(self) -> str:
         late = " until after backward" if self.late else ""
         states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
-        return words_of(self.groups) + states + f", weights of {self.weights} layers offloaded" * (self.weights > 0)
+        disk = f", {gib(self.disk):.2f} GiB of them on disk" if self.disk else ""
+        weights = f", weights of {self.weights} layers offloaded" * (self.weights > 0)
+        return words_of(self.groups) + disk + states + weights
 
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
@@ -89,10 +93,19 @@ class Search:
         host_bytes: The budget.
         offload_states: Whether optimizer states may be offloaded.
         offload_weights: Whether frozen weights may be.
+        space: What there is for offloaded layers beside the budget.
     """
 
-    def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True, offload_weights: bool = True) -> None:
-        self.job, self.host_bytes = job, host_bytes
+    def __init__(
+        self,
+        job: Job,
+        host_bytes: int,
+        *,
+        offload_states: bool = True,
+        offload_weights: bool = True,
+        space: DiskSpace = NO_DISK,
+    ) -> None:
+        self.job, self.host_bytes, self.space = job, host_bytes, space
         self.offload_states, self.offload_weights = offload_states, offload_weights
         self.costs = StepCosts(job)
         self.ladder, self.sparse, self.tiles = (
@@ -111,7 +124,9 @@ class Search:
         """Return a mixture with what it takes, all optimizer states on the GPU."""
         groups = tuple((policy, n) for policy, n in groups if n)
         costs = self.costs
-        return Candidate(groups, costs.peak(groups).bytes, costs.host(groups), costs.seconds(groups))
+        where = costs.placed(groups, self.host_bytes, self.space)
+        seconds = costs.seconds(groups) + where.seconds
+        return Candidate(groups, costs.peak(groups).bytes, where.host, seconds, disk=where.disk)
 
     def with_offloads(self, one: Candidate) -> list[Candidate]:
         """Return a mixture, and the same with optimizer states or weights offloaded, as far as that lowers its peak."""
@@ -124,12 +139,17 @@ class Search:
             for states, peak in zip(amounts, peaks, strict=True):
                 if peak < least:
                     seconds = one.seconds + self.costs.on_the_way(states, late=late)
-                    found.append(Candidate(one.groups, peak, one.host + hosts[states], seconds, states, late))
+                    found.append(
+                        replace(
+                            one, peak=peak, host=one.host + hosts[states], seconds=seconds, states=states, late=late
+                        )
+                    )
                 least = min(least, peak)
         for n in self._layers:
             if (host := one.host + self.costs.weights_on_host(n)) <= self.host_bytes:
-                peak, seconds = one.peak - self.costs.weights_away(n), self.costs.seconds(one.groups, n)
-                found.append(Candidate(one.groups, peak, host, seconds, weights=n))
+                longer = self.costs.seconds(one.groups, n) - self.costs.seconds(one.groups)
+                peak, seconds = one.peak - self.costs.weights_away(n), one.seconds + longer
+                found.append(replace(one, peak=peak, host=host, seconds=seconds, weights=n))
         return found
 
     @cached_property
@@ -174,8 +194,8 @@ class Search:
         return self.costs.layers[policy].places(moves=policy.offload)
 
     def _counts(self, one: Candidate) -> bool:
-        """Return whether the host has room for a mixture, and offloading moves anything."""
-        return one.host <= self.host_bytes and _moves(one)
+        """Return whether host and disk have room for a mixture, and offloading moves anything."""
+        return one.host <= self.host_bytes and one.disk <= self.space.nbytes and _moves(one)
 
     @cached_property
     def front(self) -> list[Candidate]:
@@ -205,7 +225,8 @@ class Search:
         left = [self.host_bytes, *(self.host_bytes - n for n in taken)]
         for policy in (*self.ladder, *self.sparse, *self.tiles):
             each, k = self._places(policy)[1], policy.every
-            for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in left if h >= 0}:
+            most = [*left, self.host_bytes + self.space.nbytes - ON_THE_WAY * each] if self.space.nbytes else left
+            for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in most if h >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
                     ends = [(last, 1) for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
@@ -219,7 +240,8 @@ class Search:
     def of(self, job: Job, host_bytes: int | None = None) -> Search:
         """Return the search for another job, or with another budget of host memory, that may offload the same."""
         host_bytes = self.host_bytes if host_bytes is None else host_bytes
-        return Search(job, host_bytes, offload_states=self.offload_states, offload_weights=self.offload_weights)
+        may = {"offload_states": self.offload_states, "offload_weights": self.offload_weights}
+        return Search(job, host_bytes, space=self.space, **may)
 
     def fits(self, budget_bytes: int, **changes: Any) -> bool:
         """Return whether a step with other fields of its `Job` would fit."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back, share_out
+from lowtide.memory.planner.disk import DiskSpace, Placed, placed
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.layer_costs import PAGES, LayerCost
@@ -68,7 +69,7 @@ class Phase(NamedTuple):
         return self.name if self.layer < 0 else f"{self.name} of layer {self.layer}"
 
 
-def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
+def runs_of(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
     """Return the runs with whether what they save goes to the host: not that of the last offloaded layers."""
     to_move = max(0, sum(policy.saves(n) for policy, n in groups if policy.offload) - ON_DEVICE)
     found = []
@@ -79,7 +80,7 @@ def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
     return found
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Layers one after the other with one policy."""
 
     costs: tuple[LayerCost, ...]  # of each kind of layer
@@ -97,11 +98,28 @@ class _Run(NamedTuple):
         """Return the bytes that all of them save on the host."""
         return self._saved(PAGES) if self.moves else 0
 
+    @property
+    def saving(self) -> int:
+        """Return how many of them save something."""
+        return self.costs[0].policy.saves(sum(self.counts))
+
+    @property
+    def of_layer(self) -> int:
+        """Return the most bytes that one of them saves."""
+        return max(one.saved + PAGES for one, n in zip(self.costs, self.counts, strict=True) if n)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Return the least seconds of forward, and of backward, for each of them that saves something."""
+        there = [one for one, n in zip(self.costs, self.counts, strict=True) if n]
+        every = there[0].policy.every
+        return every * min(one.forward for one in there), every * min(one.backward for one in there)
+
     def _saved(self, more: int = 0) -> int:
         """Return the bytes that all of them save, and ``more`` for each that does."""
         n = sum(self.counts)
         every = sum(n * (one.saved + more) for n, one in zip(self.counts, self.costs, strict=True))
-        return every * self.costs[0].policy.saves(n) // n
+        return every * self.saving // n
 
 
 def _counts_before(kind_of: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -171,7 +189,7 @@ class StepCosts:
         self._shares = [(share_away(k, layers), 1 - share_back(layers - 1 - k, layers)) for k in range(layers)]
         self._turns = (1, layers_to_leave(layers) - 1, *ranks.turns)
         gathered = max(ranks.embedding, ranks.reduction - embedding)
-        self._runs_of: tuple[Groups, list[_Run]] = (), []
+        self._runs_of: tuple[Groups, list[Run]] = (), []
         self._last = [
             self._phase("embedding", -1, self.all_gradients - ranks.to_come, 0, 0, embedding, 0.0, 1.0, gathered),
             self._phase("optimizer", -1, self.all_gradients, 0, 0, step, 0.0, 0.0, ranks.step),
@@ -190,6 +208,10 @@ class StepCosts:
     def host(self, groups: Groups) -> int:
         """Return the bytes that layers save in host memory."""
         return sum(run.on_host for run in self._runs(groups))
+
+    def placed(self, groups: Groups, host_bytes: int, space: DiskSpace) -> Placed:
+        """Return what layers save in host memory, and on a disk where that has no room for it."""
+        return placed(self._runs(groups), host_bytes, space)
 
     def states_on_host(self, states: int) -> int:
         """Return the host memory that so many bytes of optimizer states take."""
@@ -263,21 +285,21 @@ class StepCosts:
             gradients = self.ranks.kept
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
 
-    def _runs(self, groups: Groups) -> list[_Run]:
+    def _runs(self, groups: Groups) -> list[Run]:
         """Return the runs of layers with one policy, from the first layer on; those of the last call are at hand."""
         if groups is self._runs_of[0]:
             return self._runs_of[1]
         found, first = [], 0
-        for policy, n, moves in placed(groups):
+        for policy, n, moves in runs_of(groups):
             found.append(self._run(policy, first, first + n, moves=moves))
             first += n
         if isinstance(groups, tuple):  # which nobody changes
             self._runs_of = groups, found
         return found
 
-    def _run(self, policy: ActivationPolicy, first: int, stop: int, *, moves: bool) -> _Run:
+    def _run(self, policy: ActivationPolicy, first: int, stop: int, *, moves: bool) -> Run:
         counts = tuple(after - before for before, after in zip(self._counts[first], self._counts[stop], strict=True))
-        return _Run(self.layers.each(policy), counts, first, moves)
+        return Run(self.layers.each(policy), counts, first, moves)
 
     def seconds(self, groups: Groups, weights: int = 0) -> float:
         """Return the seconds of a step, all optimizer states on the GPU, the weights of so many layers on the host.
@@ -307,7 +329,7 @@ class StepCosts:
         every += [(one, sum(run.counts)) for run in self._runs(groups) for one in self._exchanges(run)]
         return Exchange(*(sum(n * one[i] for one, n in every) for i in range(len(Exchange._fields))))
 
-    def _exchanges(self, run: _Run) -> tuple[Exchange, Exchange]:
+    def _exchanges(self, run: Run) -> tuple[Exchange, Exchange]:
         """Return what a layer of a run exchanges in forward, and in backward."""
         ranks, again = self.ranks, run.costs[0].policy.keep != "all"
         behind = Exchange(*map(sum, zip(ranks.behind, ranks.again, strict=True))) if again else ranks.behind
