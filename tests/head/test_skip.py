@@ -710,29 +710,37 @@ def test_calls_skip_until_the_threshold_is_found(nothing_below: float) -> None:
     assert lost > 0.1 * accepted
 
 
-def call(known: vocabulary_order.VocabularyOrder, grows: float, share: float) -> tuple[bool, bool]:
-    """Make a call whose tiles add so many times what it loses; return whether it skips, and whether it is compared."""
+def passes(known: vocabulary_order.VocabularyOrder, sources: list[float], share: float) -> list[tuple[bool, bool]]:
+    """Make calls before the first one's backward; return whether each one skips, and whether it is compared.
+
+    The tiles of each add so many times what it loses.
+    """
     assert known.threshold is not None
-    if not known.begin():
-        known.dense += 1
-        return False, False
-    lost = known.threshold.value.item()
-    known.total = torch.tensor([round(100 * share), 100], dtype=torch.int32)
-    known.sums = torch.tensor([[0.0], [lost**2], [1.0]])
-    compares = known.compares
-    if compares:
-        known.adapt(errors_of(torch.tensor([0.7, 1]) * grows * lost))
-    known.end()
-    return True, compares
+    found = []
+    for grows, skips in zip(sources, [known.begin() for _ in sources], strict=True):
+        compares = skips and known.compares
+        found.append((skips, compares))
+        known.dense += not skips
+        if not skips:
+            continue
+        lost = known.threshold.value.item()
+        known.total = torch.tensor([round(100 * share), 100], dtype=torch.int32)
+        known.sums = torch.tensor([[0.0], [lost**2], [1.0]])
+        if compares:
+            known.adapt(errors_of(torch.tensor([0.7, 1]) * grows * lost))
+        known.end()
+    return found
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 8])
 @pytest.mark.parametrize("share", [0.3, 0.9])
-@pytest.mark.parametrize("sources", [[5.0, 10.0], [5.0, 5.0, 10.0], [5.0, 10.0, 7.0, 6.0, 5.0, 5.0, 8.0, 9.0]])
-def test_calls_of_several_sources(sources: list[float], share: float) -> None:
+@pytest.mark.parametrize("sources", [[5.0, 10.0], [5.0, 5.0, 10.0], [*[5.0] * 7, 10.0]])
+def test_calls_of_several_sources(sources: list[float], share: float, at_once: int) -> None:
     """The threshold rises and falls with them: few calls are compared, and few skip where that does not pay."""
-    known = ordered()
-    calls = [call(known, sources[n % len(sources)], share) for n in range(600)]
-    skipped, compared = (sum(flags) / 500 for flags in zip(*calls[100:], strict=True))
+    known, calls = ordered(), []
+    for n in range(0, 960, at_once):
+        calls += passes(known, [sources[(n + i) % len(sources)] for i in range(at_once)], share)
+    skipped, compared = (sum(flags) / 720 for flags in zip(*calls[240:], strict=True))
     assert compared < 0.25
     assert skipped == 1 if share < 0.5 else skipped < 0.05
 
@@ -743,7 +751,7 @@ def test_calls_skip_again_where_errors_fall() -> None:
     assert known.threshold is not None
     skipped = 0
     for n in range(500):
-        skips, _ = call(known, 30 if n < 200 else 6, 0.9 if known.threshold.value < 0.001 else 0.5)
+        ((skips, _),) = passes(known, [30 if n < 200 else 6], 0.9 if known.threshold.value < 0.001 else 0.5)
         skipped += skips and 100 <= n < 200
         assert skips or n < 300
     assert skipped < 5

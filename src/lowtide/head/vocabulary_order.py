@@ -106,7 +106,7 @@ class VocabularyOrder:
         """Change the threshold by the errors of dX and dW."""
         assert self.threshold is not None
         self.threshold = self.threshold.adapted(errors, self.lost(), self.asked.error)
-        self._compared, self._grown = self.passes, False
+        self._compared, self._grown, self._change = self.passes, False, 1.0
 
     def lost(self) -> Tensor:
         """Return what the last call that skipped lost of the logits' gradient, relative."""
