@@ -745,6 +745,14 @@ def test_calls_of_several_sources(sources: list[float], share: float, at_once: i
     assert skipped == 1 if share < 0.5 else skipped < 0.05
 
 
+@pytest.mark.parametrize("micro_batches", [2, 3, 8])
+def test_calls_that_try_again_take_turns(micro_batches: int) -> None:
+    """Where skipping does not pay, each micro-batch of a step is tried, and not always the same one."""
+    known = ordered()
+    tried = {n % micro_batches for n in range(400) if passes(known, [5.0], 0.9)[0][0] and n > 100}
+    assert tried == set(range(micro_batches))
+
+
 def test_calls_skip_again_where_errors_fall() -> None:
     """Where skipping did not pay, one of the calls that try again finds that the threshold may grow: others follow."""
     known = ordered()

@@ -23,7 +23,7 @@ from lowtide.head.threshold import Errors, Threshold
 
 BAND, CLUSTERS, ROUNDS = 16384, 64, 3
 PAYS = 0.65  # the share of tiles below which a call that skips is faster
-PROBE = 32  # calls, of which one skips where that does not pay
+PROBE = 31  # calls, of which one skips where that does not pay: odd, for each micro-batch in turn
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
 STEADY = (0.9, 1.15)  # changes of the threshold beyond which the next passes are compared too; above `threshold.SLOW`
 HIGHER = 1.02  # the threshold over the highest one before, from which on it still grows
