@@ -21,9 +21,13 @@ from lowtide import HeadOptions
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.head import skipping as asked
 from lowtide.head import threshold, vocabulary_order
+from lowtide.head.exponentials.comparison import Comparison
 from lowtide.head.kernels import configs, kept_gemms_hopper, kept_lists
+from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.kernels.kept_gemms_hopper import Lists, Shares
+from lowtide.head.kernels.kept_tiles import Targets
 from lowtide.head.terms import cross_entropy
+from lowtide.measure.allocations import track_allocations
 
 pytest.importorskip("triton")
 ROWS, COLUMNS, PROGRAMS = 128, 256, 5
@@ -388,6 +392,24 @@ def test_what_tiles_add_to_the_errors(
         torch.testing.assert_close(errors.whole, errors.tiles, rtol=1e-3, atol=0)
         right = [relative(one, other.double()) for one, other in zip(found, grads[0], strict=True)]
         assert errors.tiles.tolist() == pytest.approx(right, rel=0.5)
+
+
+@pytest.mark.parametrize(("N", "V", "most"), [(64, 20000, 512 * 20000), (20000, 256, 192 * 20000)])
+def test_memory_of_a_comparison(N: int, V: int, most: int) -> None:
+    """Per class 448 bytes, 64 more with float32 operands, as here, and 192 per token."""
+    D, C = 4, 32
+    x, w, e, y = torch.randn(C, D), torch.randn(V, D), torch.randn(C, V), torch.zeros(C, dtype=torch.int32)
+    signs, shared, targets = torch.ones(D, 16), torch.randn(-(-V // COLUMNS), D), Targets(y, x[:, 0], x[:, 1])
+    dx = torch.randn(N, D)
+    with track_allocations() as seen:
+        comparison = Comparison(w, signs, N)
+        for begin in range(0, 64, C):
+            comparison.see_input(e, targets, InputRows(dx, D, torch.arange(begin, begin + C)))
+            comparison.see_weight(e, targets, x)
+            comparison.see_lost(e, targets)
+        comparison.see_sum(w, shared)
+        assert comparison.errors(dx).whole.isfinite().all()
+    assert most < seen.peak_bytes < 1.05 * most + 300 * min(N, V)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
