@@ -23,9 +23,10 @@ from lowtide.head.threshold import Errors, Threshold
 
 BAND, CLUSTERS, ROUNDS = 16384, 64, 3
 PAYS = 0.65  # the share of tiles below which a call that skips is faster
-PROBE = 32  # calls, of which one skips where that does not pay
+PROBE = 31  # calls, of which one skips where that does not pay: odd, for each micro-batch in turn
 AFTER, AT_ONCE = 4, 8  # calls; numbers under way
-STEADY = (0.9, 1.09)  # changes of the threshold beyond which the next passes are compared too; below `threshold.SLOW`
+STEADY = (0.9, 1.15)  # changes of the threshold beyond which the next passes are compared too; above `threshold.SLOW`
+HIGHER = 1.02  # the threshold over the highest one before, from which on it still grows
 COMPARED = 17  # passes that are all compared, the first ones, and of later ones one in so many: each micro-batch's turn
 EVERY = 64  # passes after which the order is refreshed, and before at the powers of two
 MEMORY = 0.8  # of the running mean
@@ -87,6 +88,8 @@ class VocabularyOrder:
         self._arriving: deque[tuple[int, Callable[[], None], Tensor]] = deque()
         self._shares: deque[float] = deque(maxlen=4)
         self._change = 1.0  # of the threshold, the last one that is heeded
+        self._highest = 0.0  # threshold that is heeded
+        self._grown = False  # whether it is higher since the last pass that was compared
 
     def ask(self, asked: Asked) -> None:
         """Take what a call asks for: where a smaller error is, the threshold falls with it."""
@@ -96,13 +99,14 @@ class VocabularyOrder:
                 self.threshold = self.threshold.scaled(min(1.0, error / before.error))
             else:
                 self.threshold = Threshold.first(error, self.threshold.value.device)
+                self._highest = 0.0
         self.asked = asked
 
     def adapt(self, errors: Errors) -> None:
         """Change the threshold by the errors of dX and dW."""
         assert self.threshold is not None
         self.threshold = self.threshold.adapted(errors, self.lost(), self.asked.error)
-        self._compared = self.passes
+        self._compared, self._grown, self._change = self.passes, False, 1.0
 
     def lost(self) -> Tensor:
         """Return what the last call that skipped lost of the logits' gradient, relative."""
@@ -137,7 +141,8 @@ class VocabularyOrder:
     def compares(self) -> bool:
         """Whether the present pass finds its errors, as each does that skips where that does not pay."""
         n = self.passes
-        return n < COMPARED or n // COMPARED > self._compared // COMPARED or not STEADY[0] <= self._change <= STEADY[1]
+        turn = n < COMPARED or n // COMPARED > self._compared // COMPARED
+        return turn or self._grown or not STEADY[0] <= self._change <= STEADY[1]
 
     def begin(self) -> bool:
         """Begin a call; return whether it skips tiles: also where the threshold is still far from what it will be."""
@@ -146,8 +151,10 @@ class VocabularyOrder:
         while self._arriving and self._arriving[0][0] <= n - AFTER:
             _, wait, number = self._arriving.popleft()
             wait()
-            kept, tiles, self._change = number.tolist()
-            self._shares.append(0 if self._change > STEADY[1] else kept / max(1, tiles))
+            kept, tiles, self._change, value = number.tolist()
+            higher = value > HIGHER * self._highest  # and not as before, after it fell: that may go on for ever
+            self._highest, self._grown = max(self._highest, value), self._grown or higher
+            self._shares.append(0 if higher or self._change > STEADY[1] else kept / max(1, tiles))
         pays = not self._shares or min(self._shares) < PAYS
         return self.order is not None and (pays or n % PROBE == 0)
 
@@ -156,12 +163,12 @@ class VocabularyOrder:
         assert self.total is not None
         assert self.threshold is not None
         if self._numbers is None:
-            self._numbers = host_memory(AT_ONCE, 3)
+            self._numbers = host_memory(AT_ONCE, 4)
         number = self._numbers[self.ended % AT_ONCE]
         self.ended += 1
         while len(self._arriving) >= AT_ONCE:
             self._arriving.popleft()
-        wait = sent(torch.cat((self.total.float(), self.threshold.change)), number)
+        wait = sent(torch.cat((self.total.float(), self.threshold.change, self.threshold.value)), number)
         self._arriving.append((self.calls - 1, wait, number))
 
     def see(self, total_V: Tensor) -> None:

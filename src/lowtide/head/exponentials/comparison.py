@@ -74,15 +74,16 @@ class Comparison:
         (V, P), k = (len(sum_VD), len(shared_PD)), self._signs.shape[1]
         size = torch.full((P, 1), float(COLUMNS.value), device=sum_VD.device)
         size[-1] -= P * COLUMNS.value - V
-        shared = (shared_PD @ self._signs.float() / size).repeat_interleave(COLUMNS.value, 0)[:V]
-        self._of_weight = _squares(self._mixed(sum_VD) + shared, self._sum[:, :k] + self._sum[:, k:], self._lost)
+        given = self._mixed(sum_VD)
+        given += (shared_PD @ self._signs.float() / size).repeat_interleave(COLUMNS.value, 0)[:V]
+        self._of_weight = _norms(given, self._sum[:, :k].add_(self._sum[:, k:]), self._lost)
 
     def errors(self, input_ND: Tensor | None) -> Errors:
         """Return what dX and dW are off by, relative: 0 where there is none, no number where it is 0."""
         nothing = torch.arange(4.0, device=self._input.device) // 3
-        of_input = nothing if input_ND is None else _squares(self._mixed(input_ND), *self._input)
+        of_input = nothing if input_ND is None else _norms(self._mixed(input_ND), *self._input)
         found = torch.stack((of_input, nothing if self._of_weight is None else self._of_weight), 1)
-        return Errors(*(found[:3] / found[3]).sqrt())
+        return Errors(*(found[:3] / found[3]))
 
 
 def _counted(targets: Targets) -> Tensor:
@@ -90,10 +91,14 @@ def _counted(targets: Targets) -> Tensor:
     return ((targets.y >= 0) & (targets.s != 0))[:, None]
 
 
-def _squares(given: Tensor, right: Tensor, lost: Tensor) -> Tensor:
-    """Return the squares of what is off, of that without what tiles lose, of what they do, and of what is right."""
-    off = given - right
-    return torch.stack([x.square().sum() for x in (off, off + lost, lost, right)])
+def _norms(given: Tensor, right: Tensor, lost: Tensor) -> Tensor:
+    """Return the norms of what is off, of that without what tiles lose, of what they do, and of what is right.
+
+    In the memory of ``given``: there are as many rows as classes.
+    """
+    norm = torch.linalg.vector_norm
+    off = given.sub_(right)
+    return torch.stack((norm(off), norm(off.add_(lost)), norm(lost), norm(right)))
 
 
 def _in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
