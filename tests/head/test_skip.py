@@ -630,6 +630,21 @@ def test_thresholds_end() -> None:
     assert whole(errors).max() > 0.9 * accepted
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_thresholds_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    """They are float32: the kernel that reads one multiplies it by itself."""
+    tiles = torch.full((2,), 1e-3)
+    errors, lost = errors_of(tiles), tiles[0]
+    torch.set_default_dtype(dtype)
+    try:
+        found = threshold.Threshold.first(0.02, torch.device("cpu"))
+        for _ in range(4):
+            assert {x.dtype for x in found} == {torch.float32}
+            found = found.adapted(errors, lost, 0.02)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_numbers_reach_the_host_whatever_the_default_device() -> None:
     """Pinned memory is the host's."""
     with torch.device("meta"):
