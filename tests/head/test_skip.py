@@ -22,6 +22,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.head import skipping as asked
 from lowtide.head import threshold, vocabulary_order
 from lowtide.head.exponentials.comparison import Comparison
+from lowtide.head.host_numbers import host_memory
 from lowtide.head.kernels import configs, kept_gemms_hopper, kept_lists
 from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.kernels.kept_gemms_hopper import Lists, Shares
@@ -627,6 +628,27 @@ def test_thresholds_end() -> None:
         errors = errors_of(found.value * 4 * torch.ones(2))
         found = found.adapted(errors, found.value[0], accepted)
     assert whole(errors).max() > 0.9 * accepted
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_thresholds_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    """They are float32: the kernel that reads one multiplies it by itself."""
+    tiles = torch.full((2,), 1e-3)
+    errors, lost = errors_of(tiles), tiles[0]
+    torch.set_default_dtype(dtype)
+    try:
+        found = threshold.Threshold.first(0.02, torch.device("cpu"))
+        for _ in range(4):
+            assert {x.dtype for x in found} == {torch.float32}
+            found = found.adapted(errors, lost, 0.02)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_numbers_reach_the_host_whatever_the_default_device() -> None:
+    """Pinned memory is the host's."""
+    with torch.device("meta"):
+        assert host_memory(3).device.type == "cpu"
 
 
 @pytest.mark.parametrize("period", [2, 4, 16])

@@ -40,8 +40,8 @@ class Threshold(NamedTuple):
     @classmethod
     def first(cls, accepted: float, device: torch.device) -> "Threshold":
         """Return the one to begin with."""
-        value = torch.full((1,), FIRST * accepted, device=device)
-        return cls(value, torch.zeros(2, device=device), torch.zeros_like(value))
+        value = torch.full((1,), FIRST * accepted, dtype=torch.float32, device=device)  # whatever the default dtype
+        return cls(value, value.new_zeros(2), torch.zeros_like(value))
 
     def scaled(self, factor: float) -> "Threshold":
         """Return it times ``factor``, free to grow fast again."""
@@ -60,7 +60,7 @@ class Threshold(NamedTuple):
         blind = self.value.clamp(min=BLIND * FIRST * accepted)
         aimed = (BELOW * lost / share).where(share > 0, torch.inf).where(lost > 0, blind) / self.value
         found = (self.change > 0) & (self.change < FOUND)
-        growth = torch.where(found, SLOW, CHANGE[1])
+        growth = torch.full_like(self.value, CHANGE[1]).where(~found, SLOW)
         change = torch.minimum(aimed.where(aimed < 1, aimed**CAREFUL), growth).clamp(min=CHANGE[0])
         value = (self.value * change).clamp(LEAST * accepted, MOST * accepted)
         changed, known = Threshold(value, errors.whole, value / self.value), torch.stack(errors).isfinite().all()

@@ -80,7 +80,7 @@ class Comparison:
 
     def errors(self, input_ND: Tensor | None) -> Errors:
         """Return what dX and dW are off by, relative: 0 where there is none, no number where it is 0."""
-        nothing = torch.arange(4.0, device=self._input.device) // 3
+        nothing = torch.arange(4, dtype=torch.float32, device=self._input.device) // 3
         of_input = nothing if input_ND is None else _norms(self._mixed(input_ND), *self._input)
         found = torch.stack((of_input, nothing if self._of_weight is None else self._of_weight), 1)
         return Errors(*(found[:3] / found[3]))
