@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,15 +19,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import Trainer
+from transformers import AutoTokenizer, Trainer
 
+from chat_data import byte_tokenizer
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.train import checkpoints
-from lowtide.train.checkpoints import COMPLETE, MODEL
+from lowtide.train.checkpoints import COMPLETE, MODEL, TOKENS
 from lowtide.train.config import DEFAULT_ROOT
 from lowtide.train.ending import SaveAndStop
-from train.conftest import Run, assert_same_weights, log, losses, options
+from lowtide.train.tokens import Blocks
+from train.conftest import SHAPE, Run, assert_same_weights, log, losses, options
 
 Tune = Callable[..., list[str]]
 STEPS = 12  # as the fixture `finished`
@@ -387,3 +390,34 @@ def test_ranks_look_at_an_empty_folder_at_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tempfile, "mkdtemp", make_while_another_rank_looks)
     assert checkpoints.new_output(str(tmp_path), "now") == tmp_path
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_type_whose_tokenizer_transformers_replaces(
+    named: bool, tmp_path: Path, tiny: list[str], lowtide: Run
+) -> None:
+    """Qwen2's splits text elsewhere, and pads with the end of text: whose row is trained from the first step on."""
+    (tmp_path / "tiny.json").write_text(json.dumps({**SHAPE, "model_type": "qwen2", "tie_word_embeddings": False}))
+    numbers = random.Random(0)
+    for i in range(400):  # short documents, each with an end
+        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(numbers.choices(("2023", "2024", "77", "1000"), k=9)))
+    if named:
+        byte_tokenizer(None).save_pretrained(tmp_path / "tokenizer")
+        tiny += ["--tokenizer", str(tmp_path / "tokenizer")]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    lowtide.done(*tiny, "--output", whole)
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoint-6")
+    shutil.rmtree(resumed / MODEL)
+    lowtide.done("train", "--resume_from_checkpoint", "true", "--output", resumed)
+    assert_same_run(resumed, whole)
+
+    tokenizer = AutoTokenizer.from_pretrained(whole / MODEL)
+    text = "\n".join(file.read_text() for file in (tmp_path / "text").iterdir())
+    known = {*tokenizer(text)["input_ids"], tokenizer.eos_token_id}
+    trained = {token for block in Blocks(whole / TOKENS, "train") for token in block["input_ids"].tolist()}
+    assert trained <= known, "the saved tokenizer is the one that the model was trained with"
+    states = torch.load(whole / "checkpoint-3" / "optimizer.pt", weights_only=True)["state"]
+    assert states[0]["exp_avg"][tokenizer.eos_token_id].any()
+    saved = json.loads((whole / "checkpoint-3" / "config.json").read_text())
+    assert saved["pad_token_id"] == tokenizer.pad_token_id == tokenizer.eos_token_id

@@ -23,7 +23,7 @@ from lowtide.train.run_state import SEQ_LEN, RunState
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
 from lowtide.train.tensor_parallel import shard_layers
-from lowtide.train.tokenizer import check_template, load_tokenizer, set_chat_template, train_tokenizer
+from lowtide.train.tokenizer import as_loaded, check_template, load_tokenizer, set_chat_template, train_tokenizer
 from lowtide.train.tokens import Text, write_tokens
 
 _SAMPLE = 1000  # rows
@@ -57,7 +57,7 @@ def share_data(config: TrainConfig, settings: Settings, folder: Path) -> TrainCo
     if config.fine_tunes:
         return config
     text = _text(config, settings, find_data(config.data))
-    tokenizer = _own_tokenizer(config, text)
+    tokenizer = _own_tokenizer(config, text, model_config(config.model, vocab_size=config.vocab_size))
     tokenizer.save_pretrained(folder)
     _write_tokens(folder / TOKENS, text, tokenizer, config, settings)
     return replace(config, tokenizer=str(folder))
@@ -77,7 +77,7 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
 
     def tokenized() -> Any:
         text = _text(config, settings, sources)
-        tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text)
+        tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, text, shape)
         check_vocabulary(shape, len(tokenizer))
         if run.side is None:  # the sides of a comparison find the file that they share
             _write_tokens(file, text, tokenizer, config, settings, begun=run.checkpoint is not None)
@@ -85,11 +85,13 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
 
     tokenizer = first_does(tokenized)
     shape.bos_token_id, shape.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    shape.pad_token_id = tokenizer.pad_token_id
+    pad = tokenizer.pad_token_id
+    shape.pad_token_id = None if pad == tokenizer.eos_token_id else pad  # some models' embeddings do not train its row
     blocks, held_out = Blocks(file, "train"), Blocks(file, "held_out")
     run.lines.append(f"tokens   {len(blocks) * run.seq_len:,} in {len(blocks):,} sequences, {len(held_out)} held out")
     dtype = getattr(torch, settings.model.dtype)
     run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
+    run.model.config.pad_token_id = pad
     first_does(lambda: check_model(run.model, seq_len=run.seq_len))  # another may have no weights
     _shard_and_patch(run)
     args.eval_on_start = run.checkpoint is None
@@ -221,9 +223,11 @@ def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:
     return Text(sources, field, config.seq_len or SEQ_LEN, settings.args.seed)
 
 
-def _own_tokenizer(config: TrainConfig, text: Text) -> Any:
+def _own_tokenizer(config: TrainConfig, text: Text, shape: Any) -> Any:
     """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
-    return load_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(text, vocab_size=config.vocab_size)
+    if config.tokenizer:
+        return as_loaded(load_tokenizer(config.tokenizer), shape)
+    return as_loaded(train_tokenizer(text, vocab_size=config.vocab_size), shape)
 
 
 def _write_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False, end: st
         hint = "It ends texts and turns: set eos_token in its tokenizer_config.json, or to fine-tune give --eos_token."
         raise ArgumentValueError(message("tokenizer", "an end-of-text token", f"none in {name}", hint))
     return tokenizer
+
+
+def as_loaded(tokenizer: Any, shape: Any) -> Any:
+    """Return a tokenizer as transformers loads it from a folder with this config.
+
+    For some model types it takes a class of its own, whatever class the files name: other splits, another pad token.
+    """
+    with tempfile.TemporaryDirectory(prefix="lowtide-tokenizer-") as folder:
+        tokenizer.save_pretrained(folder)
+        shape.save_pretrained(folder)
+        found = load_tokenizer(folder)
+    found.name_or_path = tokenizer.name_or_path
+    return found
 
 
 def set_chat_template(tokenizer: Any, template: str) -> None:
