@@ -96,8 +96,8 @@ PLACES = {
     "the weights": (Trainer, "_save", 2),
     "the optimizer": (torch, "save", 7),
     "the mark": (checkpoints, "_flush_all", 2),
-    "removal": (checkpoints.shutil, "rmtree", 3),
-    "the end": (checkpoints.shutil, "rmtree", 4),
+    "removal": (checkpoints.shutil, "rmtree", 4),  # the first one is of the tokenizer's temporary folder
+    "the end": (checkpoints.shutil, "rmtree", 5),
 }
 
 
