@@ -110,6 +110,8 @@ class ScalingConfig(ScriptSettings):
         self._require("tensor_parallel", min(self.groups) > 0, "whole numbers above 0")
         shares = max(self.groups) > 1
         self._require("tensor_parallel", not shares or FSDP2 in self.parallel, "fsdp2 among --parallel beside it")
+        whole = f"{CHECKPOINT} left out beside --tensor-parallel, which gathers no weight"
+        self._require("way", not (shares and CHECKPOINT in self.way), whole)
         self._require(
             "way", {way.partition(":")[0] for way in self.way} <= set(WAYS), f"names out of {', '.join(WAYS)}"
         )

@@ -111,6 +111,8 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
         measured(tmp_path, parallel=("fsdp2", "tp"))
     with pytest.raises(ArgumentValueError, match="tensor_parallel: expected fsdp2 among --parallel beside it"):
         measured(tmp_path, parallel=("zero3",), tensor_parallel=("2",))
+    with pytest.raises(ArgumentValueError, match="way: expected checkpoint-8 left out beside --tensor-parallel"):
+        measured(tmp_path, way=("checkpoint-8",), tensor_parallel=("1", "2"))
     with pytest.raises(ArgumentValueError, match="tensor_parallel: expected whole numbers above 0"):
         measured(tmp_path, tensor_parallel=("0",))
     with pytest.raises(ArgumentValueError, match="each of --ranks 1 2 with --strong, got 3"):

@@ -195,7 +195,7 @@ def compile_layers(model: Any) -> None:
 def set_loss(model: Any, loss: Loss) -> None:
     """Let a model compute its loss from its hidden states by this function, without logits of its own.
 
-    The function runs in the output layer's forward, where an engine that shards the weight has gathered it.
+    The function runs in the output layer's forward, where FSDP2 and ZeRO-3 have gathered the weight.
 
     Raises:
         UnsupportedError: the model's loss is not the plain cross entropy of its output layer's logits.
