@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -31,7 +32,7 @@ from distributed.train_runs import (
 from lowtide.errors import ArgumentValueError
 from lowtide.train.checkpoints import checkpoints
 from lowtide.train.config import TrainConfig
-from lowtide.train.parallel import engine_of, variables
+from lowtide.train.parallel import engine_of, variables, zero_stage
 from lowtide.train.resuming import check_engine
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
@@ -157,6 +158,41 @@ def test_an_engine_is_named_once() -> None:
     config = TrainConfig(parallel="fsdp2", options={"deepspeed": ZERO3})
     with pytest.raises(ArgumentValueError, match="parallel: expected auto beside --deepspeed, got fsdp2"):
         engine_of(config).__enter__()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("form", ["dict", "JSON", "base64", "file"])
+def test_forms_of_a_deepspeed_configuration(form: str, tmp_path: Path) -> None:
+    text = json.dumps(ZERO3)
+    file = tmp_path / "zero3.json"
+    file.write_text(text)
+    encoded = base64.b64encode(text.encode()).decode()
+    given = {"dict": ZERO3, "JSON": text, "base64": encoded, "file": str(file)}[form]
+    with engine_of(TrainConfig(options={"deepspeed": given})):
+        assert zero_stage() == 3
+    assert zero_stage() is None
+
+
+@needs_deepspeed
+def test_a_deepspeed_configuration_with_null() -> None:
+    for zero in ({"stage": 2, "offload_param": None}, None):
+        with engine_of(TrainConfig(options={"deepspeed": json.dumps({"zero_optimization": zero})})):
+            assert zero_stage() == (2 if zero else 0)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"zero_optimization": 3}', "{"])
+def test_no_deepspeed_configuration(text: str, tmp_path: Path) -> None:
+    (tmp_path / "of.json").write_text(text)
+    for given in (str(tmp_path / "of.json"), str(tmp_path / "none.json"), text):
+        with pytest.raises(ArgumentValueError, match="--deepspeed: expected a file with a DeepSpeed configuration"):
+            engine_of(TrainConfig(options={"deepspeed": given})).__enter__()
+
+
+def test_a_deepspeed_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "zero.json").touch()
+    monkeypatch.chdir(tmp_path)
+    for given, kept in (("zero.json", str(tmp_path / "zero.json")), ("x" * 5000, "x" * 5000), (ZERO3, ZERO3)):
+        assert TrainConfig(options={"deepspeed": given}).absolute().options["deepspeed"] == kept
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adagrad"])

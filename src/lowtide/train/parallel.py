@@ -6,6 +6,7 @@ sets what ``accelerate launch --config_file`` sets for the same file.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import importlib.util
@@ -82,14 +83,35 @@ def _check_groups(config: TrainConfig) -> None:
 
 def _of_config(given: Any) -> dict[str, str]:
     """Return the variables that `engine_line` and `zero_stage` read, for a DeepSpeed configuration or its file."""
-    found = {_USE_DEEPSPEED: "true"}
-    with contextlib.suppress(OSError, ValueError):  # what it lacks transformers says
-        if isinstance(given, str):
-            given = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
-        zero = given.get("zero_optimization", {})
-        found[f"ACCELERATE_{_DEEPSPEED['zero_stage']}"] = str(zero.get("stage", 0))
-        found[f"ACCELERATE_{_DEEPSPEED['offload_param_device']}"] = zero.get("offload_param", {}).get("device", "none")
+    zero = _read(given).get("zero_optimization") or {}
+    found = {_USE_DEEPSPEED: "true", f"ACCELERATE_{_DEEPSPEED['zero_stage']}": str(zero.get("stage", 0))}
+    found[f"ACCELERATE_{_DEEPSPEED['offload_param_device']}"] = (zero.get("offload_param") or {}).get("device", "none")
     return found
+
+
+def _read(given: Any) -> dict[str, Any]:
+    """Return a DeepSpeed configuration: a dict, JSON, JSON in base64, or a file of JSON.
+
+    Raises:
+        ArgumentValueError: it is none of these.
+    """
+    found = given = str(given) if isinstance(given, Path) else given
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(given, str) and given.lstrip().startswith("{"):
+            found = json.loads(given)
+        elif isinstance(given, str):
+            file = Path(given)
+            found = json.loads(file.read_bytes() if _is_file(file) else base64.urlsafe_b64decode(given))
+    if isinstance(found, dict) and isinstance(found.get("zero_optimization") or {}, dict):
+        return found
+    expected = "a file with a DeepSpeed configuration in JSON, or the JSON itself"
+    raise ArgumentValueError(message("--deepspeed", expected, str(given)))
+
+
+def _is_file(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # a name that is too long, as base64 is
+        return path.is_file()
+    return False
 
 
 @contextlib.contextmanager
