@@ -226,12 +226,13 @@ FILES = {
     "whole": ["optimizer.pt"],
     "fsdp2": ["pytorch_model_fsdp.bin"],
     "shards": ["pytorch_model_fsdp_0"],
+    "zero0": ["global_step3/mp_rank_00_model_states.pt"],
     "zero2": ["global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt", "global_step3/mp_rank_00_model_states.pt"],
     "zero3": [f"global_step3/zero_pp_rank_0_mp_rank_00_{kind}_states.pt" for kind in ("optim", "model")],
 }
 
 
-@pytest.mark.parametrize("now", ["whole", "fsdp2", "shards", "zero2", "zero3"])
+@pytest.mark.parametrize("now", ["whole", "fsdp2", "shards", "zero0", "zero2", "zero3"])
 @pytest.mark.parametrize("wrote", FILES)
 def test_checkpoints_of_another_format_are_refused(
     wrote: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -241,7 +242,8 @@ def test_checkpoints_of_another_format_are_refused(
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).touch()
     monkeypatch.setenv("WORLD_SIZE", "1" if wrote.startswith("zero") else "2")
-    environment = {"whole": {}, "shards": SHARDS}
+    zero0 = {**variables("zero2"), "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}
+    environment = {"whole": {}, "shards": SHARDS, "zero0": zero0}
     for name, value in (environment[now] if now in environment else variables(now)).items():
         monkeypatch.setenv(name, value)
     if wrote == now or {wrote, now} == {"whole", "fsdp2"}:

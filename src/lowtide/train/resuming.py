@@ -129,6 +129,8 @@ def _wrote(checkpoint: Path) -> str:
         # the weights' files are named by the rank where each rank has a shard of them
         stage = 3 if list(checkpoint.glob("global_step*/*zero_pp_rank_0_*model_states.pt")) else 2
         return _deepspeed(stage, len(states))
+    if list(checkpoint.glob("global_step*/*model_states.pt")):
+        return _deepspeed(0, 0)
     if (checkpoint / f"{_FSDP_WEIGHTS}.bin").exists():
         return _FSDP2
     return _SHARDS if (checkpoint / f"{_FSDP_WEIGHTS}_0").exists() else _WHOLE
@@ -144,6 +146,8 @@ def _now() -> str:
 
 
 def _deepspeed(stage: int | None, ranks: int) -> str:
+    if stage == 0:  # each process has all states, and the first one writes them
+        return "DeepSpeed ZeRO-0"
     # ZeRO-1 has the files of ZeRO-2
     return f"DeepSpeed ZeRO-{3 if stage == 3 else 2} on {ranks} processes"
 
