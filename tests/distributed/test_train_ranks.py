@@ -180,6 +180,13 @@ def test_a_deepspeed_configuration_with_null() -> None:
             assert zero_stage() == (2 if zero else 0)
 
 
+def test_a_deepspeed_configuration_that_saves_no_weights() -> None:
+    for more in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
+        config = TrainConfig(options={"deepspeed": {"zero_optimization": {"stage": 3, **more}}})
+        with pytest.raises(ArgumentValueError, match='gather_16bit_weights_on_model_save": true beside stage 3, got '):
+            engine_of(config).__enter__()
+
+
 @pytest.mark.parametrize("text", ["[1]", '{"zero_optimization": 3}', "{"])
 def test_no_deepspeed_configuration(text: str, tmp_path: Path) -> None:
     (tmp_path / "of.json").write_text(text)

@@ -31,6 +31,7 @@ _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 _UNKNOWN = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _FIRST_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _FIRST_REPORTS_SECONDS = 3.0
+_GATHERS = "stage3_gather_16bit_weights_on_model_save"  # in DeepSpeed's configuration
 # accelerate's names in its files, where the variable is not ACCELERATE_ and the name in capitals
 _DEEPSPEED = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
@@ -82,8 +83,15 @@ def _check_groups(config: TrainConfig) -> None:
 
 
 def _of_config(given: Any) -> dict[str, str]:
-    """Return the variables that `engine_line` and `zero_stage` read, for a DeepSpeed configuration or its file."""
+    """Return the variables that `engine_line` and `zero_stage` read, for a DeepSpeed configuration or its file.
+
+    Raises:
+        ArgumentValueError: it is no configuration, or one by which the saved model would have no weights.
+    """
     zero = _read(given).get("zero_optimization") or {}
+    if zero.get("stage") == 3 and not zero.get(_GATHERS):
+        expected, hint = f'"{_GATHERS}": true beside stage 3', "Without it DeepSpeed writes a model without weights."
+        raise ArgumentValueError(message("--deepspeed", expected, "none", hint))
     found = {_USE_DEEPSPEED: "true", f"ACCELERATE_{_DEEPSPEED['zero_stage']}": str(zero.get("stage", 0))}
     found[f"ACCELERATE_{_DEEPSPEED['offload_param_device']}"] = (zero.get("offload_param") or {}).get("device", "none")
     return found
