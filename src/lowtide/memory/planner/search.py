@@ -225,7 +225,8 @@ class Search:
         left = [self.host_bytes, *(self.host_bytes - n for n in taken)]
         for policy in (*self.ladder, *self.sparse, *self.tiles):
             each, k = self._places(policy)[1], policy.every
-            most = [*left, self.host_bytes + self.space.nbytes - ON_THE_WAY * each] if self.space.nbytes else left
+            on_disk = self.space.nbytes // each if each else 0  # whole layers
+            most = [*left, self.host_bytes + (on_disk - ON_THE_WAY) * each] if on_disk else left
             for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in most if h >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
