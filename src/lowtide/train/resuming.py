@@ -62,9 +62,20 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
             _check_kept(f"--{name}", old, value)
     if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
         changed = {**dict.fromkeys(ACTIVATIONS), **changed}
+        changed = {**dict.fromkeys(_without_use(before, changed)), **changed}
     options = {**before.options, **config.options}
     del options["resume_from_checkpoint"]
     return replace(before, **changed, output=str(output), options=options), checkpoint
+
+
+def _without_use(before: TrainConfig, changed: dict[str, Any]) -> Iterator[str]:
+    """Yield the settings of host and disk that a run began with, where other activations have no use for them."""
+    budget, policy = changed["memory_budget"], changed["policy"] or ""
+    host = "host_budget" in changed or bool(before.host_budget)
+    if not budget and not changed.get("offload_states", before.offload_states):
+        yield "host_budget"
+    if not ("offload" in policy or (budget and host)):
+        yield "disk"
 
 
 def _check_kept(name: str, old: object, new: object) -> None:
