@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -162,7 +163,8 @@ def test_an_engine_is_named_once() -> None:
 
 @needs_deepspeed
 @pytest.mark.parametrize("form", ["dict", "JSON", "base64", "file"])
-def test_forms_of_a_deepspeed_configuration(form: str, tmp_path: Path) -> None:
+def test_forms_of_a_deepspeed_configuration(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     text = json.dumps(ZERO3)
     file = tmp_path / "zero3.json"
     file.write_text(text)
@@ -174,10 +176,20 @@ def test_forms_of_a_deepspeed_configuration(form: str, tmp_path: Path) -> None:
 
 
 @needs_deepspeed
-def test_a_deepspeed_configuration_with_null() -> None:
+def test_a_deepspeed_configuration_with_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     for zero in ({"stage": 2, "offload_param": None}, None):
         with engine_of(TrainConfig(options={"deepspeed": json.dumps({"zero_optimization": zero})})):
             assert zero_stage() == (2 if zero else 0)
+
+
+@needs_deepspeed
+def test_a_deepspeed_configuration_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would look for MPI, and end in an error about a module of that."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ArgumentValueError, match="--deepspeed: expected processes that a launcher started, got none"):
+        engine_of(TrainConfig(options={"deepspeed": ZERO3})).__enter__()
 
 
 def test_a_deepspeed_configuration_that_saves_no_weights() -> None:

@@ -153,6 +153,9 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     if deepspeed and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or take --parallel fsdp2."
         raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
+    if given and "RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None and not in_group():
+        hint = "For one process: torchrun --nproc-per-node 1 -m lowtide train ..."
+        raise ArgumentValueError(message("--deepspeed", "processes that a launcher started", "none", hint))
     before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED, _FIRST_READS)}
     os.environ.update(own)
     # accelerate and transformers import these wherever they are installed: seconds, and 200 MiB. Functions of DeepSpeed
