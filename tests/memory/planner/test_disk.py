@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,19 @@ def test_the_least_memory_is_that_of_as_many_layers_as_have_room() -> None:
         search = Search(job, int(host * each), offload_states=False, space=DiskSpace(int(disk * each), 2e10))
         search.ladder, search.sparse, search.tiles = [OFFLOADED, ActivationPolicy(mlp_level=1)], [], []
         assert search.least().peak == min(one.peak for one in search.candidates)
+
+
+def test_as_little_host_memory_as_fits_beside_the_disk_is_advised() -> None:
+    given: dict[str, Any] = {"seq_len": 1024, "batch_size": 512, "budget_gib": 50}
+    advised = {}
+    for disk in (0, 500):
+        with pytest.raises(ArgumentValueError, match="host_gib=") as error:
+            plan(**given, host_gib=1, disk_gib=disk)
+        found = re.search(r"host_gib=(\d+) fits", str(error.value))
+        assert found
+        advised[disk] = int(found[1])
+        assert plan(**given, host_gib=advised[disk], disk_gib=disk).peak_bytes <= 50 * 2**30
+    assert advised[500] < advised[0]
 
 
 def test_how_it_is_told() -> None:
