@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from distributed.train_runs import (
 from lowtide.errors import ArgumentValueError
 from lowtide.train.checkpoints import checkpoints
 from lowtide.train.config import TrainConfig
-from lowtide.train.parallel import engine_of, variables
+from lowtide.train.parallel import engine_of, variables, zero_stage
 from lowtide.train.resuming import check_engine
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
@@ -159,6 +161,59 @@ def test_an_engine_is_named_once() -> None:
         engine_of(config).__enter__()
 
 
+@needs_deepspeed
+@pytest.mark.parametrize("form", ["dict", "JSON", "base64", "file"])
+def test_forms_of_a_deepspeed_configuration(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    text = json.dumps(ZERO3)
+    file = tmp_path / "zero3.json"
+    file.write_text(text)
+    encoded = base64.b64encode(text.encode()).decode()
+    given = {"dict": ZERO3, "JSON": text, "base64": encoded, "file": str(file)}[form]
+    with engine_of(TrainConfig(options={"deepspeed": given})):
+        assert zero_stage() == 3
+    assert zero_stage() is None
+
+
+@needs_deepspeed
+def test_a_deepspeed_configuration_with_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for zero in ({"stage": 2, "offload_param": None}, None):
+        with engine_of(TrainConfig(options={"deepspeed": json.dumps({"zero_optimization": zero})})):
+            assert zero_stage() == (2 if zero else 0)
+
+
+@needs_deepspeed
+def test_a_deepspeed_configuration_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would look for MPI, and end in an error about a module of that."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ArgumentValueError, match="--deepspeed: expected processes that a launcher started, got none"):
+        engine_of(TrainConfig(options={"deepspeed": ZERO3})).__enter__()
+
+
+def test_a_deepspeed_configuration_that_saves_no_weights() -> None:
+    for more in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
+        config = TrainConfig(options={"deepspeed": {"zero_optimization": {"stage": 3, **more}}})
+        with pytest.raises(ArgumentValueError, match='gather_16bit_weights_on_model_save": true beside stage 3, got '):
+            engine_of(config).__enter__()
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"zero_optimization": 3}', "{"])
+def test_no_deepspeed_configuration(text: str, tmp_path: Path) -> None:
+    (tmp_path / "of.json").write_text(text)
+    for given in (str(tmp_path / "of.json"), str(tmp_path / "none.json"), text):
+        with pytest.raises(ArgumentValueError, match="--deepspeed: expected a file with a DeepSpeed configuration"):
+            engine_of(TrainConfig(options={"deepspeed": given})).__enter__()
+
+
+def test_a_deepspeed_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "zero.json").touch()
+    monkeypatch.chdir(tmp_path)
+    for given, kept in (("zero.json", str(tmp_path / "zero.json")), ("x" * 5000, "x" * 5000), (ZERO3, ZERO3)):
+        assert TrainConfig(options={"deepspeed": given}).absolute().options["deepspeed"] == kept
+
+
 @pytest.mark.parametrize("name", ["adafactor", "adagrad"])
 def test_an_optimizer_that_cannot_be_sharded(name: str, made: Runs, tmp_path: Path) -> None:
     words = [*made.arguments("pretrain"), *sharing("fsdp2"), "--optim", name, "--output", tmp_path / "run"]
@@ -190,12 +245,13 @@ FILES = {
     "whole": ["optimizer.pt"],
     "fsdp2": ["pytorch_model_fsdp.bin"],
     "shards": ["pytorch_model_fsdp_0"],
+    "zero0": ["global_step3/mp_rank_00_model_states.pt"],
     "zero2": ["global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt", "global_step3/mp_rank_00_model_states.pt"],
     "zero3": [f"global_step3/zero_pp_rank_0_mp_rank_00_{kind}_states.pt" for kind in ("optim", "model")],
 }
 
 
-@pytest.mark.parametrize("now", ["whole", "fsdp2", "shards", "zero2", "zero3"])
+@pytest.mark.parametrize("now", ["whole", "fsdp2", "shards", "zero0", "zero2", "zero3"])
 @pytest.mark.parametrize("wrote", FILES)
 def test_checkpoints_of_another_format_are_refused(
     wrote: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,7 +261,8 @@ def test_checkpoints_of_another_format_are_refused(
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).touch()
     monkeypatch.setenv("WORLD_SIZE", "1" if wrote.startswith("zero") else "2")
-    environment = {"whole": {}, "shards": SHARDS}
+    zero0 = {**variables("zero2"), "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}
+    environment = {"whole": {}, "shards": SHARDS, "zero0": zero0}
     for name, value in (environment[now] if now in environment else variables(now)).items():
         monkeypatch.setenv(name, value)
     if wrote == now or {wrote, now} == {"whole", "fsdp2"}:

@@ -262,7 +262,7 @@ def test_a_disk_beside_a_policy(
 def test_a_disk_that_is_planned_with(
     needed: bool, tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan has what the folder has free; layers get the folder only if it uses it."""
+    """The plan has most of what the folder has free; layers get the folder only if it uses it."""
     planned, applied, given = activations.plan_memory, activations.apply_policy, []
 
     def plan(*args: Any, **kwargs: Any) -> Any:
@@ -280,6 +280,6 @@ def test_a_disk_that_is_planned_with(
     budgets = ["--memory-budget", "1GiB", "--host-budget", "1GiB", "--disk", tmp_path]
     out = lowtide.done(*tiny, *budgets, "--max-steps", 1, "--output", tmp_path / "run")
     free, folder = given
-    assert free == pytest.approx(shutil.disk_usage(tmp_path).free / 2**30, rel=0.1)
+    assert free == pytest.approx(0.8 * shutil.disk_usage(tmp_path).free / 2**30, rel=0.1)
     assert folder == (str(tmp_path) if needed else None)
     assert (f"disk     0.50 GiB of what layers save are in {tmp_path}" in out) == needed

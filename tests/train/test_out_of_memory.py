@@ -15,6 +15,7 @@ import torch
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
+from lowtide.memory.planner.disk import DiskSpace
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
@@ -100,6 +101,7 @@ def advice(
     padded: bool = False,
     four_bit: bool = False,
     weights: int = 0,
+    room: int = 0,
     arguments: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:
@@ -131,8 +133,9 @@ def advice(
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=6))
     run = RunState(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
-    if weights:
-        run.plan = SimpleNamespace(chosen=SimpleNamespace(states=0, late=False, weights=weights))
+    if weights or room:
+        chosen = SimpleNamespace(states=0, late=False, weights=weights)
+        run.plan = SimpleNamespace(chosen=chosen, space=DiskSpace(room))
     return str(advise(error, run))
 
 
@@ -238,6 +241,12 @@ def test_states_on_the_host_are_advised_and_counted(monkeypatch: pytest.MonkeyPa
     assert takes(again) == pytest.approx(float(there[1]), abs=0.01)
     assert "--offload-states  " not in again
     assert "--offload-states" not in advice(30, monkeypatch, **settings), "no GPU"
+
+
+def test_the_plan_it_names_has_the_runs_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"memory_budget": "40GiB", "host_budget": "10GiB", "disk": "/"}
+    text = advice(30, monkeypatch, room=5 * 2**30, **given)
+    assert " --host 10GiB --no-offload-states --disk 5.00GiB" in text
 
 
 def test_advice_for_a_stock_model_is_to_patch_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,10 @@ from chat_data import byte_tokenizer
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.train import checkpoints
-from lowtide.train.checkpoints import COMPLETE, MODEL, TOKENS
-from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.checkpoints import COMPLETE, MODEL, TOKENS, write_run_file
+from lowtide.train.config import DEFAULT_ROOT, TrainConfig
 from lowtide.train.ending import SaveAndStop
+from lowtide.train.resuming import resumed
 from lowtide.train.tokens import Blocks
 from train.conftest import SHAPE, Run, assert_same_weights, log, losses, options
 
@@ -199,6 +200,35 @@ def test_a_resumed_run_keeps_its_settings(
     err = lowtide.refused("train", *options(**resume), *given)
     assert named in err
     assert sorted(finished.rglob("*")) == before
+
+
+PLANNED = {"memory_budget": "40GiB", "host_budget": "10GiB", "disk": "/"}
+
+
+@pytest.mark.parametrize(
+    ("began", "now", "left"),
+    [
+        (PLANNED, {"policy": "input/1"}, {}),
+        (PLANNED, {"policy": "16 x input/1 offloaded"}, {"disk": "/"}),
+        (PLANNED, {"memory_budget": "30GiB"}, {"host_budget": "10GiB", "disk": "/"}),
+        (PLANNED | {"offload_states": True}, {"policy": "all"}, {"host_budget": "10GiB"}),
+        (PLANNED, {"policy": "all", "offload_states": True}, {"host_budget": "10GiB"}),
+        ({"policy": "input-offload", "disk": "/"}, {"policy": "all"}, {}),
+        ({"policy": "input-offload", "disk": "/"}, {"memory_budget": "40GiB"}, {}),
+        ({"policy": "input-offload", "disk": "/"}, PLANNED, PLANNED),
+    ],
+)
+def test_other_activations_than_the_run_began_with(
+    began: dict[str, Any], now: dict[str, Any], left: dict[str, Any], tmp_path: Path
+) -> None:
+    """They keep what they have a use for, of host memory and disk."""
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "complete").touch()
+    write_run_file(tmp_path, {"config": TrainConfig(**began).to_json(), "sequences": 1, "lowtide": ""})
+    config, _ = resumed(TrainConfig(options={"resume_from_checkpoint": str(checkpoint)}, **now))
+    expected = {"policy": None, "memory_budget": None, "host_budget": None, "disk": None} | left | now
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_the_same_settings_again_and_another_batch_are_no_change(finished: Path, tmp_path: Path, lowtide: Run) -> None:

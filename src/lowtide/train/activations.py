@@ -79,10 +79,10 @@ def plan_and_apply(run: RunState) -> None:
 
 
 def _free(disk: str | None) -> int:
-    """Return the bytes that this process may write to a disk."""
+    """Return the bytes that this process may write to a disk: checkpoints may be on the same one."""
     if disk is None:
         return 0
-    return shutil.disk_usage(checked_folder("disk", disk)).free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return 4 * shutil.disk_usage(checked_folder("disk", disk)).free // (5 * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def weights_may_wait(config: TrainConfig, args: Any) -> bool:

@@ -88,7 +88,8 @@ def _what_fits(run: RunState) -> list[str]:
         lines.append(f"A resumed run can be given {may}; another length is another run.")
     else:
         lines.append(_nothing(settings, job, search, limit, weights))
-    line = _plan_line(config, settings, job, limit)
+    disk = plan.space.nbytes if plan is not None and config.disk else 0
+    line = _plan_line(config, settings, job, limit, disk)
     return [*lines, f"The figures: {line}"] if line else lines
 
 
@@ -141,7 +142,7 @@ def _nothing(settings: Settings, job: Job, search: Search, limit: float, offload
     )
 
 
-def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -> str:
+def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float, disk: int) -> str:
     """Return the ``lowtide plan`` command that shows the whole plan; "" where it has no option for the adapters."""
     words = ["lowtide plan", f"--model {shlex.quote(config.model)}", f"--seq-len {job.seq_len}"]
     words += [f"--batch-size {job.batch_size}", f"--budget {gib(limit):.2f}GiB"]
@@ -155,6 +156,7 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) 
     if config.host_budget:
         words.append(f"--host {shlex.quote(config.host_budget)}")
         words += [] if config.offload_states else ["--no-offload-states"]
+        words += [f"--disk {gib(disk):.2f}GiB"] if disk else []
     if isinstance(job.adapters, int):
         return ""
     if job.adapters is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,8 +218,9 @@ class TrainConfig:
                 changed[name] = _absolute(path)
         if self.model not in SHAPES:
             changed["model"] = _absolute(self.model)
-        if template := self.options.get("chat_template_path"):
-            changed["options"] = {**self.options, "chat_template_path": _absolute(str(template))}
+        paths = {name: self.options.get(name) for name in ("chat_template_path", "deepspeed")}
+        if files := {name: _absolute(str(path)) for name, path in paths.items() if isinstance(path, str | Path)}:
+            changed["options"] = {**self.options, **files}
         return dataclasses.replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:
@@ -257,4 +259,4 @@ def flag(name: str) -> str:
 
 def _absolute(path: str) -> str:
     found = Path(path).expanduser()
-    return str(found.absolute()) if found.exists() else path
+    return str(found.absolute()) if os.path.exists(found) else path  # noqa: PTH110 (a text of any length)

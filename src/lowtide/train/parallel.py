@@ -6,6 +6,7 @@ sets what ``accelerate launch --config_file`` sets for the same file.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import importlib.util
@@ -30,6 +31,7 @@ _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 _UNKNOWN = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _FIRST_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _FIRST_REPORTS_SECONDS = 3.0
+_GATHERS = "stage3_gather_16bit_weights_on_model_save"  # in DeepSpeed's configuration
 # accelerate's names in its files, where the variable is not ACCELERATE_ and the name in capitals
 _DEEPSPEED = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
@@ -81,15 +83,43 @@ def _check_groups(config: TrainConfig) -> None:
 
 
 def _of_config(given: Any) -> dict[str, str]:
-    """Return the variables that `engine_line` and `zero_stage` read, for a DeepSpeed configuration or its file."""
-    found = {_USE_DEEPSPEED: "true"}
-    with contextlib.suppress(OSError, ValueError):  # what it lacks transformers says
-        if isinstance(given, str):
-            given = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
-        zero = given.get("zero_optimization", {})
-        found[f"ACCELERATE_{_DEEPSPEED['zero_stage']}"] = str(zero.get("stage", 0))
-        found[f"ACCELERATE_{_DEEPSPEED['offload_param_device']}"] = zero.get("offload_param", {}).get("device", "none")
+    """Return the variables that `engine_line` and `zero_stage` read, for a DeepSpeed configuration or its file.
+
+    Raises:
+        ArgumentValueError: it is no configuration, or one by which the saved model would have no weights.
+    """
+    zero = _read(given).get("zero_optimization") or {}
+    if zero.get("stage") == 3 and not zero.get(_GATHERS):
+        expected, hint = f'"{_GATHERS}": true beside stage 3', "Without it DeepSpeed writes a model without weights."
+        raise ArgumentValueError(message("--deepspeed", expected, "none", hint))
+    found = {_USE_DEEPSPEED: "true", f"ACCELERATE_{_DEEPSPEED['zero_stage']}": str(zero.get("stage", 0))}
+    found[f"ACCELERATE_{_DEEPSPEED['offload_param_device']}"] = (zero.get("offload_param") or {}).get("device", "none")
     return found
+
+
+def _read(given: Any) -> dict[str, Any]:
+    """Return a DeepSpeed configuration: a dict, JSON, JSON in base64, or a file of JSON.
+
+    Raises:
+        ArgumentValueError: it is none of these.
+    """
+    found = given = str(given) if isinstance(given, Path) else given
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(given, str) and given.lstrip().startswith("{"):
+            found = json.loads(given)
+        elif isinstance(given, str):
+            file = Path(given)
+            found = json.loads(file.read_bytes() if _is_file(file) else base64.urlsafe_b64decode(given))
+    if isinstance(found, dict) and isinstance(found.get("zero_optimization") or {}, dict):
+        return found
+    expected = "a file with a DeepSpeed configuration in JSON, or the JSON itself"
+    raise ArgumentValueError(message("--deepspeed", expected, str(given)))
+
+
+def _is_file(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # a name that is too long, as base64 is
+        return path.is_file()
+    return False
 
 
 @contextlib.contextmanager
@@ -123,6 +153,9 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     if deepspeed and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or take --parallel fsdp2."
         raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
+    if given and "RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None and not in_group():
+        hint = "For one process: torchrun --nproc-per-node 1 -m lowtide train ..."
+        raise ArgumentValueError(message("--deepspeed", "processes that a launcher started", "none", hint))
     before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED, _FIRST_READS)}
     os.environ.update(own)
     # accelerate and transformers import these wherever they are installed: seconds, and 200 MiB. Functions of DeepSpeed

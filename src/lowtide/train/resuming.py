@@ -62,9 +62,20 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
             _check_kept(f"--{name}", old, value)
     if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
         changed = {**dict.fromkeys(ACTIVATIONS), **changed}
+        changed = {**dict.fromkeys(_without_use(before, changed)), **changed}
     options = {**before.options, **config.options}
     del options["resume_from_checkpoint"]
     return replace(before, **changed, output=str(output), options=options), checkpoint
+
+
+def _without_use(before: TrainConfig, changed: dict[str, Any]) -> Iterator[str]:
+    """Yield the settings of host and disk that a run began with, where other activations have no use for them."""
+    budget, policy = changed["memory_budget"], changed["policy"] or ""
+    host = "host_budget" in changed or bool(before.host_budget)
+    if not budget and not changed.get("offload_states", before.offload_states):
+        yield "host_budget"
+    if not ("offload" in policy or (budget and host)):
+        yield "disk"
 
 
 def _check_kept(name: str, old: object, new: object) -> None:
@@ -129,6 +140,8 @@ def _wrote(checkpoint: Path) -> str:
         # the weights' files are named by the rank where each rank has a shard of them
         stage = 3 if list(checkpoint.glob("global_step*/*zero_pp_rank_0_*model_states.pt")) else 2
         return _deepspeed(stage, len(states))
+    if list(checkpoint.glob("global_step*/*model_states.pt")):
+        return _deepspeed(0, 0)
     if (checkpoint / f"{_FSDP_WEIGHTS}.bin").exists():
         return _FSDP2
     return _SHARDS if (checkpoint / f"{_FSDP_WEIGHTS}_0").exists() else _WHOLE
@@ -144,6 +157,8 @@ def _now() -> str:
 
 
 def _deepspeed(stage: int | None, ranks: int) -> str:
+    if stage == 0:  # each process has all states, and the first one writes them
+        return "DeepSpeed ZeRO-0"
     # ZeRO-1 has the files of ZeRO-2
     return f"DeepSpeed ZeRO-{3 if stage == 3 else 2} on {ranks} processes"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,29 @@ def test_a_disk_never_makes_a_step_slower() -> None:
     assert found.seconds < without.seconds
     assert plan(host_gib=12, disk_gib=500).longest_sequence > plan(host_gib=12).longest_sequence
     assert plan(host_gib=6, disk_gib=1, disk_rate="20GB").disk_bytes <= 2**30
+
+
+def test_the_least_memory_is_that_of_as_many_layers_as_have_room() -> None:
+    """A layer is on the disk as a whole, whatever part of one has room besides."""
+    job = plan(seq_len=1024, batch_size=256, host_gib=100).job
+    each = Search(job, 2**40).costs.layers[OFFLOADED].saved + PAGES
+    for host, disk in ((5.5, 6.5), (4.95, 6.72), (7.98, 6.35), (6, 7), (6.9, 8.05)):
+        search = Search(job, int(host * each), offload_states=False, space=DiskSpace(int(disk * each), 2e10))
+        search.ladder, search.sparse, search.tiles = [OFFLOADED, ActivationPolicy(mlp_level=1)], [], []
+        assert search.least().peak == min(one.peak for one in search.candidates)
+
+
+def test_as_little_host_memory_as_fits_beside_the_disk_is_advised() -> None:
+    given: dict[str, Any] = {"seq_len": 1024, "batch_size": 512, "budget_gib": 50}
+    advised = {}
+    for disk in (0, 500):
+        with pytest.raises(ArgumentValueError, match="host_gib=") as error:
+            plan(**given, host_gib=1, disk_gib=disk)
+        found = re.search(r"host_gib=(\d+) fits", str(error.value))
+        assert found
+        advised[disk] = int(found[1])
+        assert plan(**given, host_gib=advised[disk], disk_gib=disk).peak_bytes <= 50 * 2**30
+    assert advised[500] < advised[0]
 
 
 def test_how_it_is_told() -> None:

@@ -43,6 +43,8 @@ def placed(runs: Sequence[Run], host_bytes: int, space: DiskSpace) -> Placed:
     if total <= host_bytes or not space.nbytes or ON_THE_WAY * each > host_bytes:
         return Placed(total)
     beyond = left = math.ceil((total + ON_THE_WAY * each - host_bytes) / each)
+    if (beyond + 1) * each > space.nbytes:  # a layer more goes there where buffers of host memory do not fit each other
+        return Placed(total)
     seconds, travels = 0.0, each / space.rate
     for run in moving:
         n = min(left, run.saving)

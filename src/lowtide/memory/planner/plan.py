@@ -150,7 +150,8 @@ def plan_memory(
     if budget_gib is not None:
         requested = budget_bytes("budget_gib", budget_gib, above_0=True)
     host = budget_bytes("host_gib", host_gib)
-    space = DiskSpace(budget_bytes("disk_gib", disk_gib), budget_bytes("disk_rate", disk_rate, above_0=True))
+    rate = max(1, budget_bytes("disk_rate", disk_rate, above_0=True))
+    space = DiskSpace(budget_bytes("disk_gib", disk_gib), rate)
     if space.nbytes and not host:
         hint = "What goes to the disk goes through pinned host memory."
         raise ArgumentValueError(message("disk_gib", "host_gib beside it", f"{disk_gib} alone", hint))
@@ -234,7 +235,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
     roomy = search.of(job, 2**60 if job.gpus == 1 else 0).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
-        helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
+        helps.append("host_gib={} fits, with {}".format(*_host_that_fits(search, roomy, budget)))
     phase = costs.peak(least.groups, least.states, late=least.late, weights=least.weights)
     tokens = f"{job.batch_size} x {job.seq_len} tokens"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
@@ -242,6 +243,16 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     got = f"{gib_text(requested)}{usable}, {gib_text(least.peak - budget)} GiB too little"
     hint = f"What would help: {'; '.join(helps)}." if helps else ""
     return ArgumentValueError(message("budget_gib", expected, got, hint))
+
+
+def _host_that_fits(search: Search, roomy: Candidate, budget: int) -> tuple[int, Candidate]:
+    """Return whole GiB of host memory and what fits with them; beside a disk as few as do."""
+    low, high = search.host_bytes // 2**30, math.ceil(gib(roomy.host))
+    while search.space.nbytes and high - low > 1:
+        middle = (low + high) // 2
+        one = search.of(search.job, middle * 2**30).least()
+        low, high, roomy = (low, middle, one) if one.peak <= budget else (middle, high, roomy)
+    return high, roomy
 
 
 def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:

@@ -195,7 +195,7 @@ class Search:
 
     def _counts(self, one: Candidate) -> bool:
         """Return whether host and disk have room for a mixture, and offloading moves anything."""
-        return one.host <= self.host_bytes and one.disk <= self.space.nbytes and _moves(one)
+        return one.host <= self.host_bytes and _moves(one)
 
     @cached_property
     def front(self) -> list[Candidate]:
@@ -225,7 +225,8 @@ class Search:
         left = [self.host_bytes, *(self.host_bytes - n for n in taken)]
         for policy in (*self.ladder, *self.sparse, *self.tiles):
             each, k = self._places(policy)[1], policy.every
-            most = [*left, self.host_bytes + self.space.nbytes - ON_THE_WAY * each] if self.space.nbytes else left
+            on_disk = self.space.nbytes // each - 1 if each else 0  # whole layers, and room for another
+            most = [*left, self.host_bytes + (on_disk - ON_THE_WAY) * each] if on_disk > 0 else left
             for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in most if h >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
