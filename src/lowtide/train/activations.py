@@ -82,7 +82,8 @@ def _free(disk: str | None) -> int:
     """Return the bytes that this process may write to a disk: checkpoints may be on the same one."""
     if disk is None:
         return 0
-    return 4 * shutil.disk_usage(checked_folder("disk", disk)).free // (5 * max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    sharers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return 4 * shutil.disk_usage(checked_folder("disk", disk)).free // (5 * sharers)
 
 
 def weights_may_wait(config: TrainConfig, args: Any) -> bool:
