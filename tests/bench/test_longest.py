@@ -20,8 +20,8 @@ from lowtide.bench.ways import config_of
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure.child import ChildResult
 from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.runs import runs_of
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import placed
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -134,7 +134,7 @@ def test_the_watch_ends_a_process_before_the_host_has_none_left() -> None:
 
 def moves(groups: Any) -> int:
     """How many layers' checkpoints go to the host."""
-    return sum(n for _, n, moved in placed(groups) if moved)
+    return sum(n for _, n, moved in runs_of(groups) if moved)
 
 
 def test_what_is_on_the_host_by_hand() -> None:

@@ -30,9 +30,10 @@ from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.gpus import GPUS, Gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
+from lowtide.memory.planner.runs import Groups
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
-from lowtide.memory.planner.step_costs import Groups, StepCosts
+from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.planner.tile_costs import EVERY
 from lowtide.memory.policy import ActivationPolicy, words_of
 

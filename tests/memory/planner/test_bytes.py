@@ -21,8 +21,9 @@ from lowtide.memory.planner.layer_costs import (
     layer_cost,
 )
 from lowtide.memory.planner.optimizers import OPTIMIZERS
+from lowtide.memory.planner.runs import Groups, runs_of
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Groups, Phase, StepCosts, runs_of
+from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Phase, StepCosts
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096

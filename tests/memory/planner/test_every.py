@@ -15,9 +15,10 @@ from lowtide.memory import ActivationPolicy, apply_policy, plan_memory
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes, layer_cost
+from lowtide.memory.planner.runs import runs_of
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import BESIDE, StepCosts, runs_of
+from lowtide.memory.planner.step_costs import BESIDE, StepCosts
 from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.models import patch
 from lowtide.train.shapes import SHAPES

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lowtide.memory.offload import ON_THE_WAY
-
-if TYPE_CHECKING:
-    from lowtide.memory.planner.step_costs import Run
+from lowtide.memory.planner.runs import Run
 
 RATE = 3e9  # bytes per second of an NVMe drive that writes, and of one that reads
 

@@ -1,0 +1,65 @@
+"""Layers one after the other with one policy, and where what they save is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lowtide.memory.offload import ON_DEVICE
+from lowtide.memory.planner.layer_costs import PAGES, LayerCost
+from lowtide.memory.policy import ActivationPolicy
+
+Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
+
+
+def runs_of(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
+    """Return the runs with whether what they save goes to the host: not that of the last offloaded layers."""
+    to_move = max(0, sum(policy.saves(n) for policy, n in groups if policy.offload) - ON_DEVICE)
+    found = []
+    for policy, n in groups:
+        moved = min(n, to_move * policy.every) if policy.offload else 0
+        to_move -= policy.saves(moved)
+        found += [(policy, m, moves) for m, moves in ((moved, True), (n - moved, False)) if m]
+    return found
+
+
+class Run(NamedTuple):
+    """Layers one after the other with one policy."""
+
+    costs: tuple[LayerCost, ...]  # of each kind of layer
+    counts: tuple[int, ...]  # of each kind, in the run
+    first: int
+    moves: bool  # what they save goes to the host
+
+    @property
+    def on_gpu(self) -> int:
+        """Return the bytes that all of them save on the GPU."""
+        return 0 if self.moves else self._saved()
+
+    @property
+    def on_host(self) -> int:
+        """Return the bytes that all of them save on the host."""
+        return self._saved(PAGES) if self.moves else 0
+
+    @property
+    def saving(self) -> int:
+        """Return how many of them save something."""
+        return self.costs[0].policy.saves(sum(self.counts))
+
+    @property
+    def of_layer(self) -> int:
+        """Return the most bytes that one of them saves."""
+        return max(one.saved + PAGES for one, n in zip(self.costs, self.counts, strict=True) if n)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Return the least seconds of forward, and of backward, for each of them that saves something."""
+        there = [one for one, n in zip(self.costs, self.counts, strict=True) if n]
+        every = there[0].policy.every
+        return every * min(one.forward for one in there), every * min(one.backward for one in there)
+
+    def _saved(self, more: int = 0) -> int:
+        """Return the bytes that all of them save, and ``more`` for each that does."""
+        n = sum(self.counts)
+        every = sum(n * (one.saved + more) for n, one in zip(self.counts, self.costs, strict=True))
+        return every * self.saving // n
