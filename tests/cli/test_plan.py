@@ -158,6 +158,7 @@ def test_a_model_of_the_hubs_cache_is_planned(
         ("--attention-mask --check", "without a mask or a disk, on one GPU, got --attention-mask"),
         ("--no-fused-mlp --check", "without a mask or a disk, on one GPU, got --no-fused-mlp"),
         ("--host 9GiB --disk 9GiB --check", "without a mask or a disk, on one GPU, got --disk"),
+        ("--disk-rate 9GB", "disk_rate: expected --disk beside it, got none"),
         ("--disk 9GiB", "disk: expected --host beside it, got none"),
         ("--gpus 2 --parallel fsdp2 --check", "without a mask or a disk, on one GPU, got --gpus"),
         ("--gpus 2 --parallel pp", "argument --parallel: invalid choice: 'pp' (choose from"),

@@ -80,7 +80,7 @@ def add(parser: OneLineParser) -> None:
         metavar="SIZE",
         help="with --host: room on an NVMe drive for offloaded layers that the host cannot hold",
     )
-    add("--disk-rate", default="3GB", metavar="SIZE", help="what it writes per second, and reads (default: 3GB)")
+    add("--disk-rate", metavar="SIZE", help="what it writes per second, and reads (default: an NVMe drive's 3GB)")
     add("--no-offload-states", action="store_true", help="offload no optimizer states")
     add("--no-offload-weights", action="store_true", help="with --lora-rank: offload no frozen weights")
     add(
@@ -131,17 +131,16 @@ def main(arguments: argparse.Namespace) -> int:
     host = parse_gib("host", arguments.host)
     if arguments.disk is not None and not host:
         raise ArgumentValueError(message("disk", "--host beside it", "none"))
+    if arguments.disk_rate is not None and arguments.disk is None:
+        raise ArgumentValueError(message("disk_rate", "--disk beside it", "none"))
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
     for name in ("parallel", "link"):
         if getattr(arguments, name) is not None and arguments.gpus is None:
             raise ArgumentValueError(message(name, "--gpus beside it", "none"))
     adapters = _adapters(arguments)
-    others = {
-        "--disk": arguments.disk is not None,
-        "--load-in-4bit": arguments.load_in_4bit,
-        "--attention-mask": arguments.attention_mask,
-    }
+    others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}
+    others["--disk"] = arguments.disk is not None
     others["--no-fused-mlp"], others["--gpus"] = not arguments.fused_mlp, (arguments.gpus or 1) > 1
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
         expected = "a plan of weights in 16 or 32 bits, patched, without a mask or a disk, on one GPU"
@@ -157,6 +156,8 @@ def main(arguments: argparse.Namespace) -> int:
     from lowtide.memory import plan_memory
 
     given: dict[str, Any] = {name: getattr(arguments, name) for name in _GIVEN}
+    if arguments.disk_rate is not None:
+        given["disk_rate"] = parse_gib("disk_rate", arguments.disk_rate)
     if arguments.workspace_mib is not None:
         given["options"] = HeadOptions(workspace_mib=arguments.workspace_mib)
     plan = plan_memory(
@@ -169,7 +170,6 @@ def main(arguments: argparse.Namespace) -> int:
         gpus=1 if arguments.gpus is None else arguments.gpus,
         link=None if arguments.link is None else parse_gib("link", arguments.link),
         disk_gib=0 if arguments.disk is None else parse_gib("disk", arguments.disk),
-        disk_rate=parse_gib("disk_rate", arguments.disk_rate),
         offload_states=False if arguments.no_offload_states else "auto",
         offload_weights=False if arguments.no_offload_weights else "auto",
         **given,

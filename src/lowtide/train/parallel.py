@@ -6,11 +6,9 @@ sets what ``accelerate launch --config_file`` sets for the same file.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -88,38 +86,19 @@ def _of_config(given: Any) -> dict[str, str]:
     Raises:
         ArgumentValueError: it is no configuration, or one by which the saved model would have no weights.
     """
-    zero = _read(given).get("zero_optimization") or {}
-    if zero.get("stage") == 3 and not zero.get(_GATHERS):
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    try:
+        value = HfDeepSpeedConfig(str(given) if isinstance(given, Path) else given).get_value
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        expected = "a file with a DeepSpeed configuration in JSON, or the JSON itself"
+        raise ArgumentValueError(message("--deepspeed", expected, str(given))) from error
+    stage, place = value("zero_optimization.stage"), value("zero_optimization.offload_param.device")
+    if stage == 3 and not value(f"zero_optimization.{_GATHERS}"):
         expected, hint = f'"{_GATHERS}": true beside stage 3', "Without it DeepSpeed writes a model without weights."
         raise ArgumentValueError(message("--deepspeed", expected, "none", hint))
-    found = {_USE_DEEPSPEED: "true", f"ACCELERATE_{_DEEPSPEED['zero_stage']}": str(zero.get("stage", 0))}
-    found[f"ACCELERATE_{_DEEPSPEED['offload_param_device']}"] = (zero.get("offload_param") or {}).get("device", "none")
-    return found
-
-
-def _read(given: Any) -> dict[str, Any]:
-    """Return a DeepSpeed configuration: a dict, JSON, JSON in base64, or a file of JSON.
-
-    Raises:
-        ArgumentValueError: it is none of these.
-    """
-    found = given = str(given) if isinstance(given, Path) else given
-    with contextlib.suppress(OSError, ValueError):
-        if isinstance(given, str) and given.lstrip().startswith("{"):
-            found = json.loads(given)
-        elif isinstance(given, str):
-            file = Path(given)
-            found = json.loads(file.read_bytes() if _is_file(file) else base64.urlsafe_b64decode(given))
-    if isinstance(found, dict) and isinstance(found.get("zero_optimization") or {}, dict):
-        return found
-    expected = "a file with a DeepSpeed configuration in JSON, or the JSON itself"
-    raise ArgumentValueError(message("--deepspeed", expected, str(given)))
-
-
-def _is_file(path: Path) -> bool:
-    with contextlib.suppress(OSError):  # a name that is too long, as base64 is
-        return path.is_file()
-    return False
+    found = {"zero_stage": str(stage or 0), "offload_param_device": place or "none"}
+    return {_USE_DEEPSPEED: "true", **{f"ACCELERATE_{_DEEPSPEED[name]}": text for name, text in found.items()}}
 
 
 @contextlib.contextmanager

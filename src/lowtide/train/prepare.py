@@ -225,9 +225,8 @@ def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:
 
 def _own_tokenizer(config: TrainConfig, text: Text, shape: Any) -> Any:
     """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
-    if config.tokenizer:
-        return as_loaded(load_tokenizer(config.tokenizer), shape)
-    return as_loaded(train_tokenizer(text, vocab_size=config.vocab_size), shape)
+    name, size = config.tokenizer, config.vocab_size
+    return as_loaded(load_tokenizer(name) if name else train_tokenizer(text, vocab_size=size), shape)
 
 
 def _write_tokens(

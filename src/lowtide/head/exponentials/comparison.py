@@ -26,7 +26,7 @@ class Comparison:
         self._sum = new(len(w_VD), 2 * k, dtype=torch.float32)
         self._lost = new(len(w_VD), k, dtype=torch.float32)
         self._begun = False
-        self._scaled = self._weight
+        self._scaled: Tensor | None = None  # of the last chunk, mixed, in two parts
         self._ends: InputRows | None = None
         self._of_weight: Tensor | None = None
 
@@ -61,6 +61,7 @@ class Comparison:
     def see_lost(self, lost_CV: Tensor, targets: Targets) -> None:
         """Take a chunk's E less what stands for it, after the chunk's parts of dX and dW."""
         k = self._signs.shape[1]
+        assert self._scaled is not None
         if self._ends is not None and self._ends.to is not None:
             lost = self._weight.new_empty(len(lost_CV), k)
             matmul_into(lost_CV, self._parts[:, :k], lost, add=False)

@@ -138,17 +138,13 @@ class Search:
             least = one.peak
             for states, peak in zip(amounts, peaks, strict=True):
                 if peak < least:
-                    seconds = one.seconds + self.costs.on_the_way(states, late=late)
-                    found.append(
-                        replace(
-                            one, peak=peak, host=one.host + hosts[states], seconds=seconds, states=states, late=late
-                        )
-                    )
+                    seconds, host = one.seconds + self.costs.on_the_way(states, late=late), one.host + hosts[states]
+                    found.append(replace(one, peak=peak, host=host, seconds=seconds, states=states, late=late))
                 least = min(least, peak)
+        waits = one.seconds - self.costs.seconds(one.groups) if one.disk else 0.0
         for n in self._layers:
             if (host := one.host + self.costs.weights_on_host(n)) <= self.host_bytes:
-                longer = self.costs.seconds(one.groups, n) - self.costs.seconds(one.groups)
-                peak, seconds = one.peak - self.costs.weights_away(n), one.seconds + longer
+                peak, seconds = one.peak - self.costs.weights_away(n), waits + self.costs.seconds(one.groups, n)
                 found.append(replace(one, peak=peak, host=host, seconds=seconds, weights=n))
         return found
 
