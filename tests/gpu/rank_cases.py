@@ -16,6 +16,7 @@ from distributed.launch import main
 from distributed.sharded import WAYS, head, plain, shard_of, spread
 from gpu.conftest import no_waits
 from head.contract.cases import LEAVES
+from lowtide.head.ranks import exchange
 from support import oracle, relative_error
 
 # Kernels are compiled anew for a bias, a soft cap, a scale: these come together, or compiling takes all the time.
@@ -119,6 +120,46 @@ def edges() -> None:
             loss.to_local().backward()
             mine = pw.grad.to_local()
             assert relative_error(mine, true[: len(mine)]) < 6e-3
+
+
+def exchanges_by_copy_engines() -> None:
+    """Sums and gathered rows are those of torch.distributed, bit for bit, also where memory is used again at once."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    shapes = ((ranks * 300, 1111), (ranks * 5000, 4096), (ranks, 7), (ranks * 1000, 777))  # the second in many parts
+    for shape, dtype in itertools.product(shapes, (torch.float32, torch.bfloat16)):
+        x = torch.randn(shape, device="cuda", generator=generator).to(dtype)
+        of_ranks = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(of_ranks, x)
+        total = of_ranks[0] + of_ranks[1]
+        for other in of_ranks[2:]:
+            total += other
+        mine = total.chunk(ranks)[dist.get_rank()]
+        begun = [
+            exchange.begin_gather(x.clone(), group),
+            exchange.begin_sum(x.clone(), group),
+            exchange.begin_scattered_sum(x.clone(), group),
+            exchange.begin_sum(x.clone(), group, torch.bfloat16),
+        ]
+        torch.full(shape, torch.nan, dtype=dtype, device="cuda")  # where a copy that was freed too early lay
+        wanted = (torch.stack(of_ranks), total, mine, total.bfloat16())
+        for under_way, want in zip(begun, wanted, strict=True):
+            assert torch.equal(under_way.get().to(want.dtype), want), (shape, dtype)
+    assert ranks == 1 or exchange._PEERS[group][x.device] is not None
+    whole = x.clone()
+    exchange.begin_sum(whole, group).get()
+    assert torch.equal(whole, total)  # in its memory
+
+
+def an_exchange_that_is_dropped() -> None:
+    """One that nobody waits for, as after an error, reads and writes nothing that is allocated later."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    for _ in range(20):
+        x = torch.ones(ranks * 2048, 4096, device="cuda")
+        dropped = exchange.begin_gather(x, group)
+        del x, dropped
+        later = [torch.full((2048 * 4096,), 3.0, device="cuda") for _ in range(2 * ranks)]
+        assert all((part == 3).all() for part in later)
 
 
 def no_host_waits() -> None:

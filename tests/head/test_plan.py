@@ -194,17 +194,18 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
     assert "built twice" in str(again)
 
 
-def test_pieces_between_exchanges_are_longer_where_there_are_few_classes() -> None:
-    def plan(N: int, D: int, rows: int) -> tuple[int, int]:
-        made = exponentials(N, D, rows, input_is_copied=True, sharded=True)
+def test_a_chunk_of_a_sharded_vocabulary_has_two_pieces() -> None:
+    def plan(N: int, D: int, rows: int, mib: float | None = None) -> tuple[int, int]:
+        made = exponentials(N, D, rows, mib, input_is_copied=True, sharded=True)
         assert made.schedule == "chunks"
         return made.chunk_rows, made.product_rows
 
-    assert plan(8192, 4096, 128256 // 2) == (4096, 1024), "a wave of tiles is work enough"
-    assert plan(8192, 4096, 128256 // 4) == (4096, 2048)
-    assert plan(8192, 4096, 128256 // 16) == (4096, 2048), "two chunks of two, however little work it is"
+    assert plan(8192, 4096, 128256 // 2) == (4096, 2048)
+    assert plan(8192, 4096, 128256 // 16) == (4096, 2048), "two chunks, however little work it is"
     assert plan(1000, 4096, 128256 // 4) == (1000, 1000)
-    assert plan(10000, 4096, 128256 // 8) == (5000, 2500), "the second piece is no remainder"
+    assert plan(10000, 4096, 128256 // 8) == (5000, 2500), "the second is no remainder"
+    rows, piece = plan(8192, 4096, 128256 // 4, 300.0)
+    assert (8192 % rows, rows % 128, rows // piece) == (0, 0, 2), "also where chunks are short"
 
 
 def test_rows_that_fit_are_one_chunk() -> None:

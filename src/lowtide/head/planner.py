@@ -342,17 +342,17 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     more = {"sum_rows": sum_rows}
 
     of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(EXP_WAVE / max(1, D))))
-    if sharded:  # a chunk has two pieces, with more between two exchanges where few classes are little work
-        piece = max(piece, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
+    # of a sharded vocabulary a chunk has two pieces, longer ones where few classes are little work
+    least = 2 * max(piece, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4)) * sharded
     longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
     if work.automatic:
-        longest = min(longest, max(N // 2, EXP_ROWS, 2 * sharded * piece))
+        longest = min(longest, max(N // 2, EXP_ROWS, least))
     longest = max(work.groups, min(longest, max(1, N)))
     if work.kept:  # the fewest chunks, and these of one length
         longest = N if longest >= N else level(N, whole_tiles(longest))
-    lengths = {longest} if work.kept else _lengths(max(1, N), longest, least=2 * sharded * piece)
+    lengths = {longest} if work.kept else _lengths(max(1, N), longest, least)
     for rows in [] if recompute else lengths:
-        product_rows = level(rows, min(rows, piece))
+        product_rows = level(rows, min(rows, max(piece, -(-rows // 2) * sharded)))
         scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
         seconds = schedule.in_chunks(rows, _sum_bytes(work, rows))
         yield seconds, (rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows})
@@ -369,13 +369,15 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
 
 def _lengths(N: int, longest: int, least: int) -> set[int]:
     """Return lengths of a chunk: powers of 2, which cuBLAS multiplies fastest, and the longest where that is short."""
+    if longest <= least:
+        return {level(N, longest)}
     found = {1 << power for power in range(GPU_TILE.bit_length() - 1, longest.bit_length())}
     found |= {level(N, rows) for rows in found}
     if longest >= N:
         found.add(N)
-    elif longest < max(EXP_ROWS, least):
+    elif longest < EXP_ROWS:
         found |= {level(N, whole_tiles(longest, tile)) for tile in (tile_of(longest), GPU_TILE)}
-    return {rows for rows in found if min(least, longest) <= rows <= longest} or {longest}
+    return {rows for rows in found if least <= rows <= longest}
 
 
 def _blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:

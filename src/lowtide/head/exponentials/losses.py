@@ -79,6 +79,7 @@ class CrossEntropy(Exponentials):
         self._even: Even | None = None  # label smoothing's part of the gradients
         self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
         self._begun = False  # whether the weight's gradient holds something
+        self._under_way: list[Callable[[Gradients], None]] = []  # sums of the input's over the ranks: write them
         self._seen: Tensor | None = None  # the sums of the rows' probabilities, where they are to be seen
 
     def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class CrossEntropy(Exponentials):
         if factors is not None and in_chunks:
             self._factors, self._rows = factors, max((piece.at.stop for piece in pieces), default=0)
             self._e = self.weight_VD.new_empty(self._rows, padded(self.width))
-            self._s_C, self._parts = self._new(self._rows), list[slice]()
+            self._s_C = self._new(self._rows)
             if alone and self.count is not None:
                 new = self.weight_VD.new_empty if self.kept is None else self.weight_VD.new_zeros
                 self._x = new(self._rows, self.weight_VD.shape[1])
@@ -328,10 +329,9 @@ class CrossEntropy(Exponentials):
         if e_CV is not None and self.remembered is not None:
             self._heed(piece, e_CV, into)
         if into.input_ND is not None:
-            self._input_grad(piece, e_CV, factor_C, into.input_ND)
-        self._parts.append(piece.part)
+            self._input_grad(piece, e_CV, factor_C, into)
         if piece.closes:
-            self._close(into, piece.at.stop, last=piece.part.stop == self.plan.rows)
+            self._close(into, piece, last=piece.part.stop == self.plan.rows)
 
     def _heed(self, piece: Piece, e_CV: Tensor, into: Gradients) -> None:
         """Find which tiles of a chunk are kept, and at times what its classes' mean probabilities are."""
@@ -355,21 +355,34 @@ class CrossEntropy(Exponentials):
         ends = InputRows(out, out.stride(0), to_C, s_C, piece.y_C, rest_C, w_VD, w_VD.stride(0))
         return ends if self.terms.uniform_D is None else ends.even(*self.terms.even(self._factor_n[piece.part]))
 
-    def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
-        """Write a piece's input gradient, in blocks of the plan's rows; or this rank's part of it."""
-        alone, product, rows, terms = self.ranks.alone, self._product, piece.rows, self.terms
+    def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, into: Gradients) -> None:
+        """Write a piece's input gradient, in blocks of the plan's rows; or begin to sum this rank's part of it."""
+        assert into.input_ND is not None
+        alone, product, rows = self.ranks.alone, self._product, piece.rows
         if self._x is not None and e_CV is not None:
-            ends, used = self.ends(piece, rows.s, rows.rest, input_ND), self.used(piece.part)
+            ends, used = self.ends(piece, rows.s, rows.rest, into.input_ND), self.used(piece.part)
             if self.kept is not None:
                 self.kept.input_grad(e_CV, ends, used)
             else:
                 gradient_gemms_hopper.input_grad(e_CV, self.weight_VD, ends, self.room, used)
             return
         assert product is not None
+        if not alone and piece.at.start == 0:
+            self._wait_for_sums(into)  # of the chunk before, which lie where this one's come
+        out, to_C = self.places(into.input_ND, piece.part) if alone else (product[piece.at], None)
         if e_CV is None:
             product[piece.at].zero_()
-            return
-        out, to_C = self.places(input_ND, piece.part) if alone else (product[piece.at], None)
+        else:
+            self._finished_products(piece, e_CV, factor_C, out, to_C)
+        if not alone:
+            self._under_way.append(self.ranks.begin_sum(out, piece.part, self.index, into.input_dtype))
+
+    def _finished_products(
+        self, piece: Piece, e_CV: Tensor, factor_C: Tensor, out: Tensor, to_C: Tensor | None
+    ) -> None:
+        """Write the rows of the input's gradient that this rank's classes give into ``out``, to their places there."""
+        alone, product, rows, terms = self.ranks.alone, self._product, piece.rows, self.terms
+        assert product is not None
         of_rows = e_CV, piece.y_C, rows.s, rows.rest, factor_C
         for part in slices(len(e_CV), self.plan.product_rows if alone else len(e_CV)):
             e, y, s, rest, g = of_rows if part.stop - part.start == len(e_CV) else (x[part] for x in of_rows)
@@ -382,15 +395,16 @@ class CrossEntropy(Exponentials):
                 used=self.used(of_all),
             )  # fmt: skip
 
-    def _close(self, into: Gradients, C: int, *, last: bool) -> None:
-        """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
-        ranks, product, e_CV, waits = self.ranks, self._product, self._e_of(slice(0, C)), []
-        first = self._parts[0].start
-        chunk = slice(first, first + C)
-        if product is not None and not isinstance(ranks, Alone):
-            # on one group of rows in one exchange
-            parts = [chunk] if ranks.groups == 1 else self._parts
-            waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p, self.index) for p in parts]
+    def _wait_for_sums(self, into: Gradients) -> None:
+        """Write the sums over ranks that were begun where they belong."""
+        for write in self._under_way:
+            write(into)
+        self._under_way.clear()
+
+    def _close(self, into: Gradients, piece: Piece, *, last: bool) -> None:
+        """End a chunk with its last piece: the weight's product, while the input's are being summed over the ranks."""
+        C, stop = piece.at.stop, piece.part.stop
+        e_CV, chunk = self._e_of(slice(0, C)), slice(stop - C, stop)
         if last and self.kept is None:  # before the product, so that of a single chunk it is written and not added
             self._begun = self._put_even(add=self._begun)
         if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
@@ -400,12 +414,12 @@ class CrossEntropy(Exponentials):
                 self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=self._begun)
         if e_CV is not None and into.bias_V is not None and self.kept is None:
             exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V, self.used(chunk))
-        for wait in waits:
-            wait(into)
-        if last and self.kept is not None:
-            self.kept.see_sum(into)
-            self._put_even(add=True)
-        self._parts, self._begun = [], True
+        if last:
+            self._wait_for_sums(into)
+            if self.kept is not None:
+                self.kept.see_sum(into)
+                self._put_even(add=True)
+        self._begun = True
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""

@@ -1,0 +1,200 @@
+"""Exchanges between the GPUs of one host by their copy engines: GEMMs keep all multiprocessors.
+
+A collective of NCCL is a kernel, which holds multiprocessors until all ranks take part. Behind a GEMM that holds every
+one to its end it begins late, and a GEMM behind it waits for the slowest rank. Here each GPU's copy engine writes into
+the others' memory, and streams wait for numbers there, by CUDA's stream memory operations
+(https://docs.nvidia.com/cuda/cuda-driver-api, "Stream Memory Operations"); the only kernels are the additions.
+
+W ranks. An exchange is the k-th on each of them, all on one stream a rank. A rank writes what it sends to another into
+that one's slot k mod 2, then k at its mark there, and waits until all marks in its own memory have reached k. No slot
+is written before it was read: the mark k + 1 of a rank, which comes before anything that is sent to it in exchange
+k + 2, was written after that rank had read its slot of exchange k.
+"""
+
+import ctypes
+import platform
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, reduce
+from hashlib import sha256
+from os import environ
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.matmul import slices
+
+LEAST_BYTES = 2**20  # of the first exchange: a group that has only shorter ones need not have this memory
+SLOT_BYTES = 2**25  # what all ranks send to one of them at a time; a GPU has two such slots
+_ALIGNED = 256  # bytes
+_MARK_BYTES = 64  # of each rank
+_VIEWS = 512  # kept: of both slots, a few for each rank
+
+
+def place_of(device: torch.device) -> list[int]:
+    """Return a number of this host, and the GPU's index among those seen here; -1 where there are no such exchanges."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if device.type != "cuda" or torch.version.hip or environ.get("NCCL_P2P_DISABLE") == "1" or not boot.exists():
+        return [0, -1]
+    host = sha256(f"{platform.node()} {boot.read_text()}".encode()).digest()
+    return [int.from_bytes(host[:7], "big"), torch.cuda.current_device() if device.index is None else device.index]
+
+
+def reach_each_other(places: list[list[int]]) -> bool:
+    """Return whether the ranks at these places are GPUs of this host that can write into each other's memory."""
+    hosts, gpus = zip(*places, strict=True)
+    seen = torch.cuda.device_count()
+    if len(set(hosts)) > 1 or len(set(gpus)) < len(gpus) or min(gpus) < 0 or max(gpus) >= seen or len(gpus) < 2:
+        return False
+    return all(torch.cuda.can_device_access_peer(one, other) for one in gpus for other in gpus if one != other)
+
+
+class Done:
+    """The end of an exchange, for which a stream waits; until then nothing that it reads or writes is freed."""
+
+    def __init__(self, event: torch.cuda.Event, *held: Tensor) -> None:
+        self._event = event
+        self._held: tuple[Tensor, ...] = held
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        if self._held:
+            torch.cuda.current_stream(self._held[0].device).wait_event(self._event)
+        self._held = ()
+
+    def __del__(self) -> None:
+        self.wait()  # where an error came between: their memory goes to whoever allocates next
+
+
+class Peers:
+    """A group's memory for such exchanges. Every rank makes one at the same time: the host waits for the others."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
+
+        self._rank, self._size, self._count = group.rank(), group.size(), 0
+        self._place = SLOT_BYTES // self._size // _ALIGNED * _ALIGNED  # of one rank in a slot
+        self._view = lru_cache(_VIEWS)(self._new_view)  # to make one takes the host 90 us
+        self._others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        with torch.cuda.device(device):
+            memory = symmetric.empty(2 * SLOT_BYTES + _MARK_BYTES * self._size, dtype=torch.uint8, device=device)
+            memory.zero_()
+            torch.cuda.synchronize(device)  # before any other rank can write there
+            self._all = symmetric.rendezvous(memory, group)
+            self._memory = memory  # it lives as long
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for rank in self._others:
+                _stream_write(self._stream, self._mark(rank, self._rank), 0)
+            torch.cuda.synchronize(device)
+
+    def begin_gather(self, x: Tensor, out: Tensor) -> Done:
+        """Begin to write every rank's ``x``, contiguous, into ``out`` [W, ...]."""
+        mine, all_ranks = x.view(-1), out.view(self._size, -1)
+
+        def run() -> None:
+            all_ranks[self._rank].copy_(mine)
+            for part in slices(len(mine), self._place // x.itemsize):
+                self._spread(mine[part], [of_rank[part] for of_rank in all_ranks])
+
+        return self._beside(run, x, out)
+
+    def begin_sum(self, x: Tensor, out: Tensor) -> Done:
+        """Begin to write the sum of all ranks' ``x``, contiguous, into ``out``: ``x`` itself or of a narrower dtype."""
+        mine, into, W = x.view(-1), out.view(-1), self._size
+        share = self._place // x.itemsize
+
+        def run() -> None:
+            for part in slices(len(mine), share * W):
+                lengths = _even_lengths(part.stop - part.start, W, _ALIGNED // out.itemsize)
+                targets = torch.split(into[part], lengths)
+                self._add(torch.split(mine[part], lengths), targets[self._rank])
+                self._spread(targets[self._rank], targets)
+
+        return self._beside(run, x, out)
+
+    def begin_scattered_sum(self, x: Tensor, out: Tensor) -> Done:
+        """Begin to write this rank's rows of the sum of all ranks' ``x`` [W * C, ...], contiguous, into ``out``."""
+        parts, into = x.view(self._size, -1), out.view(-1)
+
+        def run() -> None:
+            for part in slices(len(into), self._place // x.itemsize):
+                self._add([of_rank[part] for of_rank in parts], into[part])
+
+        return self._beside(run, x, out)
+
+    def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Done:
+        """Call ``run`` on the stream of exchanges, after what the current stream has been given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            run()
+        return Done(self._stream.record_event(), *tensors)
+
+    def _add(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Exchange ``parts[r]`` with each rank r, and add up what all have for this one, in the order of the ranks."""
+        *terms, last = received = self._exchange(parts, [parts[self._rank]] * self._size)
+        scratch = received[self._rank == 0]  # the slot of one of the first two, which are read first
+        torch.add(reduce(lambda one, other: torch.add(one, other, out=scratch), terms), last, out=out)
+
+    def _spread(self, x: Tensor, out: Sequence[Tensor]) -> None:
+        """Send ``x`` to every rank, and write what each rank r sends into ``out[r]``, which is as long."""
+        received = self._exchange([x] * self._size, out)
+        for rank in self._others:
+            out[rank].copy_(received[rank])
+
+    def _exchange(self, sent: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Send ``sent[r]`` to each rank r; return what each sent here, ``like`` these, in a slot, and this rank's."""
+        self._count += 1
+        for rank in self._others:
+            self._slot(rank, self._rank, sent[rank]).copy_(sent[rank])
+        for rank in self._others:
+            _stream_write(self._stream, self._mark(rank, self._rank), self._count)
+        for rank in self._others:
+            _stream_wait(self._stream, self._mark(self._rank, rank), self._count)
+        here = [self._slot(self._rank, rank, its) for rank, its in enumerate(like)]
+        here[self._rank] = sent[self._rank]
+        return here
+
+    def _slot(self, at: int, sender: int, like: Tensor) -> Tensor:
+        """Return the place for what ``sender`` sends, in the memory of rank ``at``."""
+        return self._view(at, sender, self._count % 2, like.numel(), like.dtype)
+
+    def _new_view(self, at: int, sender: int, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
+        first = slot * SLOT_BYTES + sender * self._place
+        place: Tensor = self._all.get_buffer(at, (numel,), dtype, first // dtype.itemsize)
+        return place
+
+    def _mark(self, at: int, sender: int) -> int:
+        """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
+        address: int = self._all.buffer_ptrs[at] + 2 * SLOT_BYTES + sender * _MARK_BYTES
+        return address
+
+
+def _even_lengths(n: int, parts: int, whole: int) -> list[int]:
+    """Return lengths of parts of n numbers, in whole lines but for the last ones."""
+    each = -(-n // (parts * whole)) * whole
+    return [max(0, min(each, n - i * each)) for i in range(parts)]
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _stream_write(stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Write an int32 where the stream has come so far, after all that it wrote before."""
+    _on_stream("cuStreamWriteValue32_v2", stream, address, value)
+
+
+def _stream_wait(stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Let the stream wait until an int32 has reached ``value``."""
+    _on_stream("cuStreamWaitValue32_v2", stream, address, value)
+
+
+def _on_stream(name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
+    # flags 0: writes are ordered after earlier ones; waits end at values that are not less, as signed differences
+    code = getattr(_driver(), name)(
+        ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value % 2**32), ctypes.c_uint(0)
+    )
+    if code:
+        raise RuntimeError(f"{name} returned CUDA's error {code}.")
