@@ -19,11 +19,13 @@ from hashlib import sha256
 from os import environ
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from lowtide.head.matmul import slices
+from lowtide.head.ranks.watchdog import timeout_of, watch
 
 LEAST_BYTES = 2**20  # of the first exchange: a group that has only shorter ones need not have this memory
 SLOT_BYTES = 2**25  # what all ranks send to one of them at a time; a GPU has two such slots
@@ -83,10 +85,13 @@ class Peers:
             torch.cuda.synchronize(device)  # before any other rank can write there
             self._all = symmetric.rendezvous(memory, group)
             self._memory = memory  # it lives as long
+            self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # exchanges: the stream writes it
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for rank in self._others:
                 _stream_write(self._stream, self._mark(rank, self._rank), 0)
+            _stream_write(self._stream, self._ended.data_ptr(), 0)
             torch.cuda.synchronize(device)
+        watch(_progress_of(ref(self)), timeout_of(group, device), f"rank {self._rank}")
 
     def begin_gather(self, x: Tensor, out: Tensor) -> Done:
         """Begin to write every rank's ``x``, contiguous, into ``out`` [W, ...]."""
@@ -128,6 +133,7 @@ class Peers:
         self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             run()
+        _stream_write(self._stream, self._ended.data_ptr(), self._count)
         return Done(self._stream.record_event(), *tensors)
 
     def _add(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -168,6 +174,16 @@ class Peers:
         """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
         address: int = self._all.buffer_ptrs[at] + 2 * SLOT_BYTES + sender * _MARK_BYTES
         return address
+
+
+def _progress_of(peers: "ref[Peers]") -> Callable[[], tuple[int, int] | None]:
+    """Return what returns how many exchanges have begun and how many have ended; None where they are no more."""
+
+    def progress() -> tuple[int, int] | None:
+        its = peers()
+        return None if its is None else (its._count % 2**31, int(its._ended) % 2**31)
+
+    return progress
 
 
 def _even_lengths(n: int, parts: int, whole: int) -> list[int]:
