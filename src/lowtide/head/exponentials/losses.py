@@ -114,7 +114,10 @@ class CrossEntropy(Exponentials):
         if self.kept is not None and self._e is None:
             self.kept.begin_saving(len(self._sums))
         begin_targets, begin_sums = partial(self._begin_targets, y_n, own_n, at_once), partial(self._begin_sums, found)
-        for piece in self.in_stages(pieces, self.begin, begin_targets, begin_sums, chunks=self._e is not None):
+        stages: list[Callable[[Piece], Piece]] = [self.begin, begin_targets, begin_sums]
+        if at_once is not None:  # nothing but sums is exchanged piece by piece: the first GEMM is not to wait
+            stages = [lambda piece: begin_sums(begin_targets(self.begin(piece)))]
+        for piece in self.in_stages(pieces, *stages, chunks=self._e is not None):
             if self._e is None:
                 self._finish(piece)
                 self._save(piece)
