@@ -377,7 +377,7 @@ def _lengths(N: int, longest: int, least: int) -> set[int]:
         found.add(N)
     elif longest < EXP_ROWS:
         found |= {level(N, whole_tiles(longest, tile)) for tile in (tile_of(longest), GPU_TILE)}
-    return {rows for rows in found if least <= rows <= longest}
+    return {rows for rows in found if least <= rows <= longest} or {level(N, longest)}
 
 
 def _blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
