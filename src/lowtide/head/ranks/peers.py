@@ -106,7 +106,7 @@ class Peers:
 
         def run() -> None:
             for part in slices(len(mine), share * W):
-                lengths = _even_lengths(part.stop - part.start, W, _ALIGNED // out.itemsize)
+                lengths = _even_lengths(part.stop - part.start, W, _ALIGNED // x.itemsize)
                 targets = torch.split(into[part], lengths)
                 self._add(torch.split(mine[part], lengths), targets[self._rank])
                 self._spread(targets[self._rank], targets)
@@ -161,7 +161,8 @@ class Peers:
 
     def _new_view(self, at: int, sender: int, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         first = slot * SLOT_BYTES + sender * self._place
-        place: Tensor = self._all.get_buffer(at, (numel,), dtype, first // dtype.itemsize)
+        with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
+            place: Tensor = self._all.get_buffer(at, (numel,), dtype, first // dtype.itemsize)
         return place
 
     def _mark(self, at: int, sender: int) -> int:

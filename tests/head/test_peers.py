@@ -1,0 +1,116 @@
+"""The protocol of exchanges by copy engines, on the CPU: each rank's stream of exchanges is a thread."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.head.ranks import peers
+from lowtide.head.ranks.peers import Peers
+
+SLOT_BYTES = 2**15  # small, for exchanges of many parts
+
+
+class Memory:
+    """All ranks' memory, as torch's symmetric memory gives it out, and its marks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.bytes = [torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8) for _ in range(ranks)]
+        self.buffer_ptrs = [rank * 2**32 for rank in range(ranks)]
+        self.marks: dict[int, int] = {}
+
+    def get_buffer(self, at: int, shape: tuple[int], dtype: torch.dtype, first: int) -> Tensor:
+        start = first * dtype.itemsize
+        return self.bytes[at][start : start + shape[0] * dtype.itemsize].view(dtype)
+
+    def write(self, _: Any, address: int, value: int) -> None:
+        self.marks[address] = value
+
+    def wait(self, _: Any, address: int, value: int) -> None:
+        end = time.monotonic() + 30
+        while self.marks.get(address, 0) < value:
+            assert time.monotonic() < end, "ranks wait for each other"
+            time.sleep(0)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what makes all ranks' ends of a group."""
+
+    def make(ranks: int) -> list[Peers]:
+        memory = Memory(ranks)
+        monkeypatch.setattr(peers, "SLOT_BYTES", SLOT_BYTES)
+        monkeypatch.setattr(peers, "_stream_write", memory.write)
+        monkeypatch.setattr(peers, "_stream_wait", memory.wait)
+        monkeypatch.setattr(Peers, "_beside", lambda _, run, *__: run())
+        return [_end(rank, ranks, memory) for rank in range(ranks)]
+
+    return make
+
+
+def _end(rank: int, ranks: int, memory: Memory) -> Peers:
+    end: Any = Peers.__new__(Peers)
+    end._rank, end._size, end._count, end._stream, end._all = rank, ranks, 0, SimpleNamespace(), memory
+    end._place = SLOT_BYTES // ranks // peers._ALIGNED * peers._ALIGNED
+    end._view = lru_cache(peers._VIEWS)(end._new_view)
+    end._others = [(rank + step) % ranks for step in range(1, ranks)]
+    return end  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
+def test_sums_and_gathered_rows_are_right_in_any_order_of_events(ranks: int, made: Any) -> None:
+    order = random.Random(ranks)
+    kinds, dtypes = ("gather", "sum", "rounded sum", "scattered sum"), (torch.float32, torch.float64, torch.int64)
+    todo = [(order.choice(kinds), order.choice(dtypes), order.choice((1, 7, 900, 5000))) for _ in range(24)]
+
+    def given(i: int, rank: int) -> Tensor:
+        _, dtype, n = todo[i]  # whole numbers, of which every sum is exact, in bfloat16 too
+        generator = torch.Generator().manual_seed(1000 * i + rank)
+        return torch.randint(-8, 9, (ranks * n,), generator=generator).to(dtype)
+
+    def run(end: Peers) -> None:
+        rank, pause = end._rank, random.Random(end._rank)
+        for i, (kind, dtype, n) in enumerate(todo):
+            x, every = given(i, rank), torch.stack([given(i, other) for other in range(ranks)])
+            total = every.sum(0)
+            time.sleep(pause.choice((0, 0, 1e-4, 1e-3)))
+            if kind == "gather":
+                out, want = torch.empty_like(every), every
+                end.begin_gather(x, out)
+            elif kind == "sum":
+                out, want = x, total
+                end.begin_sum(x, out)
+            elif kind == "rounded sum":
+                narrow = torch.bfloat16 if dtype.is_floating_point else dtype
+                out, want = torch.empty_like(x, dtype=narrow), total.to(narrow)
+                end.begin_sum(x, out)
+            else:
+                out, want = x.new_empty(n), total.view(ranks, n)[rank]
+                end.begin_scattered_sum(x, out)
+            assert torch.equal(out, want), (i, kind, dtype, n)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(run, made(ranks)))
+
+
+def test_a_group_that_was_first_used_in_inference_mode_trains(made: Any) -> None:
+    """Views of slots are kept: training cannot write to one that was made there."""
+    ends = made(2)
+
+    def run(end: Peers, *, infers: bool) -> None:
+        with torch.inference_mode(infers):
+            x = torch.ones(8)
+            end.begin_sum(x, x)
+            assert x.tolist() == [2.0] * 8
+
+    with ThreadPoolExecutor(2) as threads:
+        for infers in (True, False, True):
+            list(threads.map(partial(run, infers=infers), ends))
