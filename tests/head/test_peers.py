@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.head.ranks import peers
+from lowtide.head.ranks import exchange, peers
 from lowtide.head.ranks.peers import Peers
 
 SLOT_BYTES = 2**15  # small, for exchanges of many parts
@@ -114,3 +115,39 @@ def test_a_group_that_was_first_used_in_inference_mode_trains(made: Any) -> None
     with ThreadPoolExecutor(2) as threads:
         for infers in (True, False, True):
             list(threads.map(partial(run, infers=infers), ends))
+
+
+@pytest.mark.parametrize("fails", ["reach", "memory", "rendezvous"])
+def test_where_one_rank_cannot_none_waits_for_it(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, here, met = 3, threading.local(), threading.Barrier(3, timeout=30)
+    table: list[list[int]] = [[]] * ranks
+
+    def numbers_of_all(numbers: list[int], *_: Any) -> list[list[int]]:
+        table[here.rank] = numbers
+        met.wait()
+        gathered = list(table)
+        met.wait()
+        return gathered
+
+    def memory_of(*_: Any) -> Tensor:
+        if fails == "memory" and here.rank == 1:
+            raise torch.OutOfMemoryError
+        return torch.empty(1)
+
+    def joined(*_: Any) -> Any:
+        met.wait()  # as a rendezvous does
+        if fails == "rendezvous" and here.rank == 1:
+            raise RuntimeError
+        return object()
+
+    def run(rank: int) -> Any:
+        here.rank = rank
+        return exchange._made_peers(SimpleNamespace(size=lambda: ranks), torch.device("cuda", rank))
+
+    monkeypatch.setattr(exchange, "numbers_of_all", numbers_of_all)
+    monkeypatch.setattr(exchange, "place_of", lambda device: [0, device.index])
+    monkeypatch.setattr(exchange, "reach_each_other", lambda _: fails != "reach" or here.rank != 1)
+    monkeypatch.setattr(exchange, "memory_of", memory_of)
+    monkeypatch.setattr(exchange, "Peers", joined)
+    with ThreadPoolExecutor(ranks) as threads:
+        assert list(threads.map(run, range(ranks))) == [None] * ranks

@@ -53,8 +53,9 @@ def reach_each_other(places: list[list[int]]) -> bool:
 class Done:
     """The end of an exchange, for which a stream waits; until then nothing that it reads or writes is freed."""
 
-    def __init__(self, event: torch.cuda.Event, *held: Tensor) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, *held: Tensor) -> None:
+        """``stream`` is what the exchange was begun on: memory that is freed is used there next."""
+        self._event, self._stream = event, stream
         self._held: tuple[Tensor, ...] = held
 
     def wait(self) -> None:
@@ -64,23 +65,34 @@ class Done:
         self._held = ()
 
     def __del__(self) -> None:
-        self.wait()  # where an error came between: their memory goes to whoever allocates next
+        if self._held:  # an error came between, and another stream or thread may be current
+            self._stream.wait_event(self._event)
+
+
+def memory_of(ranks: int, device: torch.device) -> Tensor:
+    """Return this rank's memory for `Peers`: all that can fail on one rank alone, which others would wait for there."""
+    import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
+
+    _ = _driver().cuStreamWriteValue32_v2, _driver().cuStreamWaitValue32_v2
+    with torch.cuda.device(device):
+        memory = symmetric.empty(2 * SLOT_BYTES + _MARK_BYTES * ranks, dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)  # before any other rank can write there
+    return memory
 
 
 class Peers:
     """A group's memory for such exchanges. Every rank makes one at the same time: the host waits for the others."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
+    def __init__(self, group: Any, memory: Tensor) -> None:
+        import torch.distributed._symmetric_memory as symmetric
 
+        device = memory.device
         self._rank, self._size, self._count = group.rank(), group.size(), 0
         self._place = SLOT_BYTES // self._size // _ALIGNED * _ALIGNED  # of one rank in a slot
         self._view = lru_cache(_VIEWS)(self._new_view)  # to make one takes the host 90 us
         self._others = [(self._rank + step) % self._size for step in range(1, self._size)]
         with torch.cuda.device(device):
-            memory = symmetric.empty(2 * SLOT_BYTES + _MARK_BYTES * self._size, dtype=torch.uint8, device=device)
-            memory.zero_()
-            torch.cuda.synchronize(device)  # before any other rank can write there
             self._all = symmetric.rendezvous(memory, group)
             self._memory = memory  # it lives as long
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -125,10 +137,11 @@ class Peers:
 
     def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Done:
         """Call ``run`` on the stream of exchanges, after what the current stream has been given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        begun_on = torch.cuda.current_stream(tensors[0].device)
+        self._stream.wait_stream(begun_on)
         with torch.cuda.stream(self._stream), torch.no_grad():
             run()
-        return Done(self._stream.record_event(), *tensors)
+        return Done(self._stream.record_event(), begun_on, *tensors)
 
     def _add(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Exchange ``parts[r]`` with each rank r, and add up what all have for this one, in the order of the ranks."""
