@@ -206,6 +206,9 @@ def test_a_chunk_of_a_sharded_vocabulary_has_two_pieces() -> None:
     assert plan(10000, 4096, 128256 // 8) == (5000, 2500), "the second is no remainder"
     rows, piece = plan(8192, 4096, 128256 // 4, 300.0)
     assert (8192 % rows, rows % 128, rows // piece) == (0, 0, 2), "also where chunks are short"
+    assert plan(23258, 4096, 128256 // 16) == (11629, 5815), "where no power of 2 is as long as two pieces"
+    of_four = exponentials(23256, 4096, 128256 // 16, sharded=True, groups=4)
+    assert (of_four.chunk_rows, of_four.product_rows) == (11628, 5816), "no third piece of a row of each rank"
 
 
 def test_rows_that_fit_are_one_chunk() -> None:

@@ -352,7 +352,8 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
         longest = N if longest >= N else level(N, whole_tiles(longest))
     lengths = {longest} if work.kept else _lengths(max(1, N), longest, least)
     for rows in [] if recompute else lengths:
-        product_rows = level(rows, min(rows, max(piece, -(-rows // 2) * sharded)))
+        half = -(-(rows // work.groups) // 2) * work.groups  # in whole groups, or a few rows would be a third piece
+        product_rows = max(level(rows, min(rows, piece)), half * sharded)
         scratch = fixed + rows * of_row + product * (rows if sharded else product_rows)
         seconds = schedule.in_chunks(rows, _sum_bytes(work, rows))
         yield seconds, (rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows})
@@ -377,7 +378,7 @@ def _lengths(N: int, longest: int, least: int) -> set[int]:
         found.add(N)
     elif longest < EXP_ROWS:
         found |= {level(N, whole_tiles(longest, tile)) for tile in (tile_of(longest), GPU_TILE)}
-    return {rows for rows in found if least <= rows <= longest}
+    return {rows for rows in found if least <= rows <= longest} or {level(N, longest)}
 
 
 def _blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""The communication between ranks that share a vocabulary: the only file of the head with collectives.
+"""The communication between ranks that share a vocabulary: the rest of the head has no collectives.
 
-Every rank of a group calls these in the same order. Each returns once it is started: the device may still wait. GPUs of
-one host that reach each other's memory exchange by copy engines, all others through torch.distributed.
+Every rank of a group calls these in the same order. Each returns once it is started: the device may still wait. Where a
+group's GPUs are of one host and reach each other's memory, gathers and sums go by `peers`, the rest through
+torch.distributed.
 """
 
 from contextlib import suppress
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.head.ranks.peers import LEAST_BYTES, Peers, place_of, reach_each_other
+from lowtide.head.ranks.peers import LEAST_BYTES, Peers, memory_of, place_of, reach_each_other
 
 _PEERS: "WeakKeyDictionary[Any, dict[torch.device, Peers | None]]" = WeakKeyDictionary()
 
@@ -117,11 +118,21 @@ def _peers_for(x: Tensor, group: Any) -> Peers | None:
         return None
     of_group = _PEERS.setdefault(group, {})
     if x.device not in of_group and x.nbytes >= LEAST_BYTES:
-        peers = None
-        if reach_each_other(numbers_of_all(place_of(x.device), group, x.device)):
-            with suppress(RuntimeError, OSError, ImportError, AttributeError):
-                peers = Peers(group, x.device)
-            if not all(made for (made,) in numbers_of_all([peers is not None], group, x.device)):
-                peers = None
-        of_group[x.device] = peers
+        of_group[x.device] = _made_peers(group, x.device)
     return of_group.get(x.device)
+
+
+def _made_peers(group: Any, device: torch.device) -> Peers | None:
+    """Return what exchanges by copy engines; None where any rank cannot: each step is taken by all ranks or by none."""
+    places, memory, peers = numbers_of_all(place_of(device), group, device), None, None
+    with suppress(RuntimeError, OSError, ImportError, AttributeError):
+        memory = memory_of(group.size(), device) if reach_each_other(places) else None
+    if not _on_all(memory is not None, group, device) or memory is None:
+        return None
+    with suppress(RuntimeError, OSError, ImportError, AttributeError):
+        peers = Peers(group, memory)
+    return peers if _on_all(peers is not None, group, device) else None
+
+
+def _on_all(done: bool, group: Any, device: torch.device) -> bool:
+    return all(of_rank for (of_rank,) in numbers_of_all([done], group, device))

@@ -3,7 +3,8 @@
 A collective of NCCL is a kernel, which holds multiprocessors until all ranks take part. Behind a GEMM that holds every
 one to its end it begins late, and a GEMM behind it waits for the slowest rank. Here each GPU's copy engine writes into
 the others' memory, and streams wait for numbers there, by CUDA's stream memory operations
-(https://docs.nvidia.com/cuda/cuda-driver-api, "Stream Memory Operations"); the only kernels are the additions.
+(https://docs.nvidia.com/cuda/cuda-driver-api, "Stream Memory Operations"); the only kernels are the additions, and
+copies within a GPU.
 
 W ranks. An exchange is the k-th on each of them, all on one stream a rank. A rank writes what it sends to another into
 that one's slot k mod 2, then k at its mark there, and waits until all marks in its own memory have reached k. No slot
@@ -14,8 +15,9 @@ k + 2, was written after that rank had read its slot of exchange k.
 import ctypes
 import platform
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 from hashlib import sha256
+from operator import ne
 from os import environ
 from pathlib import Path
 from typing import Any
@@ -31,32 +33,48 @@ LEAST_BYTES = 2**20  # of the first exchange: a group that has only shorter ones
 SLOT_BYTES = 2**25  # what all ranks send to one of them at a time; a GPU has two such slots
 _ALIGNED = 256  # bytes
 _MARK_BYTES = 64  # of each rank
-_VIEWS = 512  # kept: of both slots, a few for each rank
 
 
 def place_of(device: torch.device) -> list[int]:
-    """Return a number of this host, and the GPU's index among those seen here; -1 where there are no such exchanges."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if device.type != "cuda" or torch.version.hip or environ.get("NCCL_P2P_DISABLE") == "1" or not boot.exists():
-        return [0, -1]
-    host = sha256(f"{platform.node()} {boot.read_text()}".encode()).digest()
-    return [int.from_bytes(host[:7], "big"), torch.cuda.current_device() if device.index is None else device.index]
+    """Return numbers of the host and of the GPU, its index here, -1 where it takes no part, and of groups it is in."""
+    nowhere = [0, 0, -1, 0]
+    if device.type != "cuda" or torch.version.hip or environ.get("NCCL_P2P_DISABLE") == "1":
+        return nowhere
+    if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":  # a stream that waits would hold the GEMMs behind it
+        return nowhere
+    try:  # with its processes: those of another container cannot be reached
+        boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return nowhere
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [_number_of(f"{platform.node()} {boot} {processes}"), _gpu(index), index, Peers.made]
 
 
 def reach_each_other(places: list[list[int]]) -> bool:
     """Return whether the ranks at these places are GPUs of this host that can write into each other's memory."""
-    hosts, gpus = zip(*places, strict=True)
-    seen = torch.cuda.device_count()
-    if len(set(hosts)) > 1 or len(set(gpus)) < len(gpus) or min(gpus) < 0 or max(gpus) >= seen or len(gpus) < 2:
+    hosts, gpus, indices, groups = zip(*places, strict=True)
+    if len(gpus) < 2 or len(set(gpus)) < len(gpus) or min(indices) < 0 or max(indices) >= torch.cuda.device_count():
         return False
-    return all(torch.cuda.can_device_access_peer(one, other) for one in gpus for other in gpus if one != other)
+    # torch numbers a process's rendezvous: those of one group must have had as many
+    if len(set(hosts)) > 1 or len(set(groups)) > 1 or any(map(ne, map(_gpu, indices), gpus)):
+        return False
+    return all(torch.cuda.can_device_access_peer(one, other) for one in indices for other in indices if one != other)
+
+
+def _gpu(index: int) -> int:
+    return _number_of(str(torch.cuda.get_device_properties(index).uuid))
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
 
 
 class Done:
     """The end of an exchange, for which a stream waits; until then nothing that it reads or writes is freed."""
 
-    def __init__(self, event: torch.cuda.Event, *held: Tensor) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, *held: Tensor) -> None:
+        """``stream`` is what the exchange was begun on: memory that is freed is used there next."""
+        self._event, self._stream = event, stream
         self._held: tuple[Tensor, ...] = held
 
     def wait(self) -> None:
@@ -66,25 +84,40 @@ class Done:
         self._held = ()
 
     def __del__(self) -> None:
-        self.wait()  # where an error came between: their memory goes to whoever allocates next
+        if self._held:  # an error came between, and another stream or thread may be current
+            self._stream.wait_event(self._event)
+
+
+def memory_of(ranks: int, device: torch.device) -> Tensor:
+    """Return this rank's memory for `Peers`: all that can fail on one rank alone, which others would wait for there."""
+    import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
+
+    _ = _driver().cuStreamWriteValue32_v2, _driver().cuStreamWaitValue32_v2
+    with torch.cuda.device(device):
+        memory = symmetric.empty(2 * SLOT_BYTES + _MARK_BYTES * ranks, dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)  # before any other rank can write there
+    return memory
 
 
 class Peers:
     """A group's memory for such exchanges. Every rank makes one at the same time: the host waits for the others."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
+    made = 0  # by this process
 
+    def __init__(self, group: Any, memory: Tensor) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        Peers.made, device = Peers.made + 1, memory.device
         self._rank, self._size, self._count = group.rank(), group.size(), 0
         self._place = SLOT_BYTES // self._size // _ALIGNED * _ALIGNED  # of one rank in a slot
-        self._view = lru_cache(_VIEWS)(self._new_view)  # to make one takes the host 90 us
         self._others = [(self._rank + step) % self._size for step in range(1, self._size)]
         with torch.cuda.device(device):
-            memory = symmetric.empty(2 * SLOT_BYTES + _MARK_BYTES * self._size, dtype=torch.uint8, device=device)
-            memory.zero_()
-            torch.cuda.synchronize(device)  # before any other rank can write there
-            self._all = symmetric.rendezvous(memory, group)
-            self._memory = memory  # it lives as long
+            met = symmetric.rendezvous(memory, group)
+            with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
+                self._slots = [met.get_buffer(r, (2 * SLOT_BYTES,), torch.uint8, 0) for r in range(self._size)]
+            self._addresses: list[int] = met.buffer_ptrs
+            self._alive = memory, met
             self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # exchanges: the stream writes it
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for rank in self._others:
@@ -111,7 +144,7 @@ class Peers:
 
         def run() -> None:
             for part in slices(len(mine), share * W):
-                lengths = _even_lengths(part.stop - part.start, W, _ALIGNED // out.itemsize)
+                lengths = _even_lengths(part.stop - part.start, W, _ALIGNED // x.itemsize)
                 targets = torch.split(into[part], lengths)
                 self._add(torch.split(mine[part], lengths), targets[self._rank])
                 self._spread(targets[self._rank], targets)
@@ -130,11 +163,12 @@ class Peers:
 
     def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Done:
         """Call ``run`` on the stream of exchanges, after what the current stream has been given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        begun_on = torch.cuda.current_stream(tensors[0].device)
+        self._stream.wait_stream(begun_on)
         with torch.cuda.stream(self._stream), torch.no_grad():
             run()
         _stream_write(self._stream, self._ended.data_ptr(), self._count)
-        return Done(self._stream.record_event(), *tensors)
+        return Done(self._stream.record_event(), begun_on, *tensors)
 
     def _add(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Exchange ``parts[r]`` with each rank r, and add up what all have for this one, in the order of the ranks."""
@@ -163,17 +197,12 @@ class Peers:
 
     def _slot(self, at: int, sender: int, like: Tensor) -> Tensor:
         """Return the place for what ``sender`` sends, in the memory of rank ``at``."""
-        return self._view(at, sender, self._count % 2, like.numel(), like.dtype)
-
-    def _new_view(self, at: int, sender: int, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
-        first = slot * SLOT_BYTES + sender * self._place
-        place: Tensor = self._all.get_buffer(at, (numel,), dtype, first // dtype.itemsize)
-        return place
+        first = self._count % 2 * SLOT_BYTES + sender * self._place
+        return self._slots[at][first : first + like.nbytes].view(like.dtype)
 
     def _mark(self, at: int, sender: int) -> int:
         """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
-        address: int = self._all.buffer_ptrs[at] + 2 * SLOT_BYTES + sender * _MARK_BYTES
-        return address
+        return self._addresses[at] + 2 * SLOT_BYTES + sender * _MARK_BYTES
 
 
 def _progress_of(peers: "ref[Peers]") -> Callable[[], tuple[int, int] | None]:
