@@ -31,7 +31,7 @@ from lowtide.memory.policy import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import count
-from lowtide.train.parallel import uses_deepspeed, uses_fsdp
+from lowtide.train.parallel import reshards, uses_deepspeed, uses_fsdp
 from lowtide.train.run_state import RunState
 
 # Trainer's optimizers as the planner names them
@@ -115,7 +115,8 @@ def planned_job(run: RunState) -> dict[str, Any]:
     optimizer = planned_optimizer(args)
     adapters = _adapters(model) if any(_LORA_A in name for name, _ in model.named_parameters()) else None
     # What the planner has several GPUs for; of other runs it plans one that has all the weights.
-    sharded = uses_fsdp() and adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
+    sharded = uses_fsdp() and reshards() and adapters is None and not run.config.host_gib
+    sharded = sharded and OPTIMIZERS[optimizer].shards
     return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,

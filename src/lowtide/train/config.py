@@ -18,7 +18,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
 
 DEFAULT_ROOT = Path("lowtide-runs")
 NEWEST_IF_ANY = "auto"  # as --resume_from_checkpoint: a new run where --output has none, for commands that are repeated
-Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3", "zero3-offload"]
+Parallel = Literal["auto", "ddp", "fsdp2", "fsdp2-zero2", "zero2", "zero3", "zero3-offload"]
 ACTIVATIONS = ("memory_budget", "policy")  # ways to choose what layers save for backward: one of them
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -130,7 +130,8 @@ class TrainConfig:
     parallel: Parallel = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
         "auto",
         "how the processes that torchrun starts share the model. ddp: each has all of it; fsdp2: weights, gradients "
-        "and optimizer states are sharded (PyTorch's FSDP2); zero2: gradients and states, zero3: weights too "
+        "and optimizer states are sharded (PyTorch's FSDP2); fsdp2-zero2: the same, but weights stay gathered from "
+        "forward to the end of backward; zero2: gradients and states, zero3: weights too "
         "(DeepSpeed); zero3-offload: all three in host memory, the optimizer on the CPU. auto: what accelerate launch "
         "was configured for, else ddp",
     )

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from lowtide.train.config import TrainConfig
 
 AUTO, FSDP2 = "auto", "fsdp2"
+_BY_FSDP2 = (FSDP2, "fsdp2-zero2")
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 # of accelerate's configurations, what a run does not have
 _UNKNOWN = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
+_RESHARDS = "FSDP_RESHARD_AFTER_FORWARD"
 _FIRST_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _FIRST_REPORTS_SECONDS = 3.0
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"  # in DeepSpeed's configuration
@@ -74,7 +76,7 @@ def _check_groups(config: TrainConfig) -> None:
         hint = f"Start them with torchrun --nproc-per-node {size * -(-ranks // size)}, or give --tensor-parallel 1."
         raise ArgumentValueError(message("tensor_parallel", expected, got, hint))
     deepspeed = uses_deepspeed() or config.options.get("deepspeed")
-    if size > 1 and (config.parallel not in (AUTO, FSDP2) or deepspeed):
+    if size > 1 and (config.parallel not in (AUTO, *_BY_FSDP2) or deepspeed):
         expected, got = "fsdp2 beside --tensor-parallel", "DeepSpeed" if deepspeed else config.parallel
         hint = "Give --parallel fsdp2 under torchrun: accelerate shards such a model by FSDP2 alone."
         raise UnsupportedError(message("parallel", expected, got, hint))
@@ -114,7 +116,7 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
         raise ArgumentValueError(message("parallel", "an engine of lowtide train", f"{name}=true", hint))
     _check_groups(config)
     shares = config.group_size > 1
-    engine = FSDP2 if shares and not _is_on(_USE_FSDP) else config.parallel
+    engine = FSDP2 if shares and config.parallel == AUTO and not _is_on(_USE_FSDP) else config.parallel
     own = variables(engine) if engine != AUTO and launched_ranks() > 1 else {}
     if given := config.options.get("deepspeed"):
         own |= _of_config(given)
@@ -157,6 +159,11 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
 def uses_fsdp() -> bool:
     """Return whether several processes share the model by FSDP."""
     return launched_ranks() > 1 and _is_on(_USE_FSDP)
+
+
+def reshards() -> bool:
+    """Return whether FSDP frees the weights of a layer after its forward, and gathers them again in backward."""
+    return os.environ.get(_RESHARDS, "true").lower() in ("true", "full_shard")
 
 
 def uses_deepspeed() -> bool:
@@ -214,7 +221,8 @@ def engine_line(config: TrainConfig) -> str | None:
         groups = f"FSDP2 over {ranks // size} groups, tensor parallelism" if ranks > size else "tensor parallelism"
         return f"parallel {ranks} processes, {groups}: {size} share each layer"
     if uses_fsdp():
-        return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are sharded"
+        gathered = "" if reshards() else ", and weights stay gathered until backward ends"
+        return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are sharded{gathered}"
     return f"parallel {ranks} processes, DDP: each has the whole model"
 
 
