@@ -93,3 +93,4 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path: Path) -> None:
     assert out == "2.0\n", err
     assert first.returncode == -SIGABRT
     assert "lowtide: rank 0 waited 10 s" in err
+    assert "for exchange 3 of 4" in err, "each sum is two"

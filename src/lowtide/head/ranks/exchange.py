@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.head.ranks.peers import LEAST_BYTES, Peers, memory_of, place_of, reach_each_other
 
+_CANNOT = RuntimeError, OSError, ImportError, AttributeError, TypeError, ValueError  # of older versions of PyTorch too
 _PEERS: "WeakKeyDictionary[Any, dict[torch.device, Peers | None]]" = WeakKeyDictionary()
 
 
@@ -125,11 +126,11 @@ def _peers_for(x: Tensor, group: Any) -> Peers | None:
 def _made_peers(group: Any, device: torch.device) -> Peers | None:
     """Return what exchanges by copy engines; None where any rank cannot: each step is taken by all ranks or by none."""
     places, memory, peers = numbers_of_all(place_of(device), group, device), None, None
-    with suppress(RuntimeError, OSError, ImportError, AttributeError):
+    with suppress(*_CANNOT):
         memory = memory_of(group.size(), device) if reach_each_other(places) else None
     if not _on_all(memory is not None, group, device) or memory is None:
         return None
-    with suppress(RuntimeError, OSError, ImportError, AttributeError):
+    with suppress(*_CANNOT):
         peers = Peers(group, memory)
     return peers if _on_all(peers is not None, group, device) else None
 

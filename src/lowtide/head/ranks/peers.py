@@ -122,8 +122,12 @@ class Peers:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for rank in self._others:
                 _stream_write(self._stream, self._mark(rank, self._rank), 0)
-            _stream_write(self._stream, self._ended.data_ptr(), 0)
+            _stream_wait(self._stream, self._mark(self._rank, self._rank), 0)  # an error where the driver cannot
+            _stream_write(self._stream, self._ended.data_ptr(), 1)
             torch.cuda.synchronize(device)
+            if int(self._ended) != 1:  # the watchdog would end a process that is well
+                raise RuntimeError("The host does not see what a stream writes.")
+            self._ended.zero_()
         watch(_progress_of(ref(self)), timeout_of(group, device), f"rank {self._rank}")
 
     def begin_gather(self, x: Tensor, out: Tensor) -> Done:
