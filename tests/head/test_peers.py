@@ -21,19 +21,19 @@ SLOT_BYTES = 2**15  # small, for exchanges of many parts
 
 
 class Memory:
-    """All ranks' memory, as torch's symmetric memory gives it out, and its marks."""
+    """All ranks' memory, as torch's symmetric memory gives it out, and its flags."""
 
     def __init__(self, ranks: int) -> None:
         self.bytes = [torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8) for _ in range(ranks)]
         self.addresses = [rank * 2**32 for rank in range(ranks)]
-        self.marks: dict[int, int] = {}
+        self.flags: dict[int, int] = {}
 
     def write(self, _: Any, address: int, value: int) -> None:
-        self.marks[address] = value
+        self.flags[address] = value
 
     def wait(self, _: Any, address: int, value: int) -> None:
         end = time.monotonic() + 30
-        while self.marks.get(address, 0) < value:
+        while self.flags.get(address, 0) < value:
             assert time.monotonic() < end, "ranks wait for each other"
             time.sleep(0)
 

@@ -370,8 +370,6 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
 
 def _lengths(N: int, longest: int, least: int) -> set[int]:
     """Return lengths of a chunk: powers of 2, which cuBLAS multiplies fastest, and the longest where that is short."""
-    if longest <= least:
-        return {level(N, longest)}
     found = {1 << power for power in range(GPU_TILE.bit_length() - 1, longest.bit_length())}
     found |= {level(N, rows) for rows in found}
     if longest >= N:

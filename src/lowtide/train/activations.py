@@ -115,8 +115,8 @@ def planned_job(run: RunState) -> dict[str, Any]:
     optimizer = planned_optimizer(args)
     adapters = _adapters(model) if any(_LORA_A in name for name, _ in model.named_parameters()) else None
     # What the planner has several GPUs for; of other runs it plans one that has all the weights.
-    sharded = uses_fsdp() and reshards() and adapters is None and not run.config.host_gib
-    sharded = sharded and OPTIMIZERS[optimizer].shards
+    by_plan = adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
+    sharded = by_plan and uses_fsdp() and reshards()
     return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,

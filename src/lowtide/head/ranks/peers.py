@@ -7,8 +7,8 @@ the others' memory, and streams wait for numbers there, by CUDA's stream memory 
 copies within a GPU.
 
 W ranks. An exchange is the k-th on each of them, all on one stream a rank. A rank writes what it sends to another into
-that one's slot k mod 2, then k at its mark there, and waits until all marks in its own memory have reached k. No slot
-is written before it was read: the mark k + 1 of a rank, which comes before anything that is sent to it in exchange
+that one's slot k mod 2, then k to its flag there, and waits until all flags in its own memory have reached k. No slot
+is written before it was read: the flag k + 1 of a rank, which comes before anything that is sent to it in exchange
 k + 2, was written after that rank had read its slot of exchange k.
 """
 
@@ -32,7 +32,7 @@ from lowtide.head.ranks.watchdog import timeout_of, watch
 LEAST_BYTES = 2**20  # of the first exchange: a group that has only shorter ones need not have this memory
 SLOT_BYTES = 2**25  # what all ranks send to one of them at a time; a GPU has two such slots
 _ALIGNED = 256  # bytes
-_MARK_BYTES = 64  # of each rank
+_FLAG_BYTES = 64  # of each rank
 
 
 def place_of(device: torch.device) -> list[int]:
@@ -69,7 +69,7 @@ def _number_of(text: str) -> int:
     return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
 
 
-class Done:
+class Completion:
     """The end of an exchange, for which a stream waits; until then nothing that it reads or writes is freed."""
 
     def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, *held: Tensor) -> None:
@@ -94,7 +94,7 @@ def memory_of(ranks: int, device: torch.device) -> Tensor:
 
     _ = _driver().cuStreamWriteValue32_v2, _driver().cuStreamWaitValue32_v2
     with torch.cuda.device(device):
-        memory = symmetric.empty(2 * SLOT_BYTES + _MARK_BYTES * ranks, dtype=torch.uint8, device=device)
+        memory = symmetric.empty(2 * SLOT_BYTES + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)  # before any other rank can write there
     return memory
@@ -121,8 +121,8 @@ class Peers:
             self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # exchanges: the stream writes it
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for rank in self._others:
-                _stream_write(self._stream, self._mark(rank, self._rank), 0)
-            _stream_wait(self._stream, self._mark(self._rank, self._rank), 0)  # an error where the driver cannot
+                _stream_write(self._stream, self._flag(rank, self._rank), 0)
+            _stream_wait(self._stream, self._flag(self._rank, self._rank), 0)  # an error where the driver cannot
             _stream_write(self._stream, self._ended.data_ptr(), 1)
             torch.cuda.synchronize(device)
             if int(self._ended) != 1:  # the watchdog would end a process that is well
@@ -130,7 +130,7 @@ class Peers:
             self._ended.zero_()
         watch(_progress_of(ref(self)), timeout_of(group, device), f"rank {self._rank}")
 
-    def begin_gather(self, x: Tensor, out: Tensor) -> Done:
+    def begin_gather(self, x: Tensor, out: Tensor) -> Completion:
         """Begin to write every rank's ``x``, contiguous, into ``out`` [W, ...]."""
         mine, all_ranks = x.view(-1), out.view(self._size, -1)
 
@@ -141,7 +141,7 @@ class Peers:
 
         return self._beside(run, x, out)
 
-    def begin_sum(self, x: Tensor, out: Tensor) -> Done:
+    def begin_sum(self, x: Tensor, out: Tensor) -> Completion:
         """Begin to write the sum of all ranks' ``x``, contiguous, into ``out``: ``x`` itself or of a narrower dtype."""
         mine, into, W = x.view(-1), out.view(-1), self._size
         share = self._place // x.itemsize
@@ -155,7 +155,7 @@ class Peers:
 
         return self._beside(run, x, out)
 
-    def begin_scattered_sum(self, x: Tensor, out: Tensor) -> Done:
+    def begin_scattered_sum(self, x: Tensor, out: Tensor) -> Completion:
         """Begin to write this rank's rows of the sum of all ranks' ``x`` [W * C, ...], contiguous, into ``out``."""
         parts, into = x.view(self._size, -1), out.view(-1)
 
@@ -165,14 +165,14 @@ class Peers:
 
         return self._beside(run, x, out)
 
-    def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Done:
+    def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Completion:
         """Call ``run`` on the stream of exchanges, after what the current stream has been given so far."""
         begun_on = torch.cuda.current_stream(tensors[0].device)
         self._stream.wait_stream(begun_on)
         with torch.cuda.stream(self._stream), torch.no_grad():
             run()
         _stream_write(self._stream, self._ended.data_ptr(), self._count)
-        return Done(self._stream.record_event(), begun_on, *tensors)
+        return Completion(self._stream.record_event(), begun_on, *tensors)
 
     def _add(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Exchange ``parts[r]`` with each rank r, and add up what all have for this one, in the order of the ranks."""
@@ -192,9 +192,9 @@ class Peers:
         for rank in self._others:
             self._slot(rank, self._rank, sent[rank]).copy_(sent[rank])
         for rank in self._others:
-            _stream_write(self._stream, self._mark(rank, self._rank), self._count)
+            _stream_write(self._stream, self._flag(rank, self._rank), self._count)
         for rank in self._others:
-            _stream_wait(self._stream, self._mark(self._rank, rank), self._count)
+            _stream_wait(self._stream, self._flag(self._rank, rank), self._count)
         here = [self._slot(self._rank, rank, its) for rank, its in enumerate(like)]
         here[self._rank] = sent[self._rank]
         return here
@@ -204,9 +204,9 @@ class Peers:
         first = self._count % 2 * SLOT_BYTES + sender * self._place
         return self._slots[at][first : first + like.nbytes].view(like.dtype)
 
-    def _mark(self, at: int, sender: int) -> int:
+    def _flag(self, at: int, sender: int) -> int:
         """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
-        return self._addresses[at] + 2 * SLOT_BYTES + sender * _MARK_BYTES
+        return self._addresses[at] + 2 * SLOT_BYTES + sender * _FLAG_BYTES
 
 
 def _progress_of(peers: "ref[Peers]") -> Callable[[], tuple[int, int] | None]:

@@ -43,7 +43,8 @@ def _watch(progress: Callable[[], tuple[int, int] | None], seconds: float, name:
             sys.stderr.write(
                 f"lowtide: {name} waited {seconds:.0f} s, its process group's timeout, for exchange {ended + 1} of"
                 f" {begun} with the other ranks of a sharded vocabulary. One of them has ended, or does not call the"
-                " same functions in the same order. This process is aborted.\n"
+                " same functions in the same order: see its own output. Where it was only slow, give init_process_group"
+                " or new_group a longer timeout. This process is aborted.\n"
             )
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGABRT)
