@@ -17,8 +17,10 @@ from lowtide.bench.longest import Fit, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
 from lowtide.bench.train_config import LongestBenchConfig
 from lowtide.bench.ways import config_of
+from lowtide.cli import main
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure.child import ChildResult
+from lowtide.memory.planner.disk import DiskSpace
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.runs import runs_of
 from lowtide.memory.planner.shapes import read_shape
@@ -202,6 +204,27 @@ def test_layers_that_the_host_has_no_room_for_stay_on_the_gpu() -> None:
     assert FIT.at(T).host <= FIT.host_bytes
     none = replace(FIT, host_bytes=FIT.states).at(T).groups
     assert [policy.offload for policy, _ in none] == [False]
+
+
+def test_layers_that_the_host_has_no_room_for_go_to_the_disk() -> None:
+    T, each = 8192 * 60, 8192 * 60 * 4096 * 2 + 6 * 4096
+    fit = replace(FIT, host_bytes=FIT.states + 8 * each)
+    here, there = fit.at(T), replace(fit, disk=DiskSpace(2**40)).at(T)
+    assert (moves(here.groups), moves(there.groups)) == (8, 30)
+    assert (here.disk, there.disk) == (0, (30 - 8 + 4) * each), "four are on their way"
+    assert there.host <= fit.host_bytes
+    assert there.gpu == pytest.approx(here.gpu - 22 * each, rel=0.05)
+    small = replace(fit, disk=DiskSpace(10 * each))
+    assert small.at(T).host > fit.host_bytes, "nor has the disk"
+    assert not small.fits(T)
+
+
+def test_a_disk_is_for_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["bench", "longest", "--model", "lowtide-small", "--device", "cpu", "--output", str(tmp_path)]
+    assert main([*settings, "--disk", str(tmp_path)]) == 2
+    assert "disk: expected a GPU" in capsys.readouterr().err
+    assert main([*settings, "--disk", str(tmp_path / "none")]) == 2
+    assert "disk: expected a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])

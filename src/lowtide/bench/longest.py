@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from shutil import disk_usage
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from lowtide.bench.longest_way import LORA, ON_HOST, OUT_OF_HOST, OUT_OF_TIME
 from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig, Train
 from lowtide.bench.way import LIGER, LOWTIDE, STOCK
 from lowtide.bench.ways import config_of
+from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib, parse_gib
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.disk import NO_DISK, DiskSpace
 from lowtide.memory.planner.gpus import GPUS, Gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
@@ -46,12 +49,13 @@ LOGIT = 12  # bytes of each logit that the stock loss has at once: measured, 24 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a step should take: bytes on the GPU and on the host, seconds, and what the layers save."""
+    """What a step should take: bytes on the GPU, the host and the disk, seconds, and what the layers save."""
 
     gpu: int
     host: int
     seconds: float
     groups: Groups
+    disk: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class Fit:
         gpu_bytes: that may be allocated on the GPU; None: a CPU trains, in the host's memory.
         host_bytes: the same on the host.
         tile: tokens per tile of lowtide's layers.
+        disk: what there is for offloaded layers that the host has no room for.
     """
 
     way: str
@@ -73,6 +78,7 @@ class Fit:
     gpu_bytes: int | None
     host_bytes: int
     tile: int
+    disk: DiskSpace = NO_DISK
 
     @property
     def states(self) -> int:
@@ -122,9 +128,10 @@ class Fit:
             for phase in costs.phases(groups)
             if full or phase.name not in ("embedding", "optimizer")
         )
-        host = self.states
+        host, disk, seconds = self.states, 0, costs.seconds(groups)
         if self.way == LOWTIDE:
-            host += costs.host(groups)
+            where = costs.placed(groups, self.host_bytes - host, self.disk)
+            host, disk, seconds = host + where.host, where.disk, seconds + where.seconds
         else:
             peak += T * PEERS_MORE * self.shape.hidden // 2 * self.dtype.itemsize
             if self.way.endswith(OFFLOADED) and self.gpu_bytes is not None:  # a CPU's tensors stay where they are
@@ -132,14 +139,13 @@ class Fit:
                 saved = [each] * self.shape.layers + self.saved_outside(T)
                 host += sum(map(pinned_bytes, saved))
                 peak -= (self.shape.layers - ON_DEVICE) * each
-        seconds = costs.seconds(groups)
         if full:  # with the parameters and gradients that are on the GPU at once under FSDP2
             vocab = self.shape.vocab_params * (1 if self.shape.tied else 2) * self.dtype.itemsize
             peak += 2 * vocab + LAYERS_ON_GPU * costs.layer_gradients
             seconds += self.shape.params / HOST_RATE
         if self.gpu_bytes is None:
             host += peak
-        return Demand(peak, host, seconds, groups)
+        return Demand(peak, host, seconds, groups, disk)
 
     def saved_outside(self, T: int) -> list[int]:
         """Return the bytes of the large tensors that autograd saves of a peer's step outside its layers.
@@ -167,7 +173,10 @@ class Fit:
         return step * largest(lambda n: self.fits(n * step))
 
     def _groups(self, job: Job, every: int) -> list[tuple[ActivationPolicy, int]]:
-        """Return what the layers save: their inputs, lowtide's on the host while there is room, first layers first."""
+        """Return what the layers save: their inputs, lowtide's on the host while there is room, first layers first.
+
+        With a disk there is.
+        """
         layers = self.shape.layers
         if self.way != LOWTIDE:
             return [(ActivationPolicy(keep="input", mlp_level=0), layers)]
@@ -175,7 +184,8 @@ class Fit:
         if self.gpu_bytes is None:  # nothing to offload from
             return [(here, layers)]
         room = max(self.host_bytes - self.states, 0) // (checkpoint_bytes(job, here) + PAGES)
-        moved = min(layers, (room + ON_DEVICE) * every) if room else 0
+        on_host = min(layers, (room + ON_DEVICE) * every) if room else 0
+        moved = layers if self.disk.nbytes else on_host
         return [(one, n) for one, n in ((replace(here, offload=True), moved), (here, layers - moved)) if n]
 
 
@@ -213,9 +223,12 @@ def measure(run: Run[LongestBenchConfig]) -> None:
     gpu = find_gpu(None) if on_gpu else GPUS["h100"]
     budget = gpu.default_budget_bytes if config.budget is None else parse_gib("budget", config.budget) * 2**30
     host = available_bytes() - KEPT_FREE if config.host is None else parse_gib("host", config.host) * 2**30
+    if config.disk is not None and not on_gpu:
+        raise ArgumentValueError(message("disk", "a GPU, from which layers offload", "a CPU", "Leave it out."))
     fit = Fit(
         way=LOWTIDE, train=config.train, shape=shape, gpu=gpu, dtype=run.dtype,
         gpu_bytes=int(budget) if on_gpu else None, host_bytes=int(host), tile=config.tile,
+        disk=NO_DISK if config.disk is None else DiskSpace(disk_usage(config.disk).free),
     )  # fmt: skip
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
     run.result |= {"budget_gib": None if fit.gpu_bytes is None else gib(fit.gpu_bytes), "host_gib": gib(host)}
@@ -263,7 +276,7 @@ class Tries:
         kept = words_of(demand.groups) if self.fit.way == LOWTIDE else ""
         row: Row = {"way": self.fit.way, "train": self.fit.train, "tokens": T, "warm": rounds[0], "kept": kept}
         row |= {"gpu_gib_predicted": gib(demand.gpu), "host_gib_predicted": gib(demand.host)}
-        row["seconds_predicted"] = demand.seconds
+        row |= {"disk_gib_predicted": gib(demand.disk), "seconds_predicted": demand.seconds}
         if demand.host > self.fit.host_bytes:
             row |= {"out_of": ON_HOST, "failed": f"{gib(demand.host):.1f} GiB of host memory needed: not tried"}
             self.add(row)

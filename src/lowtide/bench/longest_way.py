@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from shutil import disk_usage
 from typing import Any
 
 import torch
@@ -105,15 +106,21 @@ def measure(
     with Watch(least_bytes, seconds) as watch, _world(torch.device(config.device), needed=config.train == "full"):
         try:
             built = build(way, config)
-            keeping = _keep(built, way, policies, host_gib)
+            keeping = _keep(built, way, policies, host_gib, config.disk)
             trained = [p for p in built.parameters() if p.requires_grad]
             optimizer = make_optimizer("adamw", trained)
-            build_s = time.monotonic() - begun
+            build_s, files = time.monotonic() - begun, bytes_on(config.disk)
             with keeping:
                 row = steps(built, optimizer, config, tokens, 1, warm=warm, reps=reps)
+            row["disk_gib"] = gib(bytes_on(config.disk) - files)
         except Exception as error:
             return {"failed": reason_of(error), "out_of": out_of(error), "host_gib": gib(watch.taken)}
         return {**row, "build_s": build_s, "host_gib": gib(watch.taken)}
+
+
+def bytes_on(folder: str | None) -> int:
+    """Return how many bytes of a folder's disk are taken; 0 without one."""
+    return 0 if folder is None else disk_usage(folder).used
 
 
 def out_of(error: Exception) -> str | None:
@@ -148,12 +155,13 @@ def build(way: str, settings: LongestBenchConfig) -> Any:
     return with_lora(model, LORA.rank, LORA.targets) if lora else model
 
 
-def _keep(model: Any, way: str, policies: str, host_gib: float) -> AbstractContextManager[Any]:
+def _keep(model: Any, way: str, policies: str, host_gib: float, disk: str | None) -> AbstractContextManager[Any]:
     """Apply the policies of lowtide's layers, and return the context that a peer's step runs in."""
     if way == LOWTIDE:
         stack = find_stack(model)
         parsed = parse_policies(policies, len(stack.layers))
-        apply_policy(model, parsed, host_gib=host_gib if "offload" in policies else None)
+        where: dict[str, Any] = {"host_gib": host_gib, "disk": disk} if "offload" in policies else {}
+        apply_policy(model, parsed, **where)
     if way.endswith(OFFLOADED):  # what transformers' users do: all that is saved outside the layers goes too
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     return contextlib.nullcontext()

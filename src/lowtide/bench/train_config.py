@@ -124,6 +124,11 @@ class LongestBenchConfig(RunSettings):
     host: str | None = setting(
         None, "host memory, such as 120GiB (default: what is free now, less 6 GiB)", metavar="SIZE"
     )
+    disk: str | None = setting(
+        None,
+        "a folder on a fast disk (NVMe) for what --host does not hold of lowtide's layers, on a GPU",
+        metavar="DIR",
+    )
     sdpa: Sdpa = setting("auto", SDPA)  # noqa: RUF009
     warm: int = setting(1, "steps that do not count, where the rate is measured", last=True, least=0)
     reps: int = setting(2, "steps that count there; of a long sequence one step is run", last=True, least=1)
@@ -137,6 +142,8 @@ class LongestBenchConfig(RunSettings):
         for name in ("budget", "host"):
             if getattr(self, name) is not None:
                 parse_gib(name, getattr(self, name))
+        if self.disk is not None:
+            self._require("disk", Path(self.disk).is_dir(), "a folder on a fast disk of this machine")
 
 
 @dataclass(frozen=True, kw_only=True)

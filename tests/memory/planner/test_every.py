@@ -12,6 +12,7 @@ import torch
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, plan_memory
+from lowtide.memory.planner.disk import NO_DISK
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes, layer_cost
@@ -53,7 +54,7 @@ def test_offloaded_groups() -> None:
     assert runs_of([(away, 8)]) == [(away, 8, False)]
     costs = StepCosts(LLAMA)
     groups = ((away, 30), (INPUT, 2))
-    assert costs.host(groups) == 6 * (ONE + PAGES)
+    assert costs.placed(groups, 2**60, NO_DISK).host == 6 * (ONE + PAGES)
     phases = {str(phase): phase.activations for phase in costs.phases(groups)}
     assert phases["head"] == (2 + 2) * ONE + 2 * 2 * T * H
     assert phases["backward of layer 23"] == (1 + 1 + 3) * ONE + PAGES + WHOLE - ONE

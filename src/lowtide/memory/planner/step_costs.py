@@ -150,10 +150,6 @@ class StepCosts:
         early = [max(held - int(n * away) for held, away, _ in found) for n in amounts]
         return {False: early, True: [max(held - int(n * late) for held, _, late in found) for n in amounts]}
 
-    def host(self, groups: Groups) -> int:
-        """Return the bytes that layers save in host memory."""
-        return sum(run.on_host for run in self._runs(groups))
-
     def placed(self, groups: Groups, host_bytes: int, space: DiskSpace) -> Placed:
         """Return what layers save in host memory, and on a disk where that has no room for it."""
         return placed(self._runs(groups), host_bytes, space)
