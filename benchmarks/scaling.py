@@ -241,9 +241,7 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
     tokens, weights = settings.tokens, settings.weights
     size = settings.groups[0]
     batch = settings.batch * size // (launched_ranks() if settings.strong else 1)  # of a group
-    # beside bf16, accelerate shards 16-bit weights in float32
-    narrow = weights == "float32" and torch.cuda.is_available()
-    options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": narrow}
+    options = {"dtype": weights, "per_device_train_batch_size": batch}
     options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
     config = TrainConfig(parallel=settings.parallel[0], tensor_parallel=size, options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:

@@ -19,6 +19,7 @@ import transformers
 from lowtide.cli import _parser
 from lowtide.cli.train import _config
 from lowtide.errors import ArgumentValueError
+from lowtide.train import settings
 from lowtide.train.config import TrainConfig
 from lowtide.train.options import _OLD, ALIASES, PRETRAINING, names, parse, words_of
 from lowtide.train.settings import _Parser, trainer_settings
@@ -204,6 +205,28 @@ def test_every_option_of_trl_has_the_value_that_is_given() -> None:
                     assert getattr(read, "value", read) in (value, str(value)), (name, given, read)
                     seen += 1
     assert seen > 300
+
+
+@pytest.mark.parametrize(
+    ("options", "launched", "expected"),
+    [
+        ({}, False, True),
+        ({"dtype": "bfloat16"}, False, False),
+        ({"dtype": "bfloat16", "use_peft": True}, False, True),
+        ({"dtype": "bfloat16"}, True, True),
+        ({"dtype": "bfloat16", "deepspeed": "ds.json"}, False, True),
+        ({"dtype": "bfloat16", "fp16": True}, True, False),
+        ({"dtype": "float16"}, True, False),
+    ],
+)
+def test_bf16_is_on_where_weights_are_not_in_sixteen_bits_or_deepspeed_is_to_know(
+    options: dict[str, Any], launched: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(launched).lower())
+    config = TrainConfig(model="lowtide-small", options=options)
+    assert settings._defaults(config, options, text=False)["bf16"] is expected
 
 
 def test_defaults_are_the_libraries_except_those_that_help_names(pretrained: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.options import words_of
-from lowtide.train.parallel import keep_deepspeed, uses_fsdp
+from lowtide.train.parallel import keep_deepspeed, uses_deepspeed, uses_fsdp
 from lowtide.train.tensor_parallel import mesh_sizes
 
 _ALWAYS = {  # of every run
@@ -179,12 +179,15 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
 def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) -> dict[str, Any]:
     """Return lowtide's defaults where they differ from TRL's and transformers'."""
     on_gpu = torch.cuda.is_available()
-    sixteen = _is_on(options.get("fp16")) or str(options.get("dtype", "float32")) in ("bfloat16", "float16")
+    dtype, fp16 = str(options.get("dtype", "float32")), _is_on(options.get("fp16"))
+    sixteen = fp16 or dtype in ("bfloat16", "float16")
+    # DeepSpeed, without it, sums the gradients of weights in bfloat16 in float32, and reduces them so.
+    named = dtype == "bfloat16" and not fp16 and (uses_deepspeed() or options.get("deepspeed") is not None)
     own = {
         **_ALWAYS,
         # else bfloat16 is refused where there is no GPU
         "use_cpu": not torch.accelerator.is_available(),
-        "bf16": on_gpu and torch.cuda.is_bf16_supported() and (not sixteen or _is_on(options.get("use_peft"))),
+        "bf16": on_gpu and torch.cuda.is_bf16_supported() and (not sixteen or named or _is_on(options.get("use_peft"))),
     }
     if config.fine_tunes:
         own["gradient_checkpointing"] = False  # TRL's default is True: --policy and --memory-budget are better ones
