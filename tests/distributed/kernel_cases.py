@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,15 +20,16 @@ from distributed.sharded import WAYS, compare, head, kernels, plain, problem, sa
 from head.contract.cases import FUNCTIONS, NARROW, Arguments, pairs, trained
 from lowtide import linear_cross_entropy, linear_token_stats
 from lowtide.head import plan as planner
-from lowtide.head.call import CrossEntropyArgs, Wanted
+from lowtide.head.call import CrossEntropyArgs, Head, Wanted
 from lowtide.head.engine import Chunks
 from lowtide.head.exponentials import even, loops
 from lowtide.head.kernels import gradient_gemms_hopper
 from lowtide.head.matmul import matmul_into
-from lowtide.head.ranks import tokens
+from lowtide.head.ranks import exchange, tokens
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.token_stats import WANTS
+from lowtide.replay import facts, replayed
 from support import in_float64, oracle, relative_error
 
 SINGLE = torch.float32
@@ -179,6 +181,94 @@ def sums_beside_products() -> None:
         for k, i in enumerate(sums):  # the k-th that is waited for is the k-th that was begun
             waited = [j for j, event in enumerate(events) if event == "waited"][k]
             assert {"product", "weight's"} & {*events[i:waited]}, (way, kind, events)
+
+
+class Copied:
+    """What copy engines exchange, by gloo; it counts its exchanges, and waits."""
+
+    made = itertools.count()
+
+    def __init__(self) -> None:
+        self.number, self.begun, self.ended = next(self.made), 0, 0
+
+    def begin_gather(self, x: torch.Tensor, out: torch.Tensor) -> Any:
+        return self._begun(dist.all_gather(list(out.unbind()), x, async_op=True))
+
+    def begin_sum(self, x: torch.Tensor, out: torch.Tensor) -> Any:
+        dist.all_reduce(x)
+        out.copy_(x)
+        return self._begun(None)
+
+    def _begun(self, work: Any) -> Any:
+        def wait() -> None:
+            self.ended += 1
+            if work is not None:
+                work.wait()
+
+        self.begun += 1
+        return SimpleNamespace(wait=wait)
+
+
+def repeated_calls() -> None:
+    """From a record: values and gradients of other numbers are those of calls that are not repeated, bit for bit.
+
+    On the CPU in plain PyTorch: a record of Triton's interpreter holds its descriptors.
+    """
+    options: list[dict[str, Any]] = [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"reduction": "none"}]
+    for option, mib in itertools.product(options, (None, 0.01)):
+        with pytest.MonkeyPatch.context() as patched:
+            copied = on_a_gpu(patched)
+            programs, program_of = [], replayed.program_of
+            patched.setattr(
+                replayed, "program_of", lambda *args, of=program_of, to=programs: to.append(of(*args)) or to[-1]
+            )
+            for seed in range(4):
+                with pytest.MonkeyPatch.context() as never:
+                    never.setattr(facts, "DEVICES", frozenset())
+                    expected = of_a_loss(seed, mib, option)
+                with pytest.MonkeyPatch.context() as again:
+                    again.setattr(facts, "DEVICES", frozenset({DEVICE}))
+                    got = of_a_loss(seed, mib, option)
+                for one, other in zip(got, expected, strict=True):
+                    assert torch.equal(one, other), (option, mib, seed)
+            passes = 2 if option.get("reduction") == "none" else 1  # whose gradients are computed in backward
+            assert len(programs) == passes, (len(programs), option, mib)
+            assert None not in programs
+            assert copied is None or 0 < copied.begun == copied.ended
+
+
+def of_a_loss(seed: int, mib: float | None, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Return a loss and its gradients, all tokens on every rank."""
+    kwargs, dtype = {"options": lowtide.HeadOptions(workspace_mib=mib)} | options, torch.float32
+    shape = (1, 70), 24, 61
+    if DEVICE != "cpu":  # exchanges large enough for copy engines
+        shape, dtype = ((1, 4096), 256, 4099), torch.bfloat16
+    x, w, b, y = head(*shape, seed=seed, bias=kwargs.pop("bias", False), dtype=dtype)
+    pw = spread("local", w, of_vocab=True).requires_grad_()
+    pb = None if b is None else spread("local", b, of_vocab=True)
+    leaves = [x.detach().requires_grad_(), pw]
+    shard = lowtide.VocabShard.of(pw.detach())
+    loss = linear_cross_entropy(leaves[0], pw, y, linear_bias=pb, vocab_shard=shard, **kwargs)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, torch.ones_like(loss))]
+
+
+def on_a_gpu(patched: pytest.MonkeyPatch) -> Copied | None:
+    """Have calls on the CPU do what they do on a GPU: look at no number, and exchange by copy engines."""
+    if DEVICE != "cpu":
+        return None
+    copied = Copied()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("lowtide.head"):
+            continue
+        if hasattr(module, "looks_at_numbers"):
+            patched.setattr(module, "looks_at_numbers", lambda _: False)
+        if hasattr(module, "skips_tokens"):  # what stands for those kernels here reads how many tokens count
+            patched.setattr(module, "skips_tokens", lambda *_: False)
+    patched.setattr(Head, "drops_tokens", False)
+    patched.setattr(exchange, "_peers_for", lambda *_: copied)
+    patched.setattr(exchange, "repeatable", lambda *_: copied.number)
+    patched.setattr(Ranks, "begin_gather", lambda ranks, x: exchange.begin_gather(x, ranks._group))
+    return copied
 
 
 def plans_of_what_is_fetched_ahead() -> None:

@@ -33,6 +33,7 @@ from lowtide.head.plan import check_backend
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.skipping import skipping
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
+from lowtide.replay.replayed import Replayed
 
 Values = dict[str, Tensor]
 _IGNORED = Head._fields.index("ignored_tokens")
@@ -78,6 +79,7 @@ class Function:
         """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
         operator = Operator(name, schema, compute, partial(compute, real=False), self._flop, replayed=True)
 
+        of_ranks = Replayed(lambda *fields: compute(*fields[:-1], ranks=fields[-1]))
         reduction = self.args._fields.index("reduction") + _HEAD if "reduction" in self.args._fields else None
 
         def run(ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -87,8 +89,11 @@ class Function:
                 tensors = (*fields[:2], fields[_HEAD])
                 way, after = decided(kind, tensors, partial(self._kept, fields), alone=ranks is None)
                 fields = (*fields[:_IGNORED], way, *fields[_IGNORED + 1 :])
-            by_operator = ranks is None and not fields[_ORDER]  # what is remembered of a weight is no operand
-            found: tuple[Tensor, ...] = operator(*fields) if by_operator else compute(*fields, ranks=ranks)
+            if ranks is not None:
+                with torch.no_grad():
+                    found: tuple[Tensor, ...] = of_ranks(*fields, ranks)
+            else:  # what is remembered of a weight is no operand
+                found = compute(*fields) if fields[_ORDER] else operator(*fields)
             if after is not None:
                 after()
             return found

@@ -21,6 +21,14 @@ class _Recording(threading.local):
 RECORDING = _Recording()  # what records this thread's operators and launches
 
 
+class Repeatable:
+    """An argument that a record is not to hold: calls with others of the same facts repeat it."""
+
+    def facts(self) -> tuple[Any, ...] | None:
+        """Return all that a call depends on; None where it cannot be repeated."""
+        raise NotImplementedError
+
+
 def facts_of(args: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return all that a call depends on besides the numbers in its tensors; None where it is not to be repeated.
 
@@ -34,6 +42,10 @@ def facts_of(args: Sequence[Any]) -> tuple[Any, ...] | None:
             if kind is Tensor or kind is Parameter:
                 x = args[i]
                 facts[i] = (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device, x.requires_grad)
+            elif issubclass(kind, Repeatable):
+                facts[i] = its = args[i].facts()
+                if its is None:
+                    return None
     except RuntimeError:  # a tensor without strides or memory
         return None
     return kinds, matmul_precision(), *facts

@@ -160,6 +160,34 @@ class Tape(TorchDispatchMode):
         given = replaced((tuple(args), constants), self._standing)
         self.steps.append(Step(function=function, args=given[0], kwargs=given[1]))
 
+    def begun(self, function: Callable[..., Any], args: Sequence[Any], work: Any) -> Any:
+        """Record that ``function(*args)``, beside the operators, has begun ``work``, and its end by ``work.wait()``."""
+        if not self.is_whole:
+            return work
+        given, value = replaced(tuple(args), self._standing), Value(self._count, Pointer(self._count, 0))
+        self._count += 1
+        self.steps.append(Step(function=function, args=given, results=value))
+        return _Begun(self, value, work)
+
+    def ended(self, value: Value) -> None:
+        """Record the wait for what was begun."""
+        self.steps.append(Step(function=_wait, args=(value,)))
+
+
+@dataclass(frozen=True)
+class _Begun:
+    tape: Tape
+    value: Value
+    work: Any
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tape.ended(self.value)
+
+
+def _wait(work: Any) -> None:
+    work.wait()
+
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes to."""

@@ -6,14 +6,17 @@ torch.distributed.
 """
 
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from lowtide.head.ranks.peers import LEAST_BYTES, Peers, memory_of, place_of, reach_each_other
+from lowtide.replay.facts import RECORDING
 
 _CANNOT = RuntimeError, OSError, ImportError, AttributeError, TypeError, ValueError  # of older versions of PyTorch too
 _PEERS: "WeakKeyDictionary[Any, dict[torch.device, Peers | None]]" = WeakKeyDictionary()
@@ -48,7 +51,7 @@ def begin_gather(x: Tensor, group: Any) -> Exchange:
         return Exchange(out)
     peers = _peers_for(x, group)
     if peers is not None:
-        return Exchange(out, peers.begin_gather(x.contiguous(), out))
+        return _begun(peers, "begin_gather", x.contiguous(), out)
     # torch 2.13's name for what was all_gather_into_tensor
     all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return Exchange(out, all_gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True))
@@ -90,7 +93,7 @@ def begin_sum(part: Tensor, group: Any, dtype: torch.dtype | None = None) -> Exc
     peers = _peers_for(part, group)
     if peers is not None:
         out = part if dtype in (None, part.dtype) else torch.empty_like(part, dtype=dtype)
-        return Exchange(out, peers.begin_sum(part, out))
+        return _begun(peers, "begin_sum", part, out)
     return Exchange(part, dist.all_reduce(part, group=group, async_op=True))
 
 
@@ -103,11 +106,31 @@ def begin_scattered_sum(part_CD: Tensor, group: Any, dtype: torch.dtype | None =
     peers = _peers_for(part_CD, group)
     if peers is not None:
         out = part_CD.new_empty(rows, D, dtype=dtype)
-        return Exchange(out, peers.begin_scattered_sum(part_CD, out))
+        return _begun(peers, "begin_scattered_sum", part_CD, out)
     out = part_CD.new_empty(rows, D)
     # torch 2.13's name for what was reduce_scatter_tensor
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return Exchange(out, reduce_scatter(out, part_CD, group=group, async_op=True))
+
+
+def repeatable(group: Any, device: torch.device) -> int | None:
+    """Return the number of what exchanges for a group by copy engines; None where calls cannot be repeated."""
+    peers = _PEERS.get(group, {}).get(device)
+    return None if peers is None or torch.cuda.is_current_stream_capturing() else peers.number
+
+
+def _begun(peers: Peers, begin: str, x: Tensor, out: Tensor) -> Exchange:
+    """Begin an exchange of ``x`` into ``out`` by this method; on record, as what another call is to begin."""
+    tape = RECORDING.tape
+    if tape is None:
+        return Exchange(out, getattr(peers, begin)(x, out))
+    with _pop_mode_temporarily():  # its operators are not the call's
+        work = getattr(peers, begin)(x, out)
+    return Exchange(out, tape.begun(partial(_begin, ref(peers), begin), (x, out), work))
+
+
+def _begin(peers: "ref[Peers]", begin: str, x: Tensor, out: Tensor) -> Any:
+    return getattr(peers(), begin)(x, out)  # a record outlives the group
 
 
 def _peers_for(x: Tensor, group: Any) -> Peers | None:

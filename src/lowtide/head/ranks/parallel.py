@@ -24,13 +24,14 @@ from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.ranks.shard import Limits, VocabShard, checked_shard, limits_of, shard_of_dtensor
 from lowtide.head.ranks.tokens import SpreadTokens
 from lowtide.head.rows import take_rows
+from lowtide.replay.facts import Repeatable
 
 _Result = TypeVar("_Result")
 _Held = TypeVar("_Held", Tensor, Tensor | None)
 _Given = TypeVar("_Given")
 
 
-class Ranks:
+class Ranks(Repeatable):
     """One call's view of the ranks: this rank's classes, how tokens lie, and what is exchanged."""
 
     alone = False
@@ -55,7 +56,15 @@ class Ranks:
         self._tokens = None if axis is None else SpreadTokens(shard.group, leading, axis, device)
         self.spread = self._tokens is not None  # whether each rank holds a part of the tokens
         self.groups = self.size if self.spread else 1  # of rows in a chunk: one for each rank's tokens
+        self._leading = tuple(leading)
         self.slots = math.prod(leading) if self._tokens is None else self.size * self._tokens.length  # all chunks' rows
+
+    def facts(self) -> tuple[Any, ...] | None:
+        """See `Repeatable`: exchanges of all tokens by copy engines can be repeated."""
+        number = None if self.spread else exchange.repeatable(self._group, self._device)
+        if number is None:
+            return None
+        return number, self.first, self.rows, self.vocab, self.most_rows, self._leading, self._exchanges
 
     def chunks(self, plan: Any) -> Iterator[slice]:
         """Yield each chunk's rows in the order of `order`: whole groups of them, the same on every rank."""

@@ -109,6 +109,7 @@ class Peers:
         import torch.distributed._symmetric_memory as symmetric
 
         Peers.made, device = Peers.made + 1, memory.device
+        self.number = Peers.made
         self._rank, self._size, self._count = group.rank(), group.size(), 0
         self._place = SLOT_BYTES // self._size // _ALIGNED * _ALIGNED  # of one rank in a slot
         self._others = [(self._rank + step) % self._size for step in range(1, self._size)]
