@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,17 +38,14 @@ from lowtide.bench.harness import (
     Row,
     Run,
     Table,
-    add_rows,
-    append,
     reason_of,
-    release,
     require_matplotlib,
 )
-from lowtide.bench.results import Files
+from lowtide.bench.results import Files, replace
 from lowtide.bench.settings import ScriptSettings, numbers, setting
 from lowtide.bench.way import CHECKPOINT, LIGER, LOWTIDE, STOCK, Way
 from lowtide.bench.ways import LEARNING_RATE, build_way
-from lowtide.measure.child import ALLOCATOR, run_command
+from lowtide.measure.child import ALLOCATOR, ChildResult, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
@@ -166,34 +164,29 @@ def measure(run: Run[ScalingConfig]) -> None:
 def _measure_ranks(
     ranks: int, engine: str | None, size: int, config: ScalingConfig, add: Callable[[Row], object]
 ) -> None:
-    """Add a row for each way and model as soon as it is measured; after a failure new processes measure the others.
+    """Add a row for each way and model as soon as it is measured, in processes of its own.
 
-    One rank has no ``engine``; ``size`` of several share each layer. Liger comes last: it changes the classes that all
-    later models are made of.
+    Liger changes classes that later models would be made of, and DeepSpeed's engines stay until the process ends. One
+    rank has no ``engine``; ``size`` of several share each layer.
     """
-    ways = sorted(config.way, key=lambda way: Way.named(way).impl == LIGER)
-    left = [(way, model) for way in ways for model in config.model]
-
-    def run_ranks(file: Path) -> str:
-        """Return why the ranks ended; if there are cases left, that is the next one's reason."""
-        settings = {**vars(config), "parallel": [engine or AUTO], "tensor_parallel": [str(size)]}
-        job = json.dumps({"settings": settings, "file": str(file), "cases": left})
-        # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
-        ended = run_command([sys.executable, *launch, __file__, RANK, job], env=ALLOCATOR)
-        why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
-        last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
-        return (why or last)[0]
-
-    def add_next(row: Row) -> None:
-        way, model = left.pop(0)
-        named = f"{engine} x tp{size}" if size > 1 else engine
+    settings = {**vars(config), "parallel": [engine or AUTO], "tensor_parallel": [str(size)]}
+    # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
+    named = f"{engine} x tp{size}" if size > 1 else engine
+    for way, model in product(config.way, config.model):
+        with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
+            file = Path(folder) / "row.json"
+            job = json.dumps({"settings": settings, "file": str(file), "way": way, "model": model})
+            ended = run_command([sys.executable, *launch, __file__, RANK, job], env=ALLOCATOR)
+            row = json.loads(file.read_text()) if file.exists() else {"failed": _reason(file, ended)}
         add({"ranks": ranks, "parallel": named, "tensor_parallel": size, "way": way, "model": model, **row})
 
-    while left:
-        why = add_rows(run_ranks, add_next)
-        if left:
-            add_next({"failed": why})
+
+def _reason(file: Path, ended: ChildResult) -> str:
+    """Return why ranks that were to write a row ended without one."""
+    why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
+    last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
+    return (why or last)[0]
 
 
 def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
@@ -284,21 +277,16 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
 
 
 def run_rank(job: dict[str, Any]) -> None:
-    """Measure each way and model as one rank, started by torchrun."""
-    from accelerate.state import AcceleratorState
-
-    file, config = Path(job["file"]), ScalingConfig.read(job["settings"])
+    """Measure a way and a model as one rank, started by torchrun."""
+    file = Path(job["file"])
     quiet_transformers()
-    for way, model in job["cases"]:
-        try:
-            row = measure_rank(way, model, config)
-        except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
-            file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
-            raise
-        if launched_rank() == 0:
-            append(row, file)
-        AcceleratorState._reset_state()
-        release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        row = measure_rank(job["way"], job["model"], ScalingConfig.read(job["settings"]))
+    except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
+        file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
+        raise
+    if launched_rank() == 0:
+        replace(file, lambda at: at.write_text(json.dumps(row)))
     if in_group():
         dist.barrier()
         dist.destroy_process_group()

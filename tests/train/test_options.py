@@ -219,7 +219,7 @@ def test_every_option_of_trl_has_the_value_that_is_given() -> None:
         ({"dtype": "float16"}, True, False),
     ],
 )
-def test_bf16_is_on_where_weights_are_not_in_sixteen_bits_or_deepspeed_is_to_know(
+def test_bf16_is_on_beside_bfloat16_weights_under_deepspeed(
     options: dict[str, Any], launched: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -175,7 +175,7 @@ class Fit:
     def _groups(self, job: Job, every: int) -> list[tuple[ActivationPolicy, int]]:
         """Return what the layers save: their inputs, lowtide's on the host while there is room, first layers first.
 
-        With a disk there is.
+        With a disk that has room for what the host has none for, all layers offload.
         """
         layers = self.shape.layers
         if self.way != LOWTIDE:
@@ -184,8 +184,12 @@ class Fit:
         if self.gpu_bytes is None:  # nothing to offload from
             return [(here, layers)]
         room = max(self.host_bytes - self.states, 0) // (checkpoint_bytes(job, here) + PAGES)
-        on_host = min(layers, (room + ON_DEVICE) * every) if room else 0
-        moved = layers if self.disk.nbytes else on_host
+        moved = min(layers, (room + ON_DEVICE) * every) if room else 0
+        if self.disk.nbytes:
+            all_move = StepCosts(job).placed(
+                [(replace(here, offload=True), layers)], self.host_bytes - self.states, self.disk
+            )
+            moved = layers if all_move.host <= self.host_bytes - self.states else moved
         return [(one, n) for one, n in ((replace(here, offload=True), moved), (here, layers - moved)) if n]
 
 

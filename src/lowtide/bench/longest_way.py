@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from shutil import disk_usage
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.measure.failures import is_out_of_memory, is_the_gpus
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib
-from lowtide.memory import apply_policy
+from lowtide.memory import PolicyReport, apply_policy
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
@@ -106,21 +105,17 @@ def measure(
     with Watch(least_bytes, seconds) as watch, _world(torch.device(config.device), needed=config.train == "full"):
         try:
             built = build(way, config)
-            keeping = _keep(built, way, policies, host_gib, config.disk)
+            report = _apply(built, policies, host_gib, config.disk) if way == LOWTIDE else None
+            keeping = _keep(way)
             trained = [p for p in built.parameters() if p.requires_grad]
             optimizer = make_optimizer("adamw", trained)
-            build_s, files = time.monotonic() - begun, bytes_on(config.disk)
+            build_s = time.monotonic() - begun
             with keeping:
                 row = steps(built, optimizer, config, tokens, 1, warm=warm, reps=reps)
-            row["disk_gib"] = gib(bytes_on(config.disk) - files)
+            row["disk_gib"] = gib(report.disk_bytes if report is not None else 0)
         except Exception as error:
             return {"failed": reason_of(error), "out_of": out_of(error), "host_gib": gib(watch.taken)}
         return {**row, "build_s": build_s, "host_gib": gib(watch.taken)}
-
-
-def bytes_on(folder: str | None) -> int:
-    """Return how many bytes of a folder's disk are taken; 0 without one."""
-    return 0 if folder is None else disk_usage(folder).used
 
 
 def out_of(error: Exception) -> str | None:
@@ -155,13 +150,14 @@ def build(way: str, settings: LongestBenchConfig) -> Any:
     return with_lora(model, LORA.rank, LORA.targets) if lora else model
 
 
-def _keep(model: Any, way: str, policies: str, host_gib: float, disk: str | None) -> AbstractContextManager[Any]:
-    """Apply the policies of lowtide's layers, and return the context that a peer's step runs in."""
-    if way == LOWTIDE:
-        stack = find_stack(model)
-        parsed = parse_policies(policies, len(stack.layers))
-        where: dict[str, Any] = {"host_gib": host_gib, "disk": disk} if "offload" in policies else {}
-        apply_policy(model, parsed, **where)
+def _apply(model: Any, policies: str, host_gib: float, disk: str | None) -> PolicyReport:
+    """Apply the policies of lowtide's layers."""
+    where: dict[str, Any] = {"host_gib": host_gib, "disk": disk} if "offload" in policies else {}
+    return apply_policy(model, parse_policies(policies, len(find_stack(model).layers)), **where)
+
+
+def _keep(way: str) -> AbstractContextManager[Any]:
+    """Return the context that a peer's step runs in."""
     if way.endswith(OFFLOADED):  # what transformers' users do: all that is saved outside the layers goes too
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     return contextlib.nullcontext()

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from lowtide.bench.settings import RunSettings, Sdpa, Settings, numbers, setting
 from lowtide.bench.way import HEADS, LOWTIDE, LOWTIDE_COMPILED
 from lowtide.measure.units import parse_gib
+from lowtide.memory.disk import checked_folder
 from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 from lowtide.train.shapes import model_folder
 
@@ -143,7 +144,7 @@ class LongestBenchConfig(RunSettings):
             if getattr(self, name) is not None:
                 parse_gib(name, getattr(self, name))
         if self.disk is not None:
-            self._require("disk", Path(self.disk).is_dir(), "a folder on a fast disk of this machine")
+            checked_folder("disk", self.disk)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,13 +181,14 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
     on_gpu = torch.cuda.is_available()
     dtype, fp16 = str(options.get("dtype", "float32")), _is_on(options.get("fp16"))
     sixteen = fp16 or dtype in ("bfloat16", "float16")
-    # DeepSpeed, without it, sums the gradients of weights in bfloat16 in float32, and reduces them so.
-    named = dtype == "bfloat16" and not fp16 and (uses_deepspeed() or options.get("deepspeed") is not None)
+    # without bf16 DeepSpeed accumulates and reduces the gradients of bfloat16 weights in float32
+    by_deepspeed = uses_deepspeed() or options.get("deepspeed") is not None
+    beside = _is_on(options.get("use_peft")) or (by_deepspeed and dtype == "bfloat16" and not fp16)
     own = {
         **_ALWAYS,
         # else bfloat16 is refused where there is no GPU
         "use_cpu": not torch.accelerator.is_available(),
-        "bf16": on_gpu and torch.cuda.is_bf16_supported() and (not sixteen or named or _is_on(options.get("use_peft"))),
+        "bf16": on_gpu and torch.cuda.is_bf16_supported() and (not sixteen or beside),
     }
     if config.fine_tunes:
         own["gradient_checkpointing"] = False  # TRL's default is True: --policy and --memory-budget are better ones
