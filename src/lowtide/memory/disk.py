@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 import weakref
 from collections import defaultdict, deque
@@ -16,28 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.errors import UnsupportedError, message
 
 _MOST = 1 << 30  # bytes of one call: Linux takes at most 2 GiB
-
-
-def checked_folder(name: str, folder: object) -> Path:
-    """Return an argument that is a folder in which files can be made.
-
-    Raises:
-        UnsupportedError: The system is not Linux.
-        ArgumentTypeError: It is no path.
-        ArgumentValueError: It is no folder, or nothing can be written there.
-    """
-    if not sys.platform.startswith("linux"):
-        raise UnsupportedError(message(name, "Linux", sys.platform, f"Leave {name} out."))
-    if not isinstance(folder, str | os.PathLike):
-        raise ArgumentTypeError(message(name, "a folder's path", f"{folder!r}"))
-    path = Path(folder)
-    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        hint = "Make the folder, on a fast disk of this machine."
-        raise ArgumentValueError(message(name, "a folder that can be written to", f"{path}", hint))
-    return path
 
 
 class Disk:

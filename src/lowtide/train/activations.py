@@ -22,7 +22,7 @@ from lowtide.memory import (
     offload_weights,
     plan_memory,
 )
-from lowtide.memory.disk import checked_folder
+from lowtide.memory.folder import checked_folder
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS
