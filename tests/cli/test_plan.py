@@ -60,6 +60,12 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
             {"gpus": 4, "parallel": "fsdp2", "link": "50GB", "autocast": True},
         ),
         ("--gpus 2 --parallel tp --budget 20GiB", (1, 20), {"gpus": 2, "parallel": "tp"}),
+        ("--gpus 2", (1, None), {"gpus": 2}),
+        (
+            "--gpus 4 --parallel fsdp2 --tensor-parallel 2",
+            (1, None),
+            {"gpus": 4, "parallel": "fsdp2", "tensor_parallel": 2},
+        ),
         ("--host 8 --no-offload-states --dtype float16", (1, None, 8), {"offload_states": False, "dtype": "float16"}),
     ],
 )
@@ -162,7 +168,8 @@ def test_a_model_of_the_hubs_cache_is_planned(
         ("--disk 9GiB", "disk: expected --host beside it, got none"),
         ("--gpus 2 --parallel fsdp2 --check", "without a mask or a disk, on one GPU, got --gpus"),
         ("--gpus 2 --parallel pp", "argument --parallel: invalid choice: 'pp' (choose from"),
-        ("--gpus 2", "plan: parallel: expected 'fsdp2', 'tp', 'cp' or 'zero3', got None"),
+        ("--gpus 2 --tensor-parallel 2", "plan: parallel: expected 'fsdp2' beside tensor_parallel, got None"),
+        ("--tensor-parallel 2", "plan: tensor_parallel: expected --gpus beside it, got none."),
         ("--gpus 2 --parallel fsdp2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
         ("--gpus 2 --parallel fsdp2 --lora-rank 8", "plan: lora_rank: expected None: adapters are planned for one GPU"),
         ("--parallel fsdp2", "plan: parallel: expected --gpus beside it, got none."),
@@ -201,7 +208,7 @@ def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```console\n\$ lowtide (plan .*?)\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for command, shown in blocks:
         assert main(shlex.split(command)) == 0
         out = capsys.readouterr().out

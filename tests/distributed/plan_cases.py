@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lowtide
@@ -26,6 +27,7 @@ from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
 from lowtide.memory.planner.parallel import BUCKET, ranks_of
 from lowtide.memory.planner.step_costs import Phase, StepCosts
+from lowtide.train.tensor_parallel import mesh_sizes, shard_layers
 
 STAGE = torch.empty(2**23, dtype=torch.uint8)
 LONG = 512
@@ -35,25 +37,27 @@ MOST_VOCABULARY = {"vocab_size": 8192, "num_hidden_layers": 2}
 
 
 @contextmanager
-def _received() -> Iterator[list[int]]:
-    """Count the bytes that this rank receives by FSDP2's exchanges, which run in place.
+def _received(of: Any = None) -> Iterator[list[int]]:
+    """Count the bytes that this rank receives by FSDP2's exchanges, which run in place, those ``of`` a group if given.
 
     gloo's own make copies, and its threads hold the tensors of their last exchange: they get `STAGE` instead.
     """
-    found, n, rank = [0], dist.get_world_size(), dist.get_rank()
+    found = [0]
 
     def exchange(*args: Any, gathers: bool, **kwargs: Any) -> None:
+        group = next(x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup))
         part, whole = sorted((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), key=Tensor.numel)
+        n, rank = group.size(), group.rank()
         parts = whole.view(n, -1)
-        found[0] += whole.nbytes - part.nbytes
+        found[0] += (whole.nbytes - part.nbytes) * (of is None or group is of)
         stage = STAGE.view(whole.dtype)[: part.numel()]
         for at in range(n):
             stage.copy_(part.view(-1) if gathers else parts[at])
             if gathers:
-                dist.broadcast(stage, at)
+                dist.broadcast(stage, group=group, group_src=at)
                 parts[at].copy_(stage)
             else:
-                dist.reduce(stage, at)
+                dist.reduce(stage, group=group, group_dst=at)
                 if at == rank:
                     part.view(-1).copy_(stage)
 
@@ -143,6 +147,33 @@ def tensor_parallel() -> None:
         (few, few_sums), (more, more_sums) = found
         assert more_sums - few_sums == exchanged / stream, (policy, found)  # of two ranks, a sum brings as many bytes
         assert keep != "all" or more - few == costs.layers[policy].saved, (policy, found)
+
+
+def fsdp2_over_groups() -> None:
+    """Peak and exchanges where FSDP2 shards over groups of two that share each layer, as lowtide train makes them."""
+    sizes = mesh_sizes(2, dist.get_world_size())
+    mesh = sizes.get_device_mesh("cpu")["dp_shard"]
+    for tied, more in itertools.product((False, True), ({}, MOST_VOCABULARY)):
+        model = model_of(dtype=torch.bfloat16, tie_word_embeddings=tied, **{**SIZES, **more})
+        plan = _plan(model, "fsdp2", tensor_parallel=2, options=HeadOptions(accumulate="input"))
+        shard_layers(model, sizes, "cpu")
+        exec(plan.lines(), {"model": model})
+        for layer in model.get_decoder().layers:
+            fully_shard(layer, mesh=mesh)
+        if not tied:
+            fully_shard(model.get_input_embeddings(), mesh=mesh)
+            tail = [model.get_output_embeddings(), model.get_decoder().norm]
+            fully_shard(tail, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        _step(model, autocast=False)
+        with _received(mesh.get_group()) as received, track_allocations() as seen:
+            _step(model, autocast=False)
+        costs, groups = StepCosts(plan.job), plan.chosen.groups
+        inside = StepCosts(replace(plan.job, gpus=2)).exchanged(groups).bytes  # as where there is one group
+        # on a CPU the output layer has its share of the weight in float32: the bytes of both shares
+        most_bytes = max(_on_cpu(plan, phase) for phase in costs.phases(groups))
+        assert most_bytes == pytest.approx(seen.peak_bytes, rel=0.04), (plan.title, tied)
+        assert received[0] == plan.exchanged.bytes - inside, (plan.title, tied)
 
 
 def _saved_and_sums(model: Any) -> tuple[int, int]:

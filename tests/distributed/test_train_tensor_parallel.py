@@ -77,11 +77,30 @@ def test_a_model_without_a_plan(made: Runs, tmp_path: Path) -> None:
 
 
 @needs_gloo
-def test_a_budget_is_refused(made: Runs, tmp_path: Path) -> None:
-    words = [*made.arguments("pretrain"), "--tensor-parallel", 2, "--memory-budget", "1GiB"]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_budget_is_that_of_a_share(ranks: int, made: Runs, tmp_path: Path) -> None:
+    """Planned with what a group shares and FSDP2 shards over the groups."""
+    words = [*made.arguments("pretrain"), "--tensor-parallel", 2, "--memory-budget", "1GiB", "--max-steps", 1]
+    ended = made.ranks.succeed(ranks, *words, "--output", tmp_path / "run")
+    assert f"tokens/s on {ranks} h100" in ended.out[0], ended
+    assert "tensor parallelism: exchanges hide behind nothing" in ended.out[0]
+
+
+@needs_gloo
+def test_a_budget_that_is_planned_for_whole_layers_alone(made: Runs, tmp_path: Path) -> None:
+    words = [
+        *made.arguments("pretrain"),
+        "--tensor-parallel",
+        2,
+        "--memory-budget",
+        "1GiB",
+        "--parallel",
+        "fsdp2-zero2",
+    ]
     ended = made.ranks(2, *words, "--output", tmp_path / "run")
     assert ended.statuses == [2] * 2, ended
-    assert "memory_budget: expected whole layers, got --tensor-parallel. Name a --policy" in ended.err[0]
+    said = "memory_budget: expected --parallel fsdp2 without --host-budget beside --tensor-parallel, got fsdp2-zero2"
+    assert said in ended.err[0]
 
 
 @needs_gloo

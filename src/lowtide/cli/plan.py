@@ -34,7 +34,7 @@ memory against time, the longest sequence and the largest batch that fit, and th
 
 _GIVEN = (  # as they are
     "seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp", "compile_layers",
-    "parallel",
+    "parallel", "tensor_parallel",
 )  # fmt: skip
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
@@ -61,6 +61,8 @@ examples:
       LoRA on a model that is larger than the GPU: frozen weights come from host memory, layer by layer
   lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 2 --parallel fsdp2
       two GPUs with a sequence each, among which FSDP2 shards the model
+  lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 4
+      the fastest way for four GPUs to share the step, beside the others
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
       rates measured on the GPU at hand; real steps, predicted beside measured"""
 
@@ -92,8 +94,10 @@ def add(parser: OneLineParser) -> None:
     add(
         "--parallel",
         choices=PARALLEL,
-        help="with --gpus: how they share it; tp and cp are tensor and context parallelism",
+        help="with --gpus: how they share it; tp and cp are tensor and context parallelism (default: the fastest)",
     )
+    shares = "with fsdp2: GPUs that share each layer (default: 1)"
+    add("--tensor-parallel", default=1, type=int, metavar="N", help=shares)
     add("--link", metavar="SIZE", help="what a GPU receives from others per second: 50GB (default: NVLink's rate)")
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
     add("--autocast", action="store_true", help="float32 parameters and states, GEMMs in bfloat16: as lowtide train")
@@ -135,8 +139,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ArgumentValueError(message("disk_rate", "--disk beside it", "none"))
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
-    for name in ("parallel", "link"):
-        if getattr(arguments, name) is not None and arguments.gpus is None:
+    for name, default in (("parallel", None), ("tensor_parallel", 1), ("link", None)):
+        if getattr(arguments, name) != default and arguments.gpus is None:
             raise ArgumentValueError(message(name, "--gpus beside it", "none"))
     adapters = _adapters(arguments)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}

@@ -105,11 +105,8 @@ def planned_job(run: RunState) -> dict[str, Any]:
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
-        UnsupportedError: processes share layers, and the run's figures would be those of whole layers.
+        UnsupportedError: processes share layers in a run that the planner has for whole layers alone.
     """
-    if run.config.group_size > 1:
-        hint = "Name a --policy: `lowtide plan --gpus N --parallel tp` shows which fits."
-        raise UnsupportedError(message("memory_budget", "whole layers", "--tensor-parallel", hint))
     args, model, batch = run.settings.args, run.model, run.batch
     weights = getattr(torch, str(run.settings.model.dtype), model.config.dtype)  # "auto": as the checkpoint has them
     optimizer = planned_optimizer(args)
@@ -117,10 +114,14 @@ def planned_job(run: RunState) -> dict[str, Any]:
     # What the planner has several GPUs for; of other runs it plans one that has all the weights.
     by_plan = adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
     sharded = by_plan and uses_fsdp() and reshards()
+    if run.config.group_size > 1 and not sharded:
+        expected = "--parallel fsdp2 without --host-budget beside --tensor-parallel"
+        raise UnsupportedError(message("memory_budget", expected, run.config.parallel, "Name a --policy."))
+    several = {"gpus": args.world_size, "parallel": FSDP2, "tensor_parallel": run.config.group_size}
     return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,
-        **({"gpus": args.world_size, "parallel": FSDP2} if sharded else {}),
+        **(several if sharded else {}),
         "optimizer": optimizer,
         "keep_gradients": args.gradient_accumulation_steps > 1,
         "adapters": adapters,

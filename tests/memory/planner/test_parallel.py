@@ -19,6 +19,7 @@ from lowtide.memory.planner.layer_costs import checkpoint_bytes
 from lowtide.memory.planner.parallel import BUCKET, LIVE, SUB_GROUP, ranks_of
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import Phase, StepCosts
+from lowtide.memory.planner.ways import name_of
 from lowtide.train.shapes import SHAPES
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -161,6 +162,88 @@ def test_tensor_parallelism_by_hand() -> None:
     assert costs.exchanged(((ALL, 32),)).beside == 2 * one  # the hidden states' gradient, in float32
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_fsdp2_over_groups_by_hand(groups: int) -> None:
+    """Of each GPU's share of a layer and of the vocabulary a part, and what a group exchanges beside it."""
+    n = 2
+    shared_alone = phases_of(shared(ONE, n, "tp"))
+    phases = phases_of(replace(shared(ONE, groups * n), tensor_parallel=n))
+    norms = 65 * H
+    share = (PARAMS - norms) // n + norms
+    layer, vocab = (LAYER - 2 * H) // n + 2 * H, VOCAB // n
+    stream = 2 * T * H
+    for name, phase in phases.items():
+        assert (phase.weights, phase.optimizer) == (2 * share // groups, 4 * share // groups)
+        if name in shared_alone:
+            same = ("activations", "head", "other")
+            assert [getattr(phase, part) for part in same] == [getattr(shared_alone[name], part) for part in same]
+    assert phases["backward of layer 1"].gathered == 2 * 3 * layer + stream
+    assert phases["forward of layer 31"].gathered == 2 * 2 * layer + stream
+    assert phases["embedding"].gathered == 2 * (2 * vocab + layer)
+    # the stream's gradient, its rows in float32, and the whole vocabulary's gradient
+    assert phases["embedding"].transients == stream + 4 * T * H + 2 * VOCAB
+    costs, one = StepCosts(replace(shared(ONE, groups * n), tensor_parallel=n)), StepCosts(shared(ONE, n, "tp"))
+    group = ((ALL, 32),)
+    twice, once = 32 * layer + vocab, vocab + H
+    among = (groups - 1) / groups * (6 * twice + 4 * once)
+    assert costs.exchanged(group).bytes == pytest.approx(one.exchanged(group).bytes + among)
+    assert costs.ranks.tokens == groups * T
+
+
+def test_a_step_of_shared_layers_took_what_is_planned() -> None:
+    """Two sequences of two GPUs that share each layer; its time is what the host's share was fitted to."""
+    rows = json.loads((RESULTS / "2026-11-28-scaling-ranks-2-h100.json").read_text())["rows"]
+    (row,) = [row for row in rows if row["tensor_parallel"] == 2 and row["way"] == "lowtide"]
+    job = replace(shared(TIED, 2), gpu=GPUS["h100"], seq_len=8192, batch_size=2, tensor_parallel=2)
+    costs, groups = StepCosts(job), ((INPUT, 16),)
+    assert costs.peak(groups).bytes / 2**30 == pytest.approx(row["peak_gib"], rel=0.05)
+    assert costs.seconds(groups) == pytest.approx(row["seconds"], rel=0.05)
+
+
+def test_the_fastest_way_that_fits_is_recommended() -> None:
+    model, settings = SHAPES["llama-3-8b"], {"device": "h200", "gpus": 4}
+    plan = plan_memory(model, 8192, 1, **settings)
+    names = ["fsdp2", "zero3", "cp", "fsdp2 x tp 2", "tp"]
+    assert sorted(name_of(way.job) for way in plan.ways) == sorted(names)
+    rates = [way.tokens_per_second for way in plan.ways]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == plan.tokens_per_second
+    for way in plan.ways:
+        size = way.job.tensor_parallel
+        alone = plan_memory(model, 8192, 1, parallel=way.job.parallel, tensor_parallel=size, **settings)
+        assert way.tokens_per_second == alone.tokens_per_second
+        assert way.chosen == alone.chosen
+        assert alone.ways == ()
+    table = str(plan).split("\n\n")[1].splitlines()
+    assert table[0].split() == ["way", "tokens/s", "tokens", "peak", "GiB", "policies"]
+    assert [line.startswith(name_of(way.job)) for way, line in zip(plan.ways, table[1:], strict=True)] == [True] * 5
+    ways = plan.to_dict()["ways"]
+    assert ways[0]["tokens_per_second"] == plan.tokens_per_second
+    assert {(way["parallel"], way["tensor_parallel"]) for way in ways} >= {("fsdp2", 2), ("tp", 4)}
+
+
+def test_where_little_fits_the_way_that_does_is_recommended() -> None:
+    plan = plan_memory(SHAPES["llama-3-8b"], 262_144, 1, 100, device="h200", gpus=4)
+    assert plan.job.parallel == "cp"
+    left = [way for way in plan.ways if way.chosen is None]
+    assert left
+    for way in left:
+        assert way.least > 100 * 2**30
+    assert "needs more than the budget" in str(plan)
+    with pytest.raises(ArgumentValueError, match=r"budget_gib: expected at least .* by (cp|tp)"):
+        plan_memory(SHAPES["llama-3-8b"], 262_144, 1, 8, device="h200", gpus=4)
+
+
+def test_what_cannot_share_the_step_is_told_beside_what_can() -> None:
+    few = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    plan = plan_memory({**SHAPES["llama-3-8b"], "model_type": "mixtral", **few}, 1024, 1, device="h100", gpus=3)
+    refused = {name_of(way.job): way.refused for way in plan.ways if way.refused}
+    assert refused["tp"] == "parallel: fsdp2 or zero3 alone for a mixture of experts"
+    assert refused["cp"] == "seq_len: a multiple of 6"
+    assert "not planned: seq_len: a multiple of 6" in str(plan)
+    json.dumps(plan.to_dict(), allow_nan=False)
+
+
 @pytest.mark.parametrize(("gathered", "reduced"), [(2, 2), (2, 4)])
 def test_exchanges_of_fsdp2_are_those_of_scale_on_paper(gathered: int, reduced: int) -> None:
     job = ONE if reduced == 2 else replace(ONE, dtype=torch.float32, autocast=True)
@@ -246,7 +329,19 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
         ({"parallel": "cp", "attention_mask": True}, "attention_mask: expected False: the ring takes none"),
         ({"parallel": "cp", "gpus": 3}, "seq_len: expected a multiple of 6, got 1024"),
         ({"parallel": "cp", "model": "olmo2"}, "'cp' for olmo2"),
-        ({"parallel": None}, "parallel: expected 'fsdp2', 'tp', 'cp' or 'zero3', got None"),
+        ({"parallel": None, "tensor_parallel": 2}, "parallel: expected 'fsdp2' beside tensor_parallel, got None"),
+        ({"parallel": None, "adapters": 1000}, "adapters: expected None"),
+        ({"tensor_parallel": 0}, "tensor_parallel: expected at least 1"),
+        ({"tensor_parallel": 4}, "tensor_parallel: expected a divisor of gpus=2, got 4"),
+        ({"tensor_parallel": 2, "gpus": 1}, "tensor_parallel: expected a divisor of gpus=1, got 2"),
+        ({"tensor_parallel": 2, "parallel": "zero3"}, "tensor_parallel: expected 1 beside zero3"),
+        ({"tensor_parallel": 2, "parallel": "cp", "gpus": 4}, "tensor_parallel: expected 1 beside cp"),
+        ({"tensor_parallel": 2, "parallel": "tp", "gpus": 4}, "tensor_parallel: expected 4, or fsdp2 beside it, got 2"),
+        (
+            {"tensor_parallel": 16, "gpus": 32},
+            "tensor_parallel: expected a divisor of the model's 8 key and value heads, got 16",
+        ),
+        ({"tensor_parallel": 2, "model": "mixtral"}, "parallel: expected fsdp2 or zero3 alone for a mixture"),
         ({"gpus": 0}, "gpus: expected at least 1"),
         ({"link": 0}, "link: expected a finite number of GiB, above 0"),
         ({"host_gib": 4}, "host_gib: expected 0: offloading is planned for one GPU alone, got 4"),
@@ -255,8 +350,8 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
         ({"parallel": "zero3", "dtype": "float32"}, "dtype: expected bfloat16 or float16, or autocast"),
         ({"parallel": "tp", "gpus": 3}, "gpus: expected a divisor of the model's 32 attention heads, got 3"),
         ({"parallel": "tp", "gpus": 16}, "gpus: expected a divisor of the model's 8 key and value heads, got 16"),
-        ({"parallel": "tp", "model": "mixtral"}, "parallel: expected fsdp2 or zero3 for a mixture of experts"),
-        ({"parallel": "tp", "model": "olmo2"}, "parallel: expected fsdp2 or zero3 for traced layers"),
+        ({"parallel": "tp", "model": "mixtral"}, "parallel: expected fsdp2 or zero3 alone for a mixture of experts"),
+        ({"parallel": "tp", "model": "olmo2"}, "parallel: expected fsdp2 or zero3 alone for traced layers"),
     ],
 )
 def test_refusals(change: dict[str, Any], said: str) -> None:

@@ -41,6 +41,7 @@ class Job:
     compile_layers: bool = False  # each layer goes through torch.compile by itself
     gpus: int = 1
     parallel: str = ""  # how several GPUs share the step: a name of `PARALLEL`
+    tensor_parallel: int = 1  # with fsdp2: GPUs that share each layer; it shards parameters over groups of them
     context: int = 1  # GPUs that share each sequence, of which ``seq_len`` tokens are this one's
     link: float | None = None  # bytes per second that a GPU receives from the others; None: the GPU's own
 
@@ -94,7 +95,17 @@ class Job:
     @property
     def sharded(self) -> bool:
         """Return whether several GPUs have the layers' parameters sharded, and gather them one by one."""
-        return self.gpus > 1 and self.parallel != TP
+        return self.groups > 1
+
+    @property
+    def group_size(self) -> int:
+        """Return how many GPUs share each layer."""
+        return self.gpus if self.parallel == TP else self.tensor_parallel
+
+    @property
+    def groups(self) -> int:
+        """Return over how many groups of those parameters are sharded."""
+        return self.gpus // self.group_size
 
     @property
     def link_rate(self) -> float:

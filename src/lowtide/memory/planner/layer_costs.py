@@ -30,6 +30,10 @@ HOST_ATTENTION, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
 # What it takes besides to shard a layer among several GPUs, in forward and backward: fitted to one step on two
 # (benchmarks/results, 2026-11-21-scaling-8192-h200, the smaller model).
 HOST_UNIT = (1.5e-3, 4e-3)
+# And for a layer that several GPUs share, in forward, backward and recompute: fitted to one step of two GPUs, less a
+# tenth by which that host was slower (benchmarks/results, 2026-11-28-scaling-ranks-2-h100), in the proportions of tiny
+# layers on a CPU.
+HOST_SHARED = (6e-3, 10e-3, 8e-3)
 HIDDEN = 0.01  # share of the quicker of GPU and host that counts: where the host sets the pace, another may not
 
 
@@ -312,8 +316,10 @@ def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
     norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
     watch, again = (0.0, HOST_FORWARD) if job.compile_layers else (HOST_ATTENTION, HOST_RECOMPUTE)
     unit, unit_back = HOST_UNIT if job.sharded else (0.0, 0.0)
-    forward = HOST_FORWARD + norms + unit + (watch if policy.keep == "attention" else 0.0)
-    return forward, HOST_BACKWARD + norms_back + unit_back + (again + norms if policy.keep != "all" else 0.0)
+    shared, shared_back, shared_again = HOST_SHARED if job.group_size > 1 else (0.0, 0.0, 0.0)
+    forward = HOST_FORWARD + norms + unit + shared + (watch if policy.keep == "attention" else 0.0)
+    recompute = again + norms + shared_again if policy.keep != "all" else 0.0
+    return forward, HOST_BACKWARD + norms_back + unit_back + shared_back + recompute
 
 
 def slower(gpu: float, host: float) -> float:

@@ -10,13 +10,12 @@ its forward to its backward.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import CP, FSDP2, OPTIMIZERS, TP, ZERO3
+from lowtide.memory.planner.optimizers import CP, FSDP2, OPTIMIZERS, ZERO3
 
 # Share of an exchange's time that it takes from the GEMMs it runs beside, whose multiprocessors it uses. Fitted to the
 # steps of two GPUs in benchmarks/results, 2026-11-21-scaling-16384-h200.
@@ -36,6 +35,10 @@ class Exchange(NamedTuple):
     def bytes(self) -> float:
         """Return the bytes received."""
         return self.beside + self.before
+
+    def and_also(self, beside: float = 0.0, before: float = 0.0) -> Exchange:
+        """Return it with more bytes."""
+        return Exchange(self.beside + beside, self.before + before, self.copied)
 
 
 NOTHING = Exchange()
@@ -65,6 +68,7 @@ class Ranks:
     embedding: int = 0  # gathered in its backward
     reduction: int = 0  # gathered when its gradient is reduced, and nothing else is left
     to_come: int = 0  # gradients that are not reduced by then
+    lookup: int = 0  # of the embedding's backward alone
     step: int = 0  # held in the optimizer's step alone
     ahead: Exchange = NOTHING  # of a layer's forward
     behind: Exchange = NOTHING  # of its backward
@@ -79,11 +83,11 @@ class Ranks:
 
 def ranks_of(job: Job) -> Ranks:
     """Return what one GPU of a job has."""
-    return (
-        {FSDP2: _fsdp2, TP: _tensor_parallel, CP: _context_parallel, ZERO3: _zero3}[job.parallel](job)
-        if job.gpus > 1
-        else _alone(job)
-    )
+    if job.gpus == 1:
+        return _alone(job)
+    if job.group_size > 1:
+        return _tensor_parallel(job)
+    return {FSDP2: _fsdp2, CP: _context_parallel, ZERO3: _zero3}[job.parallel](job)
 
 
 def _alone(job: Job) -> Ranks:
@@ -121,7 +125,7 @@ class _Units:
         self.embedding = 0 if shape.tied else shape.vocab_params
         self.tail = shape.params - sum(self.layers) - self.embedding  # the unit of the output layer
         self.first = self.tail if shape.tied else self.embedding  # the unit that is gathered first, and reduced last
-        self._received = (job.gpus - 1) / job.gpus
+        self._received = (job.groups - 1) / job.groups
 
     def exchange(self, numbers: float, gathers: int, reduces: int) -> Exchange:
         """Return what it takes to gather parameters, and reduce their gradients: through buffers, with a copy each."""
@@ -151,7 +155,7 @@ def _fsdp2(job: Job) -> Ranks:
     end of the unit's backward, are copied into a buffer in the dtype of the reduction, and that stays until the end of
     the next unit's backward. Those that are accumulated are whole, and reduced in the last pass.
     """
-    own, n = _alone(_narrow(job)), job.gpus
+    own, n = _alone(_narrow(job)), job.groups
     units = _Units(own.job, own.job.element, job.element)
     g, r, layers, tied, last = units.gathered, units.reduced, units.layers, units.tied, len(units.layers) - 1
     stays = g * units.tail * tied
@@ -222,27 +226,32 @@ def _zero3(job: Job) -> Ranks:
 
 
 def _tensor_parallel(job: Job) -> Ranks:
-    """Return a GPU that has a share of the heads, of the MLPs and of the vocabulary; all have the same sequences.
+    """Return a GPU that has a share of the heads, of the MLPs and of the vocabulary; its group has the same sequences.
 
-    Attention and MLP of each layer add up their outputs over the GPUs, and in backward the gradients of their inputs:
+    Attention and MLP of each layer add up their outputs over the group, and in backward the gradients of their inputs:
     for queries, keys and values each, for a fused MLP once (docs/distributed.md, a patched model). Rows of the
-    embedding are added up too; the output layer's exchanges are in docs/scale.md.
+    embedding are added up too; the output layer's exchanges are in docs/scale.md. The embedding's gradient, a DTensor,
+    is that of the whole vocabulary for a moment, and its sum with a tied output layer's is not in place. FSDP2 shards
+    each GPU's share over the groups, and gathers and copies it where there is one group, too.
     """
-    shape, n = job.shape, job.gpus
+    shape, n = job.shape, job.group_size
     cut = {name: getattr(shape, name) // n for name in ("heads", "kv_heads", "intermediate")}
-    own = _alone(replace(job, shape=replace(shape, vocab=-(-shape.vocab // n), **cut)))
+    shared = replace(job, shape=replace(shape, vocab=-(-shape.vocab // n), **cut))
+    own = _fsdp2(shared) if job.parallel == FSDP2 else _alone(shared)
+    vocabulary, share = shape.vocab_params * own.job.element, own.job.shape.vocab_params * own.job.element
     stream = job.tokens * shape.hidden * job.narrow
     one = 2 * (n - 1) / n * stream  # of an all-reduce
     inputs = (1 if shape.stacked else 3) + (1 if job.fused_mlp or shape.stacked else 2)
     gradient = 2 * (n - 1) / n * 4 * job.tokens * shape.hidden
     return replace(
         own,
-        forward=[stream] * shape.layers,  # what is added up, beside the sum
-        backward=[stream] * shape.layers,
-        ahead=Exchange(0.0, 2 * one),
-        behind=Exchange(0.0, inputs * one),
-        again=Exchange(0.0, one),
-        others=Exchange(gradient, one + 12.0 * (n - 1) * job.tokens),
+        forward=[stream + gathered for gathered in own.forward],  # what is added up, beside the sum
+        backward=[stream + gathered for gathered in own.backward],
+        ahead=own.ahead.and_also(before=2 * one),
+        behind=own.behind.and_also(before=inputs * one),
+        again=own.again.and_also(before=one),
+        lookup=vocabulary + share * shape.tied,
+        others=own.others.and_also(gradient, one + 12.0 * (n - 1) * job.tokens),
     )
 
 
@@ -259,120 +268,13 @@ def _context_parallel(job: Job) -> Ranks:
     keys = 2 * own.tokens * shape.kv_width  # numbers of keys and values
     gathered, sums, round_trip = keys * own.narrow, 4 * own.tokens * shape.query_width, 4 * keys
 
-    def with_ring(one: Exchange, more: int) -> Exchange:
-        return one._replace(beside=one.beside + more)
-
     return replace(
         found,
         tokens=job.tokens,
         forward=[one + (n + 1) * gathered + sums for one in found.forward],
         backward=[one + n * gathered + 3 * round_trip + sums for one in found.backward],
-        ahead=with_ring(found.ahead, (n - 1) * gathered),
-        behind=with_ring(found.behind, (n - 1) * gathered + n * round_trip),
+        ahead=found.ahead.and_also((n - 1) * gathered),
+        behind=found.behind.and_also((n - 1) * gathered + n * round_trip),
         # Of keep="attention" as well, whose recompute gathers nothing: an upper bound.
-        again=with_ring(found.again, (n - 1) * gathered),
+        again=found.again.and_also((n - 1) * gathered),
     )
-
-
-def check_parallel(job: Job, host_bytes: int) -> None:
-    """Check that a step of several GPUs can be planned.
-
-    Raises:
-        ArgumentValueError: It has a part that is planned for one GPU alone, or sizes that cannot be shared out.
-    """
-    if job.gpus == 1:
-        return
-    shape, way = job.shape, job.parallel
-    others = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
-    alone: list[tuple[str, bool, Any, str]] = [
-        ("host_gib", host_bytes > 0, f"{host_bytes / 2**30:g}", "0: offloading is planned for one GPU alone"),
-        ("adapters", job.adapters is not None, job.adapters, "None: adapters are planned for one GPU alone"),
-        ("optimizer", not OPTIMIZERS[job.optimizer].shards, repr(job.optimizer), f"one that shards: {others}"),
-    ]
-    if way == TP:
-        sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
-        sizes["numbers of intermediate_size"] = shape.intermediate
-        alone += [
-            ("parallel", shape.traced is not None, f"'tp' for {shape.model_type}", "fsdp2 or zero3 for traced layers"),
-            ("parallel", shape.experts > 0, "'tp'", "fsdp2 or zero3 for a mixture of experts"),
-        ]
-        alone += [
-            ("gpus", size % job.gpus > 0, job.gpus, f"a divisor of the model's {size:,} {name}")
-            for name, size in sizes.items()
-        ]
-    if way == CP:
-        alone += [
-            (
-                "parallel",
-                any(shape.windows) or shape.traced is not None,
-                f"'cp' for {shape.model_type}",
-                "fsdp2 or zero3: the ring is planned for full attention of layers that are not traced",
-            ),
-            ("attention_mask", job.attention_mask, True, "False: the ring takes none"),
-            ("seq_len", job.seq_len % (2 * job.gpus) > 0, f"{job.seq_len}", f"a multiple of {2 * job.gpus}"),
-        ]
-    if way == ZERO3:
-        alone += [
-            (
-                "dtype",
-                job.element > 2 and not job.autocast,
-                str(job.dtype).removeprefix("torch."),
-                "bfloat16 or float16, or autocast: DeepSpeed's float32 training is not planned",
-            )
-        ]
-    for name, refused, got, expected in alone:
-        if refused:
-            hint = f"For {job.gpus} GPUs by {way}, leave it out or change it; or plan for one GPU."
-            raise ArgumentValueError(message(name, expected, f"{got}", hint))
-
-
-def notes_on(job: Job) -> tuple[str, ...]:
-    """Return the notes on a plan of several GPUs."""
-    if job.gpus == 1:
-        return ()
-    how = "--link 50GB, in Python link='50GB', plans a network of 400 Gb/s"
-    where = f"; assumes {job.gpus} GPUs in one host: {how}" if job.link is None else ""
-    notes = [f"exchanges at {job.link_rate / 1e9:.0f} GB/s each way{where}"]
-    if job.parallel == FSDP2:
-        notes.append(
-            "units of FSDP2: each layer; the embedding; the last norm and the output layer, which stay gathered"
-        )
-    if job.parallel == ZERO3:
-        notes.append(
-            f"ZeRO-3 with DeepSpeed's defaults: weights and states in float32 besides, up to {LIVE:,} gathered"
-            f" parameters, a bucket of {BUCKET:,} gradients: an upper bound"
-        )
-    if job.parallel == CP:
-        notes.append(
-            "context parallelism by PyTorch's, whose exchanges are taken to hide behind attention: not measured"
-        )
-    if job.parallel == TP:
-        notes.append(
-            "tensor parallelism: exchanges hide behind nothing but in the output layer; times were not measured"
-        )
-    return tuple(notes)
-
-
-def lines_of(job: Job) -> list[str]:
-    """Return the Python that shards a model, once it is patched and has its policies."""
-    if job.gpus == 1:
-        return []
-    if job.parallel not in (FSDP2, CP):
-        runs = {ZERO3: "deepspeed.initialize(model=model, ...), or lowtide train --parallel zero3"}
-        runs[TP] = f"first load the model with distributed_config=DistributedConfig(tp_size={job.gpus})"
-        return [f"# in each of {job.gpus} processes: {runs[job.parallel]}"]
-    kwargs, tied = "", job.shape.tied
-    without = ", or without these lines lowtide train --parallel fsdp2:"
-    lines = [
-        f"# in each of {job.gpus} processes{without if job.parallel == FSDP2 else ', steps inside context_parallel:'}"
-    ]
-    lines.append("from torch.distributed.fsdp import fully_shard")
-    if job.autocast:
-        lines[-1] = "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"
-        lines += ["import torch", "precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)"]
-        kwargs = ", mp_policy=precision"
-    lines += ["for layer in model.get_decoder().layers:", f"    fully_shard(layer{kwargs})"]
-    if not tied:
-        lines.append(f"fully_shard(model.get_input_embeddings(){kwargs})")
-        lines.append(f"fully_shard(model.get_output_embeddings(), reshard_after_forward=False{kwargs})")
-    return [*lines, f"fully_shard(model{kwargs})"]

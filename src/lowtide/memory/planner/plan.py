@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,14 +16,15 @@ from lowtide.measure.units import gib, gib_text
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.planner.adapters import Adapters, numbers_alone
 from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.compare import compare
 from lowtide.memory.planner.disk import RATE, DiskSpace
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS, PARALLEL
-from lowtide.memory.planner.parallel import check_parallel, notes_on
+from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL, TP
 from lowtide.memory.planner.report import MemoryPlan
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import KINDS, read_shape
+from lowtide.memory.planner.ways import check_parallel, name_of, notes_on
 from lowtide.memory.policy import check_count
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
@@ -49,6 +51,7 @@ def plan_memory(
     offload_weights: Literal["auto", False] = "auto",
     gpus: int = 1,
     parallel: str | None = None,
+    tensor_parallel: int = 1,
     link: float | str | None = None,
     disk_gib: float | str = 0,
     disk_rate: float | str = RATE / 2**30,
@@ -73,7 +76,8 @@ def plan_memory(
             config.json's, or the path of one. With a ``quantization_config`` of bitsandbytes in 4 bits the layers'
             linear layers are planned so: frozen, with ``adapters``.
         seq_len: Tokens of a sequence.
-        batch_size: Sequences per step; of each GPU where several shard the parameters, of all with "tp" and "cp".
+        batch_size: Sequences per step; of each GPU where several shard the parameters, or of each group that shares
+            layers; of all with "tp" and "cp".
         budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's
             memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
@@ -105,7 +109,10 @@ def plan_memory(
         gpus: How many GPUs share the step. The plan is that of one of them. Offloading, adapters and the 8-bit
             optimizer are planned for one GPU alone.
         parallel: With several, how: ``"fsdp2"``, ``"zero3"`` (DeepSpeed, in 16 bits), ``"tp"`` (tensor parallelism) or
-            ``"cp"`` (context parallelism, over FSDP2).
+            ``"cp"`` (context parallelism, over FSDP2). None: the way with the most tokens per second that fits, FSDP2
+            over groups by tensor parallelism among them; ``ways`` of the plan has all.
+        tensor_parallel: With ``"fsdp2"``, how many GPUs share each layer: a group, with the same sequences. FSDP2
+            shards over the groups, as ``lowtide train --tensor-parallel`` does.
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
             GPU has it, else by PCIe, all GPUs in one host.
         disk_gib: With ``host_gib``: room on a fast disk, likewise, for what host memory does not hold of what offloaded
@@ -143,8 +150,13 @@ def plan_memory(
         if value is not False and value != "auto":
             raise ArgumentValueError(message(name, "'auto' or False", f"{value!r}"))
     check_count("gpus", gpus)
-    if gpus > 1 or parallel is not None:
+    check_count("tensor_parallel", tensor_parallel)
+    if parallel is not None:
         check_name("parallel", parallel, PARALLEL)
+    elif tensor_parallel > 1:
+        raise ArgumentValueError(message("parallel", "'fsdp2' beside tensor_parallel", "None"))
+    if gpus % tensor_parallel:
+        raise ArgumentValueError(message("tensor_parallel", f"a divisor of gpus={gpus}", f"{tensor_parallel}"))
     gpu = find_gpu(device)
     requested = gpu.default_budget_bytes
     if budget_gib is not None:
@@ -167,18 +179,26 @@ def plan_memory(
         adapters=adapters,
         fused_mlp=fused_mlp and not shape.stock_mlp,
         gpus=gpus,
-        parallel=parallel or "",
+        parallel=parallel or FSDP2,
+        tensor_parallel=tensor_parallel,
         link=None if link is None else budget_bytes("link", link, above_0=True),
         **flags,
     )
-    check_parallel(job, host)
+    if parallel is not None:
+        check_parallel(job, host)
     if isinstance(adapters, Adapters) and (kind := numbers_alone(shape)):
         hint = "Count the parameters that are trained."
         raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
     if autocast and shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
     may = {"offload_states": offload_states == "auto", "offload_weights": offload_weights == "auto"}
-    return _plan(Search(job, host, space=space, **may), requested)
+    search = Search(job, host, space=space, **may)
+    if gpus == 1 or parallel is not None:
+        return _plan(search, requested)
+    ways = compare(search, min(requested, gpu.most_bytes))
+    if ways[0].refused:
+        check_parallel(ways[0].job, host)
+    return replace(_plan(search.of(ways[0].job), requested), ways=ways)
 
 
 def _plan(search: Search, requested: int) -> MemoryPlan:
@@ -220,7 +240,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     others = [name for name, one in OPTIMIZERS.items() if name != job.optimizer and (job.gpus == 1 or one.shards)]
     lighter = [name for name in others if search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
-    more = [job.gpus * 2**k for k in range(1, 11)] if job.sharded else []
+    more = [job.gpus * 2**k for k in range(1, 11)] if job.gpus > 1 and job.parallel != TP else []
     if enough := next((gpus for gpus in more if search.fits(budget, gpus=gpus)), None):
         helps.append(f"gpus={enough} fits")
     if states > budget:
@@ -237,7 +257,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append("host_gib={} fits, with {}".format(*_host_that_fits(search, roomy, budget)))
     phase = costs.peak(least.groups, least.states, late=least.late, weights=least.weights)
-    tokens = f"{job.batch_size} x {job.seq_len} tokens"
+    tokens = f"{job.batch_size} x {job.seq_len} tokens{f' by {name_of(job)}' if job.gpus > 1 else ''}"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
     usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
     got = f"{gib_text(requested)}{usable}, {gib_text(least.peak - budget)} GiB too little"

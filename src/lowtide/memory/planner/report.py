@@ -9,14 +9,16 @@ from typing import Any
 from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
+from lowtide.memory.planner.compare import Way, ways_table
 from lowtide.memory.planner.disk import DiskSpace
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
 from lowtide.memory.planner.optimizers import CP
-from lowtide.memory.planner.parallel import Exchange, lines_of, ranks_of
+from lowtide.memory.planner.parallel import Exchange, ranks_of
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import ModelShape
 from lowtide.memory.planner.step_costs import PARTS, Phase
+from lowtide.memory.planner.ways import lines_of, name_of
 from lowtide.memory.policy import ActivationPolicy, word_of
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12
@@ -57,6 +59,7 @@ class MemoryPlan:
         chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded,
             its ``weights`` the layers whose weights are.
         notes: What the figures assume.
+        ways: Where the plan was to choose among them, each way for several GPUs to share the step, the fastest first.
     """
 
     policies: tuple[ActivationPolicy, ...]
@@ -79,6 +82,7 @@ class MemoryPlan:
     job: Job
     chosen: Candidate
     notes: tuple[str, ...]
+    ways: tuple[Way, ...] = ()
 
     def _search(self) -> Search:
         may = {"offload_states": self.offload_states, "offload_weights": self.offload_weights}
@@ -211,9 +215,11 @@ class MemoryPlan:
         return {
             "gpus": job.gpus,
             "parallel": job.parallel,
+            "tensor_parallel": job.group_size,
             "link_gb_s": job.link_rate / 1e9,
             "tokens_per_second_per_gpu": self.tokens_per_second / job.gpus,
             "exchange": exchange,
+            **({"ways": [way.to_dict() for way in self.ways]} if self.ways else {}),
             "held_gib": {name: gib(getattr(self.phases[-1], name)) for name in ("weights", "gradients", "optimizer")},
         }
 
@@ -229,6 +235,7 @@ class MemoryPlan:
         )
         parts = [
             folded(self._headline(), width),
+            *((ways_table(self.ways),) if self.ways else ()),
             self._phase_table(),
             f"{self._ladder_table()}\n{folded(RUNGS, width)}",
             folded(self._front_table(), width, indent=FRONT_INDENT),
@@ -246,9 +253,11 @@ class MemoryPlan:
         model = f"{shape.model_type}, {shape.params / 1e9:.2f} billion parameters in {shape.layers} layers"
         dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
         dtype += f", layers in {shape.four_bit}" * bool(shape.four_bit)
-        gpu = f"{job.gpus} x {job.gpu.name} by {job.parallel}" if job.gpus > 1 else job.gpu.name
+        gpu = f"{job.gpus} x {job.gpu.name} by {name_of(job)}" if job.gpus > 1 else job.gpu.name
         how = f"{dtype}, {job.optimizer}{', layers compiled' if job.compile_layers else ''}, on {gpu}"
-        each = " on each GPU" if job.sharded and job.parallel != CP else ""
+        each = ""
+        if job.sharded and job.parallel != CP:
+            each = f" on each {f'{job.group_size} GPUs' if job.group_size > 1 else 'GPU'}"
         return f"{model}; {job.batch_size} x {job.seq_len} tokens{each}, {how}"
 
     def _headline(self) -> str:

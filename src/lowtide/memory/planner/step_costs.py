@@ -126,6 +126,7 @@ class StepCosts:
         # The embedding's kernel adds up the rows of each token in float32 first.
         embedding = self._stream + 4 * N * shape.hidden + waiting
         embedding += self.vocab_gradients if shape.tied or job.keep_gradients else 0  # not the first gradient there
+        embedding += ranks.lookup
         step = kind.temporary * self.all_gradients
         layers = shape.layers
         self._counts = _counts_before(shape.kind_of)

@@ -24,7 +24,7 @@ def tile_policies(job: Job, *, offload: bool) -> list[ActivationPolicy]:
     """Return the policies of layers in tiles; none where the layers are known to refuse them, or are read."""
     shape, level = job.shape, 1 if job.fused_mlp and job.shape.has_levels else None
     refused = shape.traced is not None or job.attention_mask or any(shape.windows) or job.compile_layers
-    refused |= job.gpus > 1 and job.parallel != FSDP2
+    refused |= job.gpus > 1 and (job.parallel != FSDP2 or job.group_size > 1)
     tile = min(MOST, job.seq_len // 8 // LEAST * LEAST)
     if refused or job.narrow != 2 or shape.head_dim % 8 or not tile:
         return []
