@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,13 @@ from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.search import Search
-from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.shapes import read_shape, with_layers
+from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.planner.tile_costs import SLOWER, tile_policies
+from lowtide.memory.policy import layer_policies
 from lowtide.train.shapes import SHAPES
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 T, H, KEYS, TILE = 131072, 4096, 2 * 1024, 16384
 LLAMA = Job(read_shape(SHAPES["llama-3-8b"]), T, 1, GPUS["h100"], torch.bfloat16, "sgd")
 INPUT = ActivationPolicy(keep="input", mlp_level=1)
@@ -122,3 +128,31 @@ def test_a_plan() -> None:
     assert "tile_tokens=16384" in plan.lines()
     assert plan.longest_sequence >= 500_000
     assert any(cost.policy.tile_tokens for cost in plan.ladder)
+
+
+def _measured() -> Iterator[Any]:
+    """Steps of long sequences: model, layers, tokens, whether LoRA, the policies, seconds, how near plans are."""
+    for model, file in (("llama-3-8b", "step-tiles-8b"), ("llama-3.2-1b", "step-tiles-1b")):
+        found = json.loads((RESULTS / f"2026-11-27-{file}-h100.json").read_text())
+        for row in found["rows"]:
+            policy = row["way"].partition(":")[2]
+            yield pytest.param(model, found["config"]["layers"], row["tokens"], False, policy, row["seconds"], 0.03)
+    for model, layers, lora, file, near in (
+        ("llama-3-8b", None, True, "21-longest-lora-196608-h100", 0.03),
+        ("llama-3-8b", None, True, "21-longest-lora-360448-h100", 0.03),
+        ("llama-3.2-1b", None, False, "27-longest-1b-524288-h100", 0.03),
+        ("llama-3-8b", 8, True, "27-longest-lora-499712-h200", 0.1),  # a first step, which pins the host's memory too
+    ):
+        row = json.loads((RESULTS / f"2026-11-{file}.json").read_text())["rows"][0]
+        yield pytest.param(model, layers, row["tokens"], lora, row["kept"], row["seconds"], near)
+
+
+@pytest.mark.parametrize(("model", "layers", "tokens", "lora", "policy", "seconds", "near"), [*_measured()])
+def test_steps_of_long_sequences_took_what_is_planned(
+    model: str, layers: int | None, tokens: int, lora: bool, policy: str, seconds: float, near: float
+) -> None:
+    settings = SHAPES[model] if layers is None else with_layers(SHAPES[model], layers)
+    adapters = Adapters(16, ("q_proj", "v_proj")) if lora else None
+    job = Job(read_shape(settings), tokens, 1, GPUS["h100"], torch.bfloat16, "adamw", adapters=adapters)
+    groups = tuple((one, 1) for one in layer_policies(policy, job.shape.layers))
+    assert StepCosts(job).seconds(groups) == pytest.approx(seconds, rel=near)

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.measure.cached import CachedTable
 from lowtide.measure.timing import time_side_by_side
-from lowtide.memory.planner.gpus import DEFAULT, GPUS, HALF_LENGTH, HALF_RATE, Gpu, gpu_named, known_as
+from lowtide.memory.planner.gpus import DEFAULT, GPUS, HALF_RATE, Gpu, attention_reaches, gpu_named, known_as
 
 IN_A_ROW = 40  # GEMMs that are timed together: after some milliseconds a GPU lowers its clock
 MEASURED = CachedTable(  # by GPU and version of PyTorch
@@ -109,7 +109,7 @@ def _attention_rates(dtype: torch.dtype, head_dim: int) -> tuple[float, float]:
     q, k, v = (torch.randn(1, heads, T, head_dim, device="cuda", dtype=dtype).requires_grad_() for _ in range(3))
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
     upstream = torch.randn_like(out)
-    flop = 2 * T * (T + HALF_LENGTH) * heads * head_dim
+    flop = 2 * T * T * heads * head_dim / attention_reaches(T)
     forward = _seconds(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
     backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True))
     return flop / forward, 2.5 * flop / backward

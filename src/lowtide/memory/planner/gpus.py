@@ -16,7 +16,15 @@ DEFAULT = "h100"
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
 HALF_RATE = 0.3e6  # numbers of a weight at which a GEMM of many tokens runs at half the rate of large ones
 HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half the rate of long ones
+# How much longer causal attention takes at most over sequences whose keys and values leave the GPU's cache, and the
+# tokens at which it is half of that: fitted to steps of 65,536 to 524,288 tokens on an H100 (docs/plan.md, accuracy).
+LONGER, LONG_TOKENS = 0.12, 1e5
 FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum, inside attention's backward
+
+
+def attention_reaches(tokens: int) -> float:
+    """Return the share of its rate that causal attention reaches over a sequence of so many tokens."""
+    return tokens / (tokens + HALF_LENGTH) / (1 + LONGER * tokens**2 / (tokens**2 + LONG_TOKENS**2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +36,7 @@ class Gpu:
     bandwidth: float  # of its memory, as a copy reaches it
     gemm: float  # of large bfloat16 or float16 GEMMs; smaller ones: `HALF_RATE`
     gemm32: float  # the same in float32
-    attention: float  # of causal attention's forward, masked half not counted, head size 64; short ones: `HALF_LENGTH`
+    attention: float  # of causal attention's forward, masked half not counted, head size 64: see `attention_reaches`
     attention_backward: float
     wide_head: float  # the factor on the last two at head sizes from 128
     pcie: float  # between pinned host memory and the GPU, in each direction

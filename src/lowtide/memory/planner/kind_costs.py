@@ -6,7 +6,7 @@ time is its FLOP and traffic at the rates of the formulas.
 
 from __future__ import annotations
 
-from lowtide.memory.planner.gpus import HALF_LENGTH, HALF_RATE
+from lowtide.memory.planner.gpus import HALF_RATE, attention_reaches
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import (
     BACKWARD_ATTENTION,
@@ -220,6 +220,6 @@ def _attention_seconds(job: Job, work: Work, windowed: float) -> tuple[float, fl
     gpu = job.gpu
     reached = gpu.wide_head if job.shape.head_dim >= 96 else 1.0
     reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm
-    reached *= job.seq_len / (job.seq_len + HALF_LENGTH)
+    reached *= attention_reaches(job.seq_len)
     flop = work.attention * windowed * job.context
     return flop / (gpu.attention * reached), BACKWARD_ATTENTION * flop / (gpu.attention_backward * reached)

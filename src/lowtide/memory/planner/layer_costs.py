@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS, Adapters, projection_widths
-from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR, HALF_LENGTH, HALF_RATE
+from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR, HALF_RATE, attention_reaches
 from lowtide.memory.planner.job import Job
 from lowtide.memory.policy import ActivationPolicy
 
@@ -271,7 +271,7 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
 
     reached = gpu.wide_head if shape.head_dim >= 96 else 1.0
     reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm
-    reached *= job.seq_len / (job.seq_len + HALF_LENGTH)
+    reached *= attention_reaches(job.seq_len)
     attention, forward_rate = attention_flop(job), gpu.attention * reached
     thin_rate = gpu.bandwidth * THIN
     thin, thin_back = (size / thin_rate for size in _thin_bytes(job))
