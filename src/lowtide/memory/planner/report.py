@@ -235,7 +235,7 @@ class MemoryPlan:
         )
         parts = [
             folded(self._headline(), width),
-            *((ways_table(self.ways),) if self.ways else ()),
+            *((ways_table(self.ways, width),) if self.ways else ()),
             self._phase_table(),
             f"{self._ladder_table()}\n{folded(RUNGS, width)}",
             folded(self._front_table(), width, indent=FRONT_INDENT),

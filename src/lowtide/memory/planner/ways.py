@@ -20,7 +20,8 @@ def ways_of(job: Job) -> list[Job]:
 
 def name_of(job: Job) -> str:
     """Return the name of the way in which several GPUs share a step."""
-    return f"{job.parallel} x tp {job.tensor_parallel}" if job.tensor_parallel > 1 else job.parallel
+    over_groups = job.parallel == FSDP2 and job.tensor_parallel > 1
+    return f"{job.parallel} x tp {job.tensor_parallel}" if over_groups else job.parallel
 
 
 class Refusal(NamedTuple):
