@@ -115,8 +115,7 @@ def planned_job(run: RunState) -> dict[str, Any]:
     by_plan = adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
     sharded = by_plan and uses_fsdp() and reshards()
     if run.config.group_size > 1 and not sharded:
-        expected = "--parallel fsdp2 without --host-budget beside --tensor-parallel"
-        raise UnsupportedError(message("memory_budget", expected, run.config.parallel, "Name a --policy."))
+        raise UnsupportedError(message("memory_budget", *_not_planned(run), "A --policy needs no plan."))
     several = {"gpus": args.world_size, "parallel": FSDP2, "tensor_parallel": run.config.group_size}
     return {
         "seq_len": batch.seq_len,
@@ -131,6 +130,17 @@ def planned_job(run: RunState) -> dict[str, Any]:
         # weights in 4 bits are dequantised to their layers' dtype, whatever autocast does
         "autocast": bool(args.bf16 or args.fp16) and weights == torch.float32 and not read_shape(model.config).four_bit,
     }
+
+
+def _not_planned(run: RunState) -> tuple[str, str]:
+    """Return what processes that share layers must have for a plan, and what a run that has none has instead."""
+    beside, config, args = "beside --tensor-parallel", run.config, run.settings.args
+    if config.host_gib:
+        return f"no --host-budget {beside}", str(config.host_budget)
+    if not OPTIMIZERS[planned_optimizer(args)].shards:
+        names = ", ".join(name for name, planned in _OPTIMIZERS.items() if OPTIMIZERS[planned].shards)
+        return f"an --optim of {names} {beside}", str(getattr(args.optim, "value", args.optim))
+    return f"--parallel fsdp2 {beside}", "FSDP2 that keeps layers gathered"
 
 
 def planned_optimizer(args: Any) -> str:

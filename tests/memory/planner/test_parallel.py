@@ -261,9 +261,8 @@ def test_where_nothing_fits_more_gpus_are_told_in_whichever_way_they_help() -> N
 
 
 def test_gpus_that_are_refused_are_not_advised() -> None:
-    with pytest.raises(
-        ArgumentValueError, match="budget_gib"
-    ) as caught:  # 16 would have no whole parts of the sequence
+    """Sixteen would have no whole parts of the sequence."""
+    with pytest.raises(ArgumentValueError, match="budget_gib") as caught:
         plan_memory(SHAPES["llama-3-8b"], 3080, 1, 8, device="h200", gpus=2, parallel="cp")
     assert "gpus=" not in str(caught.value)
 
