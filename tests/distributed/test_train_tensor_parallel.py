@@ -109,6 +109,15 @@ def test_a_budget_that_is_planned_for_whole_layers_alone(more: str, said: str, m
 
 
 @needs_gloo
+def test_a_budget_for_experts_that_are_shared(made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("experts"), "--tensor-parallel", 2, "--memory-budget", "1GiB"]
+    ended = made.ranks(2, *words, "--output", tmp_path / "run")
+    assert ended.statuses == [2] * 2, ended
+    said = "memory_budget: expected a model that is planned beside --tensor-parallel, got qwen3_moe (parallel has to be"
+    assert said in ended.err[0]
+
+
+@needs_gloo
 def test_how_the_model_is_shared_is_printed(made: Runs) -> None:
     printed = {engine: made.of("tune", engine)[1].out[0] for engine in ("tp2", "fsdp2xtp2")}
     assert "parallel 2 processes, tensor parallelism: 2 share each layer" in printed["tp2"]

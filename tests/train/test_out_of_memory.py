@@ -226,6 +226,9 @@ def test_the_numbers_are_those_of_processes_that_share_layers(monkeypatch: pytes
     assert line
     assert main([*shlex.split(line[1]), "--gpu", "h100"]) == 0
     assert takes(text) < takes(advice(8, monkeypatch, **settings))
+    monkeypatch.setenv("WORLD_SIZE", "9")  # which lowtide train would refuse: 32 heads
+    text = advice(8, monkeypatch, tensor_parallel=3, **{**settings, "arguments": {"world_size": 9}})
+    assert "no figures for it (memory_budget: expected a model that is planned beside --tensor-parallel, got" in text
 
 
 def test_what_layers_see_of_a_batch() -> None:
