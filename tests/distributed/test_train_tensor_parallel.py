@@ -87,19 +87,33 @@ def test_a_budget_is_that_of_a_share(ranks: int, made: Runs, tmp_path: Path) -> 
 
 
 @needs_gloo
-def test_a_budget_that_is_planned_for_whole_layers_alone(made: Runs, tmp_path: Path) -> None:
-    words = [
-        *made.arguments("pretrain"),
-        "--tensor-parallel",
-        2,
-        "--memory-budget",
-        "1GiB",
-        "--parallel",
-        "fsdp2-zero2",
-    ]
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--parallel fsdp2-zero2", "expected --parallel fsdp2 beside --tensor-parallel, got FSDP2 that keeps"),
+        (
+            "--host-budget 1GiB",
+            "expected no --host-budget beside --tensor-parallel, got 1GiB. A --policy needs",
+        ),
+        (
+            "--optim adamw_8bit",
+            "expected an --optim of adamw_torch_fused, adamw_torch, sgd beside --tensor-parallel",
+        ),
+    ],
+)
+def test_a_budget_that_is_planned_for_whole_layers_alone(more: str, said: str, made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("pretrain"), "--tensor-parallel", 2, "--memory-budget", "1GiB", *more.split()]
     ended = made.ranks(2, *words, "--output", tmp_path / "run")
     assert ended.statuses == [2] * 2, ended
-    said = "memory_budget: expected --parallel fsdp2 without --host-budget beside --tensor-parallel, got fsdp2-zero2"
+    assert f"memory_budget: {said}" in ended.err[0]
+
+
+@needs_gloo
+def test_a_budget_for_experts_that_are_shared(made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("experts"), "--tensor-parallel", 2, "--memory-budget", "1GiB"]
+    ended = made.ranks(2, *words, "--output", tmp_path / "run")
+    assert ended.statuses == [2] * 2, ended
+    said = "memory_budget: expected a model that is planned beside --tensor-parallel, got qwen3_moe (parallel has to be"
     assert said in ended.err[0]
 
 

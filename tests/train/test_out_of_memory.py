@@ -217,6 +217,20 @@ def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: py
     assert "--use_peft" not in text
 
 
+def test_the_numbers_are_those_of_processes_that_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    settings: dict[str, Any] = {"parallel": "fsdp2", "arguments": {"world_size": 4}}
+    text = advice(8, monkeypatch, tensor_parallel=2, **settings)
+    line = re.search(r"The figures: lowtide (plan .* --gpus 4 --parallel fsdp2 --tensor-parallel 2.*)", text)
+    assert line
+    assert main([*shlex.split(line[1]), "--gpu", "h100"]) == 0
+    assert takes(text) < takes(advice(8, monkeypatch, **settings))
+    monkeypatch.setenv("WORLD_SIZE", "9")  # which lowtide train would refuse: 32 heads
+    text = advice(8, monkeypatch, tensor_parallel=3, **{**settings, "arguments": {"world_size": 9}})
+    assert "no figures for it (memory_budget: expected a model that is planned beside --tensor-parallel, got" in text
+
+
 def test_what_layers_see_of_a_batch() -> None:
     def batch(rows: int = 3, *, padded: bool = False, **trainer: Any) -> tuple[int, int, bool]:
         args = SimpleNamespace(per_device_train_batch_size=rows, **trainer)

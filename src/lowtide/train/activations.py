@@ -25,8 +25,11 @@ from lowtide.memory import (
 from lowtide.memory.folder import checked_folder
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
+from lowtide.memory.planner.gpus import DEFAULT, GPUS
+from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.ways import refusal_of
 from lowtide.memory.policy import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
@@ -44,6 +47,7 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 _LORA_A = ".lora_A."
+_NO_PLAN = "A --policy needs no plan."
 _MASKED = ("sdpa", "eager")  # transformers' implementations of attention that take a mask for packed documents
 
 
@@ -105,7 +109,7 @@ def planned_job(run: RunState) -> dict[str, Any]:
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
-        UnsupportedError: processes share layers in a run that the planner has for whole layers alone.
+        UnsupportedError: processes share layers in a run, or of a model, that the planner has for whole layers alone.
     """
     args, model, batch = run.settings.args, run.model, run.batch
     weights = getattr(torch, str(run.settings.model.dtype), model.config.dtype)  # "auto": as the checkpoint has them
@@ -115,10 +119,9 @@ def planned_job(run: RunState) -> dict[str, Any]:
     by_plan = adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
     sharded = by_plan and uses_fsdp() and reshards()
     if run.config.group_size > 1 and not sharded:
-        expected = "--parallel fsdp2 without --host-budget beside --tensor-parallel"
-        raise UnsupportedError(message("memory_budget", expected, run.config.parallel, "Name a --policy."))
+        raise UnsupportedError(message("memory_budget", *_not_planned(run), _NO_PLAN))
     several = {"gpus": args.world_size, "parallel": FSDP2, "tensor_parallel": run.config.group_size}
-    return {
+    found = {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,
         **(several if sharded else {}),
@@ -131,6 +134,24 @@ def planned_job(run: RunState) -> dict[str, Any]:
         # weights in 4 bits are dequantised to their layers' dtype, whatever autocast does
         "autocast": bool(args.bf16 or args.fp16) and weights == torch.float32 and not read_shape(model.config).four_bit,
     }
+    if run.config.group_size > 1:
+        job = Job(shape=read_shape(model.config), gpu=GPUS[DEFAULT], **found)
+        if refusal := refusal_of(job, 0):
+            why = f"{job.shape.model_type} ({refusal.name} has to be {refusal.expected})"
+            expected = "a model that is planned beside --tensor-parallel"
+            raise UnsupportedError(message("memory_budget", expected, why, _NO_PLAN))
+    return found
+
+
+def _not_planned(run: RunState) -> tuple[str, str]:
+    """Return what processes that share layers must have for a plan, and what a run that has none has instead."""
+    beside, config, args = "beside --tensor-parallel", run.config, run.settings.args
+    if config.host_gib:
+        return f"no --host-budget {beside}", str(config.host_budget)
+    if not OPTIMIZERS[planned_optimizer(args)].shards:
+        names = ", ".join(name for name, planned in _OPTIMIZERS.items() if OPTIMIZERS[planned].shards)
+        return f"an --optim of {names} {beside}", str(getattr(args.optim, "value", args.optim))
+    return f"--parallel fsdp2 {beside}", "FSDP2 that keeps layers gathered"
 
 
 def planned_optimizer(args: Any) -> str:

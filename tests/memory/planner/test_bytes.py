@@ -168,6 +168,7 @@ def test_operations_of_attention() -> None:
     pairs = sum(min(i + 1, 1024) for i in range(T))  # one by one
     assert attention_flop(window) == pytest.approx(4 * pairs * 4096, rel=1e-3)
     half = replace(LLAMA, shape=replace(LLAMA.shape, windows=(1024, 0) * 16))
+    assert (window.shape.widest_window, half.shape.widest_window, LLAMA.shape.widest_window) == (1024, 0, 0)
     assert attention_flop(half) == pytest.approx((attention_flop(window) + attention_flop(LLAMA)) / 2)
 
 

@@ -238,10 +238,60 @@ def test_what_cannot_share_the_step_is_told_beside_what_can() -> None:
     few = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     plan = plan_memory({**SHAPES["llama-3-8b"], "model_type": "mixtral", **few}, 1024, 1, device="h100", gpus=3)
     refused = {name_of(way.job): way.refused for way in plan.ways if way.refused}
-    assert refused["tp"] == "parallel: fsdp2 or zero3 alone for a mixture of experts"
-    assert refused["cp"] == "seq_len: a multiple of 6"
-    assert "not planned: seq_len: a multiple of 6" in str(plan)
+    assert refused["tp"] == "parallel has to be fsdp2 or zero3 alone for a mixture of experts"
+    assert refused["cp"] == "seq_len has to be a multiple of 6"
+    assert "not planned: seq_len has to be a multiple of 6" in str(plan)
     json.dumps(plan.to_dict(), allow_nan=False)
+
+
+def test_where_nothing_fits_more_gpus_are_told_in_whichever_way_they_help() -> None:
+    """Tensor parallelism takes the least memory, and no more GPUs than the model has key and value heads."""
+    model, settings = SHAPES["llama-3-70b"], {"device": "h100", "gpus": 4}
+    with pytest.raises(ArgumentValueError, match=r"by tp .*gpus=(\d+) fits, by ([a-z0-9 ]+);") as caught:
+        plan_memory(model, 8192, 1, **settings)
+    found = re.search(r"gpus=(\d+) fits, by ([a-z0-9 ]+);", str(caught.value))
+    assert found
+    gpus = int(found[1])
+    plan = plan_memory(model, 8192, 1, **{**settings, "gpus": gpus})
+    assert found[2] in [name_of(way.job) for way in plan.ways if way.chosen]
+    with pytest.raises(ArgumentValueError, match="budget_gib"):
+        plan_memory(model, 8192, 1, **{**settings, "gpus": gpus // 2})
+    with pytest.raises(ArgumentValueError, match="gpus=8 fits;"):
+        plan_memory(model, 8192, 1, parallel="tp", **settings)
+
+
+def test_gpus_that_are_refused_are_not_advised() -> None:
+    """Sixteen would have no whole parts of the sequence."""
+    with pytest.raises(ArgumentValueError, match="budget_gib") as caught:
+        plan_memory(SHAPES["llama-3-8b"], 3080, 1, 8, device="h200", gpus=2, parallel="cp")
+    assert "gpus=" not in str(caught.value)
+
+
+@pytest.mark.parametrize("gpus", [3, 6, 12])
+def test_the_longest_sequence_of_a_ring_can_be_planned(gpus: int) -> None:
+    settings: Any = {"device": "h200", "gpus": gpus, "parallel": "cp"}
+    plan = plan_memory(SHAPES["llama-3-8b"], 24 * 512, 1, 60, **settings)
+    assert plan.longest_sequence % 256 == 0
+    assert plan_memory(SHAPES["llama-3-8b"], plan.longest_sequence, 1, 60, **settings).peak_bytes <= 60 * 2**30
+
+
+@pytest.mark.parametrize("width", [60, 72])
+def test_the_ways_are_as_wide_as_the_terminal(width: int) -> None:
+    """What does not fit goes on below the last column."""
+    plan = plan_memory(SHAPES["llama-3-8b"], 8190, 1, device="h200", gpus=12)
+    head, *rows = plan.text(width).split("\n\n")[1].splitlines()
+    assert max(map(len, rows)) <= width
+    assert len(rows) > len(plan.ways)
+    below = [row for row in rows if row.startswith(" ")]
+    assert below
+    assert {len(row) - len(row.lstrip()) for row in below} == {head.index("policies")}
+
+
+def test_tensor_parallelism_over_all_gpus_may_be_given_their_number() -> None:
+    settings: Any = {"device": "h200", "gpus": 4, "parallel": "tp"}
+    named, plain = (plan_memory(SHAPES["llama-3-8b"], 8192, 1, tensor_parallel=n, **settings) for n in (4, 1))
+    assert str(named) == str(plain)
+    assert "on 4 x h200 by tp\n" in str(named)
 
 
 @pytest.mark.parametrize(("gathered", "reduced"), [(2, 2), (2, 4)])

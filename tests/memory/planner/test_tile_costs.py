@@ -14,7 +14,7 @@ import torch
 
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, Adapters, apply_policy, plan_memory
-from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS, attention_reaches
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.search import Search
@@ -156,3 +156,17 @@ def test_steps_of_long_sequences_took_what_is_planned(
     job = Job(read_shape(settings), tokens, 1, GPUS["h100"], torch.bfloat16, "adamw", adapters=adapters)
     groups = tuple((one, 1) for one in layer_policies(policy, job.shape.layers))
     assert StepCosts(job).seconds(groups) == pytest.approx(seconds, rel=near)
+
+
+def test_windows_leave_keys_and_values_in_the_cache() -> None:
+    """A token of a longer sequence takes no longer, but for the share of tokens whose windows begin before it."""
+
+    def seconds(windows: tuple[int, ...], tokens: int) -> float:
+        job = replace(LLAMA, shape=replace(LLAMA.shape, windows=windows), seq_len=tokens)
+        return LayerCosts(job)[INPUT].backward / tokens
+
+    few, many = 65_536, 524_288
+    assert seconds((4096,) * 32, many) == pytest.approx(seconds((4096,) * 32, few), rel=5e-3)
+    assert seconds((4096, 0) * 16, many) > seconds((4096, 0) * 16, few)
+    assert attention_reaches(many, 4096) > attention_reaches(few) > attention_reaches(many)
+    assert attention_reaches(2048, 4096) == attention_reaches(2048)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lowtide.measure.text import table
+from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib, gib_text
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Candidate, Search
@@ -42,14 +42,14 @@ def compare(search: Search, budget: int) -> tuple[Way, ...]:
 
 def _way(search: Search, job: Job, budget: int) -> Way:
     if refusal := refusal_of(job, search.host_bytes):
-        return Way(job, refused=f"{refusal.name}: {refusal.expected}")
+        return Way(job, refused=f"{refusal.name} has to be {refusal.expected}")
     own = search.of(job, search.host_bytes)
     tokens, chosen = own.costs.ranks.tokens, own.fastest(budget)
     return Way(job, tokens, chosen, 0 if chosen else own.least().peak)
 
 
-def ways_table(ways: tuple[Way, ...]) -> str:
-    """Return the ways as a table for a terminal."""
+def ways_table(ways: tuple[Way, ...], width: int | None = None) -> str:
+    """Return the ways as a table for a terminal of so many letters across; None: no line is folded."""
     rows = [["way", "tokens/s", "tokens", "peak GiB", "policies"]]
     for way in ways:
         name, chosen = name_of(way.job), way.chosen
@@ -60,4 +60,5 @@ def ways_table(ways: tuple[Way, ...]) -> str:
             rows.append([name, "", "", "", f"not planned: {way.refused}"])
         else:
             rows.append([name, "", f"{way.tokens:,}", gib_text(way.least), "needs more than the budget"])
-    return table(rows, left=(0, 4))
+    text = table(rows, left=(0, 4))
+    return folded(text, width, indent=text.index(rows[0][-1]))

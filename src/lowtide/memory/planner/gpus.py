@@ -22,9 +22,13 @@ LONGER, LONG_TOKENS = 0.12, 1e5
 FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum, inside attention's backward
 
 
-def attention_reaches(tokens: int) -> float:
-    """Return the share of its rate that causal attention reaches over a sequence of so many tokens."""
-    return tokens / (tokens + HALF_LENGTH) / (1 + LONGER * tokens**2 / (tokens**2 + LONG_TOKENS**2))
+def attention_reaches(tokens: int, window: int = 0) -> float:
+    """Return the share of its rate that causal attention reaches over a sequence of so many tokens.
+
+    Keys and values of a window, of which 0 is the whole sequence, stay in the cache however long the sequence is.
+    """
+    seen = min(window or tokens, tokens)
+    return tokens / (tokens + HALF_LENGTH) / (1 + LONGER * seen**2 / (seen**2 + LONG_TOKENS**2))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,6 +220,6 @@ def _attention_seconds(job: Job, work: Work, windowed: float) -> tuple[float, fl
     gpu = job.gpu
     reached = gpu.wide_head if job.shape.head_dim >= 96 else 1.0
     reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm
-    reached *= attention_reaches(job.seq_len)
+    reached *= attention_reaches(job.seq_len, job.shape.widest_window)
     flop = work.attention * windowed * job.context
     return flop / (gpu.attention * reached), BACKWARD_ATTENTION * flop / (gpu.attention_backward * reached)

@@ -271,7 +271,7 @@ def layer_cost(job: Job, policy: ActivationPolicy) -> LayerCost:
 
     reached = gpu.wide_head if shape.head_dim >= 96 else 1.0
     reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm
-    reached *= attention_reaches(job.seq_len)
+    reached *= attention_reaches(job.seq_len, shape.widest_window)
     attention, forward_rate = attention_flop(job), gpu.attention * reached
     thin_rate = gpu.bandwidth * THIN
     thin, thin_back = (size / thin_rate for size in _thin_bytes(job))

@@ -231,14 +231,16 @@ def _tensor_parallel(job: Job) -> Ranks:
     Attention and MLP of each layer add up their outputs over the group, and in backward the gradients of their inputs:
     for queries, keys and values each, for a fused MLP once (docs/distributed.md, a patched model). Rows of the
     embedding are added up too; the output layer's exchanges are in docs/scale.md. The embedding's gradient, a DTensor,
-    is that of the whole vocabulary for a moment, and its sum with a tied output layer's is not in place. FSDP2 shards
-    each GPU's share over the groups, and gathers and copies it where there is one group, too.
+    is that of the whole vocabulary for a moment. Sums of DTensors' gradients are not in place: neither its own with a
+    tied output layer's, nor the output layer's with that of earlier passes. FSDP2 shards each GPU's share over the
+    groups, and gathers and copies it where there is one group, too.
     """
     shape, n = job.shape, job.group_size
     cut = {name: getattr(shape, name) // n for name in ("heads", "kv_heads", "intermediate")}
     shared = replace(job, shape=replace(shape, vocab=-(-shape.vocab // n), **cut))
     own = _fsdp2(shared) if job.parallel == FSDP2 else _alone(shared)
     vocabulary, share = shape.vocab_params * own.job.element, own.job.shape.vocab_params * own.job.element
+    summed = own.job.shape.vocab_params * job.element * (job.keep_gradients and not shape.tied)
     stream = job.tokens * shape.hidden * job.narrow
     one = 2 * (n - 1) / n * stream  # of an all-reduce
     inputs = (1 if shape.stacked else 3) + (1 if job.fused_mlp or shape.stacked else 2)
@@ -247,6 +249,7 @@ def _tensor_parallel(job: Job) -> Ranks:
         own,
         forward=[stream + gathered for gathered in own.forward],  # what is added up, beside the sum
         backward=[stream + gathered for gathered in own.backward],
+        head=own.head + summed,
         ahead=own.ahead.and_also(before=2 * one),
         behind=own.behind.and_also(before=inputs * one),
         again=own.again.and_also(before=one),

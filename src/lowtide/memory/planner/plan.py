@@ -16,15 +16,15 @@ from lowtide.measure.units import gib, gib_text
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.planner.adapters import Adapters, numbers_alone
 from lowtide.memory.planner.at_hand import find_gpu
-from lowtide.memory.planner.compare import compare
+from lowtide.memory.planner.compare import Way, compare
 from lowtide.memory.planner.disk import RATE, DiskSpace
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL, TP
+from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL
 from lowtide.memory.planner.report import MemoryPlan
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import KINDS, read_shape
-from lowtide.memory.planner.ways import check_parallel, name_of, notes_on
+from lowtide.memory.planner.ways import check_parallel, name_of, notes_on, refusal_of, ways_of
 from lowtide.memory.policy import check_count
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
@@ -198,15 +198,15 @@ def plan_memory(
     ways = compare(search, min(requested, gpu.most_bytes))
     if ways[0].refused:
         check_parallel(ways[0].job, host)
-    return replace(_plan(search.of(ways[0].job), requested), ways=ways)
+    return _plan(search.of(ways[0].job), requested, ways)
 
 
-def _plan(search: Search, requested: int) -> MemoryPlan:
+def _plan(search: Search, requested: int, ways: tuple[Way, ...] = ()) -> MemoryPlan:
     job, costs = search.job, search.costs
     budget = min(requested, job.gpu.most_bytes)
     chosen = search.fastest(budget)
     if chosen is None:
-        raise _refusal(search, search.least(), budget, requested)
+        raise _refusal(search, search.least(), budget, requested, any_way=bool(ways))
     in_tiles = (policy for policy in search.tiles if policy in chosen.policies)
     rungs = *search.ladder, *(policy for policy in (*search.sparse, *in_tiles) if not policy.offload)
     return MemoryPlan(
@@ -230,19 +230,21 @@ def _plan(search: Search, requested: int) -> MemoryPlan:
         job=job,
         chosen=chosen,
         notes=tuple(note for note, applies in _notes(costs.job, chosen).items() if applies) + notes_on(job),
+        ways=ways,
     )
 
 
-def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> ArgumentValueError:
-    """Return the error where nothing fits: how much is missing, and what would help."""
+def _refusal(search: Search, least: Candidate, budget: int, requested: int, *, any_way: bool) -> ArgumentValueError:
+    """Return the error where nothing fits: how much is missing, and what would help; of more GPUs in ``any_way``."""
     job, costs = search.job, search.costs
     states = costs.weights + costs.all_gradients + costs.states
     others = [name for name, one in OPTIMIZERS.items() if name != job.optimizer and (job.gpus == 1 or one.shards)]
     lighter = [name for name in others if search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
-    more = [job.gpus * 2**k for k in range(1, 11)] if job.gpus > 1 and job.parallel != TP else []
-    if enough := next((gpus for gpus in more if search.fits(budget, gpus=gpus)), None):
-        helps.append(f"gpus={enough} fits")
+    more = [replace(job, gpus=job.gpus * 2**k) for k in range(1, 11)] if job.gpus > 1 else []
+    larger = [one for each in more for one in (ways_of(each) if any_way else [each])]
+    if enough := next((one for one in larger if _fits(search, one, budget)), None):
+        helps.append(f"gpus={enough.gpus} fits{f', by {name_of(enough)}' if any_way else ''}")
     if states > budget:
         ways = "take more GPUs"
         if job.adapters is None or not job.shape.four_bit:
@@ -263,6 +265,11 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     got = f"{gib_text(requested)}{usable}, {gib_text(least.peak - budget)} GiB too little"
     hint = f"What would help: {'; '.join(helps)}." if helps else ""
     return ArgumentValueError(message("budget_gib", expected, got, hint))
+
+
+def _fits(search: Search, job: Job, budget: int) -> bool:
+    """Return whether a step on other GPUs, or in another way, can be planned and fits."""
+    return refusal_of(job, search.host_bytes) is None and search.of(job).least().peak <= budget
 
 
 def _host_that_fits(search: Search, roomy: Candidate, budget: int) -> tuple[int, Candidate]:

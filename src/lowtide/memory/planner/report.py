@@ -92,6 +92,7 @@ class MemoryPlan:
     def longest_sequence(self) -> int:
         """The longest that fits in the budget at this batch size, in steps of 256 tokens, and no shorter than planned.
 
+        In context parallelism a multiple of what the GPUs can share as well.
         Searched for when it is first read: another search, in steps, while what was planned fits in any case.
         """
         return max(self._search().longest_sequence(self.budget_bytes), self.job.seq_len)
@@ -235,7 +236,7 @@ class MemoryPlan:
         )
         parts = [
             folded(self._headline(), width),
-            *((ways_table(self.ways),) if self.ways else ()),
+            *((ways_table(self.ways, width),) if self.ways else ()),
             self._phase_table(),
             f"{self._ladder_table()}\n{folded(RUNGS, width)}",
             folded(self._front_table(), width, indent=FRONT_INDENT),

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from math import lcm
 from typing import Any
 
 from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE, ON_THE_WAY
 from lowtide.memory.planner.disk import NO_DISK, DiskSpace
 from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.optimizers import CP
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.planner.tile_costs import EVERY, MOST, tile_policies
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
@@ -245,8 +247,12 @@ class Search:
         return self.of(replace(self.job, **changes)).least().peak <= budget_bytes
 
     def longest_sequence(self, budget_bytes: int) -> int:
-        """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does."""
-        return largest(lambda n: self.fits(budget_bytes, seq_len=n * STEP)) * STEP
+        """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does.
+
+        In context parallelism each of N GPUs has two of 2N equal parts: steps are as long as both allow.
+        """
+        step = lcm(STEP, 2 * self.job.gpus) if self.job.parallel == CP else STEP
+        return largest(lambda n: self.fits(budget_bytes, seq_len=n * step)) * step
 
     def largest_batch(self, budget_bytes: int) -> int:
         """Return the largest batch that fits at the job's sequence length; 0: none does."""

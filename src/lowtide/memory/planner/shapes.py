@@ -111,6 +111,11 @@ class ModelShape(_Layout):
         return not self.stock_mlp if self.traced is None else self.traced.levels
 
     @property
+    def widest_window(self) -> int:
+        """Return the tokens that the layer which looks back the furthest sees; 0: all."""
+        return 0 if 0 in self.windows else max(self.windows, default=0)
+
+    @property
     def query_width(self) -> int:
         """Return the size of a token's queries, and of attention's output."""
         return self.heads * self.head_dim
