@@ -11,7 +11,7 @@ from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.ways import name_of, refusal_of, ways_of
 
 
-class Way(NamedTuple):
+class Sharing(NamedTuple):
     """A way to share a step, and the fastest that fits by it."""
 
     job: Job
@@ -34,21 +34,21 @@ class Way(NamedTuple):
         return {**found, **speed, "peak_gib": gib(self.chosen.peak), "policies": str(self.chosen)}
 
 
-def compare(search: Search, budget: int) -> tuple[Way, ...]:
+def compare(search: Search, budget: int) -> tuple[Sharing, ...]:
     """Return the ways of a step, by tokens per second of all GPUs; then by what they need."""
     found = [_way(search, job, budget) for job in ways_of(search.job)]
     return tuple(sorted(found, key=lambda way: (-way.tokens_per_second, bool(way.refused), way.least)))
 
 
-def _way(search: Search, job: Job, budget: int) -> Way:
+def _way(search: Search, job: Job, budget: int) -> Sharing:
     if refusal := refusal_of(job, search.host_bytes):
-        return Way(job, refused=f"{refusal.name} has to be {refusal.expected}")
+        return Sharing(job, refused=f"{refusal.name} has to be {refusal.expected}")
     own = search.of(job, search.host_bytes)
     tokens, chosen = own.costs.ranks.tokens, own.fastest(budget)
-    return Way(job, tokens, chosen, 0 if chosen else own.least().peak)
+    return Sharing(job, tokens, chosen, 0 if chosen else own.least().peak)
 
 
-def ways_table(ways: tuple[Way, ...], width: int | None = None) -> str:
+def ways_table(ways: tuple[Sharing, ...], width: int | None = None) -> str:
     """Return the ways as a table for a terminal of so many letters across; None: no line is folded."""
     rows = [["way", "tokens/s", "tokens", "peak GiB", "policies"]]
     for way in ways:

@@ -20,6 +20,9 @@ from lowtide.memory.planner.optimizers import CP, FSDP2, OPTIMIZERS, ZERO3
 # Share of an exchange's time that it takes from the GEMMs it runs beside, whose multiprocessors it uses. Fitted to the
 # steps of two GPUs in benchmarks/results, 2026-11-21-scaling-16384-h200.
 SLOWS = 0.8
+# Seconds that a layer takes longer under ZeRO-3 than its exchanges do: fitted to two steps of two and four GPUs
+# (benchmarks/results, 2026-11-28-scaling-strong-ranks-4-h200), less what reducing float32 gradients took there.
+ZERO3_WAITS = 4e-3
 # DeepSpeed's defaults, in numbers: stage3_max_live_parameters, reduce_bucket_size, sub_group_size.
 LIVE, BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
 
@@ -74,6 +77,7 @@ class Ranks:
     behind: Exchange = NOTHING  # of its backward
     again: Exchange = NOTHING  # of its recompute
     others: Exchange = NOTHING  # of everything but the layers
+    waits: float = 0.0  # seconds of a step besides
 
     def seconds(self, one: Exchange) -> tuple[float, float]:
         """Return the seconds of an exchange that run beside the work, and those that it waits."""
@@ -221,6 +225,7 @@ def _zero3(job: Job) -> Ranks:
         head=reduced,
         embedding=reduced,
         step=g * BUCKET + 4 * min(SUB_GROUP, -(-units.params // n)),
+        waits=ZERO3_WAITS * len(units.layers),
     )
     return units.exchanging(found)
 

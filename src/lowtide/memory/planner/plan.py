@@ -16,7 +16,7 @@ from lowtide.measure.units import gib, gib_text
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.planner.adapters import Adapters, numbers_alone
 from lowtide.memory.planner.at_hand import find_gpu
-from lowtide.memory.planner.compare import Way, compare
+from lowtide.memory.planner.compare import Sharing, compare
 from lowtide.memory.planner.disk import RATE, DiskSpace
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
@@ -201,7 +201,7 @@ def plan_memory(
     return _plan(search.of(ways[0].job), requested, ways)
 
 
-def _plan(search: Search, requested: int, ways: tuple[Way, ...] = ()) -> MemoryPlan:
+def _plan(search: Search, requested: int, ways: tuple[Sharing, ...] = ()) -> MemoryPlan:
     job, costs = search.job, search.costs
     budget = min(requested, job.gpu.most_bytes)
     chosen = search.fastest(budget)

@@ -9,7 +9,7 @@ from typing import Any
 from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
-from lowtide.memory.planner.compare import Way, ways_table
+from lowtide.memory.planner.compare import Sharing, ways_table
 from lowtide.memory.planner.disk import DiskSpace
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
@@ -82,7 +82,7 @@ class MemoryPlan:
     job: Job
     chosen: Candidate
     notes: tuple[str, ...]
-    ways: tuple[Way, ...] = ()
+    ways: tuple[Sharing, ...] = ()
 
     def _search(self) -> Search:
         may = {"offload_states": self.offload_states, "offload_weights": self.offload_weights}

@@ -98,7 +98,7 @@ class StepCosts:
         self.vocab_gradients = shape.vocab_params * e if numbers is None else 0
         self.fixed_seconds = head_seconds(job) + optimizer_seconds(job, ranks.stepped) + embedding_seconds(job)
         runs, waits = ranks.seconds(ranks.others)
-        self.fixed_seconds += waits + SLOWS * runs
+        self.fixed_seconds += waits + SLOWS * runs + ranks.waits
         self.layer_gradients = max(ranks.layer_gradients)
         # of a layer and all after it
         self._gradients_from = [*accumulate(reversed(ranks.layer_gradients), initial=0)][::-1]

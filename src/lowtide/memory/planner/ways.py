@@ -112,8 +112,8 @@ def notes_on(job: Job) -> tuple[str, ...]:
     if job.parallel == ZERO3:
         notes.append(
             f"ZeRO-3 with DeepSpeed's defaults: weights and states in float32 besides, up to {LIVE:,} gathered"
-            f" parameters, a bucket of {BUCKET:,} gradients: an upper bound; times of two measured steps, whose"
-            " gradients were in float32, were planned 8 and 16% too short"
+            f" parameters, a bucket of {BUCKET:,} gradients: an upper bound; what a layer waits is that of"
+            " two measured steps"
         )
     if job.parallel == CP:
         notes.append(
