@@ -32,7 +32,7 @@ from lowtide.train.parallel import engine_of, first_does, in_group, launched_ran
 from lowtide.train.prepare import prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, load_experts, readable, resumed
+from lowtide.train.resuming import check_engine, check_states, load_experts, readable, resumed
 from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
 from lowtide.train.shapes import model_folder
@@ -159,6 +159,7 @@ def _settings(one: RunState) -> Settings:
     if one.checkpoint is None:
         return make()
     check_engine(one.checkpoint)
+    check_states(one.checkpoint)
     sequences = checkpoints.read_run_file(one.output)["sequences"]
     settings = make()
     args = settings.args
