@@ -217,6 +217,22 @@ def test_layers_that_the_host_has_no_room_for_go_to_the_disk() -> None:
     assert replace(fit, disk=DiskSpace(10 * each)).at(T) == here, "a disk that has no room either"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--budget 8GiB", "budget: expected a GPU, whose memory it is, got a CPU. Leave it out."),
+        ("--budget 0", "budget: expected a size above 0, got '0'."),
+        ("--sdpa cudnn", "sdpa: expected auto, flash or math on a CPU, got cudnn."),
+        ("--sdpa efficient", "sdpa: expected auto, flash or math on a CPU, got efficient."),
+    ],
+)
+def test_what_is_for_gpus(given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["bench", "longest", "--model", "lowtide-small", "--device", "cpu", "--output", str(tmp_path)]
+    assert main([*settings, *given.split()]) == 2
+    assert capsys.readouterr().err == f"lowtide bench longest: {said}\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_disk_is_for_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["bench", "longest", "--model", "lowtide-small", "--device", "cpu", "--output", str(tmp_path)]
     assert main([*settings, "--disk", str(tmp_path)]) == 2

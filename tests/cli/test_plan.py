@@ -177,6 +177,9 @@ def test_a_model_of_the_hubs_cache_is_planned(
         ("--gpus 2 --parallel fsdp2 --link fast", "plan: link: expected a size such as"),
         ("--check --json /nowhere/x", "plan: json: expected a file in a folder that exists, got /nowhere/x.\n"),
         ("--check --png /nowhere/x", "plan: png: expected a file in a folder that exists, got /nowhere/x.\n"),
+        ("--check --json .", "plan: json: expected a file, got the folder ..\n"),
+        ("--check --png .", "plan: png: expected a file, got the folder ..\n"),
+        ("--check --json x --png ./x", "plan: png: expected another file than json's, got x.\n"),
         pytest.param("--check", "check: expected a CUDA GPU", marks=NO_GPU),
     ],
 )

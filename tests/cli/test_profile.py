@@ -283,6 +283,7 @@ def test_all_that_fail_leave_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("--memory-limit 0 --device cpu", "memory_limit: expected a size above 0"),
         ("--memory-limit some --device cpu", "memory_limit: expected a size such as 40GiB"),
         ("--json /nowhere/at/all.json", "json: expected a file in a folder that exists"),
+        ("--json .", "json: expected a file, got the folder .."),
         ("--seed -1", "seed: expected"),
     ],
 )

@@ -345,6 +345,24 @@ def logits() -> None:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def tiles() -> None:
+    """Layers in tiles would attend to their rank's tokens alone: they are refused, also where they ran before."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    batch = batch_of(lengths()[0])
+    model = causal(model_of(**SHAPE))
+    true = truth(model, [batch])["loss"]
+    apply_policy(model, ActivationPolicy(keep="attention", tile_tokens=2))
+    if ON_CPU:  # GPUs have no kernel of these sizes for tiles
+        model(input_ids=batch[0], labels=batch[1]).loss.backward()
+    with pytest.raises(UnsupportedError, match=r"layers\.0: expected with tile_tokens"):
+        step(model, mesh, batch)
+    context, parts = in_parts(mesh, batch)
+    with context, torch.no_grad():
+        loss = by_model(model, parts, count_items(parts[2]))
+    dist.all_reduce(loss)
+    torch.testing.assert_close(loss / dist.get_world_size(), true, rtol=1e-5, atol=1e-5)
+
+
 def backward_outside() -> None:
     """The ring ends with its context: layers that recompute behind it raise, and never run another attention."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.train_runs import Runs, runs, sharing
+from distributed.train_runs import Runs, assert_same, rows_of, runs, sharing
 from lowtide.errors import ArgumentValueError, LowtideError, UnsupportedError
 from lowtide.train.config import TrainConfig
 from lowtide.train.parallel import engine_of
@@ -55,6 +55,14 @@ def test_models_that_are_not_trained_whole(option: str, made: Runs, tmp_path: Pa
 def test_tiles_of_a_sharded_vocabulary_are_not_skipped(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"skip: expected a whole vocabulary, got --tensor-parallel\. Leave"):
         trainer_settings(TrainConfig(tensor_parallel=2, skip=5e-3), tmp_path, save=False)
+
+
+@needs_gloo
+def test_tokens_that_are_not_averaged_over_devices(made: Runs, tmp_path: Path) -> None:
+    """The two ranks have one batch, and its own mean is the loss."""
+    words = [*made.arguments("tune"), "--average_tokens_across_devices", "false", "--output", tmp_path / "run"]
+    made.ranks.succeed(2, *words, *sharing("tp2"), "--per_device_train_batch_size", rows_of(2, "tp2"))
+    assert_same(tmp_path / "run", made.of("tune", "one")[0])
 
 
 @needs_gloo

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import UnsupportedError
-from lowtide.memory import apply_policy, remove_policy
+from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
+from lowtide.memory.policy import word_of
 from lowtide.samples.weights import Samples
-from memory.models import ALL, ATTENTION, GROUPED, INPUT, Layer, Plain
+from memory.models import ALL, ATTENTION, GROUPED, INPUT, Layer, Plain, stack_of
+from memory.test_families import FAMILIES, build
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -354,3 +356,65 @@ def test_chunks_train_with_a_cache_where_all_is_saved(llama: Any, ids: Tensor) -
     model, stock = llama(), llama()
     apply_policy(model, ALL)
     assert torch.equal(chunks(model, ids).loss, chunks(stock, ids).loss)
+
+
+def twice(model: Any, ids: Tensor) -> None:
+    (model(input_ids=ids, labels=ids).loss + model(input_ids=ids[:, :9], labels=ids[:, :9]).loss).backward()
+
+
+def evaluated_between(model: Any, ids: Tensor) -> None:
+    loss = model(input_ids=ids, labels=ids).loss
+    with torch.no_grad():
+        model(input_ids=ids[:, :9])
+    loss.backward()
+
+
+def retained(model: Any, ids: Tensor) -> None:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*did not match any targeted module:RuntimeWarning")
+@pytest.mark.parametrize("run", [twice, evaluated_between, retained])
+@pytest.mark.parametrize(
+    "policy", [INPUT, ATTENTION, GROUPED, ActivationPolicy(keep="input", tile_tokens=5)], ids=word_of
+)
+def test_adapters_of_experts_set_each_weight_to_itself(policy: ActivationPolicy, run: Any, ids: Tensor) -> None:
+    """In every forward, which looks like a write to it; stock, and PyTorch's checkpoint, take no harm."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(build("qwen3_moe", FAMILIES["qwen3_moe"][0]), settings)
+    assert any("experts" in name and "lora" in name for name, _ in model.named_parameters())
+    stock = copy.deepcopy(model)
+    apply_policy(model, policy)
+    for each in (model, stock):
+        run(each, ids)
+    largest = max(float(p.grad.norm()) for p in stock.parameters() if p.grad is not None)
+    for (name, p), other in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert (p.grad is None) == (other.grad is None)
+        if p.grad is not None:  # tiles are added up in another order
+            assert (p.grad - other.grad).norm() <= 2e-5 * other.grad.norm() + 1e-6 * largest, name
+    (weight,) = (p for name, p in model.named_parameters() if "layers.1." in name and name.endswith("gate_up_proj"))
+    loss = model(input_ids=ids, labels=ids).loss
+    weight.detach()[0, 0, 0] += 1
+    with pytest.raises(UnsupportedError, match=r"layers\.1: expected parameters that are in backward"):
+        loss.backward()
+
+
+class Halving(Layer):
+    """Its forward changes a weight, as no other forward of it may before its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.out.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_forward_that_changes_a_weight_changes_it_for_the_graphs_before() -> None:
+    layer = Halving(24, 3, 0.0)
+    apply_policy(stack_of(layer), INPUT)
+    first = layer(torch.randn(2, 5, 24, requires_grad=True))
+    layer(torch.randn(2, 5, 24, requires_grad=True))
+    with pytest.raises(UnsupportedError, match="expected parameters that are in backward what they were in forward"):
+        first.sum().backward()

@@ -83,6 +83,17 @@ def tuned(arguments: list[str], lowtide: Run, output: Path, *more: object) -> di
     return losses(output)
 
 
+def test_steps_without_a_trained_token(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
+    """Prompts that fill whole sequences: the loss is 0, as TRL's, and neither 0 / 0 nor the end of the run."""
+    rows = [{"prompt": "the tide came in " * (12 if i % 3 else 1), "completion": "and went out"} for i in range(24)]
+    data = write_rows(tmp_path / "long.jsonl", rows)
+    arguments = tune("pairs", **{"packing": True, "seq-len": 48, "per_device_train_batch_size": 1, "data": data})
+    stock = tuned(arguments, lowtide, tmp_path / "stock", "--no-patch")
+    assert 0.0 in stock.values()
+    assert set(stock.values()) != {0.0}
+    assert tuned(arguments, lowtide, tmp_path / "patched") == pytest.approx(stock, rel=2e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_are_built_and_the_run_is_that_of_the_stock_trainer(
     kind: str, tune: Tune, lowtide: Run, tmp_path: Path

@@ -398,6 +398,22 @@ def test_which_errors_are_of_files_that_were_not_written(error: Exception, expec
     assert checkpoints.is_not_written(error) == expected
 
 
+@pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_states_is_not_resumed_with_new_ones(
+    missing: str, finished: Path, lowtide: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (checkpoint := tmp_path / "run" / "checkpoint-9").joinpath(missing).unlink()
+    err = lowtide.refused("train", "--resume_from_checkpoint", checkpoint)
+    assert f"expected a complete checkpoint, got {checkpoint}, which has no {missing}. Resume from another" in err
+
+
+def test_checkpoints_of_the_model_alone(tiny: list[str], lowtide: Run, tmp_path: Path) -> None:
+    lowtide.done(*tiny, "--save_only_model", "true", "--output", tmp_path / "run")
+    err = lowtide.refused("train", "--resume_from_checkpoint", "true", "--output", tmp_path / "run", "--max-steps", 7)
+    assert "which has no optimizer.pt and no scheduler.pt." in err
+
+
 @pytest.mark.parametrize("found", [["run.json.new"], ["run.json", "log.jsonl", "checkpoint-3"], ["tokens.bin"]])
 def test_a_run_that_ended_before_its_first_checkpoint_can_begin_again(found: list[str], tmp_path: Path) -> None:
     for name in found:

@@ -227,8 +227,8 @@ def measure(run: Run[LongestBenchConfig]) -> None:
     gpu = find_gpu(None) if on_gpu else GPUS["h100"]
     budget = gpu.default_budget_bytes if config.budget is None else parse_gib("budget", config.budget) * 2**30
     host = available_bytes() - KEPT_FREE if config.host is None else parse_gib("host", config.host) * 2**30
-    if config.disk is not None and not on_gpu:
-        raise ArgumentValueError(message("disk", "a GPU, from which layers offload", "a CPU", "Leave it out."))
+    if not on_gpu:
+        _check_on_cpu(config)
     fit = Fit(
         way=LOWTIDE, train=config.train, shape=shape, gpu=gpu, dtype=run.dtype,
         gpu_bytes=int(budget) if on_gpu else None, host_bytes=int(host), tile=config.tile,
@@ -251,6 +251,15 @@ def measure(run: Run[LongestBenchConfig]) -> None:
         if config.search:
             run.result["ways"].append(search(tries, config, run.say, end))
         run.save()
+
+
+def _check_on_cpu(config: LongestBenchConfig) -> None:
+    """Raise where an option is for a GPU alone."""
+    for name, expected in (("disk", "a GPU, from which layers offload"), ("budget", "a GPU, whose memory it is")):
+        if getattr(config, name) is not None:
+            raise ArgumentValueError(message(name, expected, "a CPU", "Leave it out."))
+    if config.sdpa in ("cudnn", "efficient"):
+        raise ArgumentValueError(message("sdpa", "auto, flash or math on a CPU", config.sdpa))
 
 
 @dataclass

@@ -143,6 +143,7 @@ class LongestBenchConfig(RunSettings):
         for name in ("budget", "host"):
             if getattr(self, name) is not None:
                 parse_gib(name, getattr(self, name))
+        self._require("budget", self.budget is None or parse_gib("budget", self.budget) > 0, "a size above 0")
         if self.disk is not None:
             checked_folder("disk", self.disk)
 

@@ -6,11 +6,13 @@ import argparse
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
+from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
 from lowtide.memory.planner.four_bit import config_of
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from lowtide.memory import MemoryPlan
     from lowtide.memory.planner.search import Candidate
 
+_NO_PLOT = "pip install 'lowtide[plot]'"
 LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
 Predict the memory and the time of a language model's training step, and choose what each layer saves for backward so
@@ -128,9 +131,10 @@ def main(arguments: argparse.Namespace) -> int:
 
     if arguments.grad_accum < 1:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
-    for name, file in (("json", arguments.json), ("png", arguments.png)):  # before minutes of a check are spent
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise ArgumentValueError(message(name, "a file in a folder that exists", str(file)))
+    # before minutes of a check are spent
+    check_output_files(json=None if arguments.json == "-" else arguments.json, png=arguments.png)
+    if arguments.png is not None and find_spec("matplotlib") is None:
+        raise ArgumentValueError(message("png", "matplotlib to be installed", "none", _NO_PLOT))
     budget = None if arguments.budget is None else parse_gib("budget", arguments.budget)
     host = parse_gib("host", arguments.host)
     if arguments.disk is not None and not host:
@@ -235,5 +239,4 @@ def _draw(file: Path, plan: MemoryPlan) -> None:
     try:
         draw_budget(file, plan.title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
     except ImportError as error:
-        hint = "pip install 'lowtide[plot]'"
-        raise ArgumentValueError(message("png", "matplotlib to be installed", str(error), hint)) from error
+        raise ArgumentValueError(message("png", "matplotlib to be installed", str(error), _NO_PLOT)) from error

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lowtide.bench.settings import Device, Dtype, Settings, setting
 from lowtide.errors import ArgumentValueError, message
+from lowtide.measure.output_files import check_output_files
 from lowtide.train.config import columns_of
 from lowtide.train.files import find_data
 from lowtide.train.shapes import SHAPES, config_file
@@ -94,5 +95,4 @@ class EvalConfig(Settings):
         for name in self.task_names:
             if name.endswith(_YAML) and not Path(name).is_file():
                 raise ArgumentValueError(message("tasks", "a YAML file that exists", name))
-        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
-            raise ArgumentValueError(message("json", "a file in a folder that exists", self.json))
+        check_output_files(json=self.json)

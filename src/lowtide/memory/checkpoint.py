@@ -20,7 +20,7 @@ from lowtide.memory.attention import SavedAttention, Store, changed_in_place, co
 from lowtide.memory.groups import refuse_compile, run_in_group
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.state import Snapshot, Versions
+from lowtide.memory.state import Snapshot, Versions, have_own_writes, own_writes
 from lowtide.memory.tiles import Call, LayerInTiles
 from lowtide.samples.weights import Samples
 from lowtide.swap import child_class
@@ -40,6 +40,7 @@ class LayerState:
     offloader: Offloader | None = None  # with offload=True, what its stack shares
     turn: int | None = None  # its place among those whose tensors go to the host: the last ones' stay
     token_wise: set[int] = field(default_factory=set)  # with tiles: the ways to call it that were checked
+    writes: bool = False  # its forward writes to its parameters
     follows: bool = False  # with every > 1: the layer before, of the same group, computes its input
     before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
 
@@ -69,6 +70,7 @@ def run_layer(
     in_graph = any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
     if cached or not in_graph:
         return run_without_graph(layer, state, forward, args, kwargs)
+    forward = _with_own_writes(layer, state, forward)
     key, hidden = _hidden_states(state.name, args, kwargs)
     save: Callable[..., Any] = partial(_run, state)
     offloader = state.offloader
@@ -77,7 +79,7 @@ def run_layer(
             refuse_compile(state.name, "tile_tokens", "tile_tokens=None")
         forward = _in_tiles(layer, state, forward, key, (args, kwargs))
         save = forward.run
-    run = _of_hidden_states(layer, state.name, forward, key, args, kwargs)
+    run = _of_hidden_states(layer, state, forward, key, args, kwargs)
     if state.policy.every > 1:
 
         def begin() -> Store:
@@ -101,6 +103,7 @@ def run_without_graph(
         UnsupportedError: As `check_cache`.
     """
     check_cache(state.name, args, kwargs)
+    forward = _with_own_writes(layer, state, forward)
     has_cache = any(_is_cache(value) for value in (*args, *kwargs.values()))
     at_once = has_cache or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
     if state.policy.tile_tokens is None or at_once:
@@ -112,6 +115,18 @@ def run_without_graph(
         with contextlib.suppress(UnsupportedError):
             return _in_tiles(layer, state, forward, key, (args, kwargs)).run_without_graph((args, kwargs))
     return forward(*args, **kwargs)
+
+
+def _with_own_writes(layer: nn.Module, state: LayerState, forward: Forward) -> Forward:
+    """Return a layer's forward, which may not look like a change of weights to the graphs of its other calls."""
+    if not state.writes or torch.compiler.is_compiling():
+        return forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with own_writes(layer.parameters()):
+            return forward(*args, **kwargs)
+
+    return counted
 
 
 def _is_long(hidden: Tensor, policy: ActivationPolicy) -> bool:
@@ -187,7 +202,7 @@ def _hidden_states(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _of_hidden_states(
-    layer: nn.Module, name: str, forward: Forward, key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module, state: LayerState, forward: Forward, key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[Tensor], Any]:
     """Return the layer as a function of its hidden states alone, its argument ``key``: they are what is saved.
 
@@ -196,7 +211,7 @@ def _of_hidden_states(
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     del given[key]
-    run = _of_unchanged(layer, name, forward, list(given.values()))
+    run = _of_unchanged(layer, state, forward, list(given.values()))
     places, names = range(len(args)), list(kwargs)  # not these themselves: they hold the hidden states
 
     def of_hidden(hidden: Tensor) -> Any:
@@ -206,7 +221,7 @@ def _of_hidden_states(
     return of_hidden
 
 
-def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: list[Any]) -> Forward:
+def _of_unchanged(layer: nn.Module, layer_state: LayerState, forward: Forward, rest: list[Any]) -> Forward:
     """Return a forward whose second run has the state of the first, or raises where that is impossible.
 
     Assignments are restored for it; writes to a tensor of ``rest`` or a parameter cannot be undone. It does not hold
@@ -221,8 +236,10 @@ def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: list[Any]
         if not first:
             state = Snapshot(layer, rest)
             buffers = Versions(state.large_buffers)
-            outputs = forward(*args, **kwargs)
+            with own_writes(state.parameters):
+                outputs = forward(*args, **kwargs)
             state.end()
+            layer_state.writes |= have_own_writes(state.parameters)
             # As forward left them: an embedding with max_norm writes to its own.
             first.append((state, buffers, Versions(state.parameters), Samples(state.parameters)))
             return outputs
@@ -230,11 +247,11 @@ def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: list[Any]
         if given.changed():
             raise changed_in_place()
         if parameters.changed() or samples.changed():
-            raise _weights_changed(name, "parameters")
+            raise _weights_changed(layer_state.name, "parameters")
         if buffers.changed():
-            raise _weights_changed(name, "buffers")
-        state.check(name)
-        with state.restored():
+            raise _weights_changed(layer_state.name, "buffers")
+        state.check(layer_state.name)
+        with state.restored(), own_writes(state.parameters):
             return forward(*args, **kwargs)
 
     return unchanged

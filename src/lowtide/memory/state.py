@@ -5,6 +5,7 @@ recompute has to run with the state of the forward, and to leave the current sta
 
 An in-place write raises a tensor's version. A fused optimizer's does not in some releases of PyTorch, so `Versions`
 also watches optimizers' steps. Nor does one through ``.data``: `lowtide.samples` compares some values of each weight.
+What a layer's own forward writes to its parameters does not count: each run does it again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import filterfalse, islice
 from typing import Any
 
@@ -332,20 +333,49 @@ def _set_random_states(states: tuple[Any, Any] | None) -> None:
 
 _watched: weakref.WeakSet[Versions] = weakref.WeakSet()
 
+_OWN_WRITES = "_lowtide_own_writes"  # of a parameter: how many of its versions forwards of its layer have made
+
+
+@contextlib.contextmanager
+def own_writes(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let `Versions` see no change in what a layer's own forward writes to its parameters inside.
+
+    peft's adapters of experts set each weight to itself in every forward. Whether values changed is `Samples`' affair,
+    so only what it samples is let off: plain parameters.
+    """
+    plain = [p for p in parameters if type(p) is nn.Parameter and not p.is_inference()]
+    before = _versions(plain)
+    try:
+        yield
+    finally:
+        for p, version, now in zip(plain, before, _versions(plain), strict=True):
+            if now != version:
+                setattr(p, _OWN_WRITES, getattr(p, _OWN_WRITES, 0) + now - version)
+
+
+def have_own_writes(parameters: Iterable[Tensor]) -> bool:
+    """Whether a forward has written to one of them inside `own_writes`."""
+    return any(_OWN_WRITES in vars(p) for p in parameters)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the versions that tensors would have without their layer's own writes."""
+    return [x._version - vars(x).get(_OWN_WRITES, 0) for x in tensors]
+
 
 class Versions:
     """The versions of some tensors, now: inference tensors have none, and are left out."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = [x for x in tensors if not x.is_inference()]
-        self._seen = [x._version for x in self._tensors]
+        self._seen = _versions(self._tensors)
         self._stepped = False
         if self._tensors:
             _watched.add(self)
 
     def changed(self) -> bool:
-        """Return whether one of them was written to since."""
-        return self._stepped or [x._version for x in self._tensors] != self._seen
+        """Return whether one of them was written to since, but for `own_writes`."""
+        return self._stepped or _versions(self._tensors) != self._seen
 
     def see_step(self, stepped: set[int]) -> None:
         """Note that an optimizer stepped the tensors of these ids."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lowtide.bench.settings import Device, Dtype, Settings, setting
 from lowtide.bench.way import GPU_ALONE, IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM
 from lowtide.train.shapes import SHAPES
@@ -188,10 +189,7 @@ class ProfileConfig(Settings):
                 raise UnsupportedError(message(name, f"the package {package} to be installed", "none", install))
         if self.device == "cpu":
             self.check_device("cpu", gpus=0)
-        for name in _FILES:
-            file = getattr(self, name)
-            if file is not None and not Path(file).absolute().parent.is_dir():
-                raise ArgumentValueError(message(name, "a file in a folder that exists", file))
+        check_output_files(**{name: getattr(self, name) for name in _FILES})
         super().check_here()
         assert len(self.earlier) == len(self.include)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.child import run_child
+from lowtide.measure.output_files import check_output_files
 from lowtide.train.child import train_in_child
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import find_data
@@ -46,8 +47,7 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
     if launched_ranks() > 1:
         hint = "Start it without torchrun."
         raise ArgumentValueError(message("compare", "one process", "a distributed launch", hint))
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ArgumentValueError(message("json", "a file in a folder that exists", json_file))
+    check_output_files(json=json_file)
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as name:
         folder = Path(name)
         settings = trainer_settings(config, folder, save=False, text=find_data(config.data).is_text)

@@ -25,6 +25,8 @@ from lowtide.train.parallel import first_does, is_first_rank, launched_ranks, us
 _WHOLE, _FSDP2, _SHARDS = "one process or DDP", "FSDP2", "FSDP2 with SHARDED_STATE_DICT"
 _FSDP_WEIGHTS = "pytorch_model_fsdp"  # accelerate's name of the file, or with its number of the folder of shards
 _FSDP_STATES, _WHOLE_STATES = "optimizer.bin", "optimizer.pt"
+_STATES = {_WHOLE: _WHOLE_STATES, _FSDP2: _FSDP_STATES, _SHARDS: "optimizer_0"}
+_SCHEDULE = "scheduler.pt"
 _MAY_CHANGE = re.compile(  # options of the trainers that a resumed run may be given anew
     "resume_from_checkpoint|save_|eval_|logging_|log_|report_to|disable_tqdm|run_name|hub_|push_to_hub|num_train_epochs|"
     "per_device_train_batch_size|dataloader_|torch_empty_cache_steps"
@@ -97,6 +99,22 @@ def check_engine(checkpoint: Path) -> None:
         expected = f"{wrote}, which wrote {checkpoint.name}"
         hint = "Only one process, DDP and FSDP2 with FULL_STATE_DICT read each other's checkpoints."
         raise ArgumentValueError(message("parallel", expected, now, hint))
+
+
+def check_states(checkpoint: Path) -> None:
+    """Raise where a checkpoint lacks the optimizer's states, or the schedule's: Trainer would begin with new ones.
+
+    DeepSpeed raises by itself.
+
+    Raises:
+        ArgumentValueError: it does.
+    """
+    wrote = _wrote(checkpoint)
+    needed = (_STATES[wrote], _SCHEDULE) if wrote in _STATES else ()
+    if missing := [name for name in needed if not (checkpoint / name).exists()]:
+        got = f"{checkpoint}, which has no {' and no '.join(missing)}"
+        hint = "Resume from another one, or begin a new run; --save_only_model saves what no run can go on from."
+        raise ArgumentValueError(message("--resume_from_checkpoint", "a complete checkpoint", got, hint))
 
 
 @contextlib.contextmanager

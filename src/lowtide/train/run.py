@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ from lowtide.train import checkpoints
 from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
 from lowtide.train.checkpoints import Complete, how_to_resume, write_folder
+from lowtide.train.claim import claimed
 from lowtide.train.config import TrainConfig
 from lowtide.train.ending import SaveAndStop, Terminated, is_lost_rank, lost_rank
 from lowtide.train.files import find_data, why
 from lowtide.train.model import pretrained_model, stored_dtype
 from lowtide.train.monitor import Monitor
-from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_group
+from lowtide.train.parallel import engine_of, first_does, in_group, launched_ranks, leave_group
 from lowtide.train.prepare import prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, load_experts, readable, resumed
+from lowtide.train.resuming import check_engine, check_states, load_experts, readable, resumed
 from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
 from lowtide.train.shapes import model_folder
@@ -86,9 +88,25 @@ def _output(config: TrainConfig, checkpoint: Path | None, side: Side | None) -> 
 
 
 def _trained(one: RunState, console: Console) -> TrainResult | Terminated:
-    config = one.config
     one.settings = _settings(one)
-    args = one.settings.args
+    with ExitStack() as stack:
+        if one.saves:
+            first_does(lambda: _take_folder(one, stack))
+        return _trained_there(one, console)
+
+
+def _take_folder(one: RunState, stack: ExitStack) -> None:
+    """Keep other runs out of the run's folder until the stack ends."""
+    try:
+        stack.enter_context(claimed(one.output))
+    except OSError as error:
+        raise checkpoints.save_error(one.output, error) from error
+    if one.checkpoint is None:
+        checkpoints.new_output(str(one.output), "")  # another run may have ended there in between
+
+
+def _trained_there(one: RunState, console: Console) -> TrainResult | Terminated:
+    config, args = one.config, one.settings.args
     stop = SaveAndStop(saves=one.saves)
     one.callbacks = [*_callbacks(one, console), stop]
     prepare(one)
@@ -141,6 +159,7 @@ def _settings(one: RunState) -> Settings:
     if one.checkpoint is None:
         return make()
     check_engine(one.checkpoint)
+    check_states(one.checkpoint)
     sequences = checkpoints.read_run_file(one.output)["sequences"]
     settings = make()
     args = settings.args

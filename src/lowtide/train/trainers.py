@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -81,6 +82,17 @@ class Measured:
             return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.control.should_training_stop = True
         return [], None
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Return how many labels the loss of a step is a mean of; at least 1: that of none is 0, as TRL's."""
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(items, Tensor):
+            return items
+        if (
+            not self.args.average_tokens_across_devices
+        ):  # Trainer divides by a group's processes what it has not added up
+            items = items * self.get_tp_size()
+        return items.clamp(min=1)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""
