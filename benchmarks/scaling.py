@@ -39,14 +39,13 @@ from lowtide.bench.harness import (
     Run,
     Table,
     reason_of,
-    require_matplotlib,
 )
 from lowtide.bench.results import Files, replace
 from lowtide.bench.settings import ScriptSettings, numbers, setting
 from lowtide.bench.way import CHECKPOINT, LIGER, LOWTIDE, STOCK, Way
 from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.child import ALLOCATOR, ChildResult, run_command
-from lowtide.measure.plots import Line, Panel, draw_panels
+from lowtide.measure.plots import Line, Panel, draw_panels, require_matplotlib
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics

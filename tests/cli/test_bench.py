@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from cli.results import result
-from lowtide.bench import harness
 from lowtide.bench.config import HEAD_PEERS, SweepBenchConfig
 from lowtide.bench.harness import Run
 from lowtide.bench.settings import RunSettings
@@ -24,6 +23,7 @@ from lowtide.bench.shapes import APPLY_SHAPES, BATCH_SHAPES, EXPERTS, MLPS, PAIR
 from lowtide.cli import _parser, bench, main
 from lowtide.cli.parser import given
 from lowtide.errors import ArgumentValueError
+from lowtide.measure import plots
 
 CONFIGS = {config.benchmark: config for config in bench.BENCHMARKS}
 KINDS = (
@@ -330,7 +330,7 @@ def test_what_cannot_run_here_is_one_line_and_writes_nothing(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if "matplotlib" in UNFIT[arguments]:
-        monkeypatch.setattr(harness.importlib.util, "find_spec", lambda _: None)
+        monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *arguments.split()]) == 2
     out, err = capsys.readouterr()

@@ -79,8 +79,7 @@ def test_the_claim_ends_with_the_process_but_not_with_its_children(tmp_path: Pat
     code = (
         "import os, sys, time; from pathlib import Path; from lowtide.train.claim import claimed\n"
         "with claimed(Path(sys.argv[1])):\n"
-        "    child = os.fork()\n"
-        "    if child: print(child, flush=True)\n"
+        "    if not os.fork(): print(os.getpid(), flush=True)\n"  # the child runs, and has let go
         "    time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import json
 import re
 import tempfile
@@ -200,13 +199,6 @@ class Run(Generic[C]):
         self.rows.append(row)
         self.say(table.line(row))
         self.save()
-
-
-def require_matplotlib(what: str) -> None:
-    """Raise `UnsupportedError` unless matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        hint = "pip install 'lowtide[plot]'"
-        raise UnsupportedError(message(what, "matplotlib, for the plots", "none", hint))
 
 
 def own_failure(row: Row) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import ErrorSettings, HeadBenchConfig
-from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release, require_matplotlib
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release
 from lowtide.bench.loss_peers import LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.results import Files
@@ -23,7 +23,7 @@ from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_ge
 from lowtide.bench.way import LIGER, LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
-from lowtide.measure.plots import Point, draw_front, draw_shares
+from lowtide.measure.plots import Point, draw_front, draw_shares, require_matplotlib
 
 
 @torch.no_grad()

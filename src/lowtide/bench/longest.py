@@ -175,7 +175,7 @@ class Fit:
     def _groups(self, job: Job, every: int) -> list[tuple[ActivationPolicy, int]]:
         """Return what the layers save: their inputs, lowtide's on the host while there is room, first layers first.
 
-        With a disk that has room for what the host has none for, all layers offload.
+        All offload if a disk has room for the rest.
         """
         layers = self.shape.layers
         if self.way != LOWTIDE:
@@ -183,14 +183,12 @@ class Fit:
         here = ActivationPolicy(keep="input", mlp_level=1, tile_tokens=self.tile, every=every)
         if self.gpu_bytes is None:  # nothing to offload from
             return [(here, layers)]
-        room = max(self.host_bytes - self.states, 0) // (checkpoint_bytes(job, here) + PAGES)
+        there, host = replace(here, offload=True), max(self.host_bytes - self.states, 0)
+        room = host // (checkpoint_bytes(job, here) + PAGES)
         moved = min(layers, (room + ON_DEVICE) * every) if room else 0
-        if self.disk.nbytes:
-            all_move = StepCosts(job).placed(
-                [(replace(here, offload=True), layers)], self.host_bytes - self.states, self.disk
-            )
-            moved = layers if all_move.host <= self.host_bytes - self.states else moved
-        return [(one, n) for one, n in ((replace(here, offload=True), moved), (here, layers - moved)) if n]
+        if self.disk.nbytes and StepCosts(job).placed([(there, layers)], host, self.disk).host <= host:
+            moved = layers
+        return [(one, n) for one, n in ((there, moved), (here, layers - moved)) if n]
 
 
 def pinned_bytes(size: int) -> int:

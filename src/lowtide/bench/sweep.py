@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.bench.config import AXES, NONE, SweepBenchConfig
-from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers, own_failure, require_matplotlib
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers, own_failure
 from lowtide.bench.head import TABLE, bench_of, loss_task
 from lowtide.bench.loss_peers import PEERS
 from lowtide.bench.problem import PLAIN, make_problem
@@ -25,7 +25,7 @@ from lowtide.bench.shapes import HEADS, Shape
 from lowtide.bench.task import exact_gemms, wider
 from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure.plots import Line, Panel, draw_panels
+from lowtide.measure.plots import Line, Panel, draw_panels, require_matplotlib
 from lowtide.measure.timing import time_side_by_side
 
 PACE = 2.0  # times the limit that a peer takes, about: from 1.1 to 4.7

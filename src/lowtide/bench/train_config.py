@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from lowtide.bench.settings import RunSettings, Sdpa, Settings, numbers, setting
 from lowtide.bench.way import HEADS, LOWTIDE, LOWTIDE_COMPILED
+from lowtide.measure.output_files import checked_folder
 from lowtide.measure.units import parse_gib
-from lowtide.memory.folder import checked_folder
 from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 from lowtide.train.shapes import model_folder
 

@@ -6,13 +6,13 @@ import argparse
 import json
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.output_files import check_output_files
+from lowtide.measure.plots import Point, draw_budget, require_matplotlib
 from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
 from lowtide.memory.planner.four_bit import config_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lowtide.memory import MemoryPlan
     from lowtide.memory.planner.search import Candidate
 
-_NO_PLOT = "pip install 'lowtide[plot]'"
 LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
 Predict the memory and the time of a language model's training step, and choose what each layer saves for backward so
@@ -133,8 +132,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
     # before minutes of a check are spent
     check_output_files(json=None if arguments.json == "-" else arguments.json, png=arguments.png)
-    if arguments.png is not None and find_spec("matplotlib") is None:
-        raise ArgumentValueError(message("png", "matplotlib to be installed", "none", _NO_PLOT))
+    if arguments.png is not None:
+        require_matplotlib("png")
     budget = None if arguments.budget is None else parse_gib("budget", arguments.budget)
     host = parse_gib("host", arguments.host)
     if arguments.disk is not None and not host:
@@ -226,8 +225,6 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
 
 
 def _draw(file: Path, plan: MemoryPlan) -> None:
-    from lowtide.measure.plots import Point, draw_budget
-
     def point(one: Candidate, name: str) -> Point:
         return Point(name, one.peak / 2**20, one.seconds * 1e3)
 
@@ -236,7 +233,4 @@ def _draw(file: Path, plan: MemoryPlan) -> None:
     marked = [i for i in (0, last // 3, 2 * last // 3, last) if abs(plan.front[i].peak - plan.peak_bytes) > near]
     front = [point(one, str(one) if i in marked else "") for i, one in enumerate(plan.front)]
     chosen = point(plan.chosen, str(plan.chosen))
-    try:
-        draw_budget(file, plan.title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
-    except ImportError as error:
-        raise ArgumentValueError(message("png", "matplotlib to be installed", str(error), _NO_PLOT)) from error
+    draw_budget(file, plan.title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)

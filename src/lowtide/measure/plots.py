@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide.errors import UnsupportedError, message
+
+NO_PLOT = "pip install 'lowtide[plot]'"
 _OWN, _OTHERS, _QUIET = "#0b5fa5", "#c4561c", "#777777"
 _EACH = ("#e69f00", "#c4561c", "#009e73", "#cc79a7", "#8a5fbf", "#5b3a1e", "#56b4e9", "#999933", "#d4373e")  # others
 _MARKS = "sD^vPX<>h"
 _STEPS = tuple(s * 10.0**k for k in range(-3, 5) for s in (1, 2, 5))  # GiB between ticks
 _TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of every decade
 _PLACES = ((6, 5), (6, -12), (12, 14), (12, -22), (-6, 5), (-6, -12), (0, 9), (0, -16), (-12, 14), (-12, -22))
+
+
+def require_matplotlib(argument: str) -> None:
+    """Check that plots can be drawn, before what they show is measured.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError(message(argument, "matplotlib, for the plots", "none", NO_PLOT))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.measure.output_files import checked_folder
 from lowtide.measure.text import table
 from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer, run_without_graph
-from lowtide.memory.folder import checked_folder
 from lowtide.memory.offload import ON_DEVICE, Offloader, available
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.policy import ActivationPolicy

@@ -15,6 +15,7 @@ from lowtide.bench.settings import Device, Dtype, Settings, setting
 from lowtide.bench.way import GPU_ALONE, IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.output_files import check_output_files
+from lowtide.measure.plots import NO_PLOT
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM
 from lowtide.train.shapes import SHAPES
@@ -24,7 +25,6 @@ Fsdp = Literal["none", "zero2", "zero3"]
 AUTO = "auto"
 FULL = "zero3"
 NOBODY = "none"
-NO_PLOT = "pip install 'lowtide[plot]'"
 _FILES = ("json", "png", "html")
 
 

@@ -19,12 +19,13 @@ from lowtide.bench.way import OURS, Way
 from lowtide.bench.ways import language_part
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
+from lowtide.measure.plots import NO_PLOT
 from lowtide.memory.planner.gpus import DEFAULT as ANY_GPU
 from lowtide.memory.planner.gpus import GPUS, known_as
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import flop_of_layers
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.profile.config import AUTO, NO_PLOT, ProfileConfig
+from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.page import write_page
 from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
 from lowtide.profile.plot import draw_profile

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
+from lowtide.measure.output_files import checked_folder
 from lowtide.measure.units import gib, parse_gib
 from lowtide.memory import (
     ActivationPolicy,
@@ -22,7 +23,6 @@ from lowtide.memory import (
     offload_weights,
     plan_memory,
 )
-from lowtide.memory.folder import checked_folder
 from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.gpus import DEFAULT, GPUS

@@ -21,10 +21,10 @@ _held: set[int] = set()
 
 @contextlib.contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Hold a folder inside, which is made if it is not there, and removed again if nothing is left in it.
+    """Lock a folder for the block. It is made if it does not exist, and then removed if it is left empty.
 
-    The system forgets the claim with the process, however that ends. File systems without locks of folders, such as
-    NFS, and Windows have none.
+    The system releases the lock when the process ends, in whichever way. Windows, and file systems that do not lock
+    folders, such as NFS, have no lock.
 
     Raises:
         ArgumentValueError: another run holds it.
@@ -45,7 +45,7 @@ def claimed(output: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> int | None:
-    """Return a handle of a folder with its lock; None where there are no locks."""
+    """Return a handle that holds the lock of a folder; None where folders cannot be locked."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -69,7 +69,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _let_go() -> None:
-    """Close what a forked process has of the locks: they are its parent's, and would outlive it."""
+    """Close the handles that a forked process inherits, with which it would hold the locks after its parent's end."""
     for handle in _held:
         os.close(handle)
     _held.clear()

@@ -102,12 +102,12 @@ def check_engine(checkpoint: Path) -> None:
 
 
 def check_states(checkpoint: Path) -> None:
-    """Raise where a checkpoint lacks the optimizer's states, or the schedule's: Trainer would begin with new ones.
+    """Check that a checkpoint has the states of the optimizer and of the schedule: Trainer would begin with new ones.
 
-    DeepSpeed raises by itself.
+    DeepSpeed checks its own.
 
     Raises:
-        ArgumentValueError: it does.
+        ArgumentValueError: it lacks some.
     """
     wrote = _wrote(checkpoint)
     needed = (_STATES[wrote], _SCHEDULE) if wrote in _STATES else ()

@@ -84,14 +84,12 @@ class Measured:
         return [], None
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Return how many labels the loss of a step is a mean of; at least 1: that of none is 0, as TRL's."""
+        """Return the number of labels that a step's loss is averaged over, at least 1: without any the loss is 0."""
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         if not isinstance(items, Tensor):
             return items
-        if (
-            not self.args.average_tokens_across_devices
-        ):  # Trainer divides by a group's processes what it has not added up
-            items = items * self.get_tp_size()
+        if not self.args.average_tokens_across_devices:
+            items = items * self.get_tp_size()  # Trainer has divided by it, as if the group's counts were summed
         return items.clamp(min=1)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
