@@ -57,7 +57,7 @@ def _end(rank: int, ranks: int, memory: Memory) -> Peers:
     end: Any = Peers.__new__(Peers)
     end._rank, end._size, end._count, end._stream = rank, ranks, 0, SimpleNamespace()
     end._place = SLOT_BYTES // ranks // peers._ALIGNED * peers._ALIGNED
-    end._slots, end._addresses = memory.bytes, memory.addresses
+    end._slots, end._addresses, end._places = memory.bytes, memory.addresses, {}
     end._others = [(rank + step) % ranks for step in range(1, ranks)]
     return end  # type: ignore[no-any-return]
 

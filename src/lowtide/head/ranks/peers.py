@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lowtide.head.matmul import slices
 from lowtide.head.ranks.watchdog import timeout_of, watch
+from lowtide.replay.replayed import on_device
 
 LEAST_BYTES = 2**20  # of the first exchange: a group that has only shorter ones need not have this memory
 SLOT_BYTES = 2**25  # what all ranks send to one of them at a time; a GPU has two such slots
@@ -80,7 +81,7 @@ class Completion:
     def wait(self) -> None:
         """Make the current stream wait."""
         if self._held:
-            torch.cuda.current_stream(self._held[0].device).wait_event(self._event)
+            torch.cuda.current_stream(self._held[0].get_device()).wait_event(self._event)
         self._held = ()
 
     def __del__(self) -> None:
@@ -92,12 +93,15 @@ def memory_of(ranks: int, device: torch.device) -> Tensor:
     """Return this rank's memory for `Peers`: all that can fail on one rank alone, which others would wait for there."""
     import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
 
-    _ = _driver().cuStreamWriteValue32_v2, _driver().cuStreamWaitValue32_v2
+    _ = _operation(_WRITE), _operation(_WAIT)
     with torch.cuda.device(device):
         memory = symmetric.empty(2 * SLOT_BYTES + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)  # before any other rank can write there
     return memory
+
+
+_Places = list[tuple[list[Tensor], list[Tensor]]]
 
 
 class Peers:
@@ -116,6 +120,7 @@ class Peers:
             met = symmetric.rendezvous(memory, group)
             with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
                 self._slots = [met.get_buffer(r, (2 * SLOT_BYTES,), torch.uint8, 0) for r in range(self._size)]
+            self._places: dict[torch.dtype, _Places] = {}
             self._addresses: list[int] = met.buffer_ptrs
             self._alive = memory, met
             self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # exchanges: the stream writes it
@@ -167,10 +172,16 @@ class Peers:
 
     def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Completion:
         """Call ``run`` on the stream of exchanges, after what the current stream has been given so far."""
-        begun_on = torch.cuda.current_stream(tensors[0].device)
+        begun_on = torch.cuda.current_stream(
+            tensors[0].get_device()
+        )  # of a number: a device takes PyTorch as long as a copy
         self._stream.wait_stream(begun_on)
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            run()
+        with on_device(tensors[0].device), torch.no_grad():
+            torch.cuda.set_stream(self._stream)
+            try:
+                run()
+            finally:
+                torch.cuda.set_stream(begun_on)
         _stream_write(self._stream, self._ended.data_ptr(), self._count)
         return Completion(self._stream.record_event(), begun_on, *tensors)
 
@@ -189,20 +200,35 @@ class Peers:
     def _exchange(self, sent: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Send ``sent[r]`` to each rank r; return what each sent here, ``like`` these, in a slot, and this rank's."""
         self._count += 1
+        there, here = self._places_of(like[0].dtype)[self._count % 2]
         for rank in self._others:
-            self._slot(rank, self._rank, sent[rank]).copy_(sent[rank])
+            there[rank][: sent[rank].numel()].copy_(sent[rank])
         for rank in self._others:
             _stream_write(self._stream, self._flag(rank, self._rank), self._count)
         for rank in self._others:
             _stream_wait(self._stream, self._flag(self._rank, rank), self._count)
-        here = [self._slot(self._rank, rank, its) for rank, its in enumerate(like)]
-        here[self._rank] = sent[self._rank]
-        return here
+        received = [place[: its.numel()] for place, its in zip(here, like, strict=True)]
+        received[self._rank] = sent[self._rank]
+        return received
 
-    def _slot(self, at: int, sender: int, like: Tensor) -> Tensor:
-        """Return the place for what ``sender`` sends, in the memory of rank ``at``."""
-        first = self._count % 2 * SLOT_BYTES + sender * self._place
-        return self._slots[at][first : first + like.nbytes].view(like.dtype)
+    def _places_of(self, dtype: torch.dtype) -> "_Places":
+        """Return, for even and odd exchanges, this rank's places in each rank's memory, and each one's in its own."""
+        found = self._places.get(dtype)
+        if found is None:
+            with torch.inference_mode(mode=False):  # as above
+                found = self._places[dtype] = [
+                    (
+                        [self._place_in(rank, slot, self._rank, dtype) for rank in range(self._size)],
+                        [self._place_in(self._rank, slot, rank, dtype) for rank in range(self._size)],
+                    )
+                    for slot in range(2)
+                ]
+        return found
+
+    def _place_in(self, at: int, slot: int, sender: int, dtype: torch.dtype) -> Tensor:
+        """Return the place for what ``sender`` sends, in a slot in the memory of rank ``at``."""
+        first = slot * SLOT_BYTES + sender * self._place
+        return self._slots[at][first : first + self._place].view(dtype)
 
     def _flag(self, at: int, sender: int) -> int:
         """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
@@ -230,20 +256,28 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@cache
+def _operation(name: str) -> Any:
+    found = getattr(_driver(), name)
+    found.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    return found
+
+
+_WRITE, _WAIT = "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
+
+
 def _stream_write(stream: torch.cuda.Stream, address: int, value: int) -> None:
     """Write an int32 where the stream has come so far, after all that it wrote before."""
-    _on_stream("cuStreamWriteValue32_v2", stream, address, value)
+    _on_stream(_WRITE, stream, address, value)
 
 
 def _stream_wait(stream: torch.cuda.Stream, address: int, value: int) -> None:
     """Let the stream wait until an int32 has reached ``value``."""
-    _on_stream("cuStreamWaitValue32_v2", stream, address, value)
+    _on_stream(_WAIT, stream, address, value)
 
 
 def _on_stream(name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
     # flags 0: writes are ordered after earlier ones; waits end at values that are not less, as signed differences
-    code = getattr(_driver(), name)(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value % 2**32), ctypes.c_uint(0)
-    )
+    code = _operation(name)(stream.cuda_stream, address, value % 2**32, 0)
     if code:
         raise RuntimeError(f"{name} returned CUDA's error {code}.")
