@@ -93,7 +93,7 @@ def memory_of(ranks: int, device: torch.device) -> Tensor:
     """Return this rank's memory for `Peers`: all that can fail on one rank alone, which others would wait for there."""
     import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
 
-    _ = _operation(_WRITE), _operation(_WAIT)
+    _ = _driver()
     with torch.cuda.device(device):
         memory = symmetric.empty(2 * SLOT_BYTES + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
         memory.zero_()
@@ -101,7 +101,8 @@ def memory_of(ranks: int, device: torch.device) -> Tensor:
     return memory
 
 
-_Places = list[tuple[list[Tensor], list[Tensor]]]
+# For even and odd exchanges: a rank's places in each rank's memory, and each one's in its own.
+Places = list[tuple[list[Tensor], list[Tensor]]]
 
 
 class Peers:
@@ -120,15 +121,14 @@ class Peers:
             met = symmetric.rendezvous(memory, group)
             with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
                 self._slots = [met.get_buffer(r, (2 * SLOT_BYTES,), torch.uint8, 0) for r in range(self._size)]
-            self._places: dict[torch.dtype, _Places] = {}
+            self._places: dict[torch.dtype, Places] = {}
             self._addresses: list[int] = met.buffer_ptrs
             self._alive = memory, met
             self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # exchanges: the stream writes it
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for rank in self._others:
-                _stream_write(self._stream, self._flag(rank, self._rank), 0)
-            _stream_wait(self._stream, self._flag(self._rank, self._rank), 0)  # an error where the driver cannot
-            _stream_write(self._stream, self._ended.data_ptr(), 1)
+            self._meet, self._end = self._meetings(), _operations((_WRITE, self._ended.data_ptr()))
+            _run(self._stream, self._meet, 0)  # an error where the driver cannot
+            _run(self._stream, self._end, 1)
             torch.cuda.synchronize(device)
             if int(self._ended) != 1:  # the watchdog would end a process that is well
                 raise RuntimeError("The host does not see what a stream writes.")
@@ -172,9 +172,8 @@ class Peers:
 
     def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Completion:
         """Call ``run`` on the stream of exchanges, after what the current stream has been given so far."""
-        begun_on = torch.cuda.current_stream(
-            tensors[0].get_device()
-        )  # of a number: a device takes PyTorch as long as a copy
+        # of a number: for a device PyTorch takes as long as for a copy
+        begun_on = torch.cuda.current_stream(tensors[0].get_device())
         self._stream.wait_stream(begun_on)
         with on_device(tensors[0].device), torch.no_grad():
             torch.cuda.set_stream(self._stream)
@@ -182,7 +181,7 @@ class Peers:
                 run()
             finally:
                 torch.cuda.set_stream(begun_on)
-        _stream_write(self._stream, self._ended.data_ptr(), self._count)
+        _run(self._stream, self._end, self._count)
         return Completion(self._stream.record_event(), begun_on, *tensors)
 
     def _add(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -203,15 +202,12 @@ class Peers:
         there, here = self._places_of(like[0].dtype)[self._count % 2]
         for rank in self._others:
             there[rank][: sent[rank].numel()].copy_(sent[rank])
-        for rank in self._others:
-            _stream_write(self._stream, self._flag(rank, self._rank), self._count)
-        for rank in self._others:
-            _stream_wait(self._stream, self._flag(self._rank, rank), self._count)
+        _run(self._stream, self._meet, self._count)
         received = [place[: its.numel()] for place, its in zip(here, like, strict=True)]
         received[self._rank] = sent[self._rank]
         return received
 
-    def _places_of(self, dtype: torch.dtype) -> "_Places":
+    def _places_of(self, dtype: torch.dtype) -> Places:
         """Return, for even and odd exchanges, this rank's places in each rank's memory, and each one's in its own."""
         found = self._places.get(dtype)
         if found is None:
@@ -229,6 +225,11 @@ class Peers:
         """Return the place for what ``sender`` sends, in a slot in the memory of rank ``at``."""
         first = slot * SLOT_BYTES + sender * self._place
         return self._slots[at][first : first + self._place].view(dtype)
+
+    def _meetings(self) -> "ctypes.Array[_Operation]":
+        """Return what a stream does once it has sent: it tells every other rank, and waits for what they sent."""
+        told = [(_WRITE, self._flag(rank, self._rank)) for rank in self._others]
+        return _operations(*told, *((_WAIT, self._flag(self._rank, rank)) for rank in self._others))
 
     def _flag(self, at: int, sender: int) -> int:
         """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
@@ -251,33 +252,41 @@ def _even_lengths(n: int, parts: int, whole: int) -> list[int]:
     return [max(0, min(each, n - i * each)) for i in range(parts)]
 
 
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32
+
+
+class _Operation(ctypes.Structure):
+    """The driver's ``CUstreamBatchMemOpParams``: a write of an int32, or a wait until it has reached a value.
+
+    Flags 0: writes are ordered after earlier ones; waits end at values that are not less, as signed differences.
+    """
+
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
+
+
+def _operations(*each: tuple[int, int]) -> "ctypes.Array[_Operation]":
+    """Return operations, kinds and addresses, which a stream does in this order."""
+    return (_Operation * len(each))(*(_Operation(kind=kind, address=address) for kind, address in each))
+
+
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@cache
-def _operation(name: str) -> Any:
-    found = getattr(_driver(), name)
-    found.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    found = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    found.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
     return found
 
 
-_WRITE, _WAIT = "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
-
-
-def _stream_write(stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """Write an int32 where the stream has come so far, after all that it wrote before."""
-    _on_stream(_WRITE, stream, address, value)
-
-
-def _stream_wait(stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """Let the stream wait until an int32 has reached ``value``."""
-    _on_stream(_WAIT, stream, address, value)
-
-
-def _on_stream(name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-    # flags 0: writes are ordered after earlier ones; waits end at values that are not less, as signed differences
-    code = _operation(name)(stream.cuda_stream, address, value % 2**32, 0)
-    if code:
-        raise RuntimeError(f"{name} returned CUDA's error {code}.")
+def _run(stream: torch.cuda.Stream, operations: "ctypes.Array[_Operation]", value: int) -> None:
+    """Let a stream do operations where it has come so far, all with one value: one call, and not one for each."""
+    value %= 2**32
+    for operation in operations:
+        operation.value = value
+    if code := _driver()(stream.cuda_stream, len(operations), operations, 0):
+        raise RuntimeError(f"cuStreamBatchMemOp_v2 returned CUDA's error {code}.")
