@@ -28,14 +28,14 @@ class Memory:
         self.addresses = [rank * 2**32 for rank in range(ranks)]
         self.flags: dict[int, int] = {}
 
-    def write(self, _: Any, address: int, value: int) -> None:
-        self.flags[address] = value
-
-    def wait(self, _: Any, address: int, value: int) -> None:
+    def run(self, _: Any, operations: Any, value: int) -> None:
         end = time.monotonic() + 30
-        while self.flags.get(address, 0) < value:
-            assert time.monotonic() < end, "ranks wait for each other"
-            time.sleep(0)
+        for operation in operations:
+            if operation.kind == peers._WRITE:
+                self.flags[operation.address] = value
+            while self.flags.get(operation.address, 0) < value:
+                assert time.monotonic() < end, "ranks wait for each other"
+                time.sleep(0)
 
 
 @pytest.fixture
@@ -45,8 +45,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(ranks: int) -> list[Peers]:
         memory = Memory(ranks)
         monkeypatch.setattr(peers, "SLOT_BYTES", SLOT_BYTES)
-        monkeypatch.setattr(peers, "_stream_write", memory.write)
-        monkeypatch.setattr(peers, "_stream_wait", memory.wait)
+        monkeypatch.setattr(peers, "_run", memory.run)
         monkeypatch.setattr(Peers, "_beside", lambda _, run, *__: run())
         return [_end(rank, ranks, memory) for rank in range(ranks)]
 
@@ -57,8 +56,9 @@ def _end(rank: int, ranks: int, memory: Memory) -> Peers:
     end: Any = Peers.__new__(Peers)
     end._rank, end._size, end._count, end._stream = rank, ranks, 0, SimpleNamespace()
     end._place = SLOT_BYTES // ranks // peers._ALIGNED * peers._ALIGNED
-    end._slots, end._addresses = memory.bytes, memory.addresses
+    end._slots, end._addresses, end._places = memory.bytes, memory.addresses, {}
     end._others = [(rank + step) % ranks for step in range(1, ranks)]
+    end._meet = end._meetings()
     return end  # type: ignore[no-any-return]
 
 
@@ -177,3 +177,11 @@ def test_what_switches_exchanges_by_copy_engines_off(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "1")
         assert peers.place_of(gpu)[2] == -1
         monkeypatch.delenv(name)
+
+
+def test_operations_are_laid_out_as_the_driver_reads_them() -> None:
+    """Offsets of cuda.h: an int, an address, a union of 8 bytes, an int, an address; 48 bytes in all."""
+    fields = [getattr(peers._Operation, name).offset for name, *_ in peers._Operation._fields_]
+    assert (fields, peers.ctypes.sizeof(peers._Operation)) == ([0, 8, 16, 24, 32, 40], 48)
+    first, second = peers._operations((peers._WRITE, 2**40), (peers._WAIT, 8))
+    assert (first.kind, first.address, second.kind, second.address) == (2, 2**40, 1, 8)

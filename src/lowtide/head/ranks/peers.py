@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lowtide.head.matmul import slices
 from lowtide.head.ranks.watchdog import timeout_of, watch
+from lowtide.replay.replayed import on_device
 
 LEAST_BYTES = 2**20  # of the first exchange: a group that has only shorter ones need not have this memory
 SLOT_BYTES = 2**25  # what all ranks send to one of them at a time; a GPU has two such slots
@@ -80,7 +81,7 @@ class Completion:
     def wait(self) -> None:
         """Make the current stream wait."""
         if self._held:
-            torch.cuda.current_stream(self._held[0].device).wait_event(self._event)
+            torch.cuda.current_stream(self._held[0].get_device()).wait_event(self._event)
         self._held = ()
 
     def __del__(self) -> None:
@@ -92,12 +93,16 @@ def memory_of(ranks: int, device: torch.device) -> Tensor:
     """Return this rank's memory for `Peers`: all that can fail on one rank alone, which others would wait for there."""
     import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
 
-    _ = _driver().cuStreamWriteValue32_v2, _driver().cuStreamWaitValue32_v2
+    _ = _driver()
     with torch.cuda.device(device):
         memory = symmetric.empty(2 * SLOT_BYTES + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)  # before any other rank can write there
     return memory
+
+
+# For even and odd exchanges: a rank's places in each rank's memory, and each one's in its own.
+Places = list[tuple[list[Tensor], list[Tensor]]]
 
 
 class Peers:
@@ -116,14 +121,14 @@ class Peers:
             met = symmetric.rendezvous(memory, group)
             with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
                 self._slots = [met.get_buffer(r, (2 * SLOT_BYTES,), torch.uint8, 0) for r in range(self._size)]
+            self._places: dict[torch.dtype, Places] = {}
             self._addresses: list[int] = met.buffer_ptrs
             self._alive = memory, met
             self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # exchanges: the stream writes it
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for rank in self._others:
-                _stream_write(self._stream, self._flag(rank, self._rank), 0)
-            _stream_wait(self._stream, self._flag(self._rank, self._rank), 0)  # an error where the driver cannot
-            _stream_write(self._stream, self._ended.data_ptr(), 1)
+            self._meet, self._end = self._meetings(), _operations((_WRITE, self._ended.data_ptr()))
+            _run(self._stream, self._meet, 0)  # an error where the driver cannot
+            _run(self._stream, self._end, 1)
             torch.cuda.synchronize(device)
             if int(self._ended) != 1:  # the watchdog would end a process that is well
                 raise RuntimeError("The host does not see what a stream writes.")
@@ -167,11 +172,16 @@ class Peers:
 
     def _beside(self, run: Callable[[], None], *tensors: Tensor) -> Completion:
         """Call ``run`` on the stream of exchanges, after what the current stream has been given so far."""
-        begun_on = torch.cuda.current_stream(tensors[0].device)
+        # of a number: for a device PyTorch takes as long as for a copy
+        begun_on = torch.cuda.current_stream(tensors[0].get_device())
         self._stream.wait_stream(begun_on)
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            run()
-        _stream_write(self._stream, self._ended.data_ptr(), self._count)
+        with on_device(tensors[0].device), torch.no_grad():
+            torch.cuda.set_stream(self._stream)
+            try:
+                run()
+            finally:
+                torch.cuda.set_stream(begun_on)
+        _run(self._stream, self._end, self._count)
         return Completion(self._stream.record_event(), begun_on, *tensors)
 
     def _add(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -189,20 +199,37 @@ class Peers:
     def _exchange(self, sent: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
         """Send ``sent[r]`` to each rank r; return what each sent here, ``like`` these, in a slot, and this rank's."""
         self._count += 1
+        there, here = self._places_of(like[0].dtype)[self._count % 2]
         for rank in self._others:
-            self._slot(rank, self._rank, sent[rank]).copy_(sent[rank])
-        for rank in self._others:
-            _stream_write(self._stream, self._flag(rank, self._rank), self._count)
-        for rank in self._others:
-            _stream_wait(self._stream, self._flag(self._rank, rank), self._count)
-        here = [self._slot(self._rank, rank, its) for rank, its in enumerate(like)]
-        here[self._rank] = sent[self._rank]
-        return here
+            there[rank][: sent[rank].numel()].copy_(sent[rank])
+        _run(self._stream, self._meet, self._count)
+        received = [place[: its.numel()] for place, its in zip(here, like, strict=True)]
+        received[self._rank] = sent[self._rank]
+        return received
 
-    def _slot(self, at: int, sender: int, like: Tensor) -> Tensor:
-        """Return the place for what ``sender`` sends, in the memory of rank ``at``."""
-        first = self._count % 2 * SLOT_BYTES + sender * self._place
-        return self._slots[at][first : first + like.nbytes].view(like.dtype)
+    def _places_of(self, dtype: torch.dtype) -> Places:
+        """Return, for even and odd exchanges, this rank's places in each rank's memory, and each one's in its own."""
+        found = self._places.get(dtype)
+        if found is None:
+            with torch.inference_mode(mode=False):  # as above
+                found = self._places[dtype] = [
+                    (
+                        [self._place_in(rank, slot, self._rank, dtype) for rank in range(self._size)],
+                        [self._place_in(self._rank, slot, rank, dtype) for rank in range(self._size)],
+                    )
+                    for slot in range(2)
+                ]
+        return found
+
+    def _place_in(self, at: int, slot: int, sender: int, dtype: torch.dtype) -> Tensor:
+        """Return the place for what ``sender`` sends, in a slot in the memory of rank ``at``."""
+        first = slot * SLOT_BYTES + sender * self._place
+        return self._slots[at][first : first + self._place].view(dtype)
+
+    def _meetings(self) -> "ctypes.Array[_Operation]":
+        """Return what a stream does once it has sent: it tells every other rank, and waits for what they sent."""
+        told = [(_WRITE, self._flag(rank, self._rank)) for rank in self._others]
+        return _operations(*told, *((_WAIT, self._flag(self._rank, rank)) for rank in self._others))
 
     def _flag(self, at: int, sender: int) -> int:
         """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
@@ -225,25 +252,41 @@ def _even_lengths(n: int, parts: int, whole: int) -> list[int]:
     return [max(0, min(each, n - i * each)) for i in range(parts)]
 
 
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32
+
+
+class _Operation(ctypes.Structure):
+    """The driver's ``CUstreamBatchMemOpParams``: a write of an int32, or a wait until it has reached a value.
+
+    Flags 0: writes are ordered after earlier ones; waits end at values that are not less, as signed differences.
+    """
+
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
+
+
+def _operations(*each: tuple[int, int]) -> "ctypes.Array[_Operation]":
+    """Return operations, kinds and addresses, which a stream does in this order."""
+    return (_Operation * len(each))(*(_Operation(kind=kind, address=address) for kind, address in each))
+
+
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    found = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    found.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+    return found
 
 
-def _stream_write(stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """Write an int32 where the stream has come so far, after all that it wrote before."""
-    _on_stream("cuStreamWriteValue32_v2", stream, address, value)
-
-
-def _stream_wait(stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """Let the stream wait until an int32 has reached ``value``."""
-    _on_stream("cuStreamWaitValue32_v2", stream, address, value)
-
-
-def _on_stream(name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-    # flags 0: writes are ordered after earlier ones; waits end at values that are not less, as signed differences
-    code = getattr(_driver(), name)(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value % 2**32), ctypes.c_uint(0)
-    )
-    if code:
-        raise RuntimeError(f"{name} returned CUDA's error {code}.")
+def _run(stream: torch.cuda.Stream, operations: "ctypes.Array[_Operation]", value: int) -> None:
+    """Let a stream do operations where it has come so far, all with one value: one call, and not one for each."""
+    value %= 2**32
+    for operation in operations:
+        operation.value = value
+    if code := _driver()(stream.cuda_stream, len(operations), operations, 0):
+        raise RuntimeError(f"cuStreamBatchMemOp_v2 returned CUDA's error {code}.")
