@@ -109,6 +109,22 @@ def fsdp2() -> None:
         assert received[0] == plan.exchanged.bytes, where
 
 
+def fsdp2_of_several_layers() -> None:
+    """The same with units of several layers, of which the last one has fewer."""
+    for tied, size, policy in itertools.product((False, True), (2, 3, 9), (ActivationPolicy(keep="input"), None)):
+        model = model_of(dtype=torch.bfloat16, tie_word_embeddings=tied, **{**SIZES, "num_hidden_layers": 7})
+        plan = _plan(model, "fsdp2", fsdp_layers=size, options=HeadOptions(accumulate="input"))
+        if policy is not None:
+            plan = replace(plan, chosen=replace(plan.chosen, groups=((policy, 7),)))
+        exec(plan.lines(), {"model": model})
+        _step(model, autocast=False)
+        with _received() as received, track_allocations() as seen:
+            _step(model, autocast=False)
+        most = max(_on_cpu(plan, phase) for phase in StepCosts(plan.job).phases(plan.chosen.groups))
+        assert most == pytest.approx(seen.peak_bytes, rel=0.04), (tied, size, plan.title, policy)
+        assert received[0] == plan.exchanged.bytes, (tied, size)
+
+
 def accumulated_gradients() -> None:
     """Peak of two passes, of which the second reduces the gradients."""
     for tied, autocast in itertools.product((False, True), (False, True)):

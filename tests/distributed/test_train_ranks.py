@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 ENGINES = [
     *("pretrain ddp", "pretrain fsdp2", "pretrain zero2", "pretrain zero3", "pretrain zero3-offload"),
-    *("pretrain fsdp2-zero2", "tune fsdp2-zero2"),
+    *("pretrain fsdp2-zero2", "tune fsdp2-zero2", "pretrain fsdp2-layers", "tune fsdp2-layers", "adapt fsdp2-layers"),
     *("tune ddp", "tune fsdp2", "tune shards", "tune zero2", "tune zero3", "adapt fsdp2", "adapt zero3"),
     *("pretrain zero3-config", "tune zero3-config"),
     *("pretrain tp2", "pretrain fsdp2xtp2", "tune tp2", "tune fsdp2xtp2"),
@@ -87,11 +87,36 @@ def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> N
     assert all(torch.equal(loaded[name], value) for name, value in weights(output).items())
 
 
+@pytest.mark.parametrize(("layers", "sizes"), [(None, [1, 1, 1, 3]), (2, [1, 2, 3])])
+def test_units_have_so_many_layers(layers: int | None, sizes: list[int], made: Runs, tmp_path: Path) -> None:
+    """The model is a unit too, and the embedding, the last norm and the output layer are one. On a CPU 1 by default."""
+    words = [*made.arguments("pretrain"), "--parallel", "fsdp2", "--max-steps", 1, "--output", tmp_path / "run"]
+    words += [] if layers is None else ["--fsdp-layers", layers]
+    ended = made.ranks.succeed(2, *words, **made.spies("fsdp2", "units"))
+    assert [one["sizes"] for one in spied(ended.out[0], "units")] == [sizes]
+    assert ("2 layers at a time" in ended.out[0]) == (layers == 2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "said"),
+    [
+        ("ddp", [], "fsdp_layers: expected FSDP2, got DDP. Its units are FSDP2's"),
+        pytest.param("zero2", [], "fsdp_layers: expected FSDP2, got DeepSpeed", marks=needs_deepspeed),
+        ("fsdp2", ["--gradient_checkpointing", "true"], "fsdp_layers: expected --policy input in place of"),
+    ],
+)
+def test_units_are_refused(engine: str, more: list[str], said: str, made: Runs, tmp_path: Path) -> None:
+    words = [*made.arguments("pretrain"), "--parallel", engine, "--fsdp-layers", 2, *more, "--output", tmp_path / "run"]
+    ended = made.ranks(2, *words, **made.spies(engine))
+    assert ended.statuses == [2, 2], ended
+    assert said in ended.err[0]
+
+
 RESUMED = [
     *("pretrain one 2 ddp", "pretrain one 2 fsdp2", "tune ddp 1 auto", "pretrain fsdp2 1 auto", "tune fsdp2 2 ddp"),
     *("experts one 1 auto", "experts one 2 fsdp2", "experts fsdp2 1 auto"),
     *("adapt one 2 fsdp2", "adapt fsdp2 1 auto", "tune fsdp2 2 fsdp2", "tune shards 2 shards"),
-    "pretrain shards 2 shards",
+    *("pretrain shards 2 shards", "tune fsdp2 2 fsdp2-layers", "tune fsdp2-layers 2 fsdp2"),
     *("pretrain zero2 2 zero2", "adapt zero3 2 zero3", "pretrain zero3-offload 2 zero3-offload"),
     "pretrain zero3-config 2 zero3-config",
     *("tune one 2 tp2", "tune tp2 1 auto", "tune tp2 2 fsdp2", "pretrain fsdp2 4 fsdp2xtp2"),

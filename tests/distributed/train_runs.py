@@ -133,6 +133,8 @@ def sharing(engine: str) -> list[object]:
         return []
     if engine == "zero3-config":
         return ["--deepspeed", json.dumps(ZERO3)]
+    if engine == "fsdp2-layers":
+        return ["--parallel", "fsdp2", "--fsdp-layers", 2]
     return ["--tensor-parallel", 2] if engine.endswith("tp2") else ["--parallel", engine, "--tensor-parallel", 1]
 
 

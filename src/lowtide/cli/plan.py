@@ -36,7 +36,7 @@ memory against time, the longest sequence and the largest batch that fit, and th
 
 _GIVEN = (  # as they are
     "seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp", "compile_layers",
-    "parallel", "tensor_parallel",
+    "parallel", "tensor_parallel", "fsdp_layers",
 )  # fmt: skip
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
@@ -100,6 +100,7 @@ def add(parser: OneLineParser) -> None:
     )
     shares = "with fsdp2: GPUs that share each layer (default: 1)"
     add("--tensor-parallel", default=1, type=int, metavar="N", help=shares)
+    add("--fsdp-layers", default=1, type=int, metavar="N", help="with fsdp2: layers gathered together (default: 1)")
     add("--link", metavar="SIZE", help="what a GPU receives from others per second: 50GB (default: NVLink's rate)")
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
     add("--autocast", action="store_true", help="float32 parameters and states, GEMMs in bfloat16: as lowtide train")
@@ -142,7 +143,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ArgumentValueError(message("disk_rate", "--disk beside it", "none"))
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
-    for name, default in (("parallel", None), ("tensor_parallel", 1), ("link", None)):
+    for name, default in (("parallel", None), ("tensor_parallel", 1), ("fsdp_layers", 1), ("link", None)):
         if getattr(arguments, name) != default and arguments.gpus is None:
             raise ArgumentValueError(message(name, "--gpus beside it", "none"))
     adapters = _adapters(arguments)

@@ -152,6 +152,7 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float, 
         words.append(f"--grad-accum {settings.args.gradient_accumulation_steps}")
     words += [f"--gpus {job.gpus} --parallel {job.parallel}"] if job.gpus > 1 else []
     words += [f"--tensor-parallel {job.tensor_parallel}"] if job.tensor_parallel > 1 else []
+    words += [f"--fsdp-layers {job.fsdp_layers}"] if job.fsdp_layers > 1 else []
     if config.workspace_mib is not None:
         words.append(f"--workspace-mib {config.workspace_mib:g}")
     if config.host_budget:

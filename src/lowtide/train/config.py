@@ -142,11 +142,17 @@ class TrainConfig:
         "(default: 1)",
         metavar="N",
     )
+    fsdp_layers: int | None = _setting(
+        None,
+        "with fsdp2, layers that are gathered, and whose gradients are reduced, together: more cost the host less time "
+        "and take more memory (default: 1; on GPUs up to 4 small ones of few tokens, without --memory-budget)",
+        metavar="N",
+    )
     lora_merge: bool = _setting(False, "besides the adapter, write the model with the adapter merged in, to DIR/merged")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"cli": False})
 
     def __post_init__(self) -> None:
-        for name in ("held_out", "max_steps", "tensor_parallel"):
+        for name in ("held_out", "max_steps", "tensor_parallel", "fsdp_layers"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "a whole number of at least 1")
         self._require("early_stopping_patience", self.early_stopping_patience >= 0, "a whole number of at least 0")
         self._require("seq_len", self.seq_len is None or self.seq_len >= 2, "at least 2 tokens")

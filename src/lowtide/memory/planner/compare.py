@@ -27,7 +27,8 @@ class Sharing(NamedTuple):
 
     def to_dict(self) -> dict[str, object]:
         """Return it as plain numbers and texts."""
-        found = {"parallel": self.job.parallel, "tensor_parallel": self.job.group_size}
+        job = self.job
+        found = {"parallel": job.parallel, "tensor_parallel": job.group_size, "fsdp_layers": job.fsdp_layers}
         if self.chosen is None:
             return {**found, "refused": self.refused} if self.refused else {**found, "least_gib": gib(self.least)}
         speed = {"tokens": self.tokens, "tokens_per_second": self.tokens_per_second}

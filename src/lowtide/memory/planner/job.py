@@ -42,6 +42,7 @@ class Job:
     gpus: int = 1
     parallel: str = ""  # how several GPUs share the step: a name of `PARALLEL`
     tensor_parallel: int = 1  # with fsdp2: GPUs that share each layer; it shards parameters over groups of them
+    fsdp_layers: int = 1  # with fsdp2: layers that are gathered together
     context: int = 1  # GPUs that share each sequence, of which ``seq_len`` tokens are this one's
     link: float | None = None  # bytes per second that a GPU receives from the others; None: the GPU's own
 

@@ -15,11 +15,11 @@ from lowtide.memory.planner.layer_costs import (
     HOST_FORWARD,
     HOST_HEAD_NORMS,
     HOST_RECOMPUTE,
-    HOST_UNIT,
     THIN,
     LayerCost,
     attention_flop,
     gemm_sizes,
+    host_of_a_unit,
     layer_cost,
     slower,
 )
@@ -178,7 +178,7 @@ def _cost(job: Job, policy: ActivationPolicy, one: Reading, windowed: float) -> 
         backward += _seconds(job, one.recompute) + again
         flop += one.recompute.flop + (one.recompute.attention * windowed if policy.keep == "input" else 0.0)
     host, host_back = _host_seconds(one, policy)
-    unit, unit_back = HOST_UNIT if job.sharded else (0.0, 0.0)
+    unit, unit_back = host_of_a_unit(job)
     host, host_back = host + unit, host_back + unit_back
     more = 1 - 1 / policy.every  # layers of a group that run once more
     backward += more * forward

@@ -27,7 +27,7 @@ THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the M
 # percent. A layer that saves attention looks at every operator; norms on the heads add kernels, either way.
 HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.4e-3, 2.4e-3, 2.2e-3
 HOST_ATTENTION, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
-# What it takes besides to shard a layer among several GPUs, in forward and backward: fitted to one step on two
+# What it takes besides for a unit of layers that several GPUs shard, in forward and backward: fitted to one step on two
 # (benchmarks/results, 2026-11-21-scaling-8192-h200, the smaller model).
 HOST_UNIT = (1.5e-3, 4e-3)
 # And for a layer that several GPUs share, in forward, backward and recompute: fitted to one step of two GPUs, less a
@@ -315,11 +315,19 @@ def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
     """
     norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
     watch, again = (0.0, HOST_FORWARD) if job.compile_layers else (HOST_ATTENTION, HOST_RECOMPUTE)
-    unit, unit_back = HOST_UNIT if job.sharded else (0.0, 0.0)
+    unit, unit_back = host_of_a_unit(job)
     shared, shared_back, shared_again = HOST_SHARED if job.group_size > 1 else (0.0, 0.0, 0.0)
     forward = HOST_FORWARD + norms + unit + shared + (watch if policy.keep == "attention" else 0.0)
     recompute = again + norms + shared_again if policy.keep != "all" else 0.0
     return forward, HOST_BACKWARD + norms_back + unit_back + shared_back + recompute
+
+
+def host_of_a_unit(job: Job) -> tuple[float, float]:
+    """Return what the host takes besides, in forward and backward, for a layer's share of a unit of FSDP2."""
+    if not job.sharded:
+        return 0.0, 0.0
+    unit, unit_back = HOST_UNIT
+    return unit / job.fsdp_layers, unit_back / job.fsdp_layers
 
 
 def slower(gpu: float, host: float) -> float:

@@ -2,9 +2,9 @@
 
 A gather of S bytes in all, or a reduce-scatter, brings S (n - 1) / n to each of n GPUs, and an all-reduce twice that.
 
-Units of FSDP2 are as accelerate, and so ``lowtide train --parallel fsdp2``, makes them: one for each layer; one for the
-embedding; one for the last norm and the output layer, with the embedding where it is tied, which stays gathered from
-its forward to its backward.
+Units of FSDP2 are as accelerate, and so ``lowtide train --parallel fsdp2``, makes them: one for each layer, or for
+several (``--fsdp-layers``); one for the embedding; one for the last norm and the output layer, with the embedding where
+it is tied, which stays gathered from its forward to its backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ SLOWS = 0.8
 # Seconds that a layer takes longer under ZeRO-3 than its exchanges do: fitted to two steps of two and four GPUs
 # (benchmarks/results, 2026-11-28-scaling-strong-ranks-4-h200), less what reducing float32 gradients took there.
 ZERO3_WAITS = 4e-3
+FEW = 1.5e12  # operations of a layer's forward, which a GPU ends before the host has launched that and a unit's work
+TOGETHER, LARGEST = 4, 2**28  # most layers of a unit, and the most parameters of one with several
 # DeepSpeed's defaults, in numbers: stage3_max_live_parameters, reduce_bucket_size, sub_group_size.
 LIVE, BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
+
+
+def layers_per_unit(params: int, tokens: int) -> int:
+    """Return how many layers of so many parameters are best one unit of FSDP2, for so many tokens of a GPU.
+
+    What the host does for a unit takes milliseconds, whatever its size. Where a layer's GEMMs take longer one is best:
+    larger units take more memory.
+    """
+    return 1 if 2 * params * tokens > FEW else max(1, min(TOGETHER, LARGEST // params))
 
 
 class Exchange(NamedTuple):
@@ -127,6 +138,7 @@ class _Units:
         self.gathered, self.reduced = gathered, reduced  # bytes of a number
         self.layers, self.tied, self.params = shape.params_of_layers, shape.tied, shape.params
         self.embedding = 0 if shape.tied else shape.vocab_params
+        self.of_layers = [sum(self.layers[i : i + job.fsdp_layers]) for i in range(0, shape.layers, job.fsdp_layers)]
         self.tail = shape.params - sum(self.layers) - self.embedding  # the unit of the output layer
         self.first = self.tail if shape.tied else self.embedding  # the unit that is gathered first, and reduced last
         self._received = (job.groups - 1) / job.groups
@@ -141,7 +153,7 @@ class _Units:
         """Return a GPU with the exchanges of a step: nothing runs beside the first gathers, nor beside the last sum."""
         mean = sum(self.layers) / len(self.layers)
         tail, embedding = self.exchange(self.tail, 1, 1), self.exchange(self.embedding, 2, 1)
-        before = self.exchange(self.first, 1, 1).beside + self.exchange(self.layers[0], 1, 0).beside
+        before = self.exchange(self.first, 1, 1).beside + self.exchange(self.of_layers[0], 1, 0).beside
         others = Exchange(tail.beside + embedding.beside - before, before, tail.copied + embedding.copied)
         return replace(ranks, ahead=self.exchange(mean, 1, 0), behind=self.exchange(mean, 1, 1), others=others)
 
@@ -159,19 +171,21 @@ def _fsdp2(job: Job) -> Ranks:
     end of the unit's backward, are copied into a buffer in the dtype of the reduction, and that stays until the end of
     the next unit's backward. Those that are accumulated are whole, and reduced in the last pass.
     """
-    own, n = _alone(_narrow(job)), job.groups
+    own, n, size = _alone(_narrow(job)), job.groups, job.fsdp_layers
     units = _Units(own.job, own.job.element, job.element)
-    g, r, layers, tied, last = units.gathered, units.reduced, units.layers, units.tied, len(units.layers) - 1
-    stays = g * units.tail * tied
+    g, r, layers, of_layers, tied = units.gathered, units.reduced, units.layers, units.of_layers, units.tied
+    stays, last = g * units.tail * tied, len(layers) - 1
 
     def share(numbers: int) -> int:
         return -(-numbers * job.element // n)
 
-    before, after = [units.embedding, *layers[:-1]], [*layers[1:], 0 if tied else units.tail]
-    head = stays + g * layers[-1]
-    if not tied:  # its buffer is there as well; or its gradient, in two buffers, and the last layer's gathered
-        head = max(2 * g * units.tail, r * units.tail + share(units.tail) + g * layers[-1])
-    whole = g * units.first
+    before, after = [units.embedding, *of_layers[:-1]], [*of_layers[1:], 0 if tied else units.tail]
+    in_backward = [stays + g * (one + b) + r * a for one, b, a in zip(of_layers, before, after, strict=True)]
+    done = [g * sum(layers[i + 1 : i - i % size + size]) for i in range(len(layers))]  # whole gradients of its unit
+    head = stays + g * of_layers[-1]
+    if not tied:  # its buffer is there as well; or its gradient, in two buffers, and the last layers' unit gathered
+        head = max(2 * g * units.tail, r * units.tail + share(units.tail) + g * of_layers[-1])
+    whole, begins = g * units.first, last - last % size
     found = replace(
         own,
         tokens=n * job.tokens,
@@ -180,14 +194,14 @@ def _fsdp2(job: Job) -> Ranks:
         gradients=share(units.params),
         stepped=share(units.params),
         kept=r * units.params,
-        layer_gradients=[*map(share, layers)],
+        layer_gradients=[0 if i % size else share(of_layers[i // size]) for i in range(len(layers))],
         head_gradient=own.head_gradient if tied else share(units.tail),
-        forward=[stays + 2 * g * one for one in layers],
-        backward=[stays + g * (one + b) + r * a for one, b, a in zip(layers, before, after, strict=True)],
+        forward=[stays + 2 * g * of_layers[i // size] for i in range(len(layers))],
+        backward=[in_backward[i // size] + done[i] for i in range(len(layers))],
         whole_gradients=[g * one for one in layers],
-        turns=(min(1, last), max(0, last - 1)),
+        turns=(min(size, last), begins, max(0, begins - size)),
         head=head,
-        embedding=2 * whole + r * layers[0],
+        embedding=2 * whole + r * of_layers[0],
         reduction=whole + r * units.first + share(units.first),
         to_come=0 if job.keep_gradients else share(units.first),
     )

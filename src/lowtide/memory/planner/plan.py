@@ -52,6 +52,7 @@ def plan_memory(
     gpus: int = 1,
     parallel: str | None = None,
     tensor_parallel: int = 1,
+    fsdp_layers: int = 1,
     link: float | str | None = None,
     disk_gib: float | str = 0,
     disk_rate: float | str = RATE / 2**30,
@@ -113,6 +114,9 @@ def plan_memory(
             over groups by tensor parallelism among them; ``ways`` of the plan has all.
         tensor_parallel: With ``"fsdp2"``, how many GPUs share each layer: a group, with the same sequences. FSDP2
             shards over the groups, as ``lowtide train --tensor-parallel`` does.
+        fsdp_layers: With ``"fsdp2"`` or ``"cp"``, how many layers are one unit, which FSDP2 gathers and reduces
+            together: more take less of the host's time, and more memory. Without ``parallel`` several are tried where
+            the host would be too slow for single ones.
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
             GPU has it, else by PCIe, all GPUs in one host.
         disk_gib: With ``host_gib``: room on a fast disk, likewise, for what host memory does not hold of what offloaded
@@ -151,6 +155,7 @@ def plan_memory(
             raise ArgumentValueError(message(name, "'auto' or False", f"{value!r}"))
     check_count("gpus", gpus)
     check_count("tensor_parallel", tensor_parallel)
+    check_count("fsdp_layers", fsdp_layers)
     if parallel is not None:
         check_name("parallel", parallel, PARALLEL)
     elif tensor_parallel > 1:
@@ -181,6 +186,7 @@ def plan_memory(
         gpus=gpus,
         parallel=parallel or FSDP2,
         tensor_parallel=tensor_parallel,
+        fsdp_layers=min(fsdp_layers, shape.layers),
         link=None if link is None else budget_bytes("link", link, above_0=True),
         **flags,
     )

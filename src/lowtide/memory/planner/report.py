@@ -217,6 +217,7 @@ class MemoryPlan:
             "gpus": job.gpus,
             "parallel": job.parallel,
             "tensor_parallel": job.group_size,
+            "fsdp_layers": job.fsdp_layers,
             "link_gb_s": job.link_rate / 1e9,
             "tokens_per_second_per_gpu": self.tokens_per_second / job.gpus,
             "exchange": exchange,

@@ -8,20 +8,30 @@ from typing import Any, NamedTuple
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import CP, FSDP2, OPTIMIZERS, TP, ZERO3
-from lowtide.memory.planner.parallel import BUCKET, LIVE
+from lowtide.memory.planner.parallel import BUCKET, LIVE, layers_per_unit
+
+_UNITS = (FSDP2, CP)  # ways with units of FSDP2
 
 
 def ways_of(job: Job) -> list[Job]:
-    """Return a step of several GPUs in each way that is planned, those by tensor parallelism in groups of each size."""
+    """Return a step of several GPUs in each way that is planned, those by tensor parallelism in groups of each size.
+
+    FSDP2 also with several layers in a unit where the host would be too slow for one.
+    """
     sizes = [size for size in range(2, job.gpus) if job.gpus % size == 0]
     ways = [(FSDP2, 1), *((FSDP2, size) for size in sizes), (TP, 1), (CP, 1), (ZERO3, 1)]
-    return [replace(job, parallel=way, tensor_parallel=size) for way, size in ways]
+    together = {way: job.fsdp_layers if way in _UNITS else 1 for way, _ in ways}
+    found = [replace(job, parallel=way, tensor_parallel=size, fsdp_layers=together[way]) for way, size in ways]
+    several = layers_per_unit(max(job.shape.params_of_layers), job.tokens)
+    if job.fsdp_layers == 1 < several:
+        found.insert(1, replace(found[0], fsdp_layers=several))
+    return found
 
 
 def name_of(job: Job) -> str:
     """Return the name of the way in which several GPUs share a step."""
-    over_groups = job.parallel == FSDP2 and job.tensor_parallel > 1
-    return f"{job.parallel} x tp {job.tensor_parallel}" if over_groups else job.parallel
+    over_groups = f" x tp {job.tensor_parallel}" if job.parallel == FSDP2 and job.tensor_parallel > 1 else ""
+    return f"{job.parallel}{over_groups}" + (f", {job.fsdp_layers} layers" if job.fsdp_layers > 1 else "")
 
 
 class Refusal(NamedTuple):
@@ -51,6 +61,8 @@ def refusal_of(job: Job, host_bytes: int) -> Refusal | None:
             ("tensor_parallel", way not in (FSDP2, TP), given, f"1 beside {way}: FSDP2 alone shards over groups"),
             ("tensor_parallel", way == TP and given != job.gpus, given, f"{job.gpus}, or fsdp2 beside it"),
         ]
+    if job.fsdp_layers > 1 and way not in _UNITS:
+        alone += [("fsdp_layers", True, job.fsdp_layers, f"1 for {way}, which has no units of FSDP2")]
     if size > 1:
         sizes = {"attention heads": shape.heads, "key and value heads": shape.kv_heads}
         sizes["numbers of intermediate_size"] = shape.intermediate
@@ -106,9 +118,8 @@ def notes_on(job: Job) -> tuple[str, ...]:
     where = f"; assumes {job.gpus} GPUs in one host: {how}" if job.link is None else ""
     notes = [f"exchanges at {job.link_rate / 1e9:.0f} GB/s each way{where}"]
     if job.parallel == FSDP2:
-        notes.append(
-            "units of FSDP2: each layer; the embedding; the last norm and the output layer, which stay gathered"
-        )
+        each = "each layer" if job.fsdp_layers == 1 else f"every {job.fsdp_layers} layers"
+        notes.append(f"units of FSDP2: {each}; the embedding; the last norm and the output layer, which stay gathered")
     if job.parallel == ZERO3:
         notes.append(
             f"ZeRO-3 with DeepSpeed's defaults: weights and states in float32 besides, up to {LIVE:,} gathered"
@@ -131,13 +142,15 @@ def lines_of(job: Job) -> list[str]:
     """Return the Python that shards a model, once it is patched and has its policies."""
     if job.gpus == 1:
         return []
-    if job.tensor_parallel > 1 or job.parallel not in (FSDP2, CP):
+    size = job.fsdp_layers
+    together = f" --fsdp-layers {size}" if size > 1 else ""
+    if job.tensor_parallel > 1 or job.parallel not in _UNITS:
         runs = {ZERO3: "deepspeed.initialize(model=model, ...), or lowtide train --parallel zero3"}
         runs[TP] = f"first load the model with distributed_config=DistributedConfig(tp_size={job.gpus})"
-        runs[FSDP2] = f"lowtide train --parallel fsdp2 --tensor-parallel {job.tensor_parallel}"
+        runs[FSDP2] = f"lowtide train --parallel fsdp2 --tensor-parallel {job.tensor_parallel}{together}"
         return [f"# in each of {job.gpus} processes: {runs[job.parallel]}"]
     kwargs, tied = "", job.shape.tied
-    without = ", or without these lines lowtide train --parallel fsdp2:"
+    without = f", or without these lines lowtide train --parallel fsdp2{together}:"
     lines = [
         f"# in each of {job.gpus} processes{without if job.parallel == FSDP2 else ', steps inside context_parallel:'}"
     ]
@@ -146,7 +159,11 @@ def lines_of(job: Job) -> list[str]:
         lines[-1] = "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"
         lines += ["import torch", "precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)"]
         kwargs = ", mp_policy=precision"
-    lines += ["for layer in model.get_decoder().layers:", f"    fully_shard(layer{kwargs})"]
+    if size == 1:
+        lines += ["for layer in model.get_decoder().layers:", f"    fully_shard(layer{kwargs})"]
+    else:
+        lines += ["layers = [*model.get_decoder().layers]", f"for i in range(0, len(layers), {size}):"]
+        lines.append(f"    fully_shard(layers[i : i + {size}]{kwargs})")
     if not tied:
         lines.append(f"fully_shard(model.get_input_embeddings(){kwargs})")
         lines.append(f"fully_shard(model.get_output_embeddings(), reshard_after_forward=False{kwargs})")
