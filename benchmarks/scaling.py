@@ -68,7 +68,6 @@ from lowtide.train.result import WARM_STEPS
 from lowtide.train.settings import trainer_settings
 from lowtide.train.tensor_parallel import shard_layers
 from lowtide.train.trainers import PreTrainer
-from lowtide.train.units import layers_together
 
 WAYS = (LOWTIDE, LIGER, STOCK, CHECKPOINT)
 RANK = "--rank"  # begins the arguments of a rank's process
@@ -83,7 +82,7 @@ class Engine(NamedTuple):
 
     name: str | None = None  # one rank has none
     group: int = 1
-    layers: int | None = None  # None: as lowtide train chooses
+    layers: int = 1
 
     def __str__(self) -> str:
         return f"{self.name} x tp{self.group}" if self.group > 1 else f"{self.name}"
@@ -109,7 +108,7 @@ class ScalingConfig(ScriptSettings):
         ("1",), "GPUs that share each layer under fsdp2, as in lowtide train --tensor-parallel", metavar="N"
     )
     fsdp_layers: tuple[str, ...] = setting(
-        (), "layers that FSDP2 gathers together, as in lowtide train --fsdp-layers (default: its own)", metavar="N"
+        ("1",), "layers that FSDP2 gathers together, as in lowtide train --fsdp-layers", metavar="N"
     )
     tokens: int = setting(8192, "of a sequence", least=2)
     batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
@@ -128,7 +127,7 @@ class ScalingConfig(ScriptSettings):
         for engine in self.parallel:
             TrainConfig(parallel=engine)
         self._require("tensor_parallel", min(self.groups) > 0, "whole numbers above 0")
-        self._require("fsdp_layers", all(unit is None or unit > 0 for unit in self.units), "whole numbers above 0")
+        self._require("fsdp_layers", min(self.units) > 0, "whole numbers above 0")
         shares = max(self.groups) > 1
         self._require("tensor_parallel", not shares or FSDP2 in self.parallel, "fsdp2 among --parallel beside it")
         whole = f"{CHECKPOINT} left out beside --tensor-parallel, which gathers no weight"
@@ -146,8 +145,8 @@ class ScalingConfig(ScriptSettings):
         return numbers("tensor_parallel", self.tensor_parallel, int)
 
     @property
-    def units(self) -> tuple[int | None, ...]:
-        return numbers("fsdp_layers", self.fsdp_layers, int) or (None,)
+    def units(self) -> tuple[int, ...]:
+        return numbers("fsdp_layers", self.fsdp_layers, int)
 
     def engines(self, ranks: int) -> list[Engine]:
         """Return the engines that so many ranks are measured with."""
@@ -158,7 +157,7 @@ class ScalingConfig(ScriptSettings):
         return [
             Engine(engine, size, unit)
             for engine, size in found
-            for unit in (self.units if engine.startswith(FSDP2) else (None,))
+            for unit in (self.units if engine.startswith(FSDP2) else (1,))
         ]
 
 
@@ -205,7 +204,7 @@ def _measure_ranks(ranks: int, engine: Engine, config: ScalingConfig, add: Calla
     """
     size = engine.group
     settings = {**vars(config), "parallel": [engine.name or AUTO], "tensor_parallel": [str(size)]}
-    settings["fsdp_layers"] = [] if engine.layers is None else [str(engine.layers)]
+    settings["fsdp_layers"] = [str(engine.layers)]
     # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
     named = None if engine.name is None else str(engine)
@@ -277,7 +276,7 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
     options = {"dtype": weights, "per_device_train_batch_size": batch}
     options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
     own = Way.named(way).impl == LOWTIDE
-    unit = settings.units[0] if own else 1
+    unit = settings.units[0] if own and launched_ranks() > 1 else 1
     config = TrainConfig(parallel=settings.parallel[0], tensor_parallel=size, fsdp_layers=unit, options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         all_read()  # nothing is on the host: each builds the model on its GPU
@@ -287,7 +286,6 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
             built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=settings.seed)
             if run.sizes is not None:
                 shard_layers(built, run.sizes, args.device.type)
-        together = layers_together(config, args, built, batch * tokens)
         generator = torch.Generator().manual_seed(settings.seed)
         shape = (args.max_steps * batch * run.readers, tokens)
         ids = torch.randint(0, built.config.vocab_size, shape, generator=generator)
@@ -295,7 +293,7 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
         trainer: Any = PreTrainer(
             metrics=metrics,
             sizes=run.sizes,
-            fsdp_layers=together,
+            fsdp_layers=config.unit_layers,
             model=built,
             args=args,
             train_dataset=[{"input_ids": row, "labels": row} for row in ids],
@@ -312,7 +310,7 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         return {
             "parameters": parameters,
-            "fsdp_layers": together,
+            "fsdp_layers": config.unit_layers,
             "seconds": seconds,
             "times": [round(each, 5) for each in times],
             "tokens_per_s_per_gpu": batch * tokens / seconds / size,

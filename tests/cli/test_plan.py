@@ -170,6 +170,7 @@ def test_a_model_of_the_hubs_cache_is_planned(
         ("--gpus 2 --parallel pp", "argument --parallel: invalid choice: 'pp' (choose from"),
         ("--gpus 2 --tensor-parallel 2", "plan: parallel: expected 'fsdp2' beside tensor_parallel, got None"),
         ("--tensor-parallel 2", "plan: tensor_parallel: expected --gpus beside it, got none."),
+        ("--fsdp-layers 2", "plan: fsdp_layers: expected --gpus beside it, got none."),
         ("--gpus 2 --parallel fsdp2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
         ("--gpus 2 --parallel fsdp2 --lora-rank 8", "plan: lora_rank: expected None: adapters are planned for one GPU"),
         ("--parallel fsdp2", "plan: parallel: expected --gpus beside it, got none."),

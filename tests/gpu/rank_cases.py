@@ -131,8 +131,8 @@ def exchanges_by_copy_engines() -> None:
         x = torch.randn(shape, device="cuda", generator=generator).to(dtype)
         of_ranks = [torch.empty_like(x) for _ in range(ranks)]
         dist.all_gather(of_ranks, x)
-        total = of_ranks[0] + of_ranks[1]
-        for other in of_ranks[2:]:
+        total = of_ranks[0].clone()
+        for other in of_ranks[1:]:
             total += other
         mine = total.chunk(ranks)[dist.get_rank()]
         begun = [

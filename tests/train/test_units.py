@@ -1,4 +1,4 @@
-"""How many layers `lowtide train` puts into a unit of FSDP2, and how accelerate comes to shard them together."""
+"""How accelerate comes to shard several layers as one unit of FSDP2."""
 
 from __future__ import annotations
 
@@ -6,51 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed import fsdp
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowtide.train.config import TrainConfig
-from lowtide.train.shapes import SHAPES
-from lowtide.train.units import layers_together, put_together
-
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-
-
-def model_named(name: str) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
-
-
-def together(name: str, tokens: int, device: torch.device = GPU, **settings: Any) -> int:
-    args = SimpleNamespace(device=device, gradient_checkpointing=settings.pop("checkpointing", False))
-    return layers_together(TrainConfig(**settings), args, model_named(name), tokens)
-
-
-def test_small_layers_of_few_tokens_are_put_together() -> None:
-    """What a layer's GEMMs take is less than what the host takes: in the 1B at 8192 tokens, not at twice as many."""
-    assert together("llama-3.2-1b", 8192) == 4
-    assert together("llama-3.2-1b", 16384) == 1
-    assert together("llama-3-8b", 8192) == 1
-    assert together("llama-3-8b", 512) == 1, "four would take gigabytes"
-    assert together("llama-3.2-1b", 16384, tensor_parallel=2) == 4, "a process computes half of a layer"
-
-
-def test_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert together("llama-3.2-1b", 8192, CPU) == 1
-    assert together("llama-3.2-1b", 8192, memory_budget="8GiB") == 1
-    assert together("llama-3.2-1b", 8192, checkpointing=True) == 1
-    assert together("llama-3.2-1b", 8192, memory_budget="8GiB", fsdp_layers=3) == 3
-    assert together("llama-3.2-1b", 8192, fsdp_layers=1) == 1
-    monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    assert together("llama-3.2-1b", 8192) == 1
+from lowtide.train.units import put_together
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def planned_job(run: RunState) -> dict[str, Any]:
     if run.config.group_size > 1 and not sharded:
         raise UnsupportedError(message("memory_budget", *_not_planned(run), _NO_PLAN))
     several = {"gpus": args.world_size, "parallel": FSDP2, "tensor_parallel": run.config.group_size}
-    several["fsdp_layers"] = run.fsdp_layers
+    several["fsdp_layers"] = run.config.unit_layers
     found = {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,

@@ -144,8 +144,8 @@ class TrainConfig:
     )
     fsdp_layers: int | None = _setting(
         None,
-        "with fsdp2, layers that are gathered, and whose gradients are reduced, together: more cost the host less time "
-        "and take more memory (default: 1; on GPUs up to 4 small ones of few tokens, without --memory-budget)",
+        "with fsdp2, layers that are gathered, and whose gradients are reduced, together: more take less of the host's "
+        "time, and more memory (default: 1)",
         metavar="N",
     )
     lora_merge: bool = _setting(False, "besides the adapter, write the model with the adapter merged in, to DIR/merged")
@@ -211,6 +211,11 @@ class TrainConfig:
     def group_size(self) -> int:
         """How many processes share each layer, and train on the same sequences."""
         return self.tensor_parallel or 1
+
+    @property
+    def unit_layers(self) -> int:
+        """How many layers are one unit of FSDP2."""
+        return self.fsdp_layers or 1
 
     @property
     def host_gib(self) -> float | None:

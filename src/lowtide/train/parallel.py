@@ -126,7 +126,7 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
         hint = "Name the engine in one place: leave one of them out."
         raise ArgumentValueError(message("parallel", "auto beside --deepspeed", config.parallel, hint))
     deepspeed = _USE_DEEPSPEED in own or uses_deepspeed()
-    if (config.fsdp_layers or 1) > 1 and launched_ranks() > 1 and not (_USE_FSDP in own or _is_on(_USE_FSDP)):
+    if config.unit_layers > 1 and launched_ranks() > 1 and not (_USE_FSDP in own or _is_on(_USE_FSDP)):
         hint = "Its units are FSDP2's: give --parallel fsdp2, or leave it out."
         raise ArgumentValueError(message("fsdp_layers", "FSDP2", "DeepSpeed" if deepspeed else "DDP", hint))
     for name in (_USE_FSDP, _USE_DEEPSPEED):
@@ -211,11 +211,8 @@ def built_whole() -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = reference
 
 
-def engine_line(config: TrainConfig, fsdp_layers: int = 1) -> str | None:
-    """Return how the processes of a run share the model, as a line to print; None for one process.
-
-    ``fsdp_layers`` are one unit of FSDP2.
-    """
+def engine_line(config: TrainConfig) -> str | None:
+    """Return how the processes of a run share the model, as a line to print; None for one process."""
     ranks, size, name = launched_ranks(), config.group_size, config.parallel
     if ranks == 1:
         return None if name == AUTO else f"parallel one process, so nothing is sharded ({name})"
@@ -223,7 +220,7 @@ def engine_line(config: TrainConfig, fsdp_layers: int = 1) -> str | None:
         stage, place = zero_stage(), os.environ.get(f"ACCELERATE_{_DEEPSPEED['offload_param_device']}")
         line = f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
         return line + {"cpu": ", weights in host memory", "nvme": ", weights on disk"}.get(place or "", "")
-    together = f", {fsdp_layers} layers at a time" if fsdp_layers > 1 else ""
+    together = f", {config.unit_layers} layers at a time" if config.unit_layers > 1 else ""
     if size > 1:
         groups = f"FSDP2 over {ranks // size} groups, tensor parallelism" if ranks > size else "tensor parallelism"
         return f"parallel {ranks} processes, {groups}: {size} share each layer{together}"

@@ -25,7 +25,6 @@ from lowtide.train.shapes import model_folder
 from lowtide.train.tensor_parallel import shard_layers
 from lowtide.train.tokenizer import as_loaded, check_template, load_tokenizer, set_chat_template, train_tokenizer
 from lowtide.train.tokens import Text, write_tokens
-from lowtide.train.units import layers_together
 
 _SAMPLE = 1000  # rows
 _MOST_HELD_OUT = 10  # a tenth of the rows
@@ -99,7 +98,7 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
     run.trainer = PreTrainer(
         metrics=run.metrics,
         sizes=settings.sizes,
-        fsdp_layers=run.fsdp_layers,
+        fsdp_layers=config.unit_layers,
         model=run.model,
         args=args,
         train_dataset=blocks,
@@ -143,7 +142,7 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
             waits=weights_may_wait(config, args),
             metrics=run.metrics,
             sizes=settings.sizes,
-            fsdp_layers=run.fsdp_layers,
+            fsdp_layers=config.unit_layers,
             model=run.model,
             args=args,
             train_dataset=parts["train"],
@@ -214,8 +213,6 @@ def _shard_and_patch(run: RunState) -> None:
         run.patched = lowtide.patch(run.model, options=options)
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
             run.patched_trl = lowtide.patch_trl(options=options)
-    batch = run.batch
-    run.fsdp_layers = layers_together(run.config, settings.args, run.model, batch.seq_len * batch.rows)
 
 
 def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:

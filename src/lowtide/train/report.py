@@ -39,7 +39,7 @@ def show_start(console: Console, run: RunState) -> None:
         f"steps    {length} of {sequences}, on {args.world_size} x {args.device.type}",
         f"dtypes   weights {run.settings.model.dtype}, GEMMs {run.settings.product_dtype}; "
         f"learning rate up to {args.learning_rate:g}{wants}",
-        *filter(None, [engine_line(config, run.fsdp_layers)]),
+        *filter(None, [engine_line(config)]),
         *run.lines[1:],
     ]
     if run.checkpoint is not None:

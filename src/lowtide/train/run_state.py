@@ -68,7 +68,6 @@ class RunState:
         plan: where the policies are from; None if the user named them.
         lines: about data, adapters and model, to print.
         padded: rows differ in length.
-        fsdp_layers: that are one unit of FSDP2.
         began: the time of the process's clock, in seconds.
     """
 
@@ -88,7 +87,6 @@ class RunState:
     plan: MemoryPlan | None = None
     lines: list[str] = field(default_factory=list)
     padded: bool = False
-    fsdp_layers: int = 1
     began: float = field(default_factory=time.perf_counter)
 
     @property

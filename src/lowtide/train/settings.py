@@ -158,6 +158,10 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     if args.gradient_checkpointing and (config.policy or config.memory_budget):
         expected, hint = "neither --policy nor --memory-budget beside it", "Layers would be recomputed twice."
         raise ArgumentValueError(message("--gradient_checkpointing", expected, "one of them", hint))
+    if config.unit_layers > 1 and args.gradient_checkpointing:
+        # before torch 2.13 FSDP2 took a layer's recompute in backward for a forward of its unit
+        expected, hint = "--policy input in place of --gradient_checkpointing", "It recomputes the same layers."
+        raise UnsupportedError(message("fsdp_layers", expected, str(config.fsdp_layers), hint))
     if getattr(model, "load_in_4bit", False) and model.dtype in ("auto", None):
         expected = "the dtype that the layers in 4 bits compute in, beside --load_in_4bit"
         raise ArgumentValueError(message("--dtype", expected, str(model.dtype), "Give --dtype bfloat16."))

@@ -1,4 +1,4 @@
-"""Units of FSDP2: how many layers each has, and accelerate's `prepare`, which makes one of each layer."""
+"""Units of FSDP2 with several layers: accelerate makes one of each layer."""
 
 from __future__ import annotations
 
@@ -8,31 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.errors import UnsupportedError, message
-from lowtide.memory.planner.parallel import layers_per_unit
 from lowtide.memory.stack import find_stack
-from lowtide.train.config import TrainConfig
-from lowtide.train.parallel import uses_fsdp
-
-
-def layers_together(config: TrainConfig, args: Any, model: nn.Module, tokens: int) -> int:
-    """Return how many layers of a model are one unit, for so many tokens of a process's batch.
-
-    One by default on a CPU, which computes what it launches; within ``--memory-budget``, which single layers need the
-    least of; and beside transformers' checkpointing, which runs layers' hooks again in backward.
-
-    Raises:
-        UnsupportedError: ``--fsdp-layers`` beside the latter: before torch 2.13, FSDP2 took its end for another's.
-    """
-    if (config.fsdp_layers or 1) > 1 and args.gradient_checkpointing:
-        expected, hint = "--policy input in place of --gradient_checkpointing", "It recomputes the same layers."
-        raise UnsupportedError(message("fsdp_layers", expected, str(config.fsdp_layers), hint))
-    whole = config.memory_budget or args.gradient_checkpointing or args.device.type == "cpu"
-    if config.fsdp_layers is not None or whole or not uses_fsdp():
-        return config.fsdp_layers or 1
-    layers = find_stack(model).layers.values()
-    largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
-    return layers_per_unit(largest // config.group_size, tokens)
 
 
 def put_together(accelerator: Any, layers: int) -> None:

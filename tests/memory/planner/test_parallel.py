@@ -234,6 +234,26 @@ def test_the_fastest_way_that_fits_is_recommended() -> None:
     assert {(way["parallel"], way["tensor_parallel"]) for way in ways} >= {("fsdp2", 2), ("tp", 4)}
 
 
+def test_layers_that_are_gathered_together() -> None:
+    """They take less of the host's time, which bounds a small model's step, and more memory."""
+    model, settings = SHAPES["llama-3.2-1b"], {"device": "h200", "gpus": 2}
+    plans = [plan_memory(model, 8192, 1, parallel="fsdp2", fsdp_layers=n, **settings) for n in (1, 2, 4, 99)]
+    groups = ((INPUT, 16),)
+    peaks = [StepCosts(one.job).peak(groups).bytes for one in plans]
+    assert peaks == sorted(set(peaks))
+    seconds = [StepCosts(one.job).seconds(groups) for one in plans]
+    assert seconds[0] > seconds[1] > seconds[2]
+    assert plans[-1].job.fsdp_layers == 16
+    assert len({StepCosts(one.job).exchanged(groups).bytes for one in plans}) == 1
+    assert "every 4 layers" in str(plans[2])
+    assert "for i in range(0, len(layers), 4):\n    fully_shard(layers[i : i + 4])" in plans[2].lines()
+    assert "--fsdp-layers 4" in plans[2].lines()
+    found = plan_memory(model, 8192, 1, fsdp_layers=4, **settings)
+    expected = {"fsdp2, 4 layers": 4, "cp, 4 layers": 4, "tp": 1, "zero3": 1}
+    assert {name_of(way.job): way.job.fsdp_layers for way in found.ways} == expected
+    assert {way["parallel"]: way["fsdp_layers"] for way in found.to_dict()["ways"]}["fsdp2"] == 4
+
+
 def test_where_little_fits_the_way_that_does_is_recommended() -> None:
     plan = plan_memory(SHAPES["llama-3-8b"], 262_144, 1, 100, device="h200", gpus=4)
     assert plan.job.parallel == "cp"
@@ -394,6 +414,11 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
         ({"parallel": None, "tensor_parallel": 2}, "parallel: expected 'fsdp2' beside tensor_parallel, got None"),
         ({"parallel": None, "adapters": 1000}, "adapters: expected None"),
         ({"tensor_parallel": 0}, "tensor_parallel: expected at least 1"),
+        ({"fsdp_layers": 0}, "fsdp_layers: expected at least 1"),
+        (
+            {"fsdp_layers": 2, "parallel": "zero3"},
+            "fsdp_layers: expected 1 for zero3, which has no units of FSDP2, got 2",
+        ),
         ({"tensor_parallel": 4}, "tensor_parallel: expected a divisor of gpus=2, got 4"),
         ({"tensor_parallel": 2, "gpus": 1}, "tensor_parallel: expected a divisor of gpus=1, got 2"),
         ({"tensor_parallel": 2, "parallel": "zero3"}, "tensor_parallel: expected 1 beside zero3"),

@@ -23,19 +23,8 @@ SLOWS = 0.8
 # Seconds that a layer takes longer under ZeRO-3 than its exchanges do: fitted to two steps of two and four GPUs
 # (benchmarks/results, 2026-11-28-scaling-strong-ranks-4-h200), less what reducing float32 gradients took there.
 ZERO3_WAITS = 4e-3
-FEW = 1.5e12  # operations of a layer's forward, which a GPU ends before the host has launched that and a unit's work
-TOGETHER, LARGEST = 4, 2**28  # most layers of a unit, and the most parameters of one with several
 # DeepSpeed's defaults, in numbers: stage3_max_live_parameters, reduce_bucket_size, sub_group_size.
 LIVE, BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
-
-
-def layers_per_unit(params: int, tokens: int) -> int:
-    """Return how many layers of so many parameters are best one unit of FSDP2, for so many tokens of a GPU.
-
-    What the host does for a unit takes milliseconds, whatever its size. Where a layer's GEMMs take longer one is best:
-    larger units take more memory.
-    """
-    return 1 if 2 * params * tokens > FEW else max(1, min(TOGETHER, LARGEST // params))
 
 
 class Exchange(NamedTuple):

@@ -115,8 +115,7 @@ def plan_memory(
         tensor_parallel: With ``"fsdp2"``, how many GPUs share each layer: a group, with the same sequences. FSDP2
             shards over the groups, as ``lowtide train --tensor-parallel`` does.
         fsdp_layers: With ``"fsdp2"`` or ``"cp"``, how many layers are one unit, which FSDP2 gathers and reduces
-            together: more take less of the host's time, and more memory. Without ``parallel`` several are tried where
-            the host would be too slow for single ones.
+            together: more take less of the host's time, and more memory.
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
             GPU has it, else by PCIe, all GPUs in one host.
         disk_gib: With ``host_gib``: room on a fast disk, likewise, for what host memory does not hold of what offloaded

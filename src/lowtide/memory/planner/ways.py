@@ -8,24 +8,17 @@ from typing import Any, NamedTuple
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import CP, FSDP2, OPTIMIZERS, TP, ZERO3
-from lowtide.memory.planner.parallel import BUCKET, LIVE, layers_per_unit
+from lowtide.memory.planner.parallel import BUCKET, LIVE
 
 _UNITS = (FSDP2, CP)  # ways with units of FSDP2
 
 
 def ways_of(job: Job) -> list[Job]:
-    """Return a step of several GPUs in each way that is planned, those by tensor parallelism in groups of each size.
-
-    FSDP2 also with several layers in a unit where the host would be too slow for one.
-    """
+    """Return a step of several GPUs in each way that is planned, those by tensor parallelism in groups of each size."""
     sizes = [size for size in range(2, job.gpus) if job.gpus % size == 0]
     ways = [(FSDP2, 1), *((FSDP2, size) for size in sizes), (TP, 1), (CP, 1), (ZERO3, 1)]
     together = {way: job.fsdp_layers if way in _UNITS else 1 for way, _ in ways}
-    found = [replace(job, parallel=way, tensor_parallel=size, fsdp_layers=together[way]) for way, size in ways]
-    several = layers_per_unit(max(job.shape.params_of_layers), job.tokens)
-    if job.fsdp_layers == 1 < several:
-        found.insert(1, replace(found[0], fsdp_layers=several))
-    return found
+    return [replace(job, parallel=way, tensor_parallel=size, fsdp_layers=together[way]) for way, size in ways]
 
 
 def name_of(job: Job) -> str:
