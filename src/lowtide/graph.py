@@ -145,6 +145,9 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
     return without_autocast(device) if autocast else on_device(device)
 
 
+_CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.memory.recompute")  # modules of their hooks
+
+
 def samples_of(tensors: Iterable[Tensor | None]) -> Samples:
     """Return samples of the weights that backward reads again, to see whether they were written to since forward.
 
@@ -154,7 +157,7 @@ def samples_of(tensors: Iterable[Tensor | None]) -> Samples:
     if torch.compiler.is_compiling():
         return Samples(())
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+    if hooks is not None and hooks[0].__module__ in _CHECKPOINTS:
         return Samples(())
     return Samples(x for x in tensors if x is not None)
 

@@ -97,7 +97,7 @@ class SavedAttention:
         self._store = store
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the modes for forward and for recompute, as ``torch.utils.checkpoint`` takes them."""
+        """Return the modes for forward and for recompute."""
         return _Saving(self), _Returning(self)
 
     def save(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

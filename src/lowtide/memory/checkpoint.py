@@ -1,4 +1,4 @@
-"""One layer's forward that saves less: ``torch.utils.checkpoint`` around it, with attention's outputs saved or not."""
+"""One layer's forward that saves less: a checkpoint around it, with attention's outputs saved or not."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lowtide.memory.attention import SavedAttention, Store, changed_in_place, co
 from lowtide.memory.groups import refuse_compile, run_in_group
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.recompute import recomputed
 from lowtide.memory.state import Snapshot, Versions, have_own_writes, own_writes
 from lowtide.memory.tiles import Call, LayerInTiles
 from lowtide.samples.weights import Samples
@@ -153,12 +154,13 @@ def _run_offloaded(state: LayerState, offloader: Offloader, save: Callable[[Stor
 
 def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store = stay) -> Any:
     """Checkpoint ``run(hidden)``, with attention's outputs in ``store`` if they are saved."""
-    if state.policy.keep == "input":
-        return checkpoint(run, hidden, use_reentrant=False)
     if torch.compiler.is_compiling():
-        return checkpoint(run, hidden, use_reentrant=False, context_fn=contexts_under_compile)
+        contexts: dict[str, Any] = {} if state.policy.keep == "input" else {"context_fn": contexts_under_compile}
+        return checkpoint(run, hidden, use_reentrant=False, **contexts)
+    if state.policy.keep == "input":
+        return recomputed(state.name, run, hidden)
     saved = SavedAttention(store)
-    outputs = checkpoint(run, hidden, use_reentrant=False, context_fn=saved.contexts)
+    outputs = recomputed(state.name, run, hidden, saved.contexts())
     if not saved.calls:
         hint = (
             "Take a fused attention (attn_implementation='sdpa' or 'flash_attention_2' with a mask and a dtype that its"

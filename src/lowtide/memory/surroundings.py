@@ -18,24 +18,39 @@ class Surroundings:
     """
 
     def __init__(self, hidden: Tensor) -> None:
-        self._device = hidden.device.type
-        self._random = torch.get_rng_state()
-        self._on_devices = get_device_states(hidden)
-        kinds = [kind for kind in dict.fromkeys(("cpu", self._device)) if torch.amp.is_autocast_available(kind)]
+        self._on = hidden.device
+        self._random = _random_states(self._on)
+        kinds = [kind for kind in dict.fromkeys(("cpu", self._on.type)) if torch.amp.is_autocast_available(kind)]
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore them inside, and the current ones afterwards."""
-        devices, states = self._on_devices
+        now = _random_states(self._on)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices, device_type=self._device))
-            torch.set_rng_state(self._random)
-            set_device_states(devices, states, device_type=self._device)
+            stack.callback(_set_random_states, self._on, now)
+            _set_random_states(self._on, self._random)
             for kind, dtype, enabled in self._autocast:
-                # Casts of weights that a cache would hold have no graph here; backward may run under autocast too.
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+                if enabled or torch.is_autocast_enabled(kind):
+                    # Casts of weights that a cache would hold have no graph here; backward may run under autocast too.
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             yield
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return the states of PyTorch's generators of the CPU and of a device."""
+    if device.type == "cuda":
+        return torch.get_rng_state(), [torch.cuda.get_rng_state(device)]
+    return torch.get_rng_state(), get_device_states(torch.empty(0, device=device))[1] if device.type != "cpu" else []
+
+
+def _set_random_states(device: torch.device, states: tuple[Tensor, list[Tensor]]) -> None:
+    of_cpu, of_device = states
+    torch.set_rng_state(of_cpu)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(of_device[0], device)
+    elif of_device:
+        set_device_states([device.index], of_device, device_type=device.type)
 
 
 @contextlib.contextmanager
