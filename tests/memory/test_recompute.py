@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lowtide.errors import UnsupportedError
 from lowtide.memory.recompute import recomputed
@@ -217,3 +219,84 @@ def test_an_error_in_a_recompute_leaves_the_state_as_it_was() -> None:
         y.sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_one_backward_leaves_is_not_read_by_another() -> None:
+    """A layer's second output is left out of the first backward, and its weight is written to before the second."""
+
+    class Probed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.probe = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.main(x).exp()
+            return y, self.probe(self.probe(y.detach())).pow(2).sum()
+
+    found = []
+    for run in (ours, stock):
+        torch.manual_seed(0)
+        layer = Probed()
+        y, beside = run(layer, torch.randn(3, 4, requires_grad=True))
+        y.sum().backward(retain_graph=True)
+        with torch.no_grad():
+            layer.probe.weight.mul_(3)
+        beside.backward()
+        found.append(layer.probe.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_early_ends_can_be_switched_off() -> None:
+    """For a layer that takes any exception for its own."""
+
+    def layer(x: Tensor) -> Tensor:
+        try:
+            return x.exp()
+        except Exception as error:
+            raise RuntimeError("layer failed") from error
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="layer failed"):
+        ours(layer, x).sum().backward()
+    with set_checkpoint_early_stop(False):
+        y = ours(layer, x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_an_input_that_the_layer_writes_to_under_hooks_that_copy() -> None:
+    def layer(x: Tensor) -> Tensor:
+        x += 1
+        return x.exp()
+
+    grads = []
+    for run in (ours, stock):
+        x = torch.linspace(-1, 1, 5, requires_grad=True)
+        with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            y = run(layer, x * 1)
+        y.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+def test_several_threads_on_one_graph() -> None:
+    layer, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
+    y = ours(layer, x).sum()
+    (true,) = torch.autograd.grad(y, x, retain_graph=True)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: torch.autograd.grad(y, x, retain_graph=True)[0], range(40)))
+    assert all(torch.equal(one, true) for one in found)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_make_saved_tensor"), reason="with torch 2.13, as in PyTorch's own"
+)
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")  # which torch calls
+def test_vmap_and_forward_mode() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x, tangent = torch.randn(2, 3, 4), torch.randn(3, 4)
+    assert torch.allclose(torch.func.vmap(partial(ours, layer))(x), layer(x))
+    with forward_ad.dual_level():
+        found = [forward_ad.unpack_dual(run(layer, forward_ad.make_dual(x[0], tangent))) for run in (ours, stock)]
+    assert torch.equal(found[0].tangent, found[1].tangent)

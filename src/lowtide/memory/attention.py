@@ -96,9 +96,13 @@ class SavedAttention:
         self.calls: list[_Call] = []
         self._store = store
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the modes for forward and for recompute."""
-        return _Saving(self), _Returning(self)
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return the mode of the forward."""
+        return _Saving(self)
+
+    def returning(self) -> AbstractContextManager[Any]:
+        """Return the mode of one recompute."""
+        return _Returning(self)
 
     def save(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save what an operator returned."""

@@ -160,7 +160,7 @@ def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store:
     if state.policy.keep == "input":
         return recomputed(state.name, run, hidden)
     saved = SavedAttention(store)
-    outputs = recomputed(state.name, run, hidden, saved.contexts())
+    outputs = recomputed(state.name, run, hidden, saved.saving, saved.returning)
     if not saved.calls:
         hint = (
             "Take a fused attention (attn_implementation='sdpa' or 'flash_attention_2' with a mask and a dtype that its"

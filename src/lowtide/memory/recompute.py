@@ -1,17 +1,19 @@
 """A checkpoint around one layer: what its graph would save is dropped in forward, and computed again in backward.
 
-As ``torch.utils.checkpoint(use_reentrant=False)`` does it, with less than half of the host's time: no wrapper around
-each of its hooks. A recompute ends with the last tensor that the graph needs.
+As ``torch.utils.checkpoint(use_reentrant=False)`` does it, with less than half of the host's time: there is no wrapper
+around each of its hooks. A recompute ends with the last tensor that the graph needs.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,10 +22,10 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory.surroundings import Surroundings
 
 Run = Callable[[Tensor], Any]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Inside = Callable[[], AbstractContextManager[Any]]
 
 
-def recomputed(name: str, run: Run, hidden: Tensor, contexts: Contexts | None = None) -> Any:
+def recomputed(name: str, run: Run, hidden: Tensor, inside: Inside = nullcontext, again: Inside = nullcontext) -> Any:
     """Return ``run(hidden)`` with a graph that saves ``hidden``, and in backward runs it again for all else.
 
     ``hidden`` is saved through the hooks that surround the call.
@@ -32,9 +34,12 @@ def recomputed(name: str, run: Run, hidden: Tensor, contexts: Contexts | None = 
         name: The layer's name, for errors.
         run: The layer as a function of its hidden states; a second call runs it in the state of the first.
         hidden: These.
-        contexts: Of the forward, and of each recompute.
+        inside: Returns the context of the forward.
+        again: Returns that of each recompute.
     """
-    return _Recompute(name, run, hidden, contexts or (nullcontext(), nullcontext())).forward(hidden)
+    recompute = _Recompute(name, run, hidden, again)
+    with saved_tensors_hooks(recompute.drop, recompute.get), inside():
+        return run(hidden)
 
 
 class _End(Exception):
@@ -44,11 +49,12 @@ class _End(Exception):
 class _Saved:
     """Stands in the graph for a tensor that is not there."""
 
-    __slots__ = ("__weakref__", "kind", "tensor")
+    __slots__ = ("__weakref__", "kind", "tensor", "turn")
 
     def __init__(self, kind: tuple[Any, ...]) -> None:
         self.kind = kind
         self.tensor: Tensor | None = None
+        self.turn: Any = None  # the backward for which the tensor is there
 
 
 class _Input(torch.autograd.Function):
@@ -69,18 +75,16 @@ class _Input(torch.autograd.Function):
 
 
 class _Recompute:
-    def __init__(self, name: str, run: Run, hidden: Tensor, contexts: Contexts) -> None:
-        self._name, self._run, (self._inside, self._inside_again) = name, run, contexts
-        self._saved: list[weakref.ref[_Saved]] = []
-        self._around = Surroundings(hidden)
-        self._trains = hidden.requires_grad
-        leaf = torch.empty(0, requires_grad=True)
-        self._input: Any = _Input.apply(leaf, hidden).grad_fn  # type: ignore[no-untyped-call]
+    """One call of a layer: the graph of what it returns holds this object."""
 
-    def forward(self, hidden: Tensor) -> Any:
-        """Run the layer; the graph of what it returns holds this object."""
-        with saved_tensors_hooks(self.drop, self.get), self._inside:
-            return self._run(hidden)
+    def __init__(self, name: str, run: Run, hidden: Tensor, again: Inside) -> None:
+        self._name, self._run, self._inside = name, run, again
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._lock = threading.RLock()
+        self._around = Surroundings(hidden)
+        self._input = _saved_input(hidden)
+        # as torch.utils.checkpoint.set_checkpoint_early_stop(False) leaves it
+        self._ends = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
 
     def drop(self, tensor: Tensor) -> _Saved:
         """Return what stands for a tensor that the graph saves."""
@@ -89,10 +93,12 @@ class _Recompute:
         return saved
 
     def get(self, saved: _Saved) -> Tensor:
-        """Return a tensor that the graph reads, once for each recompute."""
-        if saved.tensor is None:
-            self._again()
-        tensor, saved.tensor = saved.tensor, None
+        """Return a tensor that the graph reads, once for each recompute; one recompute serves one backward."""
+        turn = _turn()
+        with self._lock:  # backward may run in several threads
+            if saved.tensor is None or turn is None or saved.turn != turn:
+                self._again(turn)
+            tensor, saved.tensor = saved.tensor, None
         if tensor is None:
             expected, got = "a recompute that saves for backward what forward saved", "fewer tensors, or others"
             hint = "The layer takes another path in its recompute: set keep='all' for it."
@@ -100,29 +106,47 @@ class _Recompute:
         return tensor
 
     @_disable_dynamo  # backward may call it from compiled code
-    def _again(self) -> None:
+    def _again(self, turn: Any) -> None:
         """Run the layer again, for those of the graph's tensors that it still holds."""
-        (hidden,) = self._input.saved_tensors
-        left = iter(range(len(self._saved)))
-        last = len(self._saved) - 1
+        left, count = iter(range(len(self._saved))), len(self._saved)
+        for reference in self._saved:  # what another backward has left
+            if (saved := reference()) is not None:
+                saved.tensor = None
 
         def keep(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            place = next(left, None)
-            if place is None:
-                raise _End
-            saved = self._saved[place]()
+            place = next(left, count)
+            saved = self._saved[place]() if place < count else None
             if saved is not None and saved.kind == (tensor.shape, tensor.dtype, tensor.device):
-                saved.tensor = plain
-            if place == last:
+                saved.tensor, saved.turn = plain, turn
+            if self._ends and place >= count - 1:
                 raise _End
             return plain
 
         try:
-            with saved_tensors_hooks(keep, _itself), torch.enable_grad(), self._around.restored(), self._inside_again:
-                self._run(hidden.detach().requires_grad_(self._trains))
+            with saved_tensors_hooks(keep, _itself), torch.enable_grad(), self._around.restored(), self._inside():
+                self._run(self._input())
         except _End:
             pass
+
+
+def _saved_input(hidden: Tensor) -> Callable[[], Tensor]:
+    """Save a tensor through the hooks that surround the call; return what returns it."""
+    save = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch 2.13
+    if save is not None:
+        unpack: Callable[[], Tensor] = save(hidden, is_output=False).unpack
+        return unpack
+    node: Any = _Input.apply(torch.empty(0, requires_grad=True), hidden).grad_fn  # type: ignore[no-untyped-call]
+    return lambda: node.saved_tensors[0]
+
+
+def _turn() -> Any:
+    """Return what two reads for one backward have in common; None outside of any."""
+    group = getattr(torch._C, "_get_graph_exec_group", lambda: None)()  # several backwards that share a recompute
+    if group is not None:
+        return group
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
 
 
 def _itself(tensor: Tensor) -> Tensor:
