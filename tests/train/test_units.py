@@ -42,7 +42,6 @@ def test_what_accelerate_shards(size: int, units: list[list[int]], monkeypatch: 
     assert seen[-2:] == [model["first"], model]
     assert accelerator.prepare("a loader") == ("a loader", None)
     assert fsdp.fully_shard is record
-    monkeypatch.setattr(model, "__getitem__", None, raising=False)
     monkeypatch.setattr(fsdp, "fully_shard", None)
     with pytest.raises(TypeError):
         accelerator.prepare(model)

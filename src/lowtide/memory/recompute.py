@@ -1,4 +1,4 @@
-"""A checkpoint around one layer: what its graph would save is dropped in forward, and computed again in backward.
+"""A checkpoint around one layer: what its graph would save is dropped in forward, and recomputed in backward.
 
 As ``torch.utils.checkpoint(use_reentrant=False)`` does it, with less than half of the host's time: there is no wrapper
 around each of its hooks. A recompute ends with the last tensor that the graph needs.
@@ -6,6 +6,7 @@ around each of its hooks. A recompute ends with the last tensor that the graph n
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -108,18 +109,18 @@ class _Recompute:
     @_disable_dynamo  # backward may call it from compiled code
     def _again(self, turn: Any) -> None:
         """Run the layer again, for those of the graph's tensors that it still holds."""
-        left, count = iter(range(len(self._saved))), len(self._saved)
+        places, end = itertools.count(), len(self._saved)
         for reference in self._saved:  # what another backward has left
             if (saved := reference()) is not None:
                 saved.tensor = None
 
         def keep(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            place = next(left, count)
-            saved = self._saved[place]() if place < count else None
+            place = next(places)
+            saved = self._saved[place]() if place < end else None
             if saved is not None and saved.kind == (tensor.shape, tensor.dtype, tensor.device):
                 saved.tensor, saved.turn = plain, turn
-            if self._ends and place >= count - 1:
+            if self._ends and place >= end - 1:
                 raise _End
             return plain
 
