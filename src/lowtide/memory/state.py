@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, filterfalse, islice
+from itertools import filterfalse, islice
 from typing import Any
 
 import torch
@@ -192,16 +192,12 @@ class Snapshot:
 
 
 class Contents:
-    """What containers hold now: dictionaries, lists, sets and deques. They are compared all at once."""
+    """What containers hold now: dictionaries, lists, sets and deques. Those that are empty are compared at once."""
 
     def __init__(self, places: list[Any]) -> None:
         self._places, self._empty = list(filter(None, places)), list(filterfalse(None, places))
         # A copy of a set may be in another order.
         self._copies = [place.copy() if isinstance(place, dict) else list(place) for place in self._places]
-        self._lengths, self._values = (
-            list(map(len, self._copies)),
-            list(chain.from_iterable(map(_values, self._copies))),
-        )
 
     def now(self) -> Contents:
         """Return what the same containers hold now: itself where nothing has changed."""
@@ -218,13 +214,7 @@ class Contents:
                 _put(place, copy)
 
     def _is_current(self) -> bool:
-        if any(self._empty) or list(map(len, self._places)) != self._lengths:
-            return False
-        return all(map(operator.is_, chain.from_iterable(map(_values, self._places)), self._values))
-
-
-def _values(place: Any) -> Iterable[Any]:
-    return place.values() if isinstance(place, dict) else place
+        return not any(self._empty) and all(map(_same, self._places, self._copies))
 
 
 def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
