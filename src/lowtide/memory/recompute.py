@@ -137,8 +137,9 @@ def _saved_input(hidden: Tensor) -> Callable[[], Tensor]:
     if save is not None:
         unpack: Callable[[], Tensor] = save(hidden, is_output=False).unpack
         return unpack
-    node: Any = _Input.apply(torch.empty(0, requires_grad=True), hidden).grad_fn  # type: ignore[no-untyped-call]
-    return lambda: node.saved_tensors[0]
+    held = _Input.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
+    # of the tensor: a node alone does not keep what it saves
+    return lambda: held.grad_fn.saved_tensors[0]
 
 
 def _turn() -> Any:
