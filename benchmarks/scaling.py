@@ -73,8 +73,7 @@ WAYS = (LOWTIDE, LIGER, STOCK, CHECKPOINT)
 RANK = "--rank"  # begins the arguments of a rank's process
 SPEED = "tokens_per_s_per_gpu"
 RECORDED = (  # settings in the result
-    "parallel", "tensor_parallel", "fsdp_layers", "copy_engines", "tokens", "batch", "strong", "steps", "weights",
-    "seed",
+    "parallel", "tensor_parallel", "fsdp_layers", "tokens", "batch", "strong", "steps", "weights", "seed",
 )  # fmt: skip
 
 
@@ -111,7 +110,6 @@ class ScalingConfig(ScriptSettings):
     fsdp_layers: tuple[str, ...] = setting(
         ("1",), "layers that FSDP2 gathers together, as in lowtide train --fsdp-layers", metavar="N"
     )
-    copy_engines: bool = setting(False, "FSDP2 exchanges lowtide's layers by copy engines")
     tokens: int = setting(8192, "of a sequence", least=2)
     batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
     strong: bool = setting(False, "strong scaling: the same --batch sequences, whatever the number of GPUs")
@@ -296,7 +294,6 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
             metrics=metrics,
             sizes=run.sizes,
             fsdp_layers=config.unit_layers,
-            fsdp_copy_engines=settings.copy_engines and own and launched_ranks() > 1,
             model=built,
             args=args,
             train_dataset=[{"input_ids": row, "labels": row} for row in ids],

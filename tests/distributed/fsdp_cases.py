@@ -21,8 +21,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
 from distributed.models import VOCAB, batch_of, counted, fused, gradients, model_of, qlora, same, same_mean, step
-from lowtide.distributed import copy_engines as engines
-from lowtide.head.ranks import exchange
 from lowtide.measure.collectives import counted_collectives
 from lowtide.models import experts_part, mlp_part
 from support import relative_error
@@ -240,33 +238,6 @@ def accumulation() -> None:
                 for name in want:
                     want[name] += found[name] / dist.get_world_size()
             same(got, want)
-
-
-def copy_engines() -> None:
-    """Steps are those of collectives, for each dtype of reduction; where the devices have none, an error on request."""
-    rank, settings = dist.get_rank(), {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
-    with pytest.MonkeyPatch.context() as patched:
-        for module in (exchange, engines):
-            patched.setattr(module, "LEAST_BYTES", 1)
-        for how, reshard, kwargs in (("root", None, {}), ("own", True, {}), ("tail", False, settings)):
-            model = model_of(tie_word_embeddings=how == "tail")
-            stock = shard(copy.deepcopy(model), how, reshard, **kwargs)
-            lowtide.patch(model, mlp=False, norm=False, rope=False)
-            shard(model, how, reshard, **kwargs)
-            if DEVICE == "cpu":
-                engines.exchange_by_copy_engines(model, required=True)
-                with pytest.raises(lowtide.errors.UnsupportedError, match=r"copy engines: expected GPUs .*, got cpu"):
-                    model(**batch_of(rank))
-            engines.exchange_by_copy_engines(model, required=DEVICE == "cuda")
-            for _ in range(3):
-                want, stock_counts = counted_step(stock, batch_of(rank))
-                got, counts = counted_step(model, batch_of(rank))
-                bound = 1e-2 if kwargs else 1e-5  # sums of bfloat16 in another order
-                for name in want:
-                    assert relative_error(got[name], want[name]) <= bound, (how, name)
-                assert counts <= stock_counts, (how, counts, stock_counts)
-                exchanged = sum(n for name, n in counts.items() if name.startswith(("all_gather", "reduce_scatter")))
-                assert (exchanged == 0) == (DEVICE == "cuda") or not counts, counts
 
 
 def policies() -> None:

@@ -27,7 +27,7 @@ FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "option": ((2, 4), [case for case in OPTION if case not in ("trained_on_all_but_one", "unlike_grad_modes")]),
     "vocab": ((2, 4), ["the_same_on_every_rank", "what_is_exchanged"]),
     "kernel": ((2, 4), ["every_option"]),
-    "fsdp": ((2, 4), ["patched_models", "functional_head", "mixed_precision", "accumulation", "copy_engines"]),
+    "fsdp": ((2, 4), ["patched_models", "functional_head", "mixed_precision", "accumulation"]),
     "data": ((2, 4), ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"]),
     "mesh": ((4,), ["fsdp_and_vocabulary", "patched", "hybrid_sharding"]),
     "tensor_parallel_models": ((2, 4), [case for case in PARALLEL if case not in ON_A_CPU]),

@@ -13,14 +13,14 @@ from transformers import Trainer
 from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import correct_fsdp2
 from lowtide.train.tensor_parallel import gather_once, join_groups, share_layers, share_random_state
-from lowtide.train.units import adapt_units
+from lowtide.train.units import put_together
 
 
 class Measured:
     """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics.
 
     ``sizes`` are those of the mesh on which `shard_layers` has sharded the model; None without tensor parallelism.
-    ``fsdp_layers`` are one unit of FSDP2, exchanged by copy engines with ``fsdp_copy_engines``.
+    ``fsdp_layers`` are one unit of FSDP2.
     """
 
     accelerator: Any
@@ -34,17 +34,8 @@ class Measured:
     processing_class: Any
     gather_function: Any
 
-    def __init__(
-        self,
-        *,
-        metrics: StepMetrics,
-        sizes: Any = None,
-        fsdp_layers: int = 1,
-        fsdp_copy_engines: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        self._metrics_of_run, self._sizes = metrics, sizes
-        self._fsdp_layers, self._fsdp_copy_engines = fsdp_layers, fsdp_copy_engines
+    def __init__(self, *, metrics: StepMetrics, sizes: Any = None, fsdp_layers: int = 1, **kwargs: Any) -> None:
+        self._metrics_of_run, self._sizes, self._fsdp_layers = metrics, sizes, fsdp_layers
         super().__init__(**kwargs)
         if self.label_smoother is not None:  # Trainer shifts by the name of the model's class, which FSDP2 changes
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
@@ -55,8 +46,8 @@ class Measured:
         correct_fsdp2(self.accelerator)
         if self._sizes is not None:
             share_layers(self.accelerator, self._sizes)
-        if self._fsdp_layers > 1 or self._fsdp_copy_engines:
-            adapt_units(self.accelerator, self._fsdp_layers, self._fsdp_copy_engines)
+        if self._fsdp_layers > 1:
+            put_together(self.accelerator, self._fsdp_layers)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Units of FSDP2 as a run has them: accelerate makes one of each layer, and NCCL exchanges them."""
+"""Units of FSDP2 with several layers: accelerate makes one of each layer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.distributed.copy_engines import exchange_by_copy_engines
 from lowtide.memory.stack import find_stack
 
 
-def adapt_units(accelerator: Any, layers: int, copy_engines: bool) -> None:
-    """Let accelerate make one unit of so many layers where it would make one of each, and exchange as told."""
+def put_together(accelerator: Any, layers: int) -> None:
+    """Let accelerate make one unit of so many layers where it would make one of each."""
     prepare = accelerator.prepare
 
     def prepared(*objects: Any, **kwargs: Any) -> Any:
         models = [one for one in objects if isinstance(one, nn.Module)]
-        with _sharding(models[0], layers) if models and layers > 1 else contextlib.nullcontext():
-            found = prepare(*objects, **kwargs)
-        for model in found if isinstance(found, tuple) else (found,):
-            if copy_engines and isinstance(model, nn.Module):
-                exchange_by_copy_engines(model, required=True)
-        return found
+        with _sharding(models[0], layers) if models else contextlib.nullcontext():
+            return prepare(*objects, **kwargs)
 
     accelerator.prepare = prepared
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.head.ranks.peers import LEAST_BYTES, SLOT_BYTES, Peers, memory_of, place_of, reach_each_other
+from lowtide.head.ranks.peers import LEAST_BYTES, Peers, memory_of, place_of, reach_each_other
 
 _CANNOT = RuntimeError, OSError, ImportError, AttributeError, TypeError, ValueError  # of older versions of PyTorch too
-_PEERS: "WeakKeyDictionary[Any, dict[tuple[torch.device, int], Peers | None]]" = WeakKeyDictionary()
+_PEERS: "WeakKeyDictionary[Any, dict[torch.device, Peers | None]]" = WeakKeyDictionary()
 
 
 def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
@@ -46,22 +46,12 @@ def begin_gather(x: Tensor, group: Any) -> Exchange:
     out = x.new_empty(group.size(), *x.shape)
     if not out.numel():
         return Exchange(out)
-    peers = peers_for(x, group)
+    peers = _peers_for(x, group)
     if peers is not None:
         return Exchange(out, peers.begin_gather(x.contiguous(), out))
+    # torch 2.13's name for what was all_gather_into_tensor
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return Exchange(out, all_gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True))
-
-
-def all_gather(out: Tensor, x: Tensor, **kwargs: Any) -> Any:
-    """Gather by torch.distributed: ``all_gather_single`` since torch 2.13."""
-    stock: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return stock(out, x, **kwargs)
-
-
-def reduce_scatter(out: Tensor, x: Tensor, **kwargs: Any) -> Any:
-    """Reduce by torch.distributed, each rank its own rows: ``reduce_scatter_single`` since torch 2.13."""
-    stock: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return stock(out, x, **kwargs)
 
 
 def rows_of_all_classes(z_CV: Tensor, rows: list[int], classes: list[int], group: Any) -> Tensor:
@@ -97,7 +87,7 @@ def begin_sum(part: Tensor, group: Any, dtype: torch.dtype | None = None) -> Exc
 
     Without ``dtype`` the sum is in its memory. With one it may be elsewhere, and may be rounded to that.
     """
-    peers = peers_for(part, group)
+    peers = _peers_for(part, group)
     if peers is not None:
         out = part if dtype in (None, part.dtype) else torch.empty_like(part, dtype=dtype)
         return Exchange(out, peers.begin_sum(part, out))
@@ -110,37 +100,38 @@ def begin_scattered_sum(part_CD: Tensor, group: Any, dtype: torch.dtype | None =
     With ``dtype`` the sum may be rounded to that.
     """
     rows, D = part_CD.shape[0] // group.size(), part_CD.shape[1]
-    peers = peers_for(part_CD, group)
+    peers = _peers_for(part_CD, group)
     if peers is not None:
         out = part_CD.new_empty(rows, D, dtype=dtype)
         return Exchange(out, peers.begin_scattered_sum(part_CD, out))
     out = part_CD.new_empty(rows, D)
+    # torch 2.13's name for what was reduce_scatter_tensor
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return Exchange(out, reduce_scatter(out, part_CD, group=group, async_op=True))
 
 
-def peers_for(x: Tensor, group: Any, slot_bytes: int = SLOT_BYTES) -> Peers | None:
+def _peers_for(x: Tensor, group: Any) -> Peers | None:
     """Return what exchanges ``x`` by copy engines; None where torch.distributed is to. It is the same on every rank.
 
-    At the first that is large the ranks of a group learn of each other where they are, and the host waits. There is one
-    for each ``slot_bytes``, with memory, a stream and an order of exchanges of its own.
+    At the first that is large the ranks of a group learn of each other where they are, and the host waits.
     """
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    of_group, key = _PEERS.setdefault(group, {}), (x.device, slot_bytes)
-    if key not in of_group and x.nbytes >= LEAST_BYTES:
-        of_group[key] = _made_peers(group, x.device, slot_bytes)
-    return of_group.get(key)
+    of_group = _PEERS.setdefault(group, {})
+    if x.device not in of_group and x.nbytes >= LEAST_BYTES:
+        of_group[x.device] = _made_peers(group, x.device)
+    return of_group.get(x.device)
 
 
-def _made_peers(group: Any, device: torch.device, slot_bytes: int) -> Peers | None:
+def _made_peers(group: Any, device: torch.device) -> Peers | None:
     """Return what exchanges by copy engines; None where any rank cannot: each step is taken by all ranks or by none."""
     places, memory, peers = numbers_of_all(place_of(device), group, device), None, None
     with suppress(*_CANNOT):
-        memory = memory_of(group.size(), device, slot_bytes) if reach_each_other(places) else None
+        memory = memory_of(group.size(), device) if reach_each_other(places) else None
     if not _on_all(memory is not None, group, device) or memory is None:
         return None
     with suppress(*_CANNOT):
-        peers = Peers(group, memory, slot_bytes)
+        peers = Peers(group, memory)
     return peers if _on_all(peers is not None, group, device) else None
 
 

@@ -31,7 +31,7 @@ from lowtide.head.ranks.watchdog import timeout_of, watch
 from lowtide.replay.replayed import on_device
 
 LEAST_BYTES = 2**20  # of the first exchange: a group that has only shorter ones need not have this memory
-SLOT_BYTES = 2**25  # of a slot, unless told: what all ranks send to one of them at a time; a GPU has two
+SLOT_BYTES = 2**25  # what all ranks send to one of them at a time; a GPU has two such slots
 _ALIGNED = 256  # bytes
 _FLAG_BYTES = 64  # of each rank
 
@@ -89,13 +89,13 @@ class Completion:
             self._stream.wait_event(self._event)
 
 
-def memory_of(ranks: int, device: torch.device, slot_bytes: int) -> Tensor:
+def memory_of(ranks: int, device: torch.device) -> Tensor:
     """Return this rank's memory for `Peers`: all that can fail on one rank alone, which others would wait for there."""
     import torch.distributed._symmetric_memory as symmetric  # slow to import, and only here
 
     _ = _driver()
     with torch.cuda.device(device):
-        memory = symmetric.empty(2 * slot_bytes + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
+        memory = symmetric.empty(2 * SLOT_BYTES + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)  # before any other rank can write there
     return memory
@@ -110,24 +110,22 @@ class Peers:
 
     made = 0  # by this process
 
-    def __init__(self, group: Any, memory: Tensor, slot_bytes: int) -> None:
+    def __init__(self, group: Any, memory: Tensor) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         Peers.made, device = Peers.made + 1, memory.device
         self._rank, self._size, self._count = group.rank(), group.size(), 0
-        self._slot_bytes = slot_bytes
-        self._place = slot_bytes // self._size // _ALIGNED * _ALIGNED  # of one rank in a slot
+        self._place = SLOT_BYTES // self._size // _ALIGNED * _ALIGNED  # of one rank in a slot
         self._others = [(self._rank + step) % self._size for step in range(1, self._size)]
         with torch.cuda.device(device):
             met = symmetric.rendezvous(memory, group)
             with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
-                self._slots = [met.get_buffer(r, (2 * slot_bytes,), torch.uint8, 0) for r in range(self._size)]
+                self._slots = [met.get_buffer(r, (2 * SLOT_BYTES,), torch.uint8, 0) for r in range(self._size)]
             self._places: dict[torch.dtype, Places] = {}
             self._addresses: list[int] = met.buffer_ptrs
             self._alive = memory, met
             self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # exchanges: the stream writes it
-            # before GEMMs, whose blocks would keep its additions and copies waiting for a multiprocessor
-            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._meet, self._end = self._meetings(), _operations((_WRITE, self._ended.data_ptr()))
             _run(self._stream, self._meet, 0)  # an error where the driver cannot
             _run(self._stream, self._end, 1)
@@ -138,12 +136,11 @@ class Peers:
         watch(_progress_of(ref(self)), timeout_of(group, device), f"rank {self._rank}")
 
     def begin_gather(self, x: Tensor, out: Tensor) -> Completion:
-        """Begin to write every rank's ``x``, contiguous, into ``out`` [W, ...], where it may be already."""
+        """Begin to write every rank's ``x``, contiguous, into ``out`` [W, ...]."""
         mine, all_ranks = x.view(-1), out.view(self._size, -1)
 
         def run() -> None:
-            if all_ranks[self._rank].data_ptr() != mine.data_ptr():
-                all_ranks[self._rank].copy_(mine)
+            all_ranks[self._rank].copy_(mine)
             for part in slices(len(mine), self._place // x.itemsize):
                 self._spread(mine[part], [of_rank[part] for of_rank in all_ranks])
 
@@ -163,18 +160,13 @@ class Peers:
 
         return self._beside(run, x, out)
 
-    def begin_scattered_sum(self, x: Tensor, out: Tensor, *, mean: bool = False) -> Completion:
-        """Begin to write this rank's rows of the sum of all ranks' ``x`` [W * C, ...], contiguous, into ``out``.
-
-        With ``mean`` the sum is divided by W.
-        """
+    def begin_scattered_sum(self, x: Tensor, out: Tensor) -> Completion:
+        """Begin to write this rank's rows of the sum of all ranks' ``x`` [W * C, ...], contiguous, into ``out``."""
         parts, into = x.view(self._size, -1), out.view(-1)
 
         def run() -> None:
             for part in slices(len(into), self._place // x.itemsize):
                 self._add([of_rank[part] for of_rank in parts], into[part])
-                if mean:
-                    into[part].div_(self._size)
 
         return self._beside(run, x, out)
 
@@ -231,7 +223,7 @@ class Peers:
 
     def _place_in(self, at: int, slot: int, sender: int, dtype: torch.dtype) -> Tensor:
         """Return the place for what ``sender`` sends, in a slot in the memory of rank ``at``."""
-        first = slot * self._slot_bytes + sender * self._place
+        first = slot * SLOT_BYTES + sender * self._place
         return self._slots[at][first : first + self._place].view(dtype)
 
     def _meetings(self) -> "ctypes.Array[_Operation]":
@@ -241,7 +233,7 @@ class Peers:
 
     def _flag(self, at: int, sender: int) -> int:
         """Return the address in the memory of rank ``at`` of the number of exchanges that ``sender`` has sent there."""
-        return self._addresses[at] + 2 * self._slot_bytes + sender * _FLAG_BYTES
+        return self._addresses[at] + 2 * SLOT_BYTES + sender * _FLAG_BYTES
 
 
 def _progress_of(peers: "ref[Peers]") -> Callable[[], tuple[int, int] | None]:
