@@ -40,10 +40,11 @@ slow: $(VENV)/.test
 	$(if $(ARGS),,$(MAKE) oldest)
 
 # A second environment has the oldest torch that pyproject.toml allows, and the oldest transformers and peft for training.
-# Compilers differ most between versions of torch.
+# Compilers differ most between versions of torch, and what its graph holds, which checkpoints build on.
 compiled := tests/models/test_compiled.py tests/head/contract/test_compile.py
+recomputed := tests/memory/test_recompute.py tests/memory/test_state.py tests/memory/test_groups.py
 oldest: $(VENV)-oldest/.test
-	$(VENV)-oldest/bin/python -m pytest --numprocesses auto $(or $(ARGS),tests/train tests/trl_patch $(compiled))
+	$(VENV)-oldest/bin/python -m pytest --numprocesses auto $(or $(ARGS),tests/train tests/trl_patch $(compiled) $(recomputed))
 
 docs: $(VENV)/.test
 	$(VENV)/bin/mkdocs build --strict

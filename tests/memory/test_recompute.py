@@ -18,9 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lowtide.errors import UnsupportedError
+from lowtide.memory import recompute
 from lowtide.memory.recompute import recomputed
 
 Layer = Callable[[Tensor], Any]
+
+
+@pytest.fixture(autouse=True, params=["torch 2.13", "earlier"])
+def how_the_input_is_saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "earlier":
+        monkeypatch.setattr(recompute, "_make_saved_tensor", None)
+    elif recompute._make_saved_tensor is None:
+        pytest.skip("with torch 2.13")
 
 
 class Block(nn.Module):
@@ -289,9 +298,7 @@ def test_several_threads_on_one_graph() -> None:
     assert all(torch.equal(one, true) for one in found)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_make_saved_tensor"), reason="with torch 2.13, as in PyTorch's own"
-)
+@pytest.mark.parametrize("how_the_input_is_saved", ["torch 2.13"], indirect=True)  # as in PyTorch's own
 @pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")  # which torch calls
 def test_vmap_and_forward_mode() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

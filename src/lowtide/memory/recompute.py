@@ -24,6 +24,7 @@ from lowtide.memory.surroundings import Surroundings
 
 Run = Callable[[Tensor], Any]
 Inside = Callable[[], AbstractContextManager[Any]]
+_make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch 2.13
 
 
 def recomputed(name: str, run: Run, hidden: Tensor, inside: Inside = nullcontext, again: Inside = nullcontext) -> Any:
@@ -133,9 +134,8 @@ class _Recompute:
 
 def _saved_input(hidden: Tensor) -> Callable[[], Tensor]:
     """Save a tensor through the hooks that surround the call; return what returns it."""
-    save = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch 2.13
-    if save is not None:
-        unpack: Callable[[], Tensor] = save(hidden, is_output=False).unpack
+    if _make_saved_tensor is not None:
+        unpack: Callable[[], Tensor] = _make_saved_tensor(hidden, is_output=False).unpack
         return unpack
     held = _Input.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
     # of the tensor: a node alone does not keep what it saves
