@@ -106,10 +106,10 @@ def train(model: Any, ids: torch.Tensor) -> None:
 
 
 def test_a_recompute_is_launched_faster() -> None:
-    """Where the host sets the pace: no operator is inspected, and no checkpoint written in Python runs."""
+    """Where the host sets the pace: no operator is inspected, and no hooks of a checkpoint run."""
     for policy in ladder(job("qwen3-0.6b", 64), offload=False):
         eager, compiled = pair(policy, job("qwen3-0.6b", 64))
-        assert (compiled.backward < 0.9 * eager.backward) == (policy.keep != "all")
+        assert (compiled.backward < 0.99 * eager.backward) == (policy.keep != "all")
         assert (compiled.forward < 0.9 * eager.forward) == (policy.keep == "attention")
 
 

@@ -23,13 +23,14 @@ BACKWARD_ATTENTION = 2.5  # GEMMs of attention's backward for each of its forwar
 THIN = 0.9  # share of the copy's bandwidth that norms, rotary embedding and additions reach
 THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the MLP's product, nor the last addition
 # What the host takes to launch a layer's forward, backward and recompute, in seconds: below this no GPU is faster.
-# Fitted to short sequences on one host (benchmarks/results, 2026-11-21-plan-h100-short): others differ by tens of
-# percent. A layer that saves attention looks at every operator; norms on the heads add kernels, either way.
-HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.4e-3, 2.4e-3, 2.2e-3
+# Fitted to short sequences on two hosts (benchmarks/results, 2026-11-21-plan-h100-short; the recompute to
+# 2026-11-28-step-256-h200): others differ by tens of percent. A layer that saves attention looks at every operator;
+# norms on the heads add kernels, either way.
+HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.4e-3, 2.4e-3, 1.5e-3
 HOST_ATTENTION, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
 # What it takes besides for a unit of layers that several GPUs shard, in forward and backward: fitted to one step on two
-# (benchmarks/results, 2026-11-21-scaling-8192-h200, the smaller model).
-HOST_UNIT = (1.5e-3, 4e-3)
+# (benchmarks/results, 2026-11-28-scaling-ranks-2-again-h200, the smaller model, on the host of the recompute above).
+HOST_UNIT = (1.9e-3, 5e-3)
 # And for a layer that several GPUs share, in forward, backward and recompute: fitted to one step of two GPUs, less a
 # tenth by which that host was slower (benchmarks/results, 2026-11-28-scaling-ranks-2-h100), in the proportions of tiny
 # layers on a CPU.

@@ -17,8 +17,8 @@ import torch
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import CP, FSDP2, OPTIMIZERS, ZERO3
 
-# Share of an exchange's time that it takes from the GEMMs it runs beside, whose multiprocessors it uses. Fitted to the
-# steps of two GPUs in benchmarks/results, 2026-11-21-scaling-16384-h200.
+# Share of an exchange's time that it takes from the GEMMs it runs beside, also where copy engines make it. Fitted to
+# the steps of two GPUs in benchmarks/results, 2026-11-21-scaling-16384-h200.
 SLOWS = 0.8
 # Seconds that a layer takes longer under ZeRO-3 than its exchanges do: fitted to two steps of two and four GPUs
 # (benchmarks/results, 2026-11-28-scaling-strong-ranks-4-h200), less what reducing float32 gradients took there.
