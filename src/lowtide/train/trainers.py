@@ -29,7 +29,6 @@ class Measured:
     state: Any
     control: Any
     get_decay_parameter_names: Any
-    get_tp_size: Any
     label_smoother: Any
     processing_class: Any
     gather_function: Any
@@ -49,6 +48,10 @@ class Measured:
         if self._fsdp_layers > 1:
             put_together(self.accelerator, self._fsdp_layers)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
+    def get_tp_size(self) -> int:
+        """Return how many processes share each layer, which transformers 5.17 looks for elsewhere."""
+        return int(super().get_tp_size() if self._sizes is None else self._sizes.tp_size)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer, with the groups of parameters that one process has."""
@@ -87,14 +90,12 @@ class Measured:
         self.control.should_training_stop = True
         return [], None
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Return the number of labels that a step's loss is averaged over, at least 1: without any the loss is 0."""
-        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
-        if not isinstance(items, Tensor):
-            return items
-        if not self.args.average_tokens_across_devices:
-            items = items * self.get_tp_size()  # Trainer has divided by it, as if the group's counts were summed
-        return items.clamp(min=1)
+        if not self.args.average_tokens_across_devices:  # Trainer divides by it, as if the group's counts were summed
+            batch_samples = batch_samples * self.get_tp_size()
+        items = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
+        return items.clamp(min=1) if isinstance(items, Tensor) else items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""
