@@ -108,9 +108,10 @@ def test_statistics(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int],
     got = torch.autograd.grad(
         [getattr(stats, n) for n in DIFFERENTIABLE], (x, w, b), [u.to(stats.lse.dtype) for u in upstream]
     )
-    few = 2 if x.numel() <= 128 else 1  # of a few tokens, whose terms may cancel
     want_grads = torch.autograd.grad([expected[n] for n in DIFFERENTIABLE], true, upstream)
-    assert_near(got, want_grads, 2 * OF_STATS[dtype] * few)
+    assert_near(got[:2], want_grads[:2], 2 * OF_STATS[dtype])
+    few = 2 if x.numel() <= 128 else 1  # the bias's is a sum of rounded numbers, which may cancel
+    assert_near(got[2:], want_grads[2:], 2 * OF_STATS[dtype] * few)
 
 
 @hopper

@@ -394,7 +394,7 @@ def test_adapters_of_experts_set_each_weight_to_itself(policy: ActivationPolicy,
     for (name, p), other in zip(model.named_parameters(), stock.parameters(), strict=True):
         assert (p.grad is None) == (other.grad is None)
         if p.grad is not None:  # tiles are added up in another order
-            assert (p.grad - other.grad).norm() <= 5e-5 * other.grad.norm() + 1e-6 * largest, name
+            assert (p.grad - other.grad).norm() <= 2e-5 * other.grad.norm() + 1e-6 * largest, name
     (weight,) = (p for name, p in model.named_parameters() if "layers.1." in name and name.endswith("gate_up_proj"))
     loss = model(input_ids=ids, labels=ids).loss
     weight.detach()[0, 0, 0] += 1

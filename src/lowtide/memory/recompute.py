@@ -24,7 +24,7 @@ from lowtide.memory.surroundings import Surroundings
 
 Run = Callable[[Tensor], Any]
 Inside = Callable[[], AbstractContextManager[Any]]
-_make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # torch 2.13
+_make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # since torch 2.13
 
 
 def recomputed(name: str, run: Run, hidden: Tensor, inside: Inside = nullcontext, again: Inside = nullcontext) -> Any:
@@ -138,7 +138,7 @@ def _saved_input(hidden: Tensor) -> Callable[[], Tensor]:
         unpack: Callable[[], Tensor] = _make_saved_tensor(hidden, is_output=False).unpack
         return unpack
     held = _Input.apply(torch.empty(0, requires_grad=True), hidden)  # type: ignore[no-untyped-call]
-    # of the tensor: a node alone does not keep what it saves
+    # Hold the tensor: before torch 2.13 a node alone loses what it saved.
     return lambda: held.grad_fn.saved_tensors[0]
 
 

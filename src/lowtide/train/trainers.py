@@ -92,7 +92,7 @@ class Measured:
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Return the number of labels that a step's loss is averaged over, at least 1: without any the loss is 0."""
-        if not self.args.average_tokens_across_devices:  # Trainer divides by it, as if the group's counts were summed
+        if not self.args.average_tokens_across_devices:  # Trainer divides by the group's size, and adds up no ranks
             batch_samples = batch_samples * self.get_tp_size()
         items = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
         return items.clamp(min=1) if isinstance(items, Tensor) else items
