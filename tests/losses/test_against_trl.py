@@ -18,6 +18,7 @@ from losses.loops import Batch, batch
 from lowtide import losses
 
 pytest.importorskip("trl", reason="TRL comes with the test extra")
+pytestmark = pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental':UserWarning")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
