@@ -170,6 +170,8 @@ def _over_groups(model: Any, plan: MemoryPlan) -> Any:
     sizes = mesh_sizes(2, dist.get_world_size())
     mesh = sizes.get_device_mesh("cpu")["dp_shard"]
     shard_layers(model, sizes, "cpu")
+    for vocabulary in (model.get_input_embeddings(), model.get_output_embeddings()):
+        assert len(vocabulary.weight.to_local()) == model.config.vocab_size // 2, "not shared"
     exec(plan.lines(), {"model": model})
     for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh)

@@ -58,8 +58,13 @@ def shard_layers(model: Any, sizes: Any, device_type: str) -> None:
         setattr(model.get_submodule(owner), kind, torch.nn.Parameter(model.get_parameter(name).data))
     mesh = sizes.get_device_mesh(device_type)["tp"]
     arguments = [mesh]
-    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:  # transformers 5.17 reads the model's
+    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
         arguments.append(model._resolve_parallel_plans(DistributedConfig(tp_size=ranks))[0])
+    else:  # transformers 5.17 reads the model's, which leaves an embedding whole unless it is tied
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, torch.nn.Embedding):
+            name = next(name for name, module in model.named_modules() if module is embedding)
+            model.tp_plan = {name: "embedding_rowwise", **model.tp_plan}
     try:
         apply_tensor_parallelism(model, *arguments)
     except (ValueError, NotImplementedError) as error:
