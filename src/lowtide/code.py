@@ -100,7 +100,14 @@ class Code:
             return
         self._seen.add(kind)
         self._attribute(kind, "__call__")
-        self._function(self._attribute(kind, "forward"), kind)
+        self._attribute(kind, "forward")
+        for value in self._definitions(kind, "forward"):
+            self._function(value, kind)
+
+    def _definitions(self, kind: Any, name: str) -> list[Any]:
+        """Return a method or property of a class, and those of its bases that it has replaced, which it may call."""
+        bases = (base for base in kind.__mro__ if name in vars(base) and base not in (nn.Module, object))
+        return [self._attribute(base, name) for base in bases]
 
     def _follow(self, value: Any, names: frozenset[str]) -> None:
         """Follow the value of a name: a module's or class's attributes that are in ``names``, or a function's code."""
@@ -143,9 +150,10 @@ class Code:
             if hasattr(torch.Tensor, name):
                 self._attribute(torch.Tensor, name)
             if kind is not None and hasattr(kind, name):
-                value = self._attribute(kind, name)
-                if not (isinstance(value, FunctionType) and _is_left(value)):
-                    self._function(value, kind)
+                self._attribute(kind, name)
+                for value in self._definitions(kind, name):
+                    if not (isinstance(value, FunctionType) and _is_left(value)):
+                        self._function(value, kind)
         if kind is not None:
             self.names |= names
 

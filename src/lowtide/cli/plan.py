@@ -144,8 +144,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
     for name, default in (("parallel", None), ("tensor_parallel", 1), ("fsdp_layers", 1), ("link", None)):
-        if getattr(arguments, name) != default and arguments.gpus is None:
-            raise ArgumentValueError(message(name, "--gpus beside it", "none"))
+        if getattr(arguments, name) != default and arguments.gpus in (None, 1):
+            raise ArgumentValueError(message(name, "--gpus above 1 beside it", arguments.gpus or "none"))
     adapters = _adapters(arguments)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}
     others["--disk"] = arguments.disk is not None

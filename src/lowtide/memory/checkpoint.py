@@ -42,6 +42,7 @@ class LayerState:
     turn: int | None = None  # its place among those whose tensors go to the host: the last ones' stay
     token_wise: set[int] = field(default_factory=set)  # with tiles: the ways to call it that were checked
     writes: bool = False  # its forward writes to its parameters
+    quiet: set[bool] = field(default_factory=set)  # modes, training or not, whose first forward drew no random numbers
     follows: bool = False  # with every > 1: the layer before, of the same group, computes its input
     before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
 
@@ -236,11 +237,12 @@ def _of_unchanged(layer: nn.Module, layer_state: LayerState, forward: Forward, r
 
     def unchanged(*args: Any, **kwargs: Any) -> Any:
         if not first:
-            state = Snapshot(layer, rest)
+            state = Snapshot(layer, rest, draws=layer.training not in layer_state.quiet)
             buffers = Versions(state.large_buffers)
             with own_writes(state.parameters):
                 outputs = forward(*args, **kwargs)
-            state.end()
+            if not state.end():
+                layer_state.quiet.add(layer.training)
             layer_state.writes |= have_own_writes(state.parameters)
             # As forward left them: an embedding with max_norm writes to its own.
             first.append((state, buffers, Versions(state.parameters), Samples(state.parameters)))

@@ -1,8 +1,8 @@
 """One saved input for several layers: those behind the first get theirs from a recompute of the layers before them.
 
 The layers of a group are called one by one, each under a checkpoint of its own. What the first one's checkpoint saves
-stays; the others save a promise. When backward reaches the last layer of a group, the ones before it run once without a
-graph, and the inputs that this yields wait until each layer's own recompute takes its one. So a layer's forward runs
+stays; the others save a promise. When backward reaches the last layer of a group, the ones before it run once and save
+nothing, and the inputs that this yields wait until each layer's own recompute takes its one. So a layer's forward runs
 three times in all, that of a group's last layer twice, and at most one layer's activations are alive. (Two runs would
 do if the first of them kept the activations of the whole group: at the lengths that need groups, that is more than all
 the inputs that they spare.)
@@ -148,15 +148,20 @@ class _Group:
         hidden = self._input(0)
         for i, (layer, run, around) in enumerate(self._layers[:place]):
             _turn_to(layer, over=False)
-            with torch.no_grad(), around.restored():
+            # With a graph, which layers may look at, that saves nothing.
+            with torch.enable_grad(), saved_tensors_hooks(_nothing, _nothing), around.restored():
                 output = _hidden_of(run(hidden))
             assert output is not None
             hidden = output
-            self._inputs[i + 1] = stay(hidden)
+            self._inputs[i + 1] = stay(hidden.detach())
         _turn_to(self._layers[place][0], over=True)
 
 
 _by_output: weakref.WeakValueDictionary[int, _Group] = weakref.WeakValueDictionary()
+
+
+def _nothing(_: object) -> Any:
+    """Save nothing."""
 
 
 def _key(tensor: Tensor) -> int:

@@ -110,6 +110,7 @@ class _Recompute:
     @_disable_dynamo  # backward may call it from compiled code
     def _again(self, turn: Any) -> None:
         """Run the layer again, for those of the graph's tensors that it still holds."""
+        hidden = self._input()  # a checkpoint around this one may run layers for it
         places, end = itertools.count(), len(self._saved)
         for reference in self._saved:  # what another backward has left
             if (saved := reference()) is not None:
@@ -127,7 +128,7 @@ class _Recompute:
 
         try:
             with saved_tensors_hooks(keep, _itself), torch.enable_grad(), self._around.restored(), self._inside():
-                self._run(self._input())
+                self._run(hidden)
         except _End:
             pass
 

@@ -16,9 +16,9 @@ import operator
 import random
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import filterfalse, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,15 +28,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.code import MODULE_HOOKS, Code
 from lowtide.errors import UnsupportedError, message
+from lowtide.memory.contents import Contents
 
 _OWN = len(vars(nn.Module()))  # attributes that every module has; those of its class come behind them
 _SMALL = 1 << 16  # bytes of a buffer that is copied
 # Packages whose objects are not looked into.
 _FOREIGN = ("torch", "torchao", "builtins", "lowtide", "deepspeed", "accelerate", "bitsandbytes", "numpy")
 _LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, nn.Parameter, Tensor}
-_DEPTH = 3  # below an argument: what its list holds, an object among that, the object's list
+_DEPTH = 3  # below an argument or attribute: what its list holds, an object among that, the object's list
+_CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
 
 _hooks_of = operator.itemgetter(*MODULE_HOOKS)
+_KINDS_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
 # Called by functions that layers look up in a table, where their code leads to no further.
 _FROM_A_TABLE = ((torch.nn.functional, "scaled_dot_product_attention"),)
@@ -50,13 +53,15 @@ class Snapshot:
     Args:
         layer: The layer.
         arguments: Its arguments: lists, dictionaries and objects among them may change.
+        draws: Whether it may draw from Python's or NumPy's generators, where its code does not show it.
     """
 
-    def __init__(self, layer: nn.Module, arguments: Iterable[Any]) -> None:
+    def __init__(self, layer: nn.Module, arguments: Iterable[Any], *, draws: bool = False) -> None:
         self._places: list[Any] = []  # dictionaries, lists and sets
+        self._of_graphs: list[Any] = []  # those among them that hold outputs with their graphs
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._seen: set[int] = set()
-        self._draws = self._of_arguments = False
+        self._draws, self._of_arguments = draws, False
         self._modules = list(_modules_of(layer))
         self._kinds = [type(module) for module in self._modules]
         self.large_buffers: list[Tensor] = []
@@ -65,7 +70,7 @@ class Snapshot:
         self._of_arguments = True
         for value in arguments:
             self._take(value, _DEPTH)
-        self._contents = Contents(self._places)
+        self._contents = Contents(self._places, self._of_graphs)
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         self.parameters: list[Tensor] = list(dict.fromkeys(parameters))
         self._trained = [p.requires_grad for p in self.parameters]
@@ -75,10 +80,11 @@ class Snapshot:
         draws = self._draws or any(name in self._code.modules for name in ("random", "numpy", "numpy.random"))
         self._random = random_states() if draws else None
 
-    def end(self) -> None:
-        """Call at the end of forward: drops random states that it has not advanced."""
+    def end(self) -> bool:
+        """Call at the end of forward: drops random states that it has not advanced, and returns whether it has."""
         if self._random is not None and positions(self._random) == positions(random_states()):
             self._random = None
+        return self._random is not None
 
     def check(self, name: str) -> None:
         """Raise where a recompute of layer ``name`` would run other code than its forward.
@@ -140,6 +146,7 @@ class Snapshot:
             self._draws = True  # what a hook runs is not looked into
             for place in hooks:
                 self._take_content(place, 1)
+            self._places += [own[name] for name in _KINDS_OF_HOOKS]
         else:
             self._places += hooks
         for place in (own["_modules"], own["_parameters"]):
@@ -147,21 +154,34 @@ class Snapshot:
                 self._places.append(place)
         if own["_buffers"]:
             self._take_buffers(own["_buffers"])
-        for value in islice(own.values(), _OWN, None):
-            if type(value) not in _LEAVES:
-                self._take(value, 2)
+        tensors = dict[str, Tensor]()
+        for name, value in islice(own.items(), _OWN, None):
+            if type(value) is Tensor:
+                tensors[name] = value
+            elif type(value) not in _LEAVES:
+                self._take(value, _DEPTH)
+        if tensors:
+            self._take_tensors(own, tensors)
 
     def _take_buffers(self, buffers: dict[str, Any]) -> None:
         self._places.append(buffers)
         plain = {name: buffer for name, buffer in buffers.items() if type(buffer) is Tensor}
-        small = {name: buffer for name, buffer in plain.items() if buffer.numel() * buffer.element_size() <= _SMALL}
-        self.large_buffers += [buffer for name, buffer in plain.items() if name not in small]
-        if small:
-            self._buffers.append((buffers, {name: buffer.detach().clone() for name, buffer in small.items()}))
+        self.large_buffers += [buffer for buffer in plain.values() if not _is_small(buffer)]
+        self._clone(buffers, plain)
+
+    def _take_tensors(self, own: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take attributes that are tensors: outputs that the layer has stored, and what may count as a buffer does."""
+        if any(x.grad_fn is not None for x in tensors.values()):
+            self._of_graphs.append(own)
+        self._clone(own, {name: x for name, x in tensors.items() if not x.requires_grad})
+
+    def _clone(self, place: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if small := {name: x.detach().clone() for name, x in tensors.items() if _is_small(x)}:
+            self._buffers.append((place, small))
 
     def _take(self, value: Any, depth: int) -> None:
         kind = type(value)
-        if kind in (dict, OrderedDict, list, set, deque):
+        if kind in _CONTAINERS:
             self._take_content(value, depth)
         elif kind is tuple and depth:
             for one in value:
@@ -181,40 +201,13 @@ class Snapshot:
         self._seen.add(id(place))
         values = place.values() if isinstance(place, dict) else place
         kinds = set(map(type, values))
-        # A tensor with a graph is a stored output: a reference to it would hold the graph of the step before.
-        if Tensor in kinds and any(type(value) is Tensor and value.grad_fn is not None for value in values):
-            return
         self._places.append(place)
+        if Tensor in kinds and any(type(value) is Tensor and value.grad_fn is not None for value in values):
+            self._of_graphs.append(place)
         if depth and not kinds <= _LEAVES:
             for value in values:
                 if type(value) not in _LEAVES:
                     self._take(value, depth - 1)
-
-
-class Contents:
-    """What containers hold now: dictionaries, lists, sets and deques. Those that are empty are compared at once."""
-
-    def __init__(self, places: list[Any]) -> None:
-        self._places, self._empty = list(filter(None, places)), list(filterfalse(None, places))
-        # A copy of a set may be in another order.
-        self._copies = [place.copy() if isinstance(place, dict) else list(place) for place in self._places]
-
-    def now(self) -> Contents:
-        """Return what the same containers hold now: itself where nothing has changed."""
-        return self if self._is_current() else Contents([*self._places, *self._empty])
-
-    def restore(self) -> None:
-        """Give the containers back what they held."""
-        if self._is_current():
-            return
-        for place in self._empty:
-            place.clear()
-        for place, copy in zip(self._places, self._copies, strict=True):
-            if not _same(place, copy):
-                _put(place, copy)
-
-    def _is_current(self) -> bool:
-        return not any(self._empty) and all(map(_same, self._places, self._copies))
 
 
 def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
@@ -229,6 +222,10 @@ def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
                 left.append(child)
 
 
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL
+
+
 def _is_foreign(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _FOREIGN
 
@@ -239,40 +236,10 @@ def _is_object(kind: type) -> bool:
     return not _is_foreign(kind) and not issubclass(kind, nn.Module | Tensor | type) and kind.__dictoffset__ != 0
 
 
-def _same(place: Any, copy: Any) -> bool:
-    """Whether a container holds the very objects of its copy, in the same order. Tensors are not compared by value."""
-    if len(place) != len(copy):
-        return False
-    if isinstance(place, dict):
-        return not place or all(map(operator.is_, place.values(), copy.values()))
-    return all(map(operator.is_, place, copy))
-
-
-def _put(place: Any, content: Any) -> None:
-    """Give a container its content back, but for sharded Parameters, which FSDP2 puts in place and removes itself."""
-    if isinstance(place, dict):
-        content = {
-            name: place[name] if name in place and (_is_sharded(value) or _is_sharded(place[name])) else value
-            for name, value in dict(content).items()
-        }
-    place.clear()
-    if isinstance(place, list | deque):
-        place.extend(content)
-    else:
-        place.update(content)
-
-
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
-
-
 def _code_of(kinds: frozenset[type]) -> Code:
     code = _codes.get(kinds)
     if code is None or code.exchanged() is not None:
-        classes = dict.fromkeys(
-            c for kind in kinds for c in kind.__mro__ if "forward" in vars(c) and c is not nn.Module
-        )
-        code = _codes[kinds] = Code(classes, names=_FROM_A_TABLE)
+        code = _codes[kinds] = Code(kinds, names=_FROM_A_TABLE)
     return code
 
 

@@ -136,6 +136,7 @@ class LayerInTiles:
             self._backward = None
         return found
 
+    @torch.no_grad()
     def _run_forward(self, call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         whole = WholeSequence(self._name, self._tiles, keeps=self._keeps_attention)
         output: Tensor | None = None

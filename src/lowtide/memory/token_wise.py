@@ -27,13 +27,14 @@ _WITHIN = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.
 def check_token_wise(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> None:
     """Raise unless a layer computes each token from that token alone, where attention returns each token's value.
 
-    It runs on a few random tokens. The gradient of one of them with respect to the others has to be zero, exactly: no
-    convolution, no state, no shift of tokens. Each half of them alone has to give the queries, keys, values, outputs
-    and gradients that it gives beside the other: positions are those of the arguments. All that receives a gradient has
-    to be the hidden states or a parameter of the layer, and a zero gradient has to give zeros: no loss is added in
-    backward. Nothing but dropout may draw random numbers. No tensor of the layer may be written or get another value,
-    and nothing may keep what the layer computed: a loss of a router's logits, say, which would get no gradient. The
-    layer's state is as before afterwards.
+    It runs on a few random tokens of very different norms, most of which have one direction: they would crowd an expert
+    of limited capacity, and shift a mean. The gradient of one of them with respect to the others has to be zero,
+    exactly: no convolution, no state, no shift of tokens. Each half of them alone has to give the queries, keys,
+    values, outputs and gradients that it gives beside the other: positions are those of the arguments. All that
+    receives a gradient has to be the hidden states or a parameter of the layer, and a zero gradient has to give zeros:
+    no loss is added in backward. Nothing but dropout may draw random numbers. No tensor of the layer may be written or
+    get another value, and nothing may keep what the layer computed: a loss of a router's logits, say, which would get
+    no gradient. The layer's state is as before afterwards.
 
     Args:
         name: The layer's name, for errors.
@@ -70,7 +71,10 @@ def _check(name: str, layer: nn.Module, run: Run, hidden: Tensor) -> weakref.ref
     middle, own = tokens // 2, torch.Generator(hidden.device).manual_seed(0)
     halves, every = ((0, middle), (middle, tokens)), (0, tokens)
     shape = hidden.shape[0], tokens, *hidden.shape[2:]
-    sample = torch.randn(shape, generator=own, device=hidden.device, dtype=torch.float32).to(hidden.dtype)
+    sample = torch.randn(shape, generator=own, device=hidden.device, dtype=torch.float32)
+    alike = torch.arange(tokens, device=hidden.device) % 4 > 0
+    sample[:, alike] = sample[:, :1].clone()
+    sample = (sample * torch.logspace(-1, 1, tokens, device=hidden.device)[:, None]).to(hidden.dtype)
     trained = [sample, *(p for p in layer.parameters() if p.requires_grad)]
     before, states = positions(random_states()), [_tensors(layer)]
     versions = Versions(states[0].values())

@@ -401,7 +401,31 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
         plan_memory(SHAPES["llama-3-8b"], 2048, 1, 24, device="h100", gpus=2, parallel="fsdp2")
     assert "adamw-8bit" not in str(caught.value)
     assert "host_gib" not in str(caught.value)
+    assert "LoRA" not in str(caught.value), "adapters are planned for one GPU"
     plan_memory(SHAPES["llama-3-8b"], 2048, 1, 24, device="h100", gpus=4, parallel="fsdp2")
+
+
+def test_a_batch_and_a_length_that_are_too_large_together() -> None:
+    shape = {**SHAPES["llama-3-8b"], "num_hidden_layers": 1, "vocab_size": 256}
+    with pytest.raises(ArgumentValueError, match="What would help: "):
+        plan_memory(shape, 2**15, 2**15, 8, device="h100", gpus=2, parallel="zero3")
+
+
+def test_layers_that_are_shared_are_sharded_by_fsdp2() -> None:
+    given = {"device": "h100", "gpus": 4, "tensor_parallel": 2}
+    plan, same = (
+        plan_memory(SHAPES["llama-3-8b"], 2048, 1, parallel=way, **given)  # type: ignore[arg-type]
+        for way in (None, "fsdp2")
+    )
+    assert plan.job == same.job
+    assert not plan.ways
+
+
+def test_the_longest_sequence_is_that_of_the_way_that_was_chosen() -> None:
+    plan = plan_memory(SHAPES["llama-3.2-1b"], 2048, 1, 12, device="h100", gpus=4)
+    assert f"longest sequence in this budget by {name_of(plan.job)}: " in str(plan)
+    alone = plan_memory(SHAPES["llama-3.2-1b"], 2048, 1, 12, device="h100", gpus=4, parallel="fsdp2")
+    assert "longest sequence in this budget: " in str(alone)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +436,6 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
         ({"parallel": "cp", "attention_mask": True}, "attention_mask: expected False: the ring takes none"),
         ({"parallel": "cp", "gpus": 3}, "seq_len: expected a multiple of 6, got 1024"),
         ({"parallel": "cp", "model": "olmo2"}, "'cp' for olmo2"),
-        ({"parallel": None, "tensor_parallel": 2}, "parallel: expected 'fsdp2' beside tensor_parallel, got None"),
         ({"parallel": None, "adapters": 1000}, "adapters: expected None"),
         ({"tensor_parallel": 0}, "tensor_parallel: expected at least 1"),
         ({"fsdp_layers": 0}, "fsdp_layers: expected at least 1"),

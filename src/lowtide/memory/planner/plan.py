@@ -112,8 +112,8 @@ def plan_memory(
         parallel: With several, how: ``"fsdp2"``, ``"zero3"`` (DeepSpeed, in 16 bits), ``"tp"`` (tensor parallelism) or
             ``"cp"`` (context parallelism, over FSDP2). None: the way with the most tokens per second that fits, FSDP2
             over groups by tensor parallelism among them; ``ways`` of the plan has all.
-        tensor_parallel: With ``"fsdp2"``, how many GPUs share each layer: a group, with the same sequences. FSDP2
-            shards over the groups, as ``lowtide train --tensor-parallel`` does.
+        tensor_parallel: With ``"fsdp2"``, which it is the default for ``parallel`` of, how many GPUs share each layer:
+            a group, with the same sequences. FSDP2 shards over the groups, as ``lowtide train --tensor-parallel`` does.
         fsdp_layers: With ``"fsdp2"`` or ``"cp"``, how many layers are one unit, which FSDP2 gathers and reduces
             together: more take less of the host's time, and more memory.
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
@@ -158,7 +158,7 @@ def plan_memory(
     if parallel is not None:
         check_name("parallel", parallel, PARALLEL)
     elif tensor_parallel > 1:
-        raise ArgumentValueError(message("parallel", "'fsdp2' beside tensor_parallel", "None"))
+        parallel = FSDP2
     if gpus % tensor_parallel:
         raise ArgumentValueError(message("tensor_parallel", f"a divisor of gpus={gpus}", f"{tensor_parallel}"))
     gpu = find_gpu(device)
@@ -252,7 +252,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int, *, a
         helps.append(f"gpus={enough.gpus} fits{f', by {name_of(enough)}' if any_way else ''}")
     if states > budget:
         ways = "take more GPUs"
-        if job.adapters is None or not job.shape.four_bit:
+        if job.gpus == 1 and (job.adapters is None or not job.shape.four_bit):
             smaller = "put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)"
             ways = f"{'train adapters (LoRA)' if job.adapters is None else smaller}, or {ways}"
         way_out = "" if lighter else f": {ways}"
@@ -260,6 +260,8 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int, *, a
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
+    if not helps:
+        helps.append("a smaller batch and shorter sequences together")
     roomy = search.of(job, 2**60 if job.gpus == 1 else 0).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append("host_gib={} fits, with {}".format(*_host_that_fits(search, roomy, budget)))

@@ -231,8 +231,9 @@ class MemoryPlan:
     def text(self, width: int | None = None) -> str:
         """Return all of it, for a terminal of so many letters across; None: no line is folded, as for a file."""
         across = CHART_WIDTH if width is None else max(LEAST_CHART, min(CHART_WIDTH, width - BESIDE_CHART))
+        by = f" by {name_of(self.job)}" if self.ways else ""
         limits = (
-            f"longest sequence in this budget: {self.longest_sequence:,} tokens at batch {self.job.batch_size};"
+            f"longest sequence in this budget{by}: {self.longest_sequence:,} tokens at batch {self.job.batch_size};"
             f" largest batch: {self.largest_batch} at {self.job.seq_len:,} tokens"
         )
         parts = [
