@@ -112,8 +112,8 @@ def plan_memory(
         parallel: With several, how: ``"fsdp2"``, ``"zero3"`` (DeepSpeed, in 16 bits), ``"tp"`` (tensor parallelism) or
             ``"cp"`` (context parallelism, over FSDP2). None: the way with the most tokens per second that fits, FSDP2
             over groups by tensor parallelism among them; ``ways`` of the plan has all.
-        tensor_parallel: With ``"fsdp2"``, which it is the default for ``parallel`` of, how many GPUs share each layer:
-            a group, with the same sequences. FSDP2 shards over the groups, as ``lowtide train --tensor-parallel`` does.
+        tensor_parallel: With ``"fsdp2"``, which is the default beside it: how many GPUs share each layer, a group with
+            the same sequences. FSDP2 shards over the groups, as ``lowtide train --tensor-parallel`` does.
         fsdp_layers: With ``"fsdp2"`` or ``"cp"``, how many layers are one unit, which FSDP2 gathers and reduces
             together: more take less of the host's time, and more memory.
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
