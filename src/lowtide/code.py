@@ -100,12 +100,12 @@ class Code:
             return
         self._seen.add(kind)
         self._attribute(kind, "__call__")
-        self._attribute(kind, "forward")
         for value in self._definitions(kind, "forward"):
             self._function(value, kind)
 
     def _definitions(self, kind: Any, name: str) -> list[Any]:
-        """Return a method or property of a class, and those of its bases that it has replaced, which it may call."""
+        """Return a method or property of a class, and those of its bases that it overrides and may call."""
+        self._attribute(kind, name)
         bases = (base for base in kind.__mro__ if name in vars(base) and base not in (nn.Module, object))
         return [self._attribute(base, name) for base in bases]
 
@@ -150,7 +150,6 @@ class Code:
             if hasattr(torch.Tensor, name):
                 self._attribute(torch.Tensor, name)
             if kind is not None and hasattr(kind, name):
-                self._attribute(kind, name)
                 for value in self._definitions(kind, name):
                     if not (isinstance(value, FunctionType) and _is_left(value)):
                         self._function(value, kind)

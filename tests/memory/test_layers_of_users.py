@@ -19,54 +19,48 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.errors import UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import word_of
-from memory.models import ATTENTION, GROUPED, INPUT, VOCAB, Layer
+from memory.models import ATTENTION, GROUPED, INPUT, VOCAB, Layer, Plain, assert_same, step
 from memory.test_families import FAMILIES, build
 
 LAYERS = 5
 every_policy = pytest.mark.parametrize("policy", [INPUT, ATTENTION, GROUPED], ids=word_of)
 
 
-class Model(nn.Module):
-    """Layers of one kind, run one after the other, or as ``run`` does."""
+Run = Callable[[Any, Tensor], Tensor]
 
-    def __init__(self, kind: Any, run: Callable[[Any, Tensor], Tensor] | None = None, D: int = 24) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed, self.head = nn.Embedding(VOCAB, D), nn.Linear(D, VOCAB)
+
+def in_order(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+class Model(Plain):
+    """Layers of one kind, which ``run`` calls."""
+
+    def __init__(self, kind: Any, run: Run = in_order, D: int = 24) -> None:
+        super().__init__(LAYERS, D)
         self.blocks = nn.ModuleList(kind(D, D // 8, 0.0) for _ in range(LAYERS))
         self.run = run
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        if self.run is not None:
-            x = self.run(self, x)
-        else:
-            for block in self.blocks:
-                x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-def step(model: nn.Module, k: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the gradients of a step on its own tokens."""
-    torch.manual_seed(k)
-    random.seed(k)
-    model.zero_grad()
-    loss = model(torch.randint(3, VOCAB, (2, 13)))
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return F.cross_entropy(self.head(self.run(self, self.embed(ids))).flatten(0, 1), ids.flatten())
 
 
 def assert_as_stock(
-    kind: Any, policy: ActivationPolicy, run: Any = None, state: Callable[[Any], object] = lambda _: None
+    kind: Any, policy: ActivationPolicy, ids: Tensor, run: Run = in_order, state: Callable[[Any], object] | None = None
 ) -> None:
-    """Compare three steps, after each of which the state that the layers keep has to be the same."""
+    """Compare three steps to the bit, and the state that layers or the model have after each."""
     model, stock = Model(kind, run).double(), Model(kind, run).double()
     apply_policy(model, policy)
     for k in range(3):
-        (got, of_got), (want, of_want) = step(model, k), step(stock, k)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-        torch.testing.assert_close(of_got, of_want, rtol=1e-10, atol=1e-12)
-        assert state(model) == state(stock)
+        found = []
+        for each in (model, stock):
+            random.seed(k)
+            found.append(step(each, ids, seed=k))
+        assert_same(*found)
+        if state is not None:
+            assert state(model) == state(stock)
 
 
 class Carries(Layer):
@@ -100,16 +94,16 @@ def carrying(make: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
 
 @every_policy
 @pytest.mark.parametrize("make", [dict, SimpleNamespace])
-def test_arguments_that_layers_change(make: Any, policy: ActivationPolicy) -> None:
+def test_arguments_that_layers_change(make: Any, policy: ActivationPolicy, ids: Tensor) -> None:
     def counted(model: Any) -> object:
         return model.given["n"] if isinstance(model.given, dict) else model.given.n
 
-    assert_as_stock(Carries, policy, carrying(lambda x: make(r=x, n=0)), counted)
+    assert_as_stock(Carries, policy, ids, carrying(lambda x: make(r=x, n=0)), counted)
 
 
 @every_policy
-def test_a_list_of_earlier_outputs(policy: ActivationPolicy) -> None:
-    assert_as_stock(Collects, policy, carrying(lambda x: [x]), lambda model: len(model.given))
+def test_a_list_of_earlier_outputs(policy: ActivationPolicy, ids: Tensor) -> None:
+    assert_as_stock(Collects, policy, ids, carrying(lambda x: [x]), lambda model: len(model.given))
 
 
 class Scaled(Layer):
@@ -158,8 +152,8 @@ class HasHelper(Scaled):
         return self.helper.sample()
 
 
-class InEvaluationToo(HasHelper):
-    """Draws in training alone: its first forward, in evaluation, does not."""
+class InTrainingAlone(HasHelper):
+    """Its first forward, in evaluation, draws nothing."""
 
     def scale(self) -> Any:
         return super().scale() if self.training else 1.0
@@ -167,28 +161,29 @@ class InEvaluationToo(HasHelper):
 
 @every_policy
 @pytest.mark.parametrize("kind", [Overrides, Extends, HasFunction, HasHelper])
-def test_random_numbers_of_python(kind: Any, policy: ActivationPolicy) -> None:
-    assert_as_stock(kind, policy)
+def test_random_numbers_of_python(kind: Any, policy: ActivationPolicy, ids: Tensor) -> None:
+    assert_as_stock(kind, policy, ids)
 
 
-def test_random_numbers_of_another_mode() -> None:
-    model, stock = (Model(InEvaluationToo).double() for _ in range(2))
+def test_random_numbers_of_another_mode(ids: Tensor) -> None:
+    model, stock = (Model(InTrainingAlone).double() for _ in range(2))
     apply_policy(model, INPUT)
+    found = []
     for each in (model, stock):
-        each.eval()
-        step(each, 0)
-        each.train()
-    torch.testing.assert_close(step(model, 1), step(stock, 1), rtol=1e-10, atol=1e-12)
+        step(each.eval(), ids)
+        random.seed(1)
+        found.append(step(each.train(), ids))
+    assert_same(*found)
 
 
 @every_policy
 @pytest.mark.parametrize("kind", [Overrides, Extends])
 def test_an_overridden_method_that_is_replaced(
-    kind: Any, policy: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
+    kind: Any, policy: ActivationPolicy, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(kind)
     apply_policy(model, policy)
-    loss = model(torch.randint(3, VOCAB, (2, 13)))
+    loss = model(ids)
     monkeypatch.setattr(Overrides, "scale", lambda self: 1.0)
     with pytest.raises(UnsupportedError, match=r"got another .*scale"):
         loss.backward()
@@ -245,11 +240,11 @@ class InACounter(Counts):
 
 @every_policy
 @pytest.mark.parametrize("kind", [Counts, InADefaultdict, InACounter, Deep, InTensor, BesideAnOutput])
-def test_counters(kind: Any, policy: ActivationPolicy) -> None:
+def test_counters(kind: Any, policy: ActivationPolicy, ids: Tensor) -> None:
     def count(model: Any) -> list[object]:
         return [block.count.item() if kind is InTensor else {**block.count, "output": None} for block in model.blocks]
 
-    assert_as_stock(kind, policy, state=count)
+    assert_as_stock(kind, policy, ids, state=count)
 
 
 class Looks(Layer):
@@ -264,55 +259,55 @@ class Looks(Layer):
 
 
 @every_policy
-def test_layers_that_look_at_gradients(policy: ActivationPolicy) -> None:
-    assert_as_stock(Looks, policy)
+def test_layers_that_look_at_gradients(policy: ActivationPolicy, ids: Tensor) -> None:
+    assert_as_stock(Looks, policy, ids)
+
+
+def with_hooks(*registers: Callable[[nn.Module], Any]) -> Run:
+    """Run with hooks on each layer's MLP that are there in forward alone."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        handles = [register(block.mlp) for block in model.blocks for register in registers]
+        x = in_order(model, x)
+        for handle in handles:
+            handle.remove()
+        return x
+
+    return run
 
 
 @every_policy
-def test_inner_outputs_whose_gradients_are_kept(policy: ActivationPolicy) -> None:
-    """By a hook that is there in forward alone."""
-    found = []
-    for with_policy in (True, False):
-        model, kept = Model(Layer).double(), list[Tensor]()
-        if with_policy:
-            apply_policy(model, policy)
+def test_inner_outputs_whose_gradients_are_kept(policy: ActivationPolicy, ids: Tensor) -> None:
+    def keep(mlp: Any, args: Any, output: Tensor) -> None:
+        output.retain_grad()
+        mlp.outputs = [*getattr(mlp, "outputs", []), output]
 
-        def keep(module: Any, args: Any, output: Tensor, kept: list[Tensor] = kept) -> None:
-            output.retain_grad()
-            kept.append(output)
+    def run(model: Any, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            block.mlp.outputs = []
+        x = with_hooks(lambda mlp: mlp.register_forward_hook(keep))(model, x)
+        model.outputs = [block.mlp.outputs[0] for block in model.blocks]
+        return x
 
-        hooks = [block.mlp.register_forward_hook(keep) for block in model.blocks]
-        loss = model(torch.randint(3, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1)))
-        for hook in hooks:
-            hook.remove()
-        first = kept[:LAYERS]
-        loss.backward()
-        found.append([output.grad for output in first])
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    def gradients(model: Any) -> list[object]:
+        return [output.grad.tolist() for output in model.outputs]
+
+    assert_as_stock(Layer, policy, ids, run, gradients)
 
 
 @every_policy
-def test_hooks_with_keyword_arguments_that_are_gone_in_backward(policy: ActivationPolicy) -> None:
-    found = []
-    for with_policy in (True, False):
-        model = Model(Layer).double()
-        if with_policy:
-            apply_policy(model, policy)
+def test_hooks_with_keyword_arguments_that_are_gone_in_backward(policy: ActivationPolicy, ids: Tensor) -> None:
+    def doubled(module: Any, args: Any, kwargs: Any) -> Any:
+        return (args[0] * 2,), kwargs
 
-        def doubled(module: Any, args: Any, kwargs: Any) -> Any:
-            return (args[0] * 2,), kwargs
+    def halved(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        return output / (2 + len(kwargs))
 
-        def halved(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            return output / (2 + len(kwargs))
-
-        hooks = [block.mlp.register_forward_pre_hook(doubled, with_kwargs=True) for block in model.blocks]
-        hooks += [block.mlp.register_forward_hook(halved, with_kwargs=True) for block in model.blocks]
-        loss = model(torch.randint(3, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1)))
-        for hook in hooks:
-            hook.remove()
-        loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    run = with_hooks(
+        lambda mlp: mlp.register_forward_pre_hook(doubled, with_kwargs=True),
+        lambda mlp: mlp.register_forward_hook(halved, with_kwargs=True),
+    )
+    assert_as_stock(Layer, policy, ids, run)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
@@ -328,12 +323,7 @@ def test_adapters_that_are_activated_by_tokens(policy: ActivationPolicy) -> None
     apply_policy(model, policy)
     ids = torch.randint(7, VOCAB, (2, 11))
     ids[:, 4], ids[:, 5] = 5, 6
-    gradients = []
-    for each in (model, stock):
-        each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: p.grad for name, p in each.named_parameters() if p.grad is not None})
-    assert gradients[0]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    assert_same(*(step(each, ids, use_cache=False) for each in (model, stock)))
 
 
 class Stores(Layer):
@@ -345,6 +335,28 @@ class Stores(Layer):
         return y
 
 
+class Conditioned(Layer):
+    """Reads an attribute that the model computes for each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.condition)
+
+
+@every_policy
+def test_a_computed_attribute_gets_its_gradient(policy: ActivationPolicy, ids: Tensor) -> None:
+    """Also where it is another one, or none, in backward."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            block.condition = 1 + x.mean(1, keepdim=True).tanh()
+        x = in_order(model, x)
+        for block in model.blocks[1:]:
+            block.condition = None
+        return x
+
+    assert_as_stock(Conditioned, policy, ids, run)
+
+
 def alive() -> int:
     gc.collect()
     return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
@@ -352,15 +364,15 @@ def alive() -> int:
 
 @every_policy
 @pytest.mark.parametrize("backward", [True, False])
-def test_a_stored_output_holds_no_earlier_step(policy: ActivationPolicy, backward: bool) -> None:
+def test_a_stored_output_holds_no_earlier_step(policy: ActivationPolicy, backward: bool, ids: Tensor) -> None:
     model = Model(Stores)
     apply_policy(model, policy)
     counts = []
-    for k in range(6):
+    for _ in range(6):
         if backward:
-            step(model, k)
+            step(model, ids)
         else:
-            model(torch.randint(3, VOCAB, (2, 13)))
+            model(ids)
         counts.append(alive())
     assert counts[2:] == counts[2:3] * 4, counts
 
@@ -374,8 +386,8 @@ def pairs(model: Any, x: Tensor) -> Tensor:
 
 
 @every_policy
-def test_inside_a_checkpoint_of_several_layers(policy: ActivationPolicy) -> None:
-    assert_as_stock(Layer, policy, pairs)
+def test_inside_a_checkpoint_of_several_layers(policy: ActivationPolicy, ids: Tensor) -> None:
+    assert_as_stock(Layer, policy, ids, pairs)
 
 
 class Capacity(Layer):

@@ -46,6 +46,11 @@ class Contents:
         return not any(self._empty) and all(map(_same, self._places, self._copies))
 
 
+def has_graph(value: Any) -> bool:
+    """Whether a value is a tensor that was computed, and not a leaf."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
 def _same(place: Any, copy: Any) -> bool:
     """Whether a container holds the very objects of its copy, in the same order. Tensors are not compared by value."""
     if len(place) != len(copy):
@@ -59,7 +64,7 @@ def _without_graphs(content: Any) -> Any:
     """Return a dictionary's or a list's content with its tensors' values, which need a gradient as these do."""
 
     def value(one: Any) -> Any:
-        return one.detach().requires_grad_() if type(one) is Tensor and one.grad_fn is not None else one
+        return one.detach().requires_grad_() if has_graph(one) else one
 
     return {name: value(one) for name, one in content.items()} if isinstance(content, dict) else [*map(value, content)]
 

@@ -148,7 +148,7 @@ class _Group:
         hidden = self._input(0)
         for i, (layer, run, around) in enumerate(self._layers[:place]):
             _turn_to(layer, over=False)
-            # With a graph, which layers may look at, that saves nothing.
+            # Layers may look at whether there is a graph: there is one, which saves nothing.
             with torch.enable_grad(), saved_tensors_hooks(_nothing, _nothing), around.restored():
                 output = _hidden_of(run(hidden))
             assert output is not None

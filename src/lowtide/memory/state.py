@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.code import MODULE_HOOKS, Code
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.contents import Contents
+from lowtide.memory.contents import Contents, has_graph
 
 _OWN = len(vars(nn.Module()))  # attributes that every module has; those of its class come behind them
 _SMALL = 1 << 16  # bytes of a buffer that is copied
@@ -156,7 +156,7 @@ class Snapshot:
             self._take_buffers(own["_buffers"])
         tensors = dict[str, Tensor]()
         for name, value in islice(own.items(), _OWN, None):
-            if type(value) is Tensor:
+            if isinstance(value, Tensor):
                 tensors[name] = value
             elif type(value) not in _LEAVES:
                 self._take(value, _DEPTH)
@@ -171,9 +171,9 @@ class Snapshot:
 
     def _take_tensors(self, own: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Take attributes that are tensors: outputs that the layer has stored, and what may count as a buffer does."""
-        if any(x.grad_fn is not None for x in tensors.values()):
+        if any(map(has_graph, tensors.values())):
             self._of_graphs.append(own)
-        self._clone(own, {name: x for name, x in tensors.items() if not x.requires_grad})
+        self._clone(own, {name: x for name, x in tensors.items() if type(x) is Tensor and not x.requires_grad})
 
     def _clone(self, place: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if small := {name: x.detach().clone() for name, x in tensors.items() if _is_small(x)}:
@@ -202,7 +202,7 @@ class Snapshot:
         values = place.values() if isinstance(place, dict) else place
         kinds = set(map(type, values))
         self._places.append(place)
-        if Tensor in kinds and any(type(value) is Tensor and value.grad_fn is not None for value in values):
+        if any(issubclass(kind, Tensor) for kind in kinds) and any(map(has_graph, values)):
             self._of_graphs.append(place)
         if depth and not kinds <= _LEAVES:
             for value in values:

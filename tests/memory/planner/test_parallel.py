@@ -406,9 +406,13 @@ def test_what_fits_on_more_gpus_is_in_the_error() -> None:
 
 
 def test_a_batch_and_a_length_that_are_too_large_together() -> None:
+    given = {"budget_gib": 8, "device": "h100", "gpus": 2, "parallel": "zero3"}
     shape = {**SHAPES["llama-3-8b"], "num_hidden_layers": 1, "vocab_size": 256}
-    with pytest.raises(ArgumentValueError, match="What would help: "):
-        plan_memory(shape, 2**15, 2**15, 8, device="h100", gpus=2, parallel="zero3")
+    with pytest.raises(ArgumentValueError) as caught:
+        plan_memory(shape, 2**20, 2**15, **given)  # type: ignore[arg-type]
+    found = re.search(r"What would help: batch_size=1 with seq_len=(\d+) fits\.$", str(caught.value))
+    assert found, caught.value
+    plan_memory(shape, int(found[1]), 1, **given)  # type: ignore[arg-type]
 
 
 def test_layers_that_are_shared_are_sharded_by_fsdp2() -> None:

@@ -260,8 +260,8 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int, *, a
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
-    if not helps:
-        helps.append("a smaller batch and shorter sequences together")
+    if not helps and (most := search.of(replace(job, batch_size=1)).longest_sequence(budget)):
+        helps.append(f"batch_size=1 with seq_len={most} fits")
     roomy = search.of(job, 2**60 if job.gpus == 1 else 0).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append("host_gib={} fits, with {}".format(*_host_that_fits(search, roomy, budget)))
