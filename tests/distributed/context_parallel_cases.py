@@ -33,9 +33,7 @@ from distributed.models import GATHERED, VOCAB, counted, fused, gradients, layer
 from distributed.ring import ring_on_cpus
 from lowtide.distributed import count_items
 from lowtide.errors import UnsupportedError
-from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory import apply as memory_apply
-from lowtide.memory import offload as memory_offload
+from lowtide.memory import ActivationPolicy, apply_policy, copies
 from lowtide.train import parallel
 from memory.models import LazySide
 from pages.blocks import all_blocks, compiled
@@ -171,8 +169,8 @@ def policies() -> None:
             with pytest.MonkeyPatch.context() as patched:
                 if ON_CPU:
                     side = LazySide()
-                    patched.setattr(memory_apply, "available", lambda: True)
-                    patched.setattr(memory_offload, "side_for", lambda _, side=side: side)
+                    patched.setattr(copies, "available", lambda: True)
+                    patched.setattr(copies, "side_for", lambda _, side=side: side)
                 if policy is not None:
                     apply_policy(ours, policy)
                 causal(ours)

@@ -18,7 +18,7 @@ from gpu.policy_runs import DETERMINISTIC, differences, model_and_ids
 from lowtide.errors import UnsupportedError
 from lowtide.measure.child import run_child
 from lowtide.measure.timing import peak_above, time_side_by_side
-from lowtide.memory import ActivationPolicy, apply_policy, offload, remove_policy
+from lowtide.memory import ActivationPolicy, apply_policy, copies, offload, remove_policy
 from memory.models import CountAttention, Plain, step
 from support import alone
 
@@ -174,7 +174,7 @@ def test_inside_torch_compile() -> None:
 
 
 def test_a_refused_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = offload.Side(torch.device("cuda"))
+    side = copies.Side(torch.device("cuda"))
     runtime = torch.cuda.cudart()
 
     class Twice:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.memory import apply, offload, weights
+from lowtide.memory import copies, weights
 from lowtide.memory import optimizer_blocks as blocks
 from memory.frozen import adapted, inputs_trained
 from memory.models import SHAPE, VOCAB, LazySide, Plain
@@ -35,8 +35,8 @@ def ids() -> Tensor:
 def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazySide]:
     """Offloading from the CPU, with copies that come as late as they may."""
     lazy = LazySide()
-    monkeypatch.setattr(apply, "available", lambda: True)
-    monkeypatch.setattr(offload, "side_for", lambda device: lazy)
+    monkeypatch.setattr(copies, "available", lambda: True)
+    monkeypatch.setattr(copies, "side_for", lambda device: lazy)
     yield lazy
     assert lazy.lost == 0, "memory was freed while its copy was under way"
 

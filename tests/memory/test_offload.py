@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, apply_policy, offload, pinned, remove_policy
+from lowtide.memory import ActivationPolicy, apply_policy, copies, offload, pinned, remove_policy
 from memory.models import OFFLOADED_ATTENTION as ATTENTION
 from memory.models import OFFLOADED_INPUT as INPUT
 from memory.models import VOCAB, LazySide, Plain, step
@@ -209,10 +209,10 @@ def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor)
 
 def test_nothing_to_offload_from(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     model = Plain()
-    monkeypatch.setattr("lowtide.memory.apply.available", lambda: False)
+    monkeypatch.setattr("lowtide.memory.copies.available", lambda: False)
     with pytest.raises(UnsupportedError, match="a GPU to offload from"):
         apply_policy(model, INPUT)
-    monkeypatch.setattr("lowtide.memory.apply.available", lambda: True)
+    monkeypatch.setattr("lowtide.memory.copies.available", lambda: True)
     apply_policy(model, INPUT)
     with pytest.raises(UnsupportedError, match="offload: expected a CUDA device, got cpu"):
         step(model, ids)
@@ -272,7 +272,7 @@ def test_an_error_of_the_driver_is_reported_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch, "ones", launch)
-    side = object.__new__(offload.Side)
+    side = object.__new__(copies.Side)
     side._device = torch.device("cuda")
     with pytest.raises(UnsupportedError, match=r"^offload: expected 5000 bytes of memory to lock, got CUDA error 2"):
         side.pin(5000)

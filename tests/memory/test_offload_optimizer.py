@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import offload, offload_optimizer
+from lowtide.memory import copies, offload_optimizer
 from lowtide.memory import optimizer_blocks as blocks
 from memory.models import LazySide, Plain
 from memory.states import OPTIMIZERS, Pair, adamw, batch, equal, states
@@ -95,7 +95,7 @@ def test_copies_that_the_planner_has_time_for_hold_nothing_up(
 ) -> None:
     """Of a layer's seconds the copies take a share, ``pace``: up to 0.9 is what `StepCosts.travels` allows."""
     bus, layers = BusSide(), 16
-    monkeypatch.setattr(offload, "side_for", lambda _: bus)
+    monkeypatch.setattr(copies, "side_for", lambda _: bus)
     pair = Pair(model=Plain(layers))
     pair.train(1)
     each = pair.handle.offloaded_bytes * blocks.share_out(0, layers) / pace
@@ -380,7 +380,7 @@ def test_states_changed_from_outside(
 ) -> None:
     if early:
         at_once = EarlySide()
-        monkeypatch.setattr(offload, "side_for", lambda _: at_once)
+        monkeypatch.setattr(copies, "side_for", lambda _: at_once)
     pair = Pair()
     pair.train(2)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from distributed.launch import main
-from lowtide.memory import ActivationPolicy, apply, apply_policy, offload, remove_policy
+from lowtide.memory import ActivationPolicy, apply_policy, copies, remove_policy
 from memory.models import (
     ATTENTION,
     INPUT,
@@ -55,8 +55,8 @@ def _train(policy: ActivationPolicy, *, policy_first: bool) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apply, "available", lambda: True)
-        patch.setattr(offload, "side_for", lambda _: side)
+        patch.setattr(copies, "available", lambda: True)
+        patch.setattr(copies, "side_for", lambda _: side)
         if policy_first:
             apply_policy(model, policy)
         _shard(model)

@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowtide.memory import Adapters, apply, offload, pinned, plan_memory, weights
+from lowtide.memory import Adapters, copies, offload, pinned, plan_memory, weights
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.train import activations
 from lowtide.train.activations import OffloadStates, check_offload
@@ -36,9 +36,8 @@ LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0}
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazySide]:
     lazy = LazySide()
-    for module in (activations, apply):
-        monkeypatch.setattr(module, "available", lambda: True)
-    monkeypatch.setattr(offload, "side_for", lambda device: lazy)
+    monkeypatch.setattr(copies, "available", lambda: True)
+    monkeypatch.setattr(copies, "side_for", lambda device: lazy)
     monkeypatch.setattr(blocks, "MIN_BYTES", 64)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 20_000)
     yield lazy

@@ -16,8 +16,9 @@ from torch import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.output_files import checked_folder
 from lowtide.measure.text import table
+from lowtide.memory import copies
 from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer, run_without_graph
-from lowtide.memory.offload import ON_DEVICE, Offloader, available
+from lowtide.memory.offload import ON_DEVICE, Offloader
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.stack import Stack, find_stack
@@ -220,7 +221,7 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
     """Raise before anything has changed if a layer cannot do what its policy sets, or layers disagree on their MLP."""
     for name, policy in policies.items():
         layer = stack.layers[name]
-        if policy.offload and not available():
+        if policy.offload and not copies.available():
             hint = "Take offload=False, or a machine with a CUDA device."
             raise UnsupportedError(message("policy", "a GPU to offload from, with offload=True", "none", hint))
         if policy.keep != "all":

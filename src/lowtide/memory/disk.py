@@ -91,12 +91,12 @@ class File:
     def __init__(self, disk: Disk, slot: int, nbytes: int) -> None:
         self.slot, self.nbytes, self._disk = slot, nbytes, disk
         self._file = tempfile.TemporaryFile(dir=disk.folder, buffering=0)  # noqa: SIM115 (open as long as this)
+        self._remove = weakref.finalize(self, self._file.close)
         try:
             os.posix_fallocate(self._file.fileno(), 0, nbytes)
-        except OSError:
-            self._file.close()
+        except BaseException:
+            self._remove()
             raise
-        self._remove = weakref.finalize(self, self._file.close)
         disk.files.add(self)
 
     def give(self) -> None:

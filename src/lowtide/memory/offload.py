@@ -12,7 +12,6 @@ while the layer behind its own computes.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections import defaultdict, deque
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.memory import copies
 from lowtide.memory.attention import Get, changed_in_place, detached, stay
 from lowtide.memory.disk import Disk, File
 from lowtide.memory.pinned import Buffer, HostPool
@@ -35,108 +35,15 @@ IN_FLIGHT = 2  # layers whose copies may be under way: the one that runs and the
 ON_DEVICE = IN_FLIGHT  # the last layers that are offloaded stay: they would still be in flight when backward begins
 
 
-class Side:
-    """Copies to and from the host beside a CUDA device's computing: a stream for each direction, as its copy engines.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-
-    def pin(self, nbytes: int) -> Tensor:
-        """Return page-locked host memory, in whole pages, as uint8."""
-        # Not torch's pinned allocator: it rounds up to powers of two and keeps what is freed, and this is a budget.
-        page = 4096
-        memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8, device="cpu")
-        start = -memory.data_ptr() % page
-        aligned = memory[start : start + memory.numel() - page]
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(aligned.data_ptr(), aligned.numel(), 0))
-        if code:
-            _clear_last_error(self._device)
-            hint = "Offload fewer layers, or lower host_gib to what the system lets a process lock."
-            raise UnsupportedError(message("offload", f"{nbytes} bytes of memory to lock", f"CUDA error {code}", hint))
-        return aligned
-
-    def unpin(self, memory: Tensor) -> None:
-        """Unlock it, once no copy is under way."""
-        torch.cuda.synchronize(self._device)  # rare: when batches grow, and at the end
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
-
-    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
-        """Copy to the host after what computes now; return the event of its end."""
-        return self._copy(self._out, host, tensor)
-
-    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
-        """Copy from the host after what computes now, or had the memory before; return the event of its end."""
-        return self._copy(self._back, tensor, host)
-
-    def _copy(self, stream: torch.cuda.Stream, to: Tensor, of: Tensor) -> Any:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            to.copy_(of, non_blocking=True)
-        return stream.record_event()
-
-    def stream(self) -> Any:
-        """Return the stream that computes now."""
-        return torch.cuda.current_stream(self._device)
-
-    def wait(self, event: Any, stream: Any) -> None:
-        """Let a stream wait for an event from now on, but not the host."""
-        stream.wait_event(event)
-
-    def used_on(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory, when it is freed, until what the stream computes now is done.
-
-        The allocator only has the stream that the tensor was made on.
-        """
-        tensor.record_stream(stream)
-
-    def finish(self, event: Any) -> None:
-        """Let the host wait for an event."""
-        event.synchronize()
-
-
-def _clear_last_error(device: torch.device) -> None:
-    """Clear the error that a failed call of the CUDA runtime leaves behind, which was raised already.
-
-    It would be raised after the next launch of any kernel. PyTorch has no name for cudaGetLastError,
-    and calls it after a launch of its own.
-    """
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
-
-
-def available() -> bool:
-    """Whether there is a device to offload from."""
-    return torch.cuda.is_available()
-
-
-def side_for(device: torch.device) -> Side:
-    """Return the side of a device.
-
-    Raises:
-        UnsupportedError: There is nothing to offload from.
-    """
-    if device.type != "cuda" or not available():
-        hint = "Move the model and its inputs to a GPU, or offload nothing."
-        got = f"{device}" if device.type != "cuda" else "none on this machine"
-        raise UnsupportedError(message("offload", "a CUDA device", got, hint))
-    return Side(device)
-
-
 class _Item:
     """One tensor that a record saves: on the device, in a buffer of the host's, or both."""
 
     _tensor: Tensor | None = None
 
-    def __init__(self, tensor: Tensor, buffer: Buffer, pool: HostPool, side: Side) -> None:
+    def __init__(self, tensor: Tensor, buffer: Buffer, pool: HostPool, side: copies.Side) -> None:
         self._side, self._pool, self._buffer = side, pool, buffer
         self._version, self._changed, self._device = tensor._version, False, tensor.device
-        strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        strides = tensor.stride() if copies.is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         self._nbytes, self._layout = tensor.nbytes, (tensor.dtype, tensor.shape, strides)
         self._host = self._in(buffer)
         self._tensor = detached(tensor)
@@ -147,6 +54,11 @@ class _Item:
         self.let_go()
         self._buffer.used = self._done
         self._pool.give(self._buffer)
+
+    @property
+    def host_bytes(self) -> int:
+        """The size of its buffer."""
+        return self._buffer.nbytes
 
     def _in(self, buffer: Buffer) -> Tensor:
         """Return the part of a buffer that has the tensor's values."""
@@ -191,7 +103,13 @@ class _ItemOnDisk(_Item):
     _reading: Future[Any] | None = None
 
     def __init__(
-        self, tensor: Tensor, buffer: Buffer, pool: HostPool, side: Side, file: File, take: Callable[[int], Buffer]
+        self,
+        tensor: Tensor,
+        buffer: Buffer,
+        pool: HostPool,
+        side: copies.Side,
+        file: File,
+        take: Callable[[int], Buffer],
     ) -> None:
         """``take`` gives a buffer for the way back."""
         super().__init__(tensor, buffer, pool, side)
@@ -303,7 +221,8 @@ class Offloader:
         self._disk: Disk | None = None
         self._on_disk = 0  # layers
         self._writing: dict[int, deque[Future[Any]]] = defaultdict(deque)  # by slot
-        self._sides: dict[torch.device, Side] = {}
+        self._held = weakref.WeakSet[_Item]()  # on the host until they die
+        self._sides: dict[torch.device, copies.Side] = {}
         self._pool: HostPool | None = None
         self._largest: dict[int, int] = {}  # bytes by slot: 0 is the layer's input, the others are attention's
         self._in_flight: deque[weakref.ref[Record]] = deque()
@@ -347,7 +266,7 @@ class Offloader:
         """
         side = self._sides.get(tensor.device)
         if side is None:
-            side = self._sides[tensor.device] = side_for(tensor.device)
+            side = self._sides[tensor.device] = copies.side_for(tensor.device)
         limit, layers, attention_layers, folder = self._settings
         if self._pool is None:
             self._pool = HostPool(limit, side.pin, side.unpin)
@@ -360,9 +279,10 @@ class Offloader:
             else:
                 self._on_disk = self._beyond(total, sum(largest.values()))
             self._largest = largest
-        on_the_way = ON_THE_WAY * sum(self._largest.values())
-        if folder is None or (turn >= self._on_disk and self._pool.has_room(nbytes + on_the_way)):
-            return _Item(tensor, self._pool.take(slot, nbytes), self._pool, side)
+        if folder is None or (turn >= self._on_disk and self._holds(nbytes)):
+            item = _Item(tensor, self._pool.take(slot, nbytes), self._pool, side)
+            self._held.add(item)
+            return item
         self._disk = self._disk or Disk(folder)
         file, take = self._disk.take(slot, nbytes), partial(self._take, slot, 1)
         item = _ItemOnDisk(tensor, self._take(slot, IN_FLIGHT, nbytes), self._pool, side, file, take)
@@ -375,6 +295,15 @@ class Offloader:
         on_the_way, limit = ON_THE_WAY * of_layer, self._pool.most_bytes
         self._pool.check(on_the_way, f"{ON_THE_WAY} layers on their way to the disk")
         return 0 if total + on_the_way <= limit else math.ceil((total + on_the_way - limit) / of_layer)
+
+    def _holds(self, nbytes: int) -> bool:
+        """Return whether the host has room for so much beside what it holds, and what is on its way, now or later.
+
+        What is on its way now does not count, so that no layer's place depends on how fast the disk is.
+        """
+        assert self._pool is not None
+        on_the_way = ON_THE_WAY * sum(self._largest.values())
+        return sum(item.host_bytes for item in self._held) + nbytes + on_the_way <= self._pool.most_bytes
 
     def _take(self, slot: int, most: int, nbytes: int) -> Buffer:
         """Return a buffer once fewer than ``most`` of a slot are being written; reading tells what came of that."""
@@ -392,9 +321,3 @@ class Offloader:
             self._pool.close()
         if self._disk is not None:
             self._disk.close()
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps, in whatever order: then a copy can have the same strides."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > 0 and span == tensor.numel()

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.measure.units import gib as in_gib
-from lowtide.memory import offload
+from lowtide.memory import copies
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.memory.hooks import Handle, Hook, refuse_capture, remove_hooks
 from lowtide.memory.optimizer_blocks import Block, Slot
@@ -120,7 +120,7 @@ class OptimizerOffload(Handle):
         self._blocks: list[Block] = []
         self._signature: list[Any] = []
         self._count = 0  # of all that the optimizer has as states
-        self._sides: dict[torch.device, offload.Side | None] = {}
+        self._sides: dict[torch.device, copies.Side | None] = {}
         self._pool: HostPool | None = None
         self._counts: Counter[int] = Counter()  # backward passes since the last step, by parameter
         self._in_closure = False
@@ -288,7 +288,7 @@ class OptimizerOffload(Handle):
                 if type(value) is not Tensor or value.layout != torch.strided:
                     got = f"{key!r} as a {type(value).__name__} ({value.layout})"
                     raise UnsupportedError(message("optimizer", "plain dense tensors as states", got))
-                if offload.is_dense(value):
+                if copies.is_dense(value):
                     found.append(Slot(param, key, value))
                     seen[value.data_ptr()] += 1
         return [slot for slot in found if seen[optimizer.state[slot.param][slot.key].data_ptr()] == 1]
@@ -321,7 +321,7 @@ class OptimizerOffload(Handle):
                 hook = Hook(self._accumulated, id(param), i, len(trained))
                 self._gradient_hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _side(self, device: torch.device) -> offload.Side | None:
+    def _side(self, device: torch.device) -> copies.Side | None:
         if device not in self._sides:
             self._sides[device] = _side_for(device)
         return self._sides[device]
@@ -331,9 +331,9 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # Tensor.nbytes raises for sparse ones
 
 
-def _side_for(device: torch.device) -> offload.Side | None:
+def _side_for(device: torch.device) -> copies.Side | None:
     try:
-        return offload.side_for(device)
+        return copies.side_for(device)
     except UnsupportedError:  # parameters on the CPU: their states stay there
         return None
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowtide.memory.offload import IN_FLIGHT, Side
+from lowtide.memory.copies import Side
+from lowtide.memory.offload import IN_FLIGHT
 from lowtide.memory.pinned import Buffer
 
 MIN_BYTES = 64 * 2**10  # of a state that is worth a copy: step counters, and the states of norms, stay

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.offload import Side
+from lowtide.memory.copies import Side
 from lowtide.memory.optimizer_blocks import ALIGNED
 from lowtide.memory.pinned import Buffer
 

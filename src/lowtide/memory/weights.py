@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import gib as in_gib
-from lowtide.memory import offload
+from lowtide.memory import copies
 from lowtide.memory.hooks import OUT_OF_TURN, Handle, Hook, refuse_capture, remove_hooks
 from lowtide.memory.optimizer_blocks import MIN_BYTES
 from lowtide.memory.pinned import HostPool, budget_bytes
@@ -99,7 +99,7 @@ def offload_weights(
             raise ArgumentValueError(message("layers", f"at most {len(stack.layers)}", f"{layers}", hint))
     host = None if host_gib is None else budget_bytes("host_gib", host_gib, hint="None: whatever the host has free.")
     to = _device(model, device)
-    side = offload.side_for(to)
+    side = copies.side_for(to)
     for layer in stack.layers.values():
         former = vars(layer).get(_STAYS, Hook()).handle
         if former is not None:
@@ -129,7 +129,7 @@ class WeightOffload(Handle):
         self,
         model: nn.Module,
         found: Sequence[tuple[nn.Module, list[nn.Parameter]]],
-        side: offload.Side,
+        side: copies.Side,
         device: torch.device,
         host_limit: int | None,
     ) -> None:
@@ -155,7 +155,7 @@ class WeightOffload(Handle):
         model: nn.Module,
         pool: HostPool,
         found: Sequence[tuple[nn.Module, list[nn.Parameter]]],
-        side: offload.Side,
+        side: copies.Side,
         device: torch.device,
     ) -> None:
         """Move the weights to the host, layer by layer, and all else to the device."""
@@ -361,7 +361,7 @@ def _frozen(layer: nn.Module, shared: set[int]) -> list[nn.Parameter]:
         if not p.requires_grad
         and id(p) not in shared
         and p.nbytes > MIN_BYTES
-        and offload.is_dense(p)
+        and copies.is_dense(p)
         and (type(p) is nn.Parameter or getattr(p, "quant_state", None) is not None)
     ]
 

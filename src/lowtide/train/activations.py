@@ -19,11 +19,11 @@ from lowtide.memory import (
     Adapters,
     MemoryPlan,
     apply_policy,
+    copies,
     offload_optimizer,
     offload_weights,
     plan_memory,
 )
-from lowtide.memory.offload import available
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.gpus import DEFAULT, GPUS
 from lowtide.memory.planner.job import Job
@@ -206,7 +206,7 @@ def check_offload(config: TrainConfig) -> None:
     """
     if not config.offload_states:
         return
-    if not available():
+    if not copies.available():
         hint = "On a CPU there is nothing to offload from: leave it out."
         raise UnsupportedError(message("offload_states", "a CUDA GPU", "none", hint))
     if uses_fsdp() or uses_deepspeed():

@@ -1,0 +1,110 @@
+"""Copies to and from host memory, beside what a device computes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import UnsupportedError, message
+
+
+class Side:
+    """Copies to and from the host beside a CUDA device's computing: a stream for each direction, as its copy engines.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def pin(self, nbytes: int) -> Tensor:
+        """Return page-locked host memory, in whole pages, as uint8."""
+        # Not torch's pinned allocator: it rounds up to powers of two and keeps what is freed, and this is a budget.
+        page = 4096
+        memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8, device="cpu")
+        start = -memory.data_ptr() % page
+        aligned = memory[start : start + memory.numel() - page]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(aligned.data_ptr(), aligned.numel(), 0))
+        if code:
+            _clear_last_error(self._device)
+            hint = "Offload fewer layers, or lower host_gib to what the system lets a process lock."
+            raise UnsupportedError(message("offload", f"{nbytes} bytes of memory to lock", f"CUDA error {code}", hint))
+        return aligned
+
+    def unpin(self, memory: Tensor) -> None:
+        """Unlock it, once no copy is under way."""
+        torch.cuda.synchronize(self._device)  # rare: when batches grow, and at the end
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        """Copy to the host after what computes now; return the event of its end."""
+        return self._copy(self._out, host, tensor)
+
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
+        """Copy from the host after what computes now, or had the memory before; return the event of its end."""
+        return self._copy(self._back, tensor, host)
+
+    def _copy(self, stream: torch.cuda.Stream, to: Tensor, of: Tensor) -> Any:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            to.copy_(of, non_blocking=True)
+        return stream.record_event()
+
+    def stream(self) -> Any:
+        """Return the stream that computes now."""
+        return torch.cuda.current_stream(self._device)
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """Let a stream wait for an event from now on, but not the host."""
+        stream.wait_event(event)
+
+    def used_on(self, tensor: Tensor, stream: Any) -> None:
+        """Keep a tensor's memory, when it is freed, until what the stream computes now is done.
+
+        The allocator only has the stream that the tensor was made on.
+        """
+        tensor.record_stream(stream)
+
+    def finish(self, event: Any) -> None:
+        """Let the host wait for an event."""
+        event.synchronize()
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Clear the error that a failed call of the CUDA runtime leaves behind, which was raised already.
+
+    It would be raised after the next launch of any kernel. PyTorch has no name for cudaGetLastError,
+    and calls it after a launch of its own.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
+def available() -> bool:
+    """Whether there is a device to offload from."""
+    return torch.cuda.is_available()
+
+
+def side_for(device: torch.device) -> Side:
+    """Return the side of a device.
+
+    Raises:
+        UnsupportedError: There is nothing to offload from.
+    """
+    if device.type != "cuda" or not available():
+        hint = "Move the model and its inputs to a GPU, or offload nothing."
+        got = f"{device}" if device.type != "cuda" else "none on this machine"
+        raise UnsupportedError(message("offload", "a CUDA device", got, hint))
+    return Side(device)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in whatever order: then a copy can have the same strides."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and span == tensor.numel()
