@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.errors import UnsupportedError
 from lowtide.head.function import function as apply_function
+from lowtide.head.lengths import evenly
 from lowtide.head.matmul import slices
-from lowtide.head.planner import evenly
 from support import assert_same_gradients, head
 
 # torch.compile warns of what it does itself, when inductor first loads and when it follows an autograd.Function

@@ -22,7 +22,7 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import why_not_exp
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.planner import padded
+from lowtide.head.lengths import padded
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.timing import Timing, time_side_by_side
 

@@ -19,7 +19,7 @@ from lowtide.bench.loss_peers import Loss, loss_on
 from lowtide.bench.way import COMPILE, HEADS, LIGER, OURS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.planner.shapes import with_layers
+from lowtide.memory.planner.settings import with_layers
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch

@@ -18,8 +18,8 @@ from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS, gpu_named
 from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS, PARALLEL
-from lowtide.memory.planner.settings import read_settings
-from lowtide.memory.planner.shapes import read_shape, with_layers
+from lowtide.memory.planner.settings import read_settings, with_layers
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 

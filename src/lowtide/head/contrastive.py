@@ -19,8 +19,8 @@ from lowtide.arguments import (
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError, message
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_head, checked_call
+from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.exchange import classes_of_all_rows
 from lowtide.head.ranks.gathered import check_same, gathered_rows
 from lowtide.head.ranks.parallel import exchanges_between_ranks_run_in_eager

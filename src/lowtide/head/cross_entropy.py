@@ -8,8 +8,8 @@ from torch.nn.functional import pad
 from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real, detached
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.call import CrossEntropyArgs, Head, check_per_token, check_reduction, check_target, checked_call
+from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.replay.checked import Checked

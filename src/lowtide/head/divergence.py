@@ -17,8 +17,8 @@ from lowtide.head.call import (
     check_softcap,
     checked_call,
 )
+from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.parallel import Alone, Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.divergence import DIVERGENCE

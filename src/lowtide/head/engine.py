@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
+from lowtide.head.lengths import padded
 from lowtide.head.matmul import matmul_into, narrow_in_place, narrow_view, slices
 from lowtide.head.pieces import Places, multiply_into, places_of, side_by_side
 from lowtide.head.plan import HeadPlan
-from lowtide.head.planner import padded
 from lowtide.head.rows import Rows, take_rows
 
 BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to

@@ -26,10 +26,10 @@ from lowtide.graph import (
 )
 from lowtide.head.backends import float32_pieces
 from lowtide.head.call import Head, SupportArgs, Wanted
+from lowtide.head.choice import check_backend
 from lowtide.head.gradients import Gradients
 from lowtide.head.ignored import decided, kept_tokens
 from lowtide.head.pieces import is_cast
-from lowtide.head.plan import check_backend
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.skipping import skipping
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes

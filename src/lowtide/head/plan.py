@@ -5,25 +5,16 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
 from lowtide.arguments import check_name
-from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import (
-    NOT_OF_MASKED,
-    NOT_OF_SHARDS,
-    NOT_OF_SOME,
-    NOT_ON_EVERY_RANK,
-    choose,
-    float32_pieces,
-    skips_ignored,
-    why_not_exp,
-    why_not_row,
-)
-from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, SupportArgs, TokenStatsArgs, Wanted
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head.backends import choose, float32_pieces, skips_ignored, why_not_exp, why_not_row
+from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
+from lowtide.head.choice import Args, choose_backend, choose_gradient, skips_tokens
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, check_options
@@ -43,9 +34,7 @@ from lowtide.head.planner import (
     gemms_of,
 )
 from lowtide.head.ranks.parallel import Alone, Ranks
-from lowtide.head.rows import input_is_copied, rows_are_aligned
-
-Args = CrossEntropyArgs | TokenStatsArgs | DivergenceArgs | SupportArgs
+from lowtide.head.rows import input_is_copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,63 +324,19 @@ def plan_both_sides(
     return plan_of(work), plan_of(work, of_teacher=True)
 
 
-def skips_tokens(head: Head, backend: str) -> bool:
-    """Return whether the device puts ignored tokens last, and the kernels end before them."""
-    if backend != "exp" or head.ignored_tokens != "skip" or head.ranks.spread:
-        return False
-    return head.ranks.limits.skips if isinstance(head.ranks, Ranks) else skips_ignored(head.input.device)
-
-
-def check_backend(head: Head, args: Args) -> None:
-    """Raise if an explicitly requested implementation cannot run; for meta tensors too, which have no plan."""
-    if head.backend != "auto" and head.ranks.alone:
-        _choose(head, args)
-
-
-def _choose(head: Head, args: Args) -> tuple[str, str]:
-    """Return the implementation that runs, and why: one that runs on every rank."""
-    device, ranks, w = head.input.device, head.ranks, head.weight_VD
-    where = "" if ranks.alone else " where the vocabulary is sharded"
-    row = partial(why_not_row, device, head.dtype, ranks.most_rows)
-
-    def exp(**of_work: Any) -> str | None:
-        if isinstance(ranks, Ranks) and not ranks.limits.exponentials:
-            return NOT_ON_EVERY_RANK
-        copied = not ranks.alone or w.dtype != head.dtype
-        fits = copied or torch.compiler.is_compiling() or rows_are_aligned(w)  # a compiler traces no address
-        return why_not_exp(device, head.dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
-
-    if isinstance(args, SupportArgs):
-        return support_backend(head)
-    if isinstance(args, DivergenceArgs):
-        return choose("divergence", head.options, row=row(topk=args.topk_ids is not None))
-    if isinstance(args, TokenStatsArgs):
-        size = args.target.shape[1], args.topk
-        why_not = exp(stats=size) if args.dead is None else NOT_OF_SOME
-        return choose("statistics", head.options, where, exp=why_not if args.mask is None else NOT_OF_MASKED)
-    why_not = exp(capped_and_smoothed=head.softcap is not None and args.label_smoothing != 0)
-    why_not = why_not if args.mask is None else NOT_OF_MASKED
-    return choose("cross entropy", head.options, where, exp=why_not, row=row() if ranks.alone else NOT_OF_SHARDS)
-
-
 def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     """Return what a pass over n tokens is, on every rank alike: by the largest shard and the smallest GPU."""
     ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
     copied = sharded or n != head.tokens or input_is_copied(head.input, head.dtype)  # rounded, or gathered, on any rank
     if not isinstance(ranks, Alone):
         n, more["device_bytes"] = ranks.slots if ranks.spread else n, ranks.limits.gpu_bytes
-    choice = _choose(head, args)
+    choice = choose_backend(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "groups": ranks.groups}
     more |= {"input_is_copied": copied, "skips": skips_tokens(head, choice[0]), "kept": head.order > 0}
     splits = not isinstance(ranks, Ranks) or ranks.limits.splits
     more["pieces"] = float32_pieces(head.input.device) if splits else 0
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
-
-
-def support_backend(head: Head) -> tuple[str, str]:
-    """Return the implementation that runs for sets of classes, and why."""
-    return choose("sets", head.options, row=why_not_row(head.input.device, head.dtype, max(1, head.ranks.most_rows)))
 
 
 def support_chunk(head: Head, N: int, K: int) -> tuple[int, int]:
@@ -417,19 +362,3 @@ def support_slices(head: Head, P: int) -> int:
     workspace = head.options.workspace_mib
     limit = SUPPORT_WORKSPACE if workspace is None else int(workspace * MIB)
     return max(1, (limit // max(1, P) - SUPPORT_PAIR_BYTES) // 4)
-
-
-def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
-    """Return when the gradients are computed; raise if forward was requested and cannot be right.
-
-    With a scalar loss the upstream gradient is one factor, applied afterwards. With one loss a token it is not, but
-    then a frozen head still allows it: the input's gradient is a row times the upstream factor of that row. Of a
-    divergence three numbers per token are stored instead, and the input's gradient only if requested.
-    """
-    known = reduction != "none" or weight_frozen
-    if options.gradient == "forward" and not known:
-        expected = "'auto' or 'recompute' with reduction='none' and a head that is trained"
-        hint = "The weight's gradient needs each token's upstream gradient, known in backward only."
-        raise UnsupportedError(message("gradient", expected, "'forward'", hint))
-    small = divergence and reduction == "none" and options.gradient == "auto"
-    return "recompute" if options.gradient == "recompute" or not known or small else "forward"

@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lowtide.head.cost import HOPPER, Gpu, Schedule, gpu_of
+from lowtide.head.lengths import GPU_TILE, evenly, fitting_blocks, level, next_power, padded, tile_of, whole_tiles
 from lowtide.head.options import HeadOptions
 from lowtide.head.pieces import most_places
 
 MIB = 2**20
 When = Literal["forward", "recompute"]
 
-GPU_TILE = 128  # rows
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, valid mask and index: what is held for all N tokens, not a chunk's
 # The workspace, if the user sets no limit.
 CPU_WORKSPACE = 160 * MIB  # 256 rows of a vocabulary of 128K; with 128 rows a step takes 6% longer on two cores
@@ -55,8 +55,6 @@ KEPT_ROWS = 512  # of a chunk, from which tiles are skipped
 KEPT_PARTS = 132 * 128 * 256  # float32 numbers, where parts of tiles meet
 EXP_ROWS = 2048  # a chunk may have so many by default, however few the tokens; else half of them
 EXP_BLOCKS_BELOW = 1024  # rows of the longest chunk that fits: blocks may be faster
-EXP_BLOCK_ROWS = (4096, 3072, 2048, 1792, 1536, 1024, 768, 512, 256, 128)  # of a chunk in blocks
-EXP_LEAST_BLOCK = 1024  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that exist at a time in float32, to the nearest power of 2 rows
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
@@ -343,7 +341,7 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
 
     of_row, piece = thin + sums + 2 * padded(V), max(GPU_TILE, 1 << round(math.log2(EXP_WAVE / max(1, D))))
     # of a sharded vocabulary a chunk has two pieces, longer ones where few classes are little work
-    least = 2 * max(piece, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4)) * sharded
+    least = 2 * max(piece, min(next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4)) * sharded
     longest = max(room // (of_row + product), 0 if sharded else (room - product * piece) // of_row)
     if work.automatic:
         longest = min(longest, max(N // 2, EXP_ROWS, least))
@@ -359,7 +357,7 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
         yield seconds, (rows, scratch, {**more, "schedule": "chunks", "block_columns": V, "product_rows": product_rows})
     if work.kept or (not recompute and longest >= min(N, EXP_BLOCKS_BELOW)):
         return
-    blocks = list(_blocks(N, V, room, thin + product + 2 * gathered, work.gpu))
+    blocks = list(fitting_blocks(N, V, room, thin + product + 2 * gathered, work.gpu))
     if recompute and not blocks:
         blocks = [(whole_tiles(longest, tile_of(longest)), V)]
     for rows, columns in blocks:
@@ -379,20 +377,6 @@ def _lengths(N: int, longest: int, least: int) -> set[int]:
     return {rows for rows in found if least <= rows <= longest} or {level(N, longest)}
 
 
-def _blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
-    """Yield rows and columns of blocks that fit: as few of one width as can be, and those of whole waves of tiles."""
-    for longest in EXP_BLOCK_ROWS:
-        rows = level(N, min(longest, N))
-        widest = (room - rows * of_row) // (2 * max(1, rows)) // 256
-        if 256 * widest < min(V, EXP_LEAST_BLOCK):
-            continue
-        tiles, all_tiles = -(-rows // GPU_TILE), -(-V // 256)
-        widest = min(widest, all_tiles)
-        waves = widest * tiles // gpu.processors * gpu.processors // tiles
-        for width in {-(-all_tiles // -(-all_tiles // widest)), waves or widest}:
-            yield rows, min(V, 256 * width)
-
-
 def _sum_bytes(work: Work, rows: int) -> int:
     """Return the bytes of a number of the weight's gradient while it is summed."""
     in_float32 = accumulate_in(work, -(-work.size[0] // rows)) == "float32"
@@ -405,40 +389,8 @@ def _accumulator(work: Work, rows: int) -> int:
     return V * D * 4 * (_sum_bytes(work, rows) > work.weight_dtype.itemsize and not work.weight_frozen)
 
 
-def _next_power(rows: int) -> int:
-    return 1 << max(0, rows - 1).bit_length()
-
-
 def _columns_of(work: Work, rows: int, V: int) -> int:
     """Return the columns handled at a time: few launches on a GPU; on a CPU 2 MiB, which stay in cache."""
     if work.device.type != "cpu":
         return max(1, -(-V // 4))
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
-
-
-def padded(V: int) -> int:
-    """Return the row length of a chunk's logits: 16-byte rows for the GEMMs, also when narrowed to two bytes."""
-    return -(-V // 8) * 8
-
-
-def tile_of(rows: int) -> int:
-    """Return the tile that chunks of so many rows are made of: half a GPU's where a whole one is much of a chunk."""
-    return GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
-
-
-def whole_tiles(rows: int, tile: int = GPU_TILE) -> int:
-    """Return fewer rows, in whole tiles, where they are more than one."""
-    return rows - rows % tile if rows > GPU_TILE else rows
-
-
-def evenly(N: int, rows: int) -> int:
-    """Return the rows of as many chunks of one size."""
-    return max(1, -(-N // max(1, -(-N // rows))))
-
-
-def level(N: int, rows: int) -> int:
-    """Return fewer rows, in whole tiles, where that leaves the number of chunks: the last should not be a short one."""
-    if rows < GPU_TILE or rows >= N:
-        return rows
-    tile = tile_of(rows)
-    return min(rows, -(-evenly(N, rows) // tile) * tile)

@@ -10,8 +10,8 @@ from torch import Tensor
 from lowtide.arguments import check_flag, check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
+from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.support import SupportLike, check_support, support_stats
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY

@@ -8,6 +8,7 @@ the host wait for a GPU. Every denominator is named: see `reduce_tokens`. The tw
 
 from lowtide.losses.drafting import StepLosses, draft_loss, multi_token_loss
 from lowtide.losses.future import future_labels
+from lowtide.losses.kto import kto_loss, kto_reference
 from lowtide.losses.policy_gradient import (
     bnpo_loss,
     cispo_loss,
@@ -28,7 +29,7 @@ from lowtide.losses.policy_terms import (
     policy_loss,
     sampler_correction,
 )
-from lowtide.losses.preference import DPO_KINDS, cpo_loss, dpo_loss, kto_loss, kto_reference, orpo_loss, simpo_loss
+from lowtide.losses.preference import DPO_KINDS, cpo_loss, dpo_loss, orpo_loss, simpo_loss
 from lowtide.losses.reduction import reduce_tokens, sequence_logprobs, wpo_weights
 from lowtide.losses.supervised import (
     dft_loss,

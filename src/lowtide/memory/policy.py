@@ -128,7 +128,9 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
         return each[0][1]
     policies = [policy for count, policy in each for _ in range(int(count))]
     if layers is not None and len(policies) != layers:
-        raise ArgumentValueError(message("policy", f"one for each of {layers} layers", f"{text}, {len(policies)}"))
+        hint = "The numbers before the x add up to it; a policy without a number is that of all."
+        got = f"{len(policies)} in {text!r}"
+        raise ArgumentValueError(message("policy", f"one for each of {layers} layers", got, hint))
     return policies
 
 

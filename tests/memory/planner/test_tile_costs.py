@@ -18,7 +18,8 @@ from lowtide.memory.planner.gpus import GPUS, attention_reaches
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.search import Search
-from lowtide.memory.planner.shapes import read_shape, with_layers
+from lowtide.memory.planner.settings import with_layers
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.planner.tile_costs import SLOWER, tile_policies
 from lowtide.memory.policy import layer_policies

@@ -22,7 +22,8 @@ from lowtide.memory.planner.kind_costs import LayerCosts, flop_of_layers
 from lowtide.memory.planner.layer_costs import PAGES
 from lowtide.memory.planner.meter import Meter
 from lowtide.memory.planner.search import ladder
-from lowtide.memory.planner.shapes import ModelShape, read_settings, read_shape, with_layers
+from lowtide.memory.planner.settings import read_settings, with_layers
+from lowtide.memory.planner.shapes import ModelShape, read_shape
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.planner.traced import trace
 from lowtide.mlp.call import Projection

@@ -18,8 +18,8 @@ from lowtide.head.kernels.gemm import Used
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.kernels.kept_tiles import Choice, Targets
+from lowtide.head.lengths import padded
 from lowtide.head.matmul import matmul_into
-from lowtide.head.planner import padded
 from lowtide.head.rows import Rows
 from lowtide.head.terms.loss import Loss
 from lowtide.head.vocabulary_order import VocabularyOrder

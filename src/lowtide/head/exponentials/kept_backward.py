@@ -10,7 +10,7 @@ from lowtide.head.exponentials.losses import CrossEntropy
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_rows, kept_sums
 from lowtide.head.kernels.kept_tiles import Targets
-from lowtide.head.planner import padded
+from lowtide.head.lengths import padded
 
 
 class KeptBackward(CrossEntropy):

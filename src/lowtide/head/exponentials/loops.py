@@ -23,9 +23,9 @@ from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.gemm import ALL, Used
 from lowtide.head.kernels.gradient_gemms_hopper import room_for
 from lowtide.head.kernels.input_rows_hopper import InputRows, Room
+from lowtide.head.lengths import padded
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
-from lowtide.head.planner import padded
 from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import Rows, rows_are_aligned

@@ -27,9 +27,9 @@ from lowtide.head.kernels.exp_logits import ExpRows, Listed
 from lowtide.head.kernels.exp_terms import finish_input_grad
 from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.kernels.kept_tiles import Targets
+from lowtide.head.lengths import padded
 from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
-from lowtide.head.planner import padded
 from lowtide.head.terms.loss import Loss, RowFactors
 
 

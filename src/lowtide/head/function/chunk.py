@@ -28,9 +28,9 @@ from lowtide.head.function.function import (
     vjp,
 )
 from lowtide.head.gradients import Gradients
+from lowtide.head.lengths import evenly
 from lowtide.head.matmul import narrow_view, slices
 from lowtide.head.plan import HeadPlan
-from lowtide.head.planner import evenly
 from lowtide.head.rows import Rows, take_leading
 
 Totals = list[Tensor | None]

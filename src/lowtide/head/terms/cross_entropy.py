@@ -15,10 +15,11 @@ from torch import Tensor
 from lowtide.errors import TargetIndexError, UnsupportedError, message
 from lowtide.graph import is_last_backward
 from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
+from lowtide.head.choice import skips_tokens
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function
-from lowtide.head.plan import HeadPlan, plan_cross_entropy, skips_tokens
+from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, TargetIndexError, message
 from lowtide.head.call import Head, SupportArgs, Wanted
+from lowtide.head.choice import support_backend
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
-from lowtide.head.plan import support_backend, support_chunk
+from lowtide.head.plan import support_chunk
 from lowtide.head.rows import looks_at_numbers, take_rows
 from lowtide.head.stored import NOTHING as NO_SHAPE
 from lowtide.head.stored import Shape, gradient_shapes

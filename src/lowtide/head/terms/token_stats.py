@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lowtide.graph import is_last_backward
 from lowtide.head.call import Head, TokenStatsArgs, Wanted
+from lowtide.head.choice import skips_tokens
 from lowtide.head.engine import Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
-from lowtide.head.plan import HeadPlan, plan_token_stats, skips_tokens
+from lowtide.head.plan import HeadPlan, plan_token_stats
 from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes, put_last

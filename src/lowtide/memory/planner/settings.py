@@ -9,6 +9,8 @@ from typing import Any
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
+_LAYER_TYPES = ("layer_types", "layers_block_type")
+
 
 def read_settings(model_or_config: Any) -> dict[str, Any]:
     """Return a config's fields, completed by transformers' defaults where it is installed.
@@ -82,3 +84,29 @@ def _read_file(path: Path) -> Any:
 def is_module(x: object) -> bool:
     """Return whether it is a model, without an import of torch."""
     return callable(getattr(x, "named_modules", None))
+
+
+def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a config's fields with another number of layers; their kinds repeat in the same order.
+
+    Args:
+        settings: As `read_settings` returns them.
+        layers: How many.
+
+    Raises:
+        ArgumentValueError: Fewer than one.
+    """
+    if layers < 1:
+        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
+    old = settings.get("num_hidden_layers")
+    lists = {name: value for name, value in settings.items() if _is_by_layer(name, value, old)}
+    repeated = {name: (value * -(-layers // len(value)))[:layers] for name, value in lists.items()}
+    return {**settings, **repeated, "num_hidden_layers": layers}
+
+
+def _is_by_layer(name: str, value: Any, layers: int | None) -> bool:
+    """Return whether a config's field has the kind of each layer: a name or a switch."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    kinds = all(isinstance(one, str) or one in (0, 1) for one in value)
+    return name in _LAYER_TYPES or (kinds and "layer" in name and len(value) == layers)

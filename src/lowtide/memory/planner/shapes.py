@@ -23,7 +23,6 @@ _UNPLANNED = (
 _FUSED = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
 _JOINED = {"gate_up_proj", "down_proj"}
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
-_LAYER_TYPES = ("layer_types", "layers_block_type")
 _ATTENTIONS = ("full_attention", "sliding_attention")
 
 
@@ -259,32 +258,6 @@ def _by_layers(settings: Mapping[str, Any]) -> ModelShape:
         part_of=str(settings.get("part_of", "")),
         traced=traced,
     )
-
-
-def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return a config's fields with another number of layers; their kinds repeat in the same order.
-
-    Args:
-        settings: As `read_settings` returns them.
-        layers: How many.
-
-    Raises:
-        ArgumentValueError: Fewer than one.
-    """
-    if layers < 1:
-        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
-    old = settings.get("num_hidden_layers")
-    lists = {name: value for name, value in settings.items() if _is_by_layer(name, value, old)}
-    repeated = {name: (value * -(-layers // len(value)))[:layers] for name, value in lists.items()}
-    return {**settings, **repeated, "num_hidden_layers": layers}
-
-
-def _is_by_layer(name: str, value: Any, layers: int | None) -> bool:
-    """Return whether a config's field has the kind of each layer: a name or a switch."""
-    if not isinstance(value, list | tuple) or not value:
-        return False
-    kinds = all(isinstance(one, str) or one in (0, 1) for one in value)
-    return name in _LAYER_TYPES or (kinds and "layer" in name and len(value) == layers)
 
 
 def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
