@@ -4,7 +4,9 @@ import gc
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,24 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def accelerate_anew() -> Iterator[None]:
+    """Nothing is left in accelerate of an earlier trainer's precision and accumulation, nor then of this test's."""
+
+    def forget() -> None:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    if find_spec("accelerate") is None:
+        yield
+        return
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
 def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children of `lowtide.measure.run_child` begin with what a process has imported that forks them all."""
     from distributed.train_ranks import run_command
@@ -88,6 +108,11 @@ def set_aside() -> None:
 
 def pytest_collection_finish() -> None:
     set_aside()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()))  # what it draws does not depend on what ran before
 
 
 @pytest.hookimpl(wrapper=True)

@@ -301,6 +301,9 @@ for words in [["bench", "--help"], *(["bench", kind, "--help"] for kind in bad)]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(words)
     print(time.process_time() - began)
+began = time.process_time()
+sum(range(25_000_000))
+print(time.process_time() - began)
 for kind, arguments in bad.items():
     for words in arguments:
         said = io.StringIO()
@@ -319,9 +322,9 @@ def test_help_and_bad_arguments_load_no_torch_and_an_error_is_one_line() -> None
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert set(BAD) == set(KINDS)
-    seconds = [float(line) for line in ended.stdout.split()]
+    *seconds, half_a_second = [float(line) for line in ended.stdout.split()]
     assert len(seconds) == 1 + len(KINDS)
-    assert max(seconds) < 0.5, "CPU seconds: a busy machine makes wall time of any length"
+    assert max(seconds) < half_a_second, "CPU seconds: a busy machine makes wall time of any length"
 
 
 @pytest.mark.parametrize("arguments", UNFIT)

@@ -276,8 +276,8 @@ def test_interrupt_says_how_to_go_on(tmp_path: Path, tiny: list[object]) -> None
     output, script = tmp_path / "out", tmp_path / "script.py"
     script.write_text(INTERRUPTIBLE)
     endless = ["--max-steps", 100_000, "--save_steps", 5, "--output", output]
-    shared().start(1, *tiny, *endless, script=script, seconds=120)
-    until = time.monotonic() + 120
+    shared().start(1, *tiny, *endless, script=script, seconds=600)
+    until = time.monotonic() + 600
     while time.monotonic() < until and not (output / "checkpoint-5").exists():
         time.sleep(0.05)
     for pid in shared().pids():

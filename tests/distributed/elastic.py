@@ -6,21 +6,31 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distributed.train_faults import cause
 from lowtide.cli import main
 
-# seconds until those that are there begin without more nodes, and until a node that is silent counts as lost
-PATIENCE = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 5, "is_host": False}
+# seconds until nodes go on without more, once ranks have run, and until a node that is silent counts as lost
+PATIENCE = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 15, "is_host": False}
+_begun = mmap.mmap(-1, 1)  # of all processes: whether ranks have begun
+
+
+def _last_call(own: RendezvousTimeout) -> timedelta:
+    """Return how long nodes wait for more: at first until all are there, however slowly they come."""
+    return own._last_call if _begun[0] else timedelta(minutes=10)
 
 
 def _rank(fault: str, arguments: list[str]) -> None:
+    _begun[0] = 1
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         cause(fault)
     if status := main(arguments):
@@ -40,6 +50,7 @@ def _node(port: int, nodes: int, ranks: int, *what: Any) -> None:
 
 def _main(nodes: int, ranks: int, fault: str, arguments: list[str]) -> None:
     """Start the nodes, and end well if one of them did."""
+    RendezvousTimeout.last_call = property(_last_call)  # type: ignore[method-assign,assignment]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agents = []
     for _ in range(nodes):

@@ -71,9 +71,14 @@ def test_a_signal_to_any_rank_ends_all_with_a_checkpoint(
     made.ranks.start(2, *long_run(made, kind, output, "--save_steps", 10_000, "--parallel", engine))
     wait_for(lambda: steps_logged(output) >= 2)
     pids = made.ranks.pids()
-    for pid in pids[1:] if whom == "one" else (*pids[1:], *pids):  # as by a cluster, and by the launcher it signals too
-        os.kill(pid, number)
-        time.sleep(0.002)  # a signal that waits already does not wait twice
+    if whom == "one":
+        os.kill(pids[1], number)
+    else:  # as by a cluster, and by the launcher it signals too; while one stands still no rank ends
+        os.kill(pids[0], signal.SIGSTOP)
+        for pid in (pids[1], pids[1], pids[0]):
+            os.kill(pid, number)
+            time.sleep(0.002)  # a signal that waits already does not wait twice
+        os.kill(pids[0], signal.SIGCONT)
     ended = made.ranks.end()
     assert ended.statuses == [128 + number] * 2, ended
     (checkpoint,) = checkpoints(output)

@@ -70,7 +70,7 @@ class Ranks:
         )
 
     def start(
-        self, ranks: int, *arguments: object, script: Path | None = None, seconds: float = 300, **env: str
+        self, ranks: int, *arguments: object, script: Path | None = None, seconds: float = 1200, **env: str
     ) -> None:
         """Start; `end` gives the result. One at a time; after ``seconds`` it is killed."""
         assert self._process.stdin is not None
@@ -81,7 +81,8 @@ class Ranks:
 
     def pids(self) -> list[int]:
         """Return the processes of the ranks that run now, in order."""
-        return sorted(child.pid for child in psutil.Process(self._process.pid).children())
+        children = psutil.Process(self._process.pid).children()
+        return [child.pid for child in sorted(children, key=lambda child: (child.create_time(), child.pid))]
 
     def end(self) -> Ended:
         """Wait for what was started."""
@@ -187,14 +188,12 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
         os._exit(status)  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
 
 
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
-
-
 def _run(job: dict[str, Any]) -> Ended:
-    folder, port = Path(tempfile.mkdtemp()), _free_port()  # no TemporaryDirectory, which a finalised rank would remove
+    folder = Path(tempfile.mkdtemp())  # no TemporaryDirectory, which a finalised rank would remove
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the first rank can listen there, and none else
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     try:
         pids = list[int]()
         for rank in range(job["ranks"]):
@@ -214,6 +213,7 @@ def _run(job: dict[str, Any]) -> Ended:
         texts = [[(folder / f"{kind}{rank}").read_text() for rank in range(job["ranks"])] for kind in ("out", "err")]
         return Ended([statuses[pid] for pid in pids], *texts)
     finally:
+        held.close()
         shutil.rmtree(folder)
 
 

@@ -118,7 +118,7 @@ ZERO3 = {
 }
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 600) -> Any:
     """Return what a function returns once it is true."""
     until = time.monotonic() + seconds
     while not (found := what()):

@@ -204,7 +204,7 @@ def test_beside_torch_compile(how: str, side: LazySide) -> None:
         pair.step()
 
 
-def test_accelerates_wrapper(side: LazySide) -> None:
+def test_accelerates_wrapper(side: LazySide, accelerate_anew: None) -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
 
     def prepare(pair: Pair) -> None:

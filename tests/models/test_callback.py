@@ -191,7 +191,7 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_plain_accelerate_loop(precision: str) -> None:
+def test_a_plain_accelerate_loop(precision: str, accelerate_anew: None) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -210,7 +210,6 @@ def test_a_plain_accelerate_loop(precision: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         results.append(loss.item())
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert results[0] == pytest.approx(results[1], rel=1e-4 if precision == "no" else 2e-2)
     assert (reports[0].calls_fused, reports[0].calls_materialised) == (6, 0)
 

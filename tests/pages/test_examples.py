@@ -86,7 +86,7 @@ def skip_without(*blocks: Block) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in EXAMPLES}))
-def test_the_examples_of_a_page_run(page: str, folder: Path) -> None:
+def test_the_examples_of_a_page_run(page: str, folder: Path, accelerate_anew: None) -> None:
     """One after the other, in one namespace; a name from the prelude is made when a block first reads it."""
     names: dict[str, Any] = {"__name__": "__main__"}
     of_page = [block for block in EXAMPLES if block.page == page]
