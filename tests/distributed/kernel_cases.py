@@ -18,12 +18,12 @@ from distributed.option_cases import FEWER
 from distributed.sharded import WAYS, compare, head, kernels, plain, problem, same_on_all_ranks, shard_of, spread, whole
 from head.contract.cases import FUNCTIONS, NARROW, Arguments, pairs, trained
 from lowtide import linear_cross_entropy, linear_token_stats
-from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
 from lowtide.head.exponentials import even, loops
 from lowtide.head.kernels import gradient_gemms_hopper
 from lowtide.head.matmul import matmul_into
+from lowtide.head.plan import plan_cross_entropy
 from lowtide.head.ranks import tokens
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import Limits
@@ -219,8 +219,8 @@ def plans_of_what_is_fetched_ahead() -> None:
             slots=30000 // ranks * ranks,
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(planner, "why_not_exp", lambda *_, **__: None)
-            plan = planner.plan_cross_entropy(of_head, of_loss, 30000, Wanted(True, True, True))
+            patched.setattr("lowtide.head.choice.why_not_exp", lambda *_, **__: None)
+            plan = plan_cross_entropy(of_head, of_loss, 30000, Wanted(True, True, True))
         assert plan.schedule == "blocks"
         of_x = 2 * hidden
         in_sums = plan.sum_rows * (of_sums * of_x + 4 * classes // 128)
