@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import tempfile
 import zlib
 from collections.abc import Generator, Iterator
@@ -112,7 +113,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.manual_seed(zlib.crc32(item.nodeid.encode()))  # what it draws does not depend on what ran before
+    """Neither what a test draws nor what it compiles depends on those before it."""
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()  # a function that was compiled too often is no longer: those that it calls are, then
 
 
 @pytest.hookimpl(wrapper=True)

@@ -139,13 +139,17 @@ def test_pieces_of_rows_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiles_sum_narrow_gradients_in_float32() -> None:
-    leaves = mlp(512, 16, 24, dtype=torch.bfloat16, bias=False)
-    true = in_float64(leaves)
-    upstream = torch.randn(512, 16).bfloat16()
-    expected = everything(mlp_oracle(true), true, upstream)
-    errors = [
-        [relative_error(g, e) for g, e in zip(everything(y, leaves, upstream), expected, strict=True)]
-        for y in (call(leaves), call(leaves, tile_tokens=2))
-    ]
-    for whole, tiled in zip(*errors, strict=True):
-        assert tiled < 1.2 * whole
+    """As near to float64 as without tiles, over several draws: of one, an error may be small by chance."""
+    squares = torch.zeros(2, 5)
+    for _ in range(8):
+        leaves = mlp(512, 16, 24, dtype=torch.bfloat16, bias=False)
+        true = in_float64(leaves)
+        upstream = torch.randn(512, 16).bfloat16()
+        expected = everything(mlp_oracle(true), true, upstream)
+        errors = [
+            [relative_error(g, e) for g, e in zip(everything(y, leaves, upstream), expected, strict=True)]
+            for y in (call(leaves), call(leaves, tile_tokens=2))
+        ]
+        squares += torch.tensor(errors) ** 2
+    whole, tiled = squares.sqrt()
+    assert torch.all(tiled < 1.2 * whole), (tiled, whole)
