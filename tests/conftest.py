@@ -58,19 +58,14 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def accelerate_anew() -> Iterator[None]:
     """Nothing is left in accelerate of an earlier trainer's precision and accumulation, nor then of this test's."""
-
-    def forget() -> None:
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+    from support import forget_accelerate
 
     if find_spec("accelerate") is None:
         yield
         return
-    forget()
+    forget_accelerate()
     yield
-    forget()
+    forget_accelerate()
 
 
 @pytest.fixture
@@ -116,7 +111,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Neither what a test draws nor what it compiles depends on those before it."""
     torch.manual_seed(zlib.crc32(item.nodeid.encode()))
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.reset()  # a function that was compiled too often is no longer: those that it calls are, then
+        dynamo.reset()  # past its recompile limit a function is skipped, and those that it calls are compiled
 
 
 @pytest.hookimpl(wrapper=True)

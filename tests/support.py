@@ -35,6 +35,14 @@ def forget_plans() -> None:
                 planner.cache_clear()
 
 
+def forget_accelerate() -> None:
+    """Have the next Accelerator begin anew: its precision, accumulation and plugins are the whole process's."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def relative_error(got: Tensor, true: Tensor) -> float:
     """Return ||got - true|| / ||true||, or ||got|| where the truth is 0."""
     got, true = got.detach().double(), true.detach().double()

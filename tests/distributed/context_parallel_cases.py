@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,7 +36,7 @@ from lowtide.memory import ActivationPolicy, apply_policy, copies
 from lowtide.train import parallel
 from memory.models import LazySide
 from pages.blocks import all_blocks, compiled
-from support import relative_error
+from support import forget_accelerate, relative_error
 
 ON_CPU = DEVICE == "cpu"
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 32, "head_dim": 8}
@@ -281,8 +280,7 @@ def fsdp2() -> Iterator[None]:
                 patched.setenv(name, value)
             yield
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
 
 
 def trainer() -> None:

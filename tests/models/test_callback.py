@@ -15,6 +15,7 @@ import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
 from lowtide.models.instance import part_of
 from models.conftest import expect_calls
+from support import forget_accelerate
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -193,11 +194,10 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_plain_accelerate_loop(precision: str, accelerate_anew: None) -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     results, reports = [], []
     for patched in (True, False):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_accelerate()
         accelerator = Accelerator(cpu=True, mixed_precision=precision)
         model = build()
         if patched:

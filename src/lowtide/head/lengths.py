@@ -46,7 +46,10 @@ def next_power(rows: int) -> int:
 
 
 def fitting_blocks(N: int, V: int, room: int, of_row: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
-    """Yield rows and columns of blocks that fit: as few of one width as can be, and those of whole waves of tiles."""
+    """Yield rows and columns of blocks that fit: as few of one width as can be, and those of whole waves of tiles.
+
+    ``room`` is in bytes, as is ``of_row``: what a row takes besides its columns.
+    """
     for longest in BLOCK_ROWS:
         rows = level(N, min(longest, N))
         widest = (room - rows * of_row) // (2 * max(1, rows)) // 256

@@ -297,9 +297,10 @@ class Offloader:
         return 0 if total + on_the_way <= limit else math.ceil((total + on_the_way - limit) / of_layer)
 
     def _holds(self, nbytes: int) -> bool:
-        """Return whether the host has room for so much beside what it holds, and what is on its way, now or later.
+        """Return whether the host has room for so many bytes beside what stays there and the reserve for the disk.
 
-        What is on its way now does not count, so that no layer's place depends on how fast the disk is.
+        The reserve, `ON_THE_WAY` layers, counts in full and what is in it does not count again: which layers go to the
+        disk does not depend on its speed.
         """
         assert self._pool is not None
         on_the_way = ON_THE_WAY * sum(self._largest.values())

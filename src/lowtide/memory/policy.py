@@ -128,7 +128,7 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
         return each[0][1]
     policies = [policy for count, policy in each for _ in range(int(count))]
     if layers is not None and len(policies) != layers:
-        hint = "The numbers before the x add up to it; a policy without a number is that of all."
+        hint = "Make the numbers before x add up to it, or give one policy without a number for all layers."
         got = f"{len(policies)} in {text!r}"
         raise ArgumentValueError(message("policy", f"one for each of {layers} layers", got, hint))
     return policies
