@@ -224,7 +224,6 @@ def test_compiled_layers_come_after_each_policy() -> None:
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
 def test_lowtide_compiles_each_policys_layers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More layers than dynamo would recompile for; the loss and gradients are those of layers that are not compiled."""
-    torch._dynamo.reset()
     counted, compile_module = CompileCounterWithBackend("aot_eager"), torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda layer, **kw: compile_module(layer, backend=counted, fullgraph=True, **kw)

@@ -42,7 +42,6 @@ FUNCTIONS = {"token": focal, "sum": focal_sum}
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
-    torch._dynamo.reset()
     apply_function._COMPILED.clear()
     apply_function._COMPILED_OBJECTS.clear()
 

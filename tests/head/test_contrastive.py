@@ -271,7 +271,6 @@ def test_options_are_heeded() -> None:
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("case", [{}, {"symmetric": True}, {"P": 3, "symmetric": True, "mask": "some"}], ids=str)
 def test_one_graph_for_any_sizes_and_temperature(case: dict[str, Any]) -> None:
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     step = lambda q, k, **more: linear_contrastive(q * 2, k, **more) * 2  # noqa: E731
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -287,7 +286,6 @@ def test_one_graph_for_any_sizes_and_temperature(case: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 def test_a_trained_temperature_in_one_graph() -> None:
-    torch._dynamo.reset()
     kwargs = arguments({"temperature": "trained", "P": 0}, torch.float32)
     leaves = [kwargs[name] for name in ("queries", "keys", "temperature")]
     step = lambda q, k, t: linear_contrastive(q, k, kwargs["positives"], temperature=t * 2)  # noqa: E731

@@ -267,7 +267,6 @@ def test_rows_that_fn_itself_leaves_out(dtype: torch.dtype, factor: float) -> No
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_compiled_too(dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
     x, w, y, b, s = all_leaves(dtype)
     y[0, 1] = y[1, 2:4] = -100
 

@@ -110,7 +110,6 @@ def test_transforms_and_forward_mode_are_errors_that_name_the_way_out(way: str, 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_whole_and_for_any_length(backend: str, function: Function) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(function.loss, backend=backend, fullgraph=True, dynamic=True)
     for T in (5, 9):
         tensors = function.leaves(T)

@@ -202,7 +202,6 @@ def test_a_forward_replaced_on_the_instance_is_refused(ids: Tensor) -> None:
     ],
 )
 def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) -> None:
-    torch._dynamo.reset()
     model, stock = llama(num_hidden_layers=2), llama(num_hidden_layers=2)
     layers = model.model.layers
     backend = "aot_eager_decomp_partition"  # the partitioner that decides what is kept, without the code generator
@@ -228,7 +227,6 @@ def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) ->
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
 def test_a_patched_model_compiled_whole_with_numbers_as_variables(llama: Any, ids: Tensor) -> None:
     """What layers share may not become a variable of the first one's checkpoint."""
-    torch._dynamo.reset()
     model, stock = (llama(num_hidden_layers=2, use_cache=False) for _ in range(2))
     lowtide.patch(model)
     apply_policy(model, INPUT)

@@ -195,7 +195,6 @@ def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> No
 @pytest.mark.parametrize("how", ["model", "layers", "parts"])
 def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor) -> None:
     """An offloaded layer runs in eager, once, and its parts may be compiled."""
-    torch._dynamo.reset()
     model = llama(num_hidden_layers=3)
     stock = copy.deepcopy(model)
     apply_policy(model, ATTENTION)

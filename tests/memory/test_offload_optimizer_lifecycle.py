@@ -192,7 +192,6 @@ def test_with_checkpointed_layers(way: str, side: LazySide) -> None:
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own doing
 @pytest.mark.parametrize("how", ["before", "after", "layers"])
 def test_beside_torch_compile(how: str, side: LazySide) -> None:
-    torch._dynamo.reset()
     compiled = (lambda pair: pair.model.compile(backend="eager")) if how == "before" else (lambda pair: None)
     pair = Pair(model=Plain(3), before=compiled)
     for module in {"after": [pair.model], "layers": pair.model.blocks}.get(how, []):

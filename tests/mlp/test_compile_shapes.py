@@ -33,7 +33,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "name", [n if n == "swiglu_mlp" else pytest.param(n, marks=pytest.mark.slow) for n in FUNCTIONS]
 )
 def test_other_shapes(name: str, dynamic: bool | None) -> None:
-    torch._dynamo.reset()
     function = FUNCTIONS[name]
     compiled = torch.compile(lambda x, y: function(x * 2, y) * 3, backend="eager", dynamic=dynamic)
     for shape in SHAPES:

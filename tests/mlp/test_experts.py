@@ -165,7 +165,6 @@ def test_flop(level: int) -> None:
 @LEVELS
 def test_compiled(level: int) -> None:
     """One graph, also where T changes."""
-    torch._dynamo.reset()
     compiled = torch.compile(
         lambda leaves, ids: fused(leaves, ids, GPT_OSS, checkpoint_level=level) * 2, fullgraph=True
     )

@@ -18,11 +18,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("backend", "level", "frozen"),
     [

@@ -37,11 +37,6 @@ QUICK = [(name, True) for name in (*HEADS, "logprobs-of-several", "apply-sum")] 
 OPERATORS_ALIKE = ("reverse_kl-mean", "jsd", "tv")  # but for a name among their arguments
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 def busy(mode: Mode, leading: tuple[int, ...] = (2, 6), **changes: Any) -> Arguments:
     """Return arguments with all options in them; their tensors alone change from call to call."""
     choice = {**mode.function.busy, **mode.choice, "ignored": "some", **changes}
