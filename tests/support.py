@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -41,6 +43,25 @@ def forget_accelerate() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def pairs(options: dict[str, list[Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """Cases among which every pair of values of any two options occurs, in company that the seed chooses."""
+    choose = random.Random(seed)
+    places = {name: range(len(values)) for name, values in options.items()}
+
+    def pairs_of(case: dict[str, int]) -> set[Any]:
+        return set(itertools.combinations(case.items(), 2))
+
+    missing = set()
+    for one, two in itertools.combinations(options, 2):
+        missing |= {((one, i), (two, j)) for i in places[one] for j in places[two]}
+    while missing:
+        wanted = choose.sample(sorted(missing), 1)[0]
+        drawn = [{n: choose.choice(places[n]) for n in options} | dict(wanted) for _ in range(30)]
+        best = max(drawn, key=lambda case: len(pairs_of(case) & missing))
+        missing -= pairs_of(best)
+        yield {name: options[name][i] for name, i in best.items()}
 
 
 def relative_error(got: Tensor, true: Tensor) -> float:

@@ -57,6 +57,7 @@ def test_two_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 def test_strong_scaling_shares_the_same_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step's loss is that of one rank with all sequences, whichever engine shards the model."""
@@ -74,6 +75,7 @@ def test_strong_scaling_shares_the_same_batch(tmp_path: Path, monkeypatch: pytes
         assert f" {rows[0]['seconds'] / row['seconds'] / row['ranks']:.3f} " in line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 def test_units_of_several_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of lowtide's rows: those of others, which transformers checkpoints, are measured once, with single layers."""

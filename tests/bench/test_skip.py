@@ -13,42 +13,16 @@ import pytest
 import torch
 
 from cli.results import result
-from head.test_skip import kernels  # noqa: F401
 from lowtide.bench.skip import held_out, measure_head, peers, random_head
 from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.cli import main
 
 CPU = torch.device("cpu")
-DENSE = {"name", "ms", "speed", "mib", "input_error", "weight_error", "loss_error"}
-SKIPS = DENSE | {"share", "dropped_mass", "logit_error", "threshold", "reported_input_error", "reported_weight_error"}
 
 
 def config(**more: Any) -> SkipBenchConfig:
     small = {"tokens": 150, "hidden": 24, "vocab": 1100, "calls": 2, "warm": 0, "reps": 1}
     return SkipBenchConfig(**{**small, **more})
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize(("per_token", "named"), [(False, "three GEMMs"), (True, "four GEMMs")])
-def test_rows_of_calls_that_skip(per_token: bool, named: str, softcap: float | None) -> None:
-    """Each has its own errors and state: a row is the same whatever was measured before it."""
-    asked = config(accepted=("2e-1", "5e-2"), per_token=per_token, softcap=softcap)
-    x, w, y = random_head(asked, torch.float32, CPU)
-    limit, dense, *rows = measure_head(x, w, y, asked)
-    assert (limit["name"], limit["speed"]) == (named, 1.0)
-    assert set(dense) >= DENSE
-    assert "share" not in dense
-    for row in rows:
-        assert set(row) >= SKIPS
-        assert row["speed"] == pytest.approx(row["limit_ms"] / row["ms"])
-        assert dense["input_error"] < row["input_error"] < 0.2
-        assert row["share"] < 1
-        assert row["loss_error"] < 1e-5
-    *_, alone = measure_head(x, w, y, replace(asked, accepted=("5e-2",)))
-    same = alone.keys() - {"ms", "spread", "limit_ms", "speed", "mib"}
-    assert {name: alone[name] for name in same} == {name: rows[1][name] for name in same}
-    assert not w.requires_grad
 
 
 def test_names() -> None:

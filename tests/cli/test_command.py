@@ -256,6 +256,7 @@ sys.exit(main(plan))
     assert "apply_policy(model" in ended.stdout
 
 
+@pytest.mark.slow
 def test_the_script_trains_without_a_warning(tmp_path: Path, tiny: list[object]) -> None:
     run = command(*tiny, "--max-steps", 3, "--output", tmp_path / "out")
     ended = subprocess.run(run, capture_output=True, text=True, check=False)

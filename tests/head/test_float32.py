@@ -96,7 +96,7 @@ def distilled(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, **more: Any) ->
 VALUES: list[Value] = [smoothed, each_token, statistics, applied, distilled]
 
 
-@pytest.mark.parametrize("workspace", [None, 0.06, 0.001], ids=["all rows", "chunks", "a row"])
+@pytest.mark.parametrize("workspace", [None, 0.06], ids=["all rows", "chunks"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("value", VALUES)
 def test_values_and_gradients_are_float32s(value: Value, bias: bool, workspace: float | None, pieces: Any) -> None:

@@ -14,6 +14,7 @@ import lowtide.layers.rope as module
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.layers import rotary
 from support import Sharded, relative_error, rotary_oracle
+from support import pairs as pairs_of_options
 
 # Plain PyTorch rounds both products and their sum; the interpreter cuts off.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -52,12 +53,18 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+VALUES = {
+    "dtype": [*TOLERANCE],
+    # one table for the batch, or one for each sequence
+    "sizes-tables": [(sizes, tables) for sizes in SIZES for tables in sorted({1, sizes[0]})],
+    "pairs": PAIRS,
+}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "tables"),
-    [(sizes, tables) for sizes in SIZES for tables in sorted({1, sizes[0]})],  # one, or each its own
+    ("dtype", "sizes", "tables", "pairs"),
+    [(case["dtype"], *case["sizes-tables"], case["pairs"]) for case in pairs_of_options(VALUES, seed=0)],
 )
-@pytest.mark.parametrize("pairs", PAIRS)
 def test_values_and_gradients(way: str, dtype: torch.dtype, sizes: Any, tables: int, pairs: str) -> None:
     if way == "kernel" and dtype == torch.float64:
         pytest.skip("the kernel computes in float32")

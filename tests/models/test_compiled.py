@@ -110,6 +110,7 @@ def test_a_compiler_that_takes_is_exporting_for_true(patched, batch, monkeypatch
     assert graphs.operators >= {"lowtide.cross_entropy", "lowtide.swiglu", "lowtide.rms_norm", "lowtide.rotary"}
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=20)
 def test_models_compile_as_often_as_stock(patched):
     """Other sizes, training and evaluation, a loss or none."""
@@ -377,6 +378,7 @@ def test_lora(head, build, batch):
     assert not head or "LoRA" in next(iter(report.why_materialised))
 
 
+@pytest.mark.slow
 def test_a_break_before_the_head(patched, batch):
     """Each piece is a graph of its own, and the loss still has no logits."""
     model, stock, report = patched("llama", settings={"num_hidden_layers": 1})

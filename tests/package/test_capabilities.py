@@ -19,6 +19,7 @@ LEVELS = {"DEFAULT": ("default", "SSE41"), "AVX2": ("avx2", "AVX2"), "AVX512": (
 DEPENDENT = ["tests/head/test_cpu_work.py", "tests/mlp/test_swiglu_memory.py"]
 
 
+@pytest.mark.slow
 def test_fewer_instructions_change_no_result() -> None:
     """In processes of their own: PyTorch reads both variables once. The own level is that of all other tests."""
     own, known = torch.backends.cpu.get_cpu_capability(), list(LEVELS)

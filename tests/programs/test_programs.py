@@ -15,7 +15,7 @@ from programs.run import as_script, shrunk, verdict
 
 # PyTorch's, of the generator in a checkpoint whose recompute an error ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-BATCH, FIXED = 50, 40  # 2,000 programs
+BATCH, FIXED = 50, 12  # 600 programs
 SLOW_BATCHES = 100
 MOST_SHOWN = 10  # failures of a batch
 SLOW = int(os.environ.get("LOWTIDE_PROGRAMS", "100000"))

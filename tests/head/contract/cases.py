@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -453,25 +452,6 @@ def true_gradients(mode: Mode, kwargs: Arguments, **total_of: Any) -> list[Tenso
     """The same from whole logits in float64."""
     wide = in_float64(kwargs)
     return list(torch.autograd.grad(total(mode.truth(wide), **total_of), [wide[n] for n in trained(kwargs)]))
-
-
-def pairs(options: dict[str, list[Any]], seed: int) -> Iterator[Arguments]:
-    """Cases among which every pair of values of any two options occurs, in company that the seed chooses."""
-    choose = random.Random(seed)
-    places = {name: range(len(values)) for name, values in options.items()}
-
-    def pairs_of(case: dict[str, int]) -> set[Any]:
-        return set(itertools.combinations(case.items(), 2))
-
-    missing = set()
-    for one, two in itertools.combinations(options, 2):
-        missing |= {((one, i), (two, j)) for i in places[one] for j in places[two]}
-    while missing:
-        wanted = choose.sample(sorted(missing), 1)[0]
-        drawn = [{n: choose.choice(places[n]) for n in options} | dict(wanted) for _ in range(30)]
-        best = max(drawn, key=lambda case: len(pairs_of(case) & missing))
-        missing -= pairs_of(best)
-        yield {name: options[name][i] for name, i in best.items()}
 
 
 def check(

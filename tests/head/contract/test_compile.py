@@ -111,7 +111,7 @@ def test_float16(name: str) -> None:
     same(flat(compiled(tensors)), mode.run(kwargs), kwargs)
 
 
-@pytest.mark.parametrize("case", ["inductor", "autocast", "numbers that change"])
+@pytest.mark.parametrize("case", [pytest.param("inductor", marks=SLOW), "autocast", "numbers that change"])
 def test_a_model_with_several_heads(case: str) -> None:
     """The compiler takes a number for a constant until it sees it change, once."""
     changing = case == "numbers that change"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from head.contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, Arguments, arguments, check, flat, near, pairs, total
+from head.contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, Arguments, arguments, check, flat, near, total
 from head.kernel_plans import use_kernels
 from lowtide import (
     HeadOptions,
@@ -23,7 +23,17 @@ from lowtide import (
     linear_token_stats,
 )
 from lowtide.head.token_stats import WANTS
-from support import assert_near, divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
+from support import (
+    assert_near,
+    divergence_oracle,
+    head,
+    in_float64,
+    logits_of,
+    oracle,
+    pairs,
+    relative_error,
+    stats_oracle,
+)
 
 if torch.cuda.is_available():
     pytest.skip("on a GPU tests/gpu runs these kernels", allow_module_level=True)

@@ -23,12 +23,11 @@ from head.contract.cases import (
     counting,
     every_mode,
     of_tokens,
-    pairs,
     total,
     trained,
 )  # fmt: skip
 from lowtide import HeadOptions
-from support import in_float64, relative_error
+from support import in_float64, pairs, relative_error
 
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 PER_TOKEN = {name: mode for name, mode in MODES.items() if mode.per_token}
