@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import sys
 import tempfile
 import zlib
@@ -10,6 +11,7 @@ from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
     interpreter.speed_up()
 
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
 # inductor's cache does not know for which vector instructions its code is, which this variable may change
 _level = os.environ.get("ATEN_CPU_CAPABILITY", "own")
@@ -88,9 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="long; run with --slow"))
+        slow = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=slow)
 
 
 def set_aside() -> None:
@@ -108,8 +111,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Neither what a test draws nor what it compiles depends on those before it."""
-    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+    """Neither what a test draws nor what it compiles depends on those before it, or on the file that it stands in."""
+    seed = zlib.crc32(item.name.encode())
+    for set_seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        set_seed(seed)
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()  # past its recompile limit a function is skipped, and those that it calls are compiled
 

@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from head.contract.cases import pairs
 from head.kernel_plans import use_kernels
 from head.test_flop_counter import counted
 from lowtide import HeadOptions, linear_contrastive
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, TargetIndexError, UnsupportedError
 from lowtide.measure.allocations import track_allocations
 from lowtide.replay import facts, replayed
-from support import assert_same_gradients, in_float64, relative_error
+from support import assert_same_gradients, in_float64, pairs, relative_error
 
 Q, D = 21, 8
 CHOICES: dict[str, list[Any]] = {
