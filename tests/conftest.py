@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy
+import numpy as np
 import pytest
 import torch
 
@@ -113,7 +113,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Neither what a test draws nor what it compiles depends on those before it, or on the file that it stands in."""
     seed = zlib.crc32(item.name.encode())
-    for set_seed in (random.seed, numpy.random.seed, torch.manual_seed):
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()  # past its recompile limit a function is skipped, and those that it calls are compiled

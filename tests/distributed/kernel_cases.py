@@ -16,7 +16,7 @@ import lowtide
 from distributed.launch import DEVICE, main
 from distributed.option_cases import FEWER
 from distributed.sharded import WAYS, compare, head, kernels, plain, problem, same_on_all_ranks, shard_of, spread, whole
-from head.contract.cases import FUNCTIONS, NARROW, Arguments, pairs, trained
+from head.contract.cases import FUNCTIONS, NARROW, Arguments, trained
 from lowtide import linear_cross_entropy, linear_token_stats
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
@@ -28,7 +28,7 @@ from lowtide.head.ranks import tokens
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.token_stats import WANTS
-from support import in_float64, oracle, relative_error
+from support import in_float64, oracle, pairs, relative_error
 
 SINGLE = torch.float32
 RUNS = {  # dtypes, one option more, and how near values come; on a GPU statistics have kernels in bfloat16

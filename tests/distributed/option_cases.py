@@ -32,11 +32,11 @@ from distributed.sharded import (
     whole,
     with_each,
 )
-from head.contract.cases import FUNCTIONS, KINDS, LEAVES, TAILS, Arguments, flat, pairs, total, trained
+from head.contract.cases import FUNCTIONS, KINDS, LEAVES, TAILS, Arguments, flat, total, trained
 from lowtide import linear_cross_entropy
 from lowtide.errors import ArgumentValueError
 from lowtide.head.engine import Chunks
-from support import in_float64
+from support import in_float64, pairs
 
 FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
     "leading": [(2, 7)],

@@ -21,10 +21,11 @@ from distributed.sharded import (
     same_on_all_ranks,
     shard_of,
 )
-from head.contract.cases import OF_SETS, pairs
+from head.contract.cases import OF_SETS
 from head.kernel_plans import use_set_kernels
 from lowtide import linear_logprobs, linear_token_stats
 from lowtide.errors import ArgumentValueError, TargetIndexError
+from support import pairs
 
 OPTIONS: dict[str, list[Any]] = {
     "linear_bias": [True, False],
