@@ -1,5 +1,6 @@
 """Norms and rotations are known by their numbers: what looks like one and computes something else is left alone."""
 
+import functools
 import inspect
 
 import pytest
@@ -94,11 +95,12 @@ def test_a_norm_that_learns_more_or_takes_more_stays():
     assert norm_part.find(nn.RMSNorm(12, eps=1e-5), nn.RMSNorm)
 
 
-def attention(turn):
+def attention(turn, decorate=None):
     """A module whose forward calls ``turn`` by the name that attention calls its rotary embedding by."""
-    scope = {"apply_rotary_pos_emb": turn, "nn": nn}
+    scope = {"apply_rotary_pos_emb": turn, "nn": nn, "decorate": decorate or (lambda forward: forward)}
     exec(
         "class Attention(nn.Module):\n"
+        "    @decorate\n"
         "    def forward(self, *args, **kwargs):\n"
         "        return apply_rotary_pos_emb(*args, **kwargs)\n",
         scope,
@@ -218,6 +220,26 @@ def test_a_rotation_is_what_its_numbers_say(turn, fused, monkeypatch):
     assert torch.equal(turned_alone[0], turn(q, k, cos, sin)[0])
     assert len(calls) == 3
     assert plain_forward(module).__globals__["apply_rotary_pos_emb"] is turn
+
+
+def test_attention_under_a_decorator_of_transformers_is_fused(ran):
+    decorator = pytest.importorskip("transformers.utils.deprecation").deprecate_kwarg("keys", "99.0", new_name="k")
+    module = attention(stock_turn, lambda forward: decorator(decorator(forward)))
+    give_class(module, "rope", rope_part.overrides, *rope_part.find(module, type(module))[1])
+    q, k, cos, sin = (torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)))
+    torch.testing.assert_close(module(q, k, cos, sin), stock_turn(q, k, cos, sin))
+    assert ran["rotary"] == 1
+    with pytest.warns(FutureWarning, match="`keys` is deprecated"):  # the decorator still runs
+        torch.testing.assert_close(module(q, keys=k, cos=cos, sin=sin), stock_turn(q, k, cos, sin))
+
+
+def test_attention_under_another_decorator_stays():
+    def decorator(forward):
+        return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+    module = attention(stock_turn, decorator)
+    assert rope_part.is_candidate(module)
+    assert "wrapped in another function" in rope_part.find(module, type(module))
 
 
 def arguments_of(turn, shapes):

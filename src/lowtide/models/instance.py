@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -48,6 +49,38 @@ def why_not_forward(module: nn.Module, base: Any, inputs: int | None = None) -> 
     if inputs is not None and len(inspect.signature(base.forward).parameters) != 1 + inputs:
         return "its forward takes more than one input"
     return None
+
+
+def undecorated(forward: Any) -> FunctionType | None:
+    """Return the function beneath decorators of transformers, such as ``deprecate_kwarg``, or None.
+
+    None where a decorator of another package is around it: what that does to a call is unknown.
+    """
+    while isinstance(forward, FunctionType) and hasattr(forward, "__wrapped__"):
+        if not forward.__globals__.get("__name__", "").startswith("transformers.") or not _has_in_closure(forward):
+            return None
+        forward = forward.__wrapped__
+    return forward if isinstance(forward, FunctionType) else None
+
+
+def redecorated(forward: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the decorators that `undecorated` finds around ``forward``, around ``inner`` instead."""
+    if not hasattr(forward, "__wrapped__"):
+        return inner
+    below = redecorated(forward.__wrapped__, inner)
+    cells = (CellType(below) if cell.cell_contents is forward.__wrapped__ else cell for cell in forward.__closure__)
+    return copied(forward, forward.__globals__, tuple(cells))
+
+
+def copied(function: FunctionType, namespace: dict[str, Any], closure: Any) -> FunctionType:
+    """Return a function of the same code and defaults, with these globals and this closure."""
+    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _has_in_closure(decorated: Any) -> bool:
+    return any(cell.cell_contents is decorated.__wrapped__ for cell in decorated.__closure__ or ())
 
 
 def take_class_back(module: nn.Module) -> None:

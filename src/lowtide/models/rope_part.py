@@ -22,7 +22,15 @@ from lowtide.layers import rotary
 from lowtide.layers.pairs import PAIRS
 from lowtide.layers.rope import checked_rotary, why_not_rotary
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
-from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
+from lowtide.models.instance import (
+    PROBED,
+    copied,
+    part_of,
+    redecorated,
+    undecorated,
+    why_not_forward,
+    with_forward,
+)
 from lowtide.models.probe import DTYPES, ProbedCode, is_like, outcome, random
 
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
@@ -65,11 +73,11 @@ def is_candidate(module: nn.Module) -> bool:
 
 def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:
     """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
-    forward = base.forward
+    forward = undecorated(base.forward)
     why_not = why_not_forward(module, base)
     if why_not is not None:
         return why_not
-    if not isinstance(forward, FunctionType) or not _rotations(forward):
+    if forward is None or not _rotations(forward):
         return "its forward is wrapped in another function"
     if "globals" in names_of(forward.__code__) or any(i.opname in _WRITES for i in dis.get_instructions(forward)):
         return "its forward writes to globals of its module"
@@ -169,7 +177,7 @@ def overrides(base: Any, forms: _Forms) -> dict[str, Any]:
     def look() -> Code:
         nonlocal rotating
         rotating = _rotating(base.forward, forms)
-        stock = base.forward
+        stock: Any = undecorated(base.forward)
         turns = [stock.__globals__[name] for name, _ in forms]
         return Code((), functions=turns, shallow=(stock,), attributes=((base, "forward"),))
 
@@ -183,14 +191,15 @@ def overrides(base: Any, forms: _Forms) -> dict[str, Any]:
     return with_forward(base, forward, **{PROBED: probed})
 
 
-def _rotating(stock: FunctionType, forms: _Forms) -> FunctionType:
-    """Return ``stock`` with our rotations among its globals."""
+def _rotating(forward: Any, forms: _Forms) -> Any:
+    """Return an attention's forward with our rotations among its globals."""
+    stock = undecorated(forward)
+    if stock is None:
+        return forward
     # Without the module's name torch.compile looks names up here, and not in the module.
     own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
     own |= {name: _rotation(own[name], *form) for name, form in forms}
-    forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
-    forward.__kwdefaults__ = stock.__kwdefaults__
-    return forward
+    return redecorated(forward, copied(stock, own, stock.__closure__))
 
 
 def _rotation(
