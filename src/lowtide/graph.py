@@ -1,8 +1,8 @@
 """Functions as registered operators and as nodes of autograd's graph whose gradients are differentiated once."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -11,8 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.replay.replayed import Replayed, on_device, without_autocast
-from lowtide.samples.weights import Samples
+from lowtide.kernel_launch import on_device
 
 TWICE = (
     "lowtide: expected gradients that are not differentiated again, got a second derivative. For those build the"
@@ -64,7 +63,6 @@ class Operator:
     `torch.utils.flop_counter.FlopCounterMode`, on every device: ``flop`` counts them.
 
     ``schema`` is "(arguments) -> (results)"; ``fake`` the function for fake tensors.
-    With ``replayed`` calls on a GPU are repeated from a record: see `lowtide.replay.replayed.Replayed`.
     """
 
     def __init__(
@@ -74,10 +72,7 @@ class Operator:
         compute: Callable[..., Any],
         fake: Callable[..., Any],
         flop: Callable[..., int] | None = None,
-        *,
-        replayed: bool = False,
     ) -> None:
-        self._replayed = Replayed(compute) if replayed else None
         self._compute = compute
         torch.library.custom_op(f"lowtide::{name}", self._run, mutates_args=(), schema=schema).register_fake(fake)
         self.registered = getattr(torch.ops.lowtide, name).default
@@ -86,20 +81,13 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Run it; as an operator only if that is watched, which costs 0.15 ms."""
-        replayed = self._replayed
-        function = None if replayed is None or torch.compiler.is_compiling() else replayed.function(args)
-        if function is None:
-            if watched(args):
-                return self.registered(*args)
-            function = self._compute
-        if torch.is_grad_enabled():  # each call here costs host time
-            with torch.no_grad():
-                return function(*args)
-        return function(*args)
+        if watched(args):
+            return self.registered(*args)
+        return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
         with torch.no_grad():
-            return (self._replayed or self._compute)(*args)
+            return self._compute(*args)
 
 
 def flop_of(operator: Any) -> Callable[..., int] | None:
@@ -142,42 +130,13 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
         _tell_counters()
     # Autocast is disabled only if it is on: that costs as much host time as a launch.
     autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return without_autocast(device) if autocast else on_device(device)
+    return _without_autocast(device) if autocast else on_device(device)
 
 
-_CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.memory.recompute")  # modules of their hooks
-
-
-def samples_of(tensors: Iterable[Tensor | None]) -> Samples:
-    """Return samples of the weights that backward reads again, to see whether they were written to since forward.
-
-    None are taken for a compiler, and in a checkpoint that is not reentrant: that recomputes with the weights as they
-    are in backward, written to or not, with our functions and without.
-    """
-    if torch.compiler.is_compiling():
-        return Samples(())
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__module__ in _CHECKPOINTS:
-        return Samples(())
-    return Samples(x for x in tensors if x is not None)
-
-
-def save_for_recompute(ctx: Any, *tensors: Any) -> None:
-    """Save the tensors (or None) from which backward recomputes, with samples for `saved_for_recompute`."""
-    ctx.samples = samples_of(tensors)
-    ctx.save_for_backward(*tensors)
-
-
-def saved_for_recompute(ctx: Any, function: str) -> tuple[Any, ...]:
-    """Return what `save_for_recompute` saved on a node of ``function``.
-
-    Raise if a Parameter has other values, or another dtype, than in forward, by a write to its ``.data``, which
-    autograd does not detect. Values on a GPU are checked by a device-side assertion.
-    """
-    if ctx.samples.changed():
-        hint = "Change weights after backward."
-        raise UnsupportedError(message(function, "in backward the weights of its forward", "others", hint))
-    return tuple(ctx.saved_tensors)
+@contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device_type=device.type, enabled=False), on_device(device):
+        yield
 
 
 def node(

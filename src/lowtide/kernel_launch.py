@@ -1,16 +1,15 @@
 """Fast launches of compiled Triton kernels: a third of Triton's own host time."""
 
+import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _pop_mode_temporarily
-
-from lowtide.replay.facts import RECORDING, launches_are_watched
 
 MOST_VARIANTS = 1024
 
@@ -41,6 +40,25 @@ def why_no_triton(device: torch.device) -> str | None:
     if torch.cuda.is_available() and not _has_triton():  # without a GPU it is a plan for another machine
         return "Triton is not installed"
     return None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels run on ``device``: none where it is current, except in autograd's threads."""
+    if device.type != "cuda" or (threading.get_ident() == _MAIN and torch.cuda.current_device() == device.index):
+        return nullcontext()
+    return torch.cuda.device(device.index)
+
+
+_MAIN = threading.main_thread().ident
+_HOOKS = ("launch_enter_hook", "launch_exit_hook")
+
+
+def _launches_are_watched() -> bool:
+    """Return whether something, as Triton's profiler does, gets each launch's facts from Triton itself."""
+    knobs = sys.modules.get("triton.knobs")
+    if knobs is None:
+        return False
+    return any(getattr(getattr(knobs.runtime, name, None), "calls", None) for name in _HOOKS)
 
 
 @cache
@@ -76,12 +94,8 @@ class Launcher:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        tape = RECORDING.tape
         if not _has_gpu():
-            if tape is not None:
-                tape.called(self.kernel[grid], args, constants)
-            with nullcontext() if tape is None else _pop_mode_temporarily():
-                self.kernel[grid](*args, **constants)
+            self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
         facts: list[Any] = [device, *constants.values()]
@@ -93,18 +107,13 @@ class Launcher:
             if len(self._compiled) >= MOST_VARIANTS:
                 self._compiled.clear()
             self._compiled[known] = compiled = self.kernel[grid](*args, **constants)
-        elif launches_are_watched():
+        elif _launches_are_watched():
             compiled[(*grid, 1, 1)](*values, *fixed, stream=torch._C._cuda_getCurrentRawStream(device))
         else:
-            compiled.run(*_leading(compiled, grid, torch._C._cuda_getCurrentRawStream(device)), *values, *fixed)
-        if tape is not None:
-            tape.launched(compiled.run, (*_leading(compiled, grid, None), *args, *fixed))
-
-
-def _leading(compiled: Any, grid: tuple[int, ...], stream: int | None) -> tuple[Any, ...]:
-    """Return what a compiled kernel's launcher takes before the kernel's own arguments: no one watches its launches."""
-    x, y, z = (*grid, 1, 1)[:3]
-    return x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None
+            x, y, z = (*grid, 1, 1)[:3]
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            metadata = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's hooks
+            compiled.run(x, y, z, stream, *metadata, *values, *fixed)
 
 
 def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> list[Any]:

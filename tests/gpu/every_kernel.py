@@ -28,7 +28,6 @@ from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_dive
 from lowtide.kernel_launch import Launcher
 from lowtide.layers import rms_norm, rotary
 from lowtide.models.fingerprint import fingerprint
-from lowtide.samples.weights import Samples
 from mlp.experts import FORMS, fused, operands
 from support import on_gpu
 
@@ -113,13 +112,6 @@ def weights() -> None:
         fingerprint([torch.randn(V, D + 1, device="cuda").to(dtype)[:, 1:], torch.randn(V, device="cuda").to(dtype)])
 
 
-def samples() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        shapes = [(77, 64), (64, 77), (5,), (2100, 3)] * 9  # more than one launch takes
-        seen = Samples(torch.nn.Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in shapes)
-        assert not seen.changed()
-
-
 def sharded() -> None:
     """A vocabulary on a group of one rank takes the kernels of a shard."""
     with tempfile.TemporaryDirectory() as folder:
@@ -181,7 +173,7 @@ def main() -> None:
 
     Launcher._launch = recorded  # type: ignore[method-assign]
     torch.manual_seed(0)
-    for case in (cross_entropy, statistics, divergences, function, sets, layers, experts, weights, samples, sharded):
+    for case in (cross_entropy, statistics, divergences, function, sets, layers, experts, weights, sharded):
         case()
         torch.cuda.synchronize()
         sys.stdout.write(f"ran {case.__name__}\n")

@@ -122,35 +122,6 @@ def edges() -> None:
             assert relative_error(mine, true[: len(mine)]) < 6e-3
 
 
-def exchanges_by_copy_engines() -> None:
-    """Sums and gathered rows are those of torch.distributed, bit for bit, also where memory is used again at once."""
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-    shapes = ((ranks * 300, 1111), (ranks * 5000, 4096), (ranks, 7), (ranks * 1000, 777))  # the second in many parts
-    for shape, dtype in itertools.product(shapes, (torch.float32, torch.bfloat16)):
-        x = torch.randn(shape, device="cuda", generator=generator).to(dtype)
-        of_ranks = [torch.empty_like(x) for _ in range(ranks)]
-        dist.all_gather(of_ranks, x)
-        total = of_ranks[0].clone()
-        for other in of_ranks[1:]:
-            total += other
-        mine = total.chunk(ranks)[dist.get_rank()]
-        begun = [
-            exchange.begin_gather(x.clone(), group),
-            exchange.begin_sum(x.clone(), group),
-            exchange.begin_scattered_sum(x.clone(), group),
-            exchange.begin_sum(x.clone(), group, torch.bfloat16),
-        ]
-        torch.full(shape, torch.nan, dtype=dtype, device="cuda")  # where a copy that was freed too early lay
-        wanted = (torch.stack(of_ranks), total, mine, total.bfloat16())
-        for under_way, want in zip(begun, wanted, strict=True):
-            assert torch.equal(under_way.get().to(want.dtype), want), (shape, dtype)
-    assert ranks == 1 or exchange._PEERS[group][x.device] is not None
-    whole = x.clone()
-    exchange.begin_sum(whole, group).get()
-    assert torch.equal(whole, total)  # in its memory
-
-
 def an_exchange_that_is_dropped() -> None:
     """One that nobody waits for, as after an error, reads and writes nothing that is allocated later."""
     group, ranks = dist.group.WORLD, dist.get_world_size()

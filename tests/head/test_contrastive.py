@@ -16,7 +16,6 @@ from head.test_flop_counter import counted
 from lowtide import HeadOptions, linear_contrastive
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, TargetIndexError, UnsupportedError
 from lowtide.measure.allocations import track_allocations
-from lowtide.replay import facts, replayed
 from support import assert_same_gradients, in_float64, pairs, relative_error
 
 Q, D = 21, 8
@@ -290,21 +289,6 @@ def test_a_trained_temperature_in_one_graph() -> None:
     step = lambda q, k, t: linear_contrastive(q, k, kwargs["positives"], temperature=t * 2)  # noqa: E731
     got, want = (f(*leaves) for f in (torch.compile(step, fullgraph=True, backend="aot_eager"), step))
     assert_same_gradients(got, want, leaves, bound=1e-6)
-
-
-@pytest.mark.parametrize("case", [{}, {"P": 3}, {"P": 0, "symmetric": True}], ids=str)
-def test_calls_repeated_from_a_record(
-    case: dict[str, Any], keep_rows: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, and with other masks: a record holds none."""
-    keep_rows(True)
-    monkeypatch.setattr(facts, "DEVICES", frozenset({"cpu"}))
-    programs, program_of = [], replayed.program_of
-    monkeypatch.setattr(replayed, "program_of", lambda *args: programs.append(program_of(*args)) or programs[-1])
-    for seed in range(4):
-        check(arguments(case | {"K": 40, "mask": "some"}, torch.float32, seed), 2e-6)
-    assert programs
-    assert None not in programs
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -18,7 +18,6 @@ from lowtide.head.nodes import Function
 from lowtide.head.plan import support_slices
 from lowtide.kernel_launch import Launcher
 from lowtide.measure.allocations import track_allocations
-from lowtide.replay import facts, replayed
 from support import head, in_float64, mask_of_ids, relative_error, sets_oracle
 
 WANT = ("logprob", "entropy", "lse", "argmax", "sum_sq_prob", "is_top1")
@@ -547,28 +546,3 @@ def test_memory_of_ragged_sets_is_bounded() -> None:
     x, w, _, _ = head(4, 4096, 8)
     call = checked_call("linear_logprobs", x, w, None, 1.0, None, HeadOptions(workspace_mib=64), None)[0]
     assert [support_slices(call, P) for P in (2**18, 2**19, 2**20, 2**30)] == [52, 20, 4, 1]
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sparse", [False, True])
-def test_calls_are_repeated_from_a_record(form: str, sparse: bool, keep_rows: Any, monkeypatch: Any) -> None:
-    """As on a GPU; with other numbers in the second of four calls that are alike."""
-    keep_rows(True)
-    use_set_kernels(monkeypatch)
-    monkeypatch.setattr(facts, "DEVICES", frozenset({"cpu"}))
-    programs = []
-    program_of = replayed.program_of
-    monkeypatch.setattr(replayed, "program_of", lambda *args: programs.append(program_of(*args)) or programs[-1])
-    results = []
-    for seed in (7, 7, 8, 7):
-        x, w, b, _ = head(N, D, V, seed=seed)
-        support, mask = sets_of("shared" if form == "shared" else "padded", seed)
-        y = targets(mask, 2, seed)
-        if form == "csr":
-            support = support.view(-1), K * torch.arange(N + 1)
-        stats = linear_token_stats(x, w, y, want=WANT, linear_bias=b, support=support, sparse=sparse)
-        grads = torch.autograd.grad(total(found(stats)), [x, w, b])
-        results.append([*found(stats).values(), *(g.to_dense() for g in grads)])
-    assert len(programs) == 2 or (form == "shared" and sparse)  # those of the other case
-    assert all(torch.equal(one, two) for one, two in zip(results[0], results[3], strict=True))
-    assert not torch.equal(results[0][0], results[2][0])

@@ -17,7 +17,6 @@ import lowtide
 from lowtide.errors import UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.memory.policy import word_of
-from lowtide.samples.weights import Samples
 from memory.models import ALL, ATTENTION, GROUPED, INPUT, Layer, Plain, stack_of
 from memory.test_families import FAMILIES, build
 
@@ -132,17 +131,7 @@ def write(change: Callable[[nn.Parameter], object]) -> Callable[[Any], object]:
 
 THROUGH_DATA = r"layers\.2: expected parameters .* or through \.data"
 WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object], str]] = {
-    "merged adapters": (
-        lambda m: lora(m).get_base_model(),
-        each_module(lambda m: m.merge(), lambda m: hasattr(m, "merge")),
-        r"layers\.4: expected parameters that are in backward.* merge adapters",
-    ),
     "in place": (as_built, write(in_place), THROUGH_DATA),
-    "all": (as_built, write(lambda p: p.data.mul_(2)), THROUGH_DATA),
-    "a row": (as_built, write(lambda p: p.data[7].zero_()), THROUGH_DATA),
-    "a column": (as_built, write(lambda p: p.data[:, 5].zero_()), THROUGH_DATA),
-    "storage": (as_built, write(lambda p: setattr(p, "data", p.data * 2)), THROUGH_DATA),
-    "a dtype": (as_built, write(lambda p: setattr(p, "data", p.data.double())), THROUGH_DATA),
 }
 
 
@@ -295,27 +284,6 @@ def test_code_that_is_replaced_between_is_an_error(
         results(model, ids, lambda m: monkeypatch.setattr(F, name, lambda *args, **kw: stock(*args, **kw) * 2))
     model.zero_grad()
     results(model, ids, lambda m: None)  # forward and backward with the new one
-
-
-@pytest.mark.parametrize("shape", [(1,), (7,), (1, 9), (9, 1), (8, 8), (30, 12), (12, 30), (3, 8, 16), (64, 48)])
-def test_every_row_and_column_has_a_sample(shape: tuple[int, ...]) -> None:
-    weight = nn.Parameter(torch.randn(shape))
-    matrix = weight.data.reshape(-1, shape[-1])
-    for axis in (0, 1):
-        for index in range(matrix.shape[axis]):
-            seen = Samples([weight])
-            assert not seen.changed()
-            matrix.select(axis, index).add_(1)
-            assert seen.changed(), (shape, axis, index)
-
-
-def test_samples_of_odd_weights() -> None:
-    transposed = nn.Parameter(torch.randn(6, 4).t())
-    empty, nan = nn.Parameter(torch.randn(0, 3)), nn.Parameter(torch.full((3, 3), torch.nan, dtype=torch.bfloat16))
-    seen = Samples([transposed, empty, nan, nn.Parameter(torch.randn(()))])
-    assert not seen.changed()
-    transposed.data[1].zero_()
-    assert seen.changed()
 
 
 def chunks(model: Any, ids: Tensor) -> Any:

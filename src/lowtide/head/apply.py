@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.graph import keep_stored, node, save_for_recompute, saved_for_recompute, take_stored
+from lowtide.graph import keep_stored, node, take_stored
 from lowtide.head.call import check_mask, checked_call
 from lowtide.head.function.checks import check_rows_are_independent
 from lowtide.head.function.chunk import FunctionTerms
@@ -203,7 +203,7 @@ def _forward(ctx: Any, *args: Any) -> Any:
         if function.gradient == "forward" and function.plan.rows:
             got = f"{sum(terms.differentiable)} that need a gradient"
             raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
-        save_for_recompute(ctx, *tensors)
+        ctx.save_for_backward(*tensors)
     leaves = terms.results()
     flags = zip(leaves, terms.differentiable, strict=True)
     ctx.mark_non_differentiable(*(leaf for leaf, flag in flags if leaf is not None and not flag))
@@ -214,7 +214,7 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
     """Scale stored gradients: what is 0 stays 0, as of tokens that are masked, or that the function leaves out."""
     needed = ctx.needs_input_grad[:-1]
     if not ctx.stores:
-        tensors = saved_for_recompute(ctx, "linear_apply")
+        tensors = ctx.saved_tensors
         with isolated(tensors[0].device):
             terms = FunctionTerms(ctx.function, tensors, needed)
             terms.backward(upstream[:-1], ctx.states)

@@ -1,16 +1,17 @@
 """Which implementation of the head runs, and why: pure functions of devices, dtypes and sizes."""
 
+from typing import Any
+
 import torch
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.options import HeadOptions
 from lowtide.kernel_launch import why_no_triton
-from lowtide.replay.facts import matmul_precision
 
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 SPLITTING = ((8, 0), (9, 0), (10, 0), (10, 3))  # six bfloat16 GEMMs take less time there than a float32 one
-# By `matmul_precision`: the bfloat16 pieces of a float32 operand.
+# By `_matmul_precision`: the bfloat16 pieces of a float32 operand.
 PIECES = {"highest": 3, "high": 2, "medium": 1}
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
@@ -118,9 +119,20 @@ def float32_pieces(device: torch.device, capability: tuple[int, int] | None = No
     """Return how many bfloat16 pieces a float32 operand has, as PyTorch's setting says; 0: its GEMMs are float32's."""
     if not splits_float32(device, capability):
         return 0
-    return PIECES[matmul_precision()]
+    return PIECES[_matmul_precision()]
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
     """Return the GPU's compute capability; without one, that of the GPU being planned for: Hopper."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
+
+
+def _matmul_precision() -> str:
+    """Return PyTorch's setting for float32 GEMMs on NVIDIA GPUs: "highest", "high" or "medium"."""
+    cuda: Any = torch.backends.cuda.matmul
+    if cuda.fp32_precision != "tf32":
+        return "highest"
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # this backend alone was set
+        return "high"

@@ -12,7 +12,6 @@ from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
-from lowtide.replay.checked import Checked
 
 
 def linear_cross_entropy(
@@ -100,8 +99,7 @@ def linear_cross_entropy(
         >>> head.weight.grad.shape
         torch.Size([1000, 16])
     """
-    check = _CHECKED if vocab_shard is None else _checked
-    head, args, recompute = check(
+    head, args, recompute = _checked(
         input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, z_loss, softcap,
         logit_scale, token_weight, num_items, shift, options, vocab_shard,
     )  # fmt: skip
@@ -109,7 +107,7 @@ def linear_cross_entropy(
     if reduction == "none":
         loss = loss.view(target.shape)
         loss = loss[..., :-1] if shift else loss
-    return head.ranks.result(loss)  # type: ignore[no-any-return]
+    return head.ranks.result(loss)
 
 
 def mean_and_parts(
@@ -166,9 +164,6 @@ def _checked(
         z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
     )  # fmt: skip
     return head, args, choose_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
-
-
-_CHECKED = Checked(_checked)
 
 
 def _shifted(x: Tensor, last: int) -> Tensor:

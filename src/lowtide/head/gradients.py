@@ -55,11 +55,6 @@ class Gradients:
     weight_ids: Tensor | None = None  # [1, R]: of which classes ``weight_VD`` has rows; None: of all
     bias_V: Tensor | None = None
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """Return what `put_input` rounds rows to; None where it needs them as they are."""
-        return None if self.input_ND is None or self.lift_N is not None else self.input_ND.dtype
-
     def put_input(self, rows: slice | Tensor, wide_CD: Tensor) -> None:
         """Write rows of the input's gradient, scaled up if requested: then ``wide_CD`` is changed in place."""
         assert self.input_ND is not None

@@ -18,8 +18,6 @@ from lowtide.graph import (
     Operator,
     is_last_backward,
     node,
-    save_for_recompute,
-    saved_for_recompute,
     schema_of,
     tensor_fields,
     undisturbed,
@@ -76,7 +74,7 @@ class Function:
 
     def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
-        operator = Operator(name, schema, compute, partial(compute, real=False), self._flop, replayed=True)
+        operator = Operator(name, schema, compute, partial(compute, real=False), self._flop)
 
         reduction = self.args._fields.index("reduction") + _HEAD if "reduction" in self.args._fields else None
 
@@ -218,13 +216,13 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         numbers = [found[i].clone() if i < returned else found[i] for i in known]
         # as attributes: torch.utils.checkpoint would raise where a recompute's have other sizes
         ctx.sized = numbers[fixed:]
-        save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers[:fixed])
+        ctx.save_for_backward(*(fields[i] for i in tensors), *numbers[:fixed])
         ctx.ranks, ctx.scalars = ranks, [None if i in tensors else field for i, field in enumerate(fields)]
         ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
         return found[:returned]
 
     def recompute(ctx: Any, *upstream: Tensor | None) -> Any:
-        fields, saved = list(ctx.scalars), saved_for_recompute(ctx, function.public)
+        fields, saved = list(ctx.scalars), ctx.saved_tensors
         for i, tensor in zip(tensors, saved, strict=False):
             fields[i] = tensor
         wanted = ctx.needs_input_grad[:3]

@@ -14,7 +14,7 @@ from lowtide.arguments import check_device, check_number, refuse_transforms, why
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import Operator, node, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
-from lowtide.replay.replayed import on_device
+from lowtide.kernel_launch import on_device
 
 Rounding = Literal["before_weight", "after_weight"]
 

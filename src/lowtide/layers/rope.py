@@ -14,9 +14,9 @@ from lowtide.arguments import check_name, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.graph import Operator, node, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
+from lowtide.kernel_launch import on_device
 from lowtide.layers.norm import GATHER
 from lowtide.layers.pairs import PAIRS, Pairs
-from lowtide.replay.replayed import on_device
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
 _TWICE = (

@@ -23,7 +23,6 @@ from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.recompute import recomputed
 from lowtide.memory.state import Snapshot, Versions, have_own_writes, own_writes
 from lowtide.memory.tiles import Call, LayerInTiles
-from lowtide.samples.weights import Samples
 from lowtide.swap import child_class
 
 Forward = Callable[..., Any]
@@ -233,7 +232,7 @@ def _of_unchanged(layer: nn.Module, layer_state: LayerState, forward: Forward, r
     if torch.compiler.is_compiling():
         return forward  # the compiler makes writes part of its graph
     given = Versions(_tensors_in(rest))
-    first: list[tuple[Snapshot, Versions, Versions, Samples]] = []
+    first: list[tuple[Snapshot, Versions, Versions]] = []
 
     def unchanged(*args: Any, **kwargs: Any) -> Any:
         if not first:
@@ -245,12 +244,12 @@ def _of_unchanged(layer: nn.Module, layer_state: LayerState, forward: Forward, r
                 layer_state.quiet.add(layer.training)
             layer_state.writes |= have_own_writes(state.parameters)
             # As forward left them: an embedding with max_norm writes to its own.
-            first.append((state, buffers, Versions(state.parameters), Samples(state.parameters)))
+            first.append((state, buffers, Versions(state.parameters)))
             return outputs
-        state, buffers, parameters, samples = first[0]
+        state, buffers, parameters = first[0]
         if given.changed():
             raise changed_in_place()
-        if parameters.changed() or samples.changed():
+        if parameters.changed():
             raise _weights_changed(layer_state.name, "parameters")
         if buffers.changed():
             raise _weights_changed(layer_state.name, "buffers")

@@ -156,13 +156,6 @@ class SwigluCall(NamedTuple):
         return weight.shape
 
     @property
-    def recomputed_from(self) -> tuple[Tensor, ...]:
-        """Return the parameters that gate and up are computed from."""
-        parameters = (self.gate_weight, self.up_weight, self.gate_bias, self.up_bias)
-        adapters = (self.gate_a, self.gate_b, self.up_a, self.up_b)
-        return tuple(t for t in (*parameters, *adapters) if t is not None)
-
-    @property
     def rows(self) -> tuple[slice | None, slice | None]:
         """Return the rows of gate and of up in their one projection; None: each has its own."""
         return JOINED[self.joined](self.down_shape[1]) if self.joined else (None, None)

@@ -87,11 +87,6 @@ class ExpertsCall(NamedTuple):
         return cls(*tensors, *scalars)
 
     @property
-    def recomputed_from(self) -> tuple[Tensor | None, ...]:
-        """Return the parameters that gate and up are computed from."""
-        return self.gate_up, self.gate_up_bias
-
-    @property
     def projections_shape(self) -> tuple[int, int]:
         """Return the shape [S, 2F] of gate and up."""
         return self.rows, 2 * self.width

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.errors import UnsupportedError, message
+from lowtide.errors import message
 from lowtide.graph import (
     Operator,
     held_elsewhere,
     is_last_backward,
     node,
-    samples_of,
     schema_of,
     tensor_fields,
     undisturbed,
@@ -78,9 +77,6 @@ class Operators:
             f"{name}_backward", f"({fields}, {flags}, Tensor upstream, {held}) -> ({grads})", self._backward,
             self._fake_gradients, self._backward_flop,
         )  # fmt: skip
-        written_to = "the same weights in backward as in forward, since checkpoint_level=1 recomputes gate and up"
-        hint = "Write after backward, or use checkpoint_level=0."
-        self._written_to = message(public, written_to, "one written to through .data", hint)
         twice = message(public, "to be differentiated once", "a second derivative", f"For those {instead}.")
         self._first = node(f"{name.title()}Mlp", public, self._save, self._gradients_of, twice)
         self._second = _output_node(self._output, self._count)
@@ -124,8 +120,6 @@ class Operators:
         ctx.input_saved = wanted.reads_input if keep else wanted.projections
         if not ctx.input_saved:
             tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one element in memory
-        # Samples: the version of a weight does not show a write through .data.
-        ctx.samples = samples_of(() if keep or not wanted.projections else call.recomputed_from)
         ctx.save_for_backward(*tensors, *(held if keep else ()))  # a hook takes the host time for each
         ctx.mark_non_differentiable(*held)
         # a dispatch mode, such as that of selective checkpointing, may hold what the operator returned
@@ -136,8 +130,6 @@ class Operators:
         """Return every gradient from what was saved, and what they depend on: None if the input was not saved."""
         tensors = list(ctx.saved_tensors)  # once: a checkpoint gives them no second time
         saved, tensors = tensors[self._tensors :], tensors[: self._tensors]
-        if ctx.samples.changed():
-            raise UnsupportedError(self._written_to)
         call = self._call.joined_from(tensors, ctx.scalars)
         wanted = self._wanted(*ctx.needs_input_grad[: self._flags])
         saved = saved or [call.input.new_empty(0)] * self._count

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lowtide.arguments import is_dtensor
 from lowtide.kernel_launch import why_no_triton
-from lowtide.samples.weights import INTEGERS
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096  # values that are summed at a time, whose factors stay in the cache
 _LEVELS = 8  # of sums of sums: more than memory has
 _SHARE = 2**20  # values that are worth a thread, or an operation on another device

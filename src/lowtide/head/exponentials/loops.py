@@ -180,7 +180,7 @@ class Exponentials:
             return None
         if self.width:
             self.finish_input(piece, product_CD, product_CD, None)
-        return self.ranks.begin_sum(product_CD, piece.part, self.index, into.input_dtype)
+        return self.ranks.begin_sum(product_CD, piece.part, self.index)
 
     def places(self, input_ND: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         """Return where these rows of the input's gradient go: into what, and their places in it; None: in order."""

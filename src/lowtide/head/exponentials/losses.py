@@ -210,7 +210,7 @@ class CrossEntropy(RowLosses):
         else:
             self._finished_products(piece, e_CV, factor_C, out, to_C)
         if not alone:
-            self._under_way.append(self.ranks.begin_sum(out, piece.part, self.index, into.input_dtype))
+            self._under_way.append(self.ranks.begin_sum(out, piece.part, self.index))
 
     def _finished_products(
         self, piece: Piece, e_CV: Tensor, factor_C: Tensor, out: Tensor, to_C: Tensor | None

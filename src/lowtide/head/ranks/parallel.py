@@ -88,15 +88,10 @@ class Ranks:
             return Exchange(take_rows(input, index, part, dtype))
         return self._tokens.begin_rows(input, slice(part.start // self.groups, part.stop // self.groups), dtype)
 
-    def begin_sum(
-        self, product_CD: Tensor, part: slice, index: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> Callable[[Gradients], None]:
-        """Begin to add up all ranks' gradients of some rows' hidden states; return what waits, and writes them.
-
-        With ``dtype`` the sums may be rounded to that before they are written.
-        """
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
+        """Begin to add up all ranks' gradients of some rows' hidden states; return what waits, and writes them."""
         begin = exchange.begin_scattered_sum if self.spread else exchange.begin_sum
-        under_way, start = begin(product_CD, self._group, dtype), part.start // self.groups
+        under_way, start = begin(product_CD, self._group), part.start // self.groups
 
         def write(into: Gradients) -> None:
             summed, input_ND = under_way.get(), into.input_ND
@@ -311,13 +306,7 @@ class Alone:
         """Return a chunk's hidden states [C, D]."""
         return Exchange(take_rows(input, index, part, dtype))
 
-    def begin_sum(
-        self,
-        product_CD: Tensor,
-        part: slice,
-        index: Tensor | None = None,
-        dtype: Any = None,  # noqa: ARG002
-    ) -> Callable[[Gradients], None]:
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
         """Return what writes a chunk's gradient of the hidden states where it belongs."""
         return lambda into: into.put_input(part if index is None else index[part], product_CD)
 

@@ -1,1 +1,0 @@
-"""Calls on a GPU repeated from a record: see `replayed`."""

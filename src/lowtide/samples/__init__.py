@@ -1,1 +1,0 @@
-"""Whether weights were written to between forward and backward: see `weights.Samples`."""
