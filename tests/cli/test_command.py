@@ -203,8 +203,8 @@ def test_a_package_that_is_missing_is_one_line(
 def test_the_packages_whose_lack_is_explained_are_those_of_the_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     extras["train"] += extras["hf"]
-    listed = {(name, re.split(r"[>=<]", line)[0]) for name in ("train", "trl", "peft", "eval") for line in extras[name]}
-    modules = {"pyyaml": "yaml", "lm-eval": "lm_eval"}
+    listed = {(name, re.split(r"[>=<]", line)[0]) for name in ("train", "trl", "peft") for line in extras[name]}
+    modules = {"pyyaml": "yaml"}
     named = {(modules.get(package, package), name) for name, package in listed if not package.startswith("lowtide")}
     assert named | {("datasets", "trl")} == {(name, extra.split(",")[-1]) for name, extra in EXTRAS.items()}
 
@@ -236,7 +236,6 @@ from lowtide.cli import main
 plan = sys.argv[1:]
 for words in (
     ["--help"], ["--version"], ["train", "--help"], ["plan", "--help"],
-    ["eval", "--help"], ["eval", "--model", "/nobody", "--data", "/nobody"], ["eval", "--model", "x"],
     ["plan", "--model", "/nobody", "--seq-len", "1"],
     [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
     ["profile", "--help"], ["profile", "--impl", "stock:some"], ["profile", "--model", "/nobody"],

@@ -21,7 +21,7 @@ ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "lazy", "arguments", "swap", "code", "measure", "kernel_launch", "graph", "head",
     "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "stacks", "train", "bench", "profile",
-    "evaluation", "cli", "__main__",
+    "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from lowtide.errors import LowtideError
 
 SUBCOMMANDS = {
     "train": "train a model on text or conversations",
-    "eval": "perplexity of a text, and lm-evaluation-harness's tasks, without logits",
     "plan": "what fits in a budget of memory, and how fast",
     "profile": "where a step's memory and time go, beside its peers",
     "bench": "measure lowtide beside its peers",
@@ -24,7 +23,6 @@ EXTRAS = {  # of packages without which lowtide imports
     **dict.fromkeys(("transformers", "accelerate", "tokenizers", "psutil", "yaml", "rich"), "train"),
     **dict.fromkeys(("trl", "datasets"), "train,trl"),
     "peft": "train,peft",
-    "lm_eval": "train,trl,eval",
 }
 
 _EXAMPLES = """\

@@ -1,1 +1,0 @@
-"""How well a model predicts text, and lm-evaluation-harness's tasks, without logits: ``lowtide eval``."""
