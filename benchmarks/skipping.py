@@ -17,21 +17,20 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from script import main
+from skipped_heads import LIMITS, TABLE, measure_head
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from lowtide import HeadOptions, linear_cross_entropy, skip_report
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, release
 from lowtide.bench.settings import ScriptSettings, numbers, setting
-from lowtide.bench.skip import LIMITS, TABLE, measure_head
-from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.head import threshold, vocabulary_order
 from lowtide.head.kernels import kept_tiles
 from lowtide.measure.plots import Named, name_points, new_figure
@@ -342,7 +341,6 @@ def _lines(axes: Any, shape: dict[str, Any], of: str, color: str) -> list[Named]
 
 def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
     config, shapes = run.config, run.result.setdefault("shapes", [])
-    asked = SkipBenchConfig(model="-", data=("-",), accepted=config.accepted, per_token=config.per_token)
     of = "per_token" if config.per_token else "rows"
     for vocab in numbers("heads", config.heads, int):
         hidden, layers, steps = HEADS[vocab]
@@ -361,7 +359,7 @@ def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
         del model
         release(run.device)
         run.say(f"{len(x)} x {hidden} x {vocab}, held-out loss {row['held_out']:.3f}\n{TABLE.header}")
-        for one in measure_head(x, w, y, replace(asked, unbiased=vocab == 65536)):
+        for one in measure_head(x, w, y, config.accepted, per_token=config.per_token):
             run.add(one, shape[of], TABLE)
         release(run.device)
     run.files.plot("errors", lambda file: draw_heads(file, shapes))

@@ -31,21 +31,6 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_inductor))
 
 
 @pytest.fixture
-def gemm_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where tuned tile sizes are kept, for this test alone: a file that is not there yet."""
-    from lowtide.head.kernels import configs
-
-    def forget() -> None:
-        configs.tuned.cache_clear()
-        configs.of_device.cache_clear()
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    forget()
-    yield tmp_path / "cache" / "lowtide" / "gemm.json"
-    forget()
-
-
-@pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A twelfth of the rows is a chunk however short that is, so that a small test sees the memory of a large call."""
     from lowtide.head import planner
@@ -81,6 +66,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
+    parser.addoption("--supported-models", action="store_true", help="with --slow: write docs/supported-models.md")
     parser.addoption("--record", metavar="FILE", help="write what ran, and on what, as json")
 
 

@@ -35,14 +35,9 @@ KINDS = (
     "apply",
     "layers",
     "step",
-    "longest",
     "mlp",
     "experts",
-    "skip",
-    "models",
-    "tune",
 )
-WRITING = [kind for kind in KINDS if kind != "tune"]
 SHAPED = {
     "head": SHAPES, "sweep": SHAPES, "stats": SHAPES, "divergence": PAIR_SHAPES, "contrastive": BATCH_SHAPES,
     "apply": APPLY_SHAPES, "mlp": (*MLPS.named, *MLPS.groups), "experts": (*EXPERTS.named,),
@@ -59,11 +54,8 @@ SMALL = {
     "apply": "--shape 32,8,64 --only focal",
     "layers": "--op norm --only lowtide eager --tokens 64 --hidden 32",
     "step": "--tokens 16 --model lowtide-small --peer stock --policy all",
-    "longest": "--way lowtide --model lowtide-small --layers 1 --tokens 24 --no-search --host 2GiB",
     "mlp": "--shape 1,8,4,6,1 --only lowtide-0 naive",
     "experts": "--shape 8,4,6,3,2 --only lowtide-0 eager",
-    "skip": "--tokens 24 --hidden 8 --vocab 64 --accepted 1e-2",
-    "models": "--kind causal --only gpt2 xglm --workers 1",
 }
 MEASURED = {"ms", "peak_mib"}
 IN_ROWS = {
@@ -72,13 +64,10 @@ IN_ROWS = {
     "apply": MEASURED | {"function", "name", "of_naive", "value", "value_error", "dx_error", "dw_error", "db_error"},
     "layers": {"op", "peer", "forward_ms", "ms", "forward_gb_per_s", "gb_per_s", "kept_mib", "error"},
     "step": {"way", "tokens", "seconds", "spread", "tokens_per_s", "peak_gib", "losses", "attention"},
-    "longest": {"way", "train", "tokens", "kept", "seconds", "gpu_gib_predicted", "host_gib_predicted", "host_gib"},
     **dict.fromkeys(
         ("mlp", "experts"),
         MEASURED | {"name", "gemms", "forward_ms", "backward_ms", "limit_ms", "over", "kept_bytes", "again_gb"},
     ),
-    "skip": {"name", "ms", "speed"},
-    "models": {"kind", "type", "status", "why", "seconds", "cases", "parts", "tolerances"},
 }
 
 
@@ -95,8 +84,7 @@ def rows_of(kind: str, told: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(kind: str, folder: Path, *more: str) -> int:
-    quick = [] if kind == "models" else QUICK
-    return main(["bench", kind, *SMALL[kind].split(), *quick, "--output", str(folder), *more])
+    return main(["bench", kind, *SMALL[kind].split(), *QUICK, "--output", str(folder), *more])
 
 
 def parsed(command: str) -> Any:
@@ -135,16 +123,13 @@ def test_help_has_every_setting_every_name_and_examples_that_run(kind: str, caps
     for command in commands:
         assert command.startswith(f"lowtide bench {kind}"), command
         asked = parsed(command)
-        if kind != "tune":  # and a config's own command means the same config
-            assert parsed(asked.command()) == dataclasses.replace(asked, output=".")
-    if kind == "tune":
-        return
+        # and a config's own command means the same config
+        assert parsed(asked.command()) == dataclasses.replace(asked, output=".")
     assert f"The result is DIR/<date>-{kind}-" in words
-    if kind != "models":
-        names = [field.name for field in sorted(dataclasses.fields(config), key=lambda f: f.metadata["last"])]
-        common = [field.name for field in dataclasses.fields(RunSettings)]
-        assert set(common) == set(names[-len(common) :])
-        assert "--device cpu" in examples
+    names = [field.name for field in sorted(dataclasses.fields(config), key=lambda f: f.metadata["last"])]
+    common = [field.name for field in dataclasses.fields(RunSettings)]
+    assert set(common) == set(names[-len(common) :])
+    assert "--device cpu" in examples
 
 
 TOKENS = {
@@ -237,59 +222,10 @@ BAD = {
             for text in ("all@", "all@state", "all@states=", "all@states=0", "all@states=-1", "@states", "all@states@")
         },
     },
-    "longest": {
-        **COMMON,
-        "--model nonsense": "model: expected a folder with a config.json",
-        "--way nobody": "way: expected names out of lowtide",
-        "--layers 0": "layers: expected a whole number of at least 1",
-        "--tokens 1": "tokens: expected 0, or a whole number above 1",
-        "--tokens -3": "tokens: expected 0, or a whole number above 1",
-        "--no-search --tokens 0": "search: expected --tokens above 0",
-        "--start 1": "start: expected a whole number of at least 2",
-        "--step 0": "step: expected a whole number of at least 1",
-        "--tile 0": "tile: expected a whole number of at least 1",
-        "--seconds 0": "seconds: expected a number above 0",
-        "--seconds inf": "seconds: expected a number above 0",
-        "--budget much": "budget: expected a size",
-        "--host -1": "host: expected a size",
-    },
-    "skip": {
-        **COMMON,
-        "--model runs/model": "data: expected text files beside --model, got none",
-        "--data held-out.txt": "data: expected --model beside it, got held-out.txt",
-        "--model nonsense --data held-out.txt": "model: expected a folder with a trained model",
-        "--model llama-3.2-1b --data held-out.txt": "model: expected a folder with a trained model",
-        "--accepted little": "accepted: expected numbers, got 'little'",
-        "--accepted 5e-3 0": "accepted: expected numbers above 0 and below 1",
-        "--accepted 1": "accepted: expected numbers above 0 and below 1",
-        "--accepted nan": "accepted: expected numbers above 0 and below 1",
-        "--tokens 0": "tokens: expected a whole number of at least 1",
-        "--hidden 0": "hidden: expected a whole number of at least 1",
-        "--vocab 0": "vocab: expected a whole number of at least 1",
-        "--calls 1": "calls: expected a whole number of at least 2",
-        "--workspace-mib 0": "workspace_mib: expected a number above 0",
-    },
-    "models": {
-        "--workers 0": "workers: expected a whole number of at least 1",
-        "--kind audio": "kind: expected names out of causal",
-        "--output=": "output: expected a name",
-    },
-    "tune": {
-        "--shape llama-1b": "shape: expected numbers above 0: C,D,V, got 'llama-1b'",
-        "--shape 1,0,8": "shape: expected numbers above 0",
-        "--seconds 0": "seconds: expected a number above 0, got 0.0",
-        "--seconds nan": "seconds: expected a number above 0",
-        "--reps 0": "reps: expected a whole number of at least 1",
-        "--warm -1": "warm: expected a whole number of at least 0",
-        f"--seed {2**32}": "seed: expected a whole number below 2**32",
-    },
 }
 UNFIT = {  # by this machine, or by files: found with torch
-    "models --only no-such-type": "only: expected",
-    "models --only gpt2 --resume no-such-file.json": "resume: expected",
     "head --sweep --device cpu": "sweep and tokens: expected matplotlib",
     "sweep --device cpu": "sweep: expected matplotlib",
-    "tune": "device: expected a GPU that PyTorch can use, got none",
     "head --device cuda": "device: expected a GPU that PyTorch can use, got none",
 }
 ALONE = """
@@ -351,14 +287,14 @@ def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
 
 
 def needs(kind: str) -> None:
-    if kind in ("step", "longest", "models"):
+    if kind == "step":
         pytest.importorskip("transformers")
     if kind == "sweep":
         pytest.importorskip("matplotlib")
 
 
 @pytest.mark.usefixtures("forked_children")
-@pytest.mark.parametrize("kind", WRITING)
+@pytest.mark.parametrize("kind", KINDS)
 def test_from_arguments_to_a_file(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,7 +306,7 @@ def test_from_arguments_to_a_file(
     (file,) = tmp_path.glob("*.json")
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{stem}-cpu", file.stem)
     assert {"command", "date", "commit", "machine"} <= set(told)
-    asked = ["lowtide", "bench", kind, *SMALL[kind].split(), *([] if kind == "models" else QUICK)]
+    asked = ["lowtide", "bench", kind, *SMALL[kind].split(), *QUICK]
     assert parsed(told["command"]) == parsed(shlex.join(asked))
     assert told["machine"]["torch"]
     rows = rows_of(kind, told)
@@ -396,12 +332,11 @@ FAILING = {  # how a peer fails and how lowtide does: a function that is replace
     "layers": ("lowtide.bench.layers._hf_norm", "lowtide.bench.layers.rms_norm"),
     "step": ("--peer=liger", "--policy=5xall"),
     "experts": ("eager", "lowtide-0"),
-    "skip": ("", "lowtide.bench.skip.linear_cross_entropy"),  # which has no peer
 }
 
 
 @pytest.mark.usefixtures("forked_children")
-@pytest.mark.parametrize("kind", [kind for kind in WRITING if kind not in ("models", "longest")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +362,7 @@ def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(
         assert kind == "step" or set(reasons) == {"RuntimeError: broken"}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WRITING if kind not in ("models", "longest")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_known_is_written_at_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second row does not come: Ctrl-C."""
     needs(kind)
@@ -482,7 +417,6 @@ def test_the_published_sizes() -> None:
         ("step", {"sdpa": "own"}),
         ("step", {"dtype": "int8"}),
         ("step", {"device": "tpu"}),
-        ("longest", {"train": "half"}),
     ],
 )
 def test_a_choice_is_checked_where_no_parser_does(kind: str, wrong: dict[str, str]) -> None:

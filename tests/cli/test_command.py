@@ -78,7 +78,7 @@ def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
 
 
-@pytest.mark.parametrize(("words", "named"), [([], SUBCOMMANDS), (["bench"], ("head", "step", "tune"))])
+@pytest.mark.parametrize(("words", "named"), [([], SUBCOMMANDS), (["bench"], ("head", "step", "mlp"))])
 def test_no_command_shows_what_there_is(
     words: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +177,6 @@ def test_the_examples_of_a_help_are_commands(name: str, capsys: pytest.CaptureFi
         ("rich.console", ["train"]),
         ("transformers", ["profile"]),
         ("transformers", ["bench", "step", "--device", "cpu"]),
-        ("transformers", ["bench", "models", "--only", "llama"]),
     ],
 )
 def test_a_package_that_is_missing_is_one_line(

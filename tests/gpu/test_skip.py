@@ -12,8 +12,6 @@ from torch import Tensor
 import lowtide
 from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from lowtide import HeadOptions
-from lowtide.bench.skip import random_head
-from lowtide.bench.train_config import SkipBenchConfig
 from lowtide.head import vocabulary_order
 from lowtide.head.backends import skips_ignored
 from support import relative_error
@@ -29,13 +27,20 @@ FEW_TILES = 500
 
 
 def problem(N: int, D: int, V: int, *, ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, a weight and targets with a softmax as concentrated as a trained model's."""
-    seed = int(torch.randint(2**31, ()))
-    config = SkipBenchConfig(tokens=N, hidden=D, vocab=V, seed=seed)
-    x, w, y = random_head(config, torch.bfloat16, torch.device("cuda"))
+    """Return hidden states, a weight and targets with a softmax as concentrated as a trained model's.
+
+    One direction of the hidden states has the logarithms of the classes' frequencies, Zipf's; in the others a hidden
+    state is near its target's row.
+    """
+    w = torch.randn(V, D, device="cuda") / D**0.5
+    frequency = 1 / (torch.randperm(V, device="cuda") + 3.0)
+    w[:, 0] = frequency.log() / 4 + 2
+    y = frequency.multinomial(N, replacement=True)
+    x = torch.randn(N, D, device="cuda") * 1.5 + w[y] * D**0.5 / 4
+    x[:, 0] = 4
     if ignored:
         y[::9] = -100
-    return x, w, y
+    return x.bfloat16(), w.bfloat16(), y
 
 
 def exact(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, scale: float = 1.0, **more: Any) -> list[Tensor]:

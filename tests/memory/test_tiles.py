@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
-from lowtide.bench import models_case
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import (
@@ -30,6 +29,7 @@ from lowtide.memory.policy import parse_policies, word_of
 from lowtide.models import mlp_part, norm_part, rope_part
 from memory.models import VOCAB, Layer, LazySide, Plain, assert_same, counted_step, layers_of, loss_of, stack_of, step
 from memory.test_families import FAMILIES, build
+from models import type_case
 from support import relative_error
 
 KEEPS = ["input", "attention"]
@@ -158,25 +158,25 @@ def test_families(name: str, ids: Tensor, turns: list[int]) -> None:
 def test_no_type_is_silently_different(part: int, keep: str) -> None:
     """Every type of transformers' causal language models is equal to stock, or refused."""
     found: dict[str, list[str]] = {"equal": [], "refused": []}
-    for name in models_case.types("causal")[part::6]:
+    for name in type_case.types("causal")[part::6]:
         try:
-            make, extra = models_case._maker("causal", name, 0)
+            make, extra = type_case._maker("causal", name, 0)
             stock, model = make(), make()
             for each in (stock, model):
                 each.train().set_attn_implementation("sdpa")
                 for module in each.modules():
                     module.__dict__.update(p=0.0) if isinstance(module, nn.Dropout) else None
-            inputs = {name: x for name, x in ({**models_case.batch(0), **extra}).items() if name != "attention_mask"}
-            want = models_case._run(stock, inputs)
+            inputs = {name: x for name, x in ({**type_case.batch(0), **extra}).items() if name != "attention_mask"}
+            want = type_case._run(stock, inputs)
         except Exception:  # noqa: S112  # of stock, which cannot be built, or not trained with this attention
             continue
         try:
             apply_policy(model, tiled(3, keep))
-            got = models_case._run(model, inputs)
+            got = type_case._run(model, inputs)
         except (UnsupportedError, ArgumentValueError):
             found["refused"].append(name)
             continue
-        assert models_case.difference(got, want, models_case._noise(stock, make(), inputs)) is None, name
+        assert type_case.difference(got, want, type_case._noise(stock, make(), inputs)) is None, name
         found["equal"].append(name)
     assert len(found["equal"]) >= 12
     assert len(found["refused"]) >= 3

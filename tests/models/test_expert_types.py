@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.bench import models_case
 from lowtide.models import experts_part
 from lowtide.models.instance import part_of
+from models import type_case
 from models.conftest import types_of
 from models.joined import Holder
 from models.test_joined_types import on_meta
@@ -72,20 +72,20 @@ def with_levels(model, level):
 def test_each_type_trains_as_stock(kind, model_type, ran):
     """In float32, at both levels, to 20 times what an ulp in each weight does."""
     why = NOT_FUSED.get((kind, model_type))
-    make, extra = models_case._maker(kind, model_type, 0)
+    make, extra = type_case._maker(kind, model_type, 0)
     stock, model = make(), make()
     lowtide.patch(model, loss=False, norm=False, rope=False)
     fused = [name for name, module in experts_of(model).items() if part_of(module) == "mlp"]
     assert bool(fused) == (why is None or model_type == "inkling_text")
     reasons = {experts_part.find(m, type(m)) for name, m in experts_of(model).items() if name not in fused}
     assert reasons == ({why} if why else set())
-    batch = {**models_case.batch(0), **extra}
-    noise = models_case._noise(stock, make(), batch)
-    expected = models_case._run(stock, batch)
+    batch = {**type_case.batch(0), **extra}
+    noise = type_case._noise(stock, make(), batch)
+    expected = type_case._run(stock, batch)
     for level in (0, 1):
         with_levels(model, level)
         ran.clear()
-        assert models_case.difference(models_case._run(model, batch), expected, noise) is None
+        assert type_case.difference(type_case._run(model, batch), expected, noise) is None
         assert bool(ran["experts_mlp"]) == bool(fused)  # the experts of pictures (Ernie 4.5) may have no token
     lowtide.unpatch(model)
     assert types_of(model) == types_of(stock)
@@ -129,7 +129,7 @@ def test_each_types_experts_in_float64(kind, model_type, ran):
 @pytest.mark.slow
 def test_no_type_is_missing():
     """Every type is built without weights."""
-    every = [(kind, model_type) for kind in models_case.KINDS for model_type in models_case.types(kind)]
+    every = [(kind, model_type) for kind in type_case.KINDS for model_type in type_case.types(kind)]
     models = {key: on_meta(*key) for key in every}
     assert {key for key, model in models.items() if model is not None and experts_of(model)} == {
         *EVERY, ("seq2seq", "nemo_speechlm")  # not built tiny

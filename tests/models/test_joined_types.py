@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.bench import models_case
-from lowtide.bench.tiny import HEAD_DIMS, tiny_model
 from lowtide.models import mlp_part
 from lowtide.models.instance import part_of
+from models import type_case
 from models.conftest import types_of
 from models.joined import OTHER_FORM, Holder, assert_same_mlp, joined_mlps, with_levels
+from models.tiny import HEAD_DIMS, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,19 +45,19 @@ CLASSES = {
 def test_each_type_trains_as_stock(kind, model_type, ran):
     """In float32, at both levels, to 20 times what an ulp in each weight does."""
     count, why = TYPES[kind, model_type]
-    make, extra = models_case._maker(kind, model_type, 0)
+    make, extra = type_case._maker(kind, model_type, 0)
     stock, model = make(), make()
     lowtide.patch(model, loss=False, norm=False, rope=False)
     fused = [name for name, module in joined_mlps(model).items() if part_of(module) == "mlp"]
     reasons = {mlp_part.find(m, type(m)) for name, m in joined_mlps(model).items() if name not in fused}
     assert (len(fused), reasons) == (count, {why} if why else set())
-    batch = {**models_case.batch(0), **extra}
-    noise = models_case._noise(stock, make(), batch)
-    expected = models_case._run(stock, batch)
+    batch = {**type_case.batch(0), **extra}
+    noise = type_case._noise(stock, make(), batch)
+    expected = type_case._run(stock, batch)
     for level in (0, 1):
         with_levels(model, level)
         ran.clear()
-        assert models_case.difference(models_case._run(model, batch), expected, noise) is None
+        assert type_case.difference(type_case._run(model, batch), expected, noise) is None
         assert ran["adapted_mlp"] == count
     lowtide.unpatch(model)
     assert types_of(model) == types_of(stock)
@@ -72,7 +72,7 @@ def test_a_type_that_does_not_run_tiny_falls_back():
 
 def on_meta(kind, model_type):
     """Return a tiny model without weights, None where the default config makes none."""
-    auto = getattr(transformers, models_case.KINDS[kind][0])
+    auto = getattr(transformers, type_case.KINDS[kind][0])
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
     for head_dim in HEAD_DIMS:
         with torch.device("meta"), contextlib.suppress(Exception):
@@ -83,7 +83,7 @@ def on_meta(kind, model_type):
 @pytest.mark.parametrize(("kind", "model_type"), [key for key, (count, _) in TYPES.items() if count], ids=str)
 @pytest.mark.parametrize(("level", "tile"), [(0, None), (1, None), (1, 4)])
 def test_each_types_mlp_in_float64(kind, model_type, level, tile):
-    model = models_case._maker(kind, model_type, 0)[0]().double()
+    model = type_case._maker(kind, model_type, 0)[0]().double()
     stock = copy.deepcopy(model)
     lowtide.patch(model, loss=False, norm=False, rope=False)
     with_levels(model, level, tile)
@@ -111,7 +111,7 @@ def test_mlps_of_other_models(name, ran):
 @pytest.mark.slow
 def test_no_type_is_missing():
     """Every type is built without weights."""
-    every = [(kind, model_type) for kind in models_case.KINDS for model_type in models_case.types(kind)]
+    every = [(kind, model_type) for kind in type_case.KINDS for model_type in type_case.types(kind)]
     models = {key: on_meta(*key) for key in every}
     found = {key for key, model in models.items() if model is not None and joined_mlps(model)}
     assert found == {*TYPES, ("causal", "zamba2")}

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.bench import models_case
 from lowtide.models import rope_part
+from models import type_case
 from models.compiled_losses import Graphs
 from models.test_joined_types import on_meta
 from support import relative_error
@@ -91,7 +91,7 @@ def stock_rotations(model, ids):
 
     sys.setprofile(profile)
     try:
-        return models_case._run(model, ids), calls.count(True)
+        return type_case._run(model, ids), calls.count(True)
     finally:
         sys.setprofile(None)
 
@@ -105,14 +105,14 @@ def stock_rotations(model, ids):
     ],
 )
 def test_each_type_trains_as_stock(kind, model_type, ran):
-    make, extra = models_case._maker(kind, model_type, 0)
+    make, extra = type_case._maker(kind, model_type, 0)
     stock, model = make(), make()
     lowtide.patch(model, loss=False, mlp=False, norm=False)
-    ids = {**models_case.batch(0), **extra}
+    ids = {**type_case.batch(0), **extra}
     ran.clear()
     expected, needed = stock_rotations(stock, ids)
     got, left = stock_rotations(model, ids)
-    assert models_case.difference(got, expected, models_case._noise(stock, make(), ids)) is None
+    assert type_case.difference(got, expected, type_case._noise(stock, make(), ids)) is None
     assert ran["rotary"] == needed > 0
     assert left == 0
 
@@ -125,14 +125,14 @@ def test_each_type_trains_as_stock(kind, model_type, ran):
     ],
 )  # fmt: skip
 def test_compiled(model_type):
-    make, _ = models_case._maker("causal", model_type, 0)
+    make, _ = type_case._maker("causal", model_type, 0)
     stock, model = make(), make()
     lowtide.patch(model, loss=False, mlp=False, norm=False)
-    graphs, ids = Graphs(), models_case.batch(0)
-    outputs, gradients = models_case._run(torch.compile(model, backend=graphs), ids)
+    graphs, ids = Graphs(), type_case.batch(0)
+    outputs, gradients = type_case._run(torch.compile(model, backend=graphs), ids)
     got = outputs, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}
-    noise = models_case._noise(stock, make(), ids)
-    assert models_case.difference(got, models_case._run(stock, ids), noise) is None
+    noise = type_case._noise(stock, make(), ids)
+    assert type_case.difference(got, type_case._run(stock, ids), noise) is None
     assert "lowtide.rotary" in graphs.operators
 
 
@@ -168,4 +168,4 @@ def test_attention_of_images_is_stock(model_type, ran):
         results.append([out, x.grad, *(p.grad for p in attention.parameters())])
     assert ran["rotary"] == 1
     for got, expected in zip(results[1], results[0], strict=True):
-        assert relative_error(got, expected) < models_case.FACTOR * models_case.ULP
+        assert relative_error(got, expected) < type_case.FACTOR * type_case.ULP

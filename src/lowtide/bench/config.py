@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowtide.bench.settings import PeerSettings, Precision, RunSettings, Settings, ShapeSettings, numbers, setting
-from lowtide.bench.shapes import APPLY, BATCHES, CHUNK, EXPERTS, MLPS, PAIRS, TOKENS, Shape
+from lowtide.bench.settings import PeerSettings, Precision, RunSettings, ShapeSettings, numbers, setting
+from lowtide.bench.shapes import APPLY, BATCHES, EXPERTS, MLPS, PAIRS, TOKENS, Shape
 from lowtide.bench.shapes import HEADS as SHAPES
 from lowtide.bench.way import HEADS
 
@@ -351,38 +351,3 @@ class ExpertsBenchConfig(PeerSettings, ShapeSettings):
         "--shape 4096,2048,1408,64,6 --skip eager": "your own sizes, without the loop over experts",
         "--shape 64,32,24,8,2 --device cpu": "a quick run without a GPU",
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneConfig(Settings):
-    """Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs without an
-    entry in lowtide's own table. They serve every head on that path, except one without bias, scale and soft cap on
-    Hopper, which has its own kernel. Each candidate is compiled, its result checked against float32 GEMMs, and timed
-    interleaved with torch.mm of the same shape; the first is what is in use now. The fastest is written to
-    $XDG_CACHE_HOME/lowtide/gemm.json (~/.cache without it), where later runs look before the table.
-    """
-
-    benchmark, summary = "tune", "tile sizes of the head's GEMM for this GPU"
-    exit_1 = "no candidate ran and was right"
-    examples: ClassVar = {
-        "": "a minute at most; later runs use what it finds",
-        "--dry-run --seconds 20": "try the first candidates and write nothing",
-        "--shape 4096,4096,128256": "for the chunks of a large model",
-    }
-
-    shape: str = setting("2048,2048,32768", "of one chunk: C,D,V rows, hidden size and vocabulary", metavar="C,D,V")
-    seconds: float = setting(60.0, "for the whole run: a candidate that would end later is not started", metavar="S")
-    warm: int = setting(2, "timed runs that do not count", least=0)
-    reps: int = setting(7, "timed runs that count, interleaved with torch.mm; the median is taken", least=1)
-    seed: int = setting(0, "of the random inputs", least=0)
-    dry_run: bool = setting(False, "measure, and leave the file of tuned GPUs unchanged")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("seconds")
-        CHUNK.one(self.shape)
-
-    @property
-    def chunk(self) -> Shape:
-        """The shape, its N being the chunk's rows."""
-        return CHUNK.one(self.shape)

@@ -150,7 +150,6 @@ class Choice(Generic[S]):
 
 
 HEADS = Choice(Shape, "N,D,V", "llama-1b", SHAPES)
-CHUNK = Choice(Shape, "C,D,V", "", {})  # rows of one, hidden size, vocabulary
 TOKENS = dataclasses.replace(HEADS, usual="qwen-4k")
 APPLY = Choice(Shape, "N,D,V", "4x4096", APPLY_SHAPES)
 PAIRS = Choice(PairShape, "N,D,V,D of the teacher", "llama-8b-to-1b", PAIR_SHAPES)

@@ -27,7 +27,7 @@ from lowtide.bench.harness import (
     release,
     why_ended,
 )
-from lowtide.bench.train_config import LongestBenchConfig, StepBenchConfig
+from lowtide.bench.train_config import StepBenchConfig
 from lowtide.bench.way import Way
 from lowtide.bench.ways import SDPA, attention_of, build_way, config_of, language_part, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
@@ -95,7 +95,7 @@ def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
 def steps(
     model: Any,
     optimizer: torch.optim.Optimizer,
-    config: StepBenchConfig | LongestBenchConfig,
+    config: StepBenchConfig,
     tokens: int,
     batch: int,
     *,

@@ -16,10 +16,9 @@ from lowtide.cli.parser import OneLineParser, add_options, given, say
 BENCHMARKS: tuple[type[Settings], ...] = (
     operations.HeadBenchConfig, operations.SweepBenchConfig, operations.StatsBenchConfig,
     operations.DivergenceBenchConfig, operations.ContrastiveBenchConfig, operations.ApplyBenchConfig,
-    operations.LayersBenchConfig, models.StepBenchConfig, models.LongestBenchConfig, operations.MlpBenchConfig,
-    operations.ExpertsBenchConfig, models.SkipBenchConfig, models.ModelsBenchConfig, operations.TuneConfig,
+    operations.LayersBenchConfig, models.StepBenchConfig, operations.MlpBenchConfig, operations.ExpertsBenchConfig,
 )  # fmt: skip
-OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
+OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab"}  # options that say how large a run is
 _ABOUT = """\
 Measure lowtide beside every peer that can be imported here, in one run. The figures are printed, and written with the
 hardware and the versions to a json file in the current folder (--output)."""
@@ -63,18 +62,15 @@ def main(arguments: argparse.Namespace) -> int:
             f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small[0]}\n"
         )
     module = import_module(f"lowtide.bench.{name}")
-    if name == "tune":  # which writes tile sizes and no result
-        return int(module.run(config, say) is None)
     benchmark = getattr(module, name.upper())
     return int(benchmark.run(config, say).status)
 
 
 def _description(config: type[Settings]) -> str:
     text = " ".join(str(config.__doc__).split())
-    if hasattr(config, "output"):
-        stem = config.stem.format(benchmark=config.benchmark, dtype="<dtype>")
-        text += f" The result is DIR/<date>-{stem}-<gpu>.json, with the hardware and the versions; set COMMIT in the"
-        text += " environment where the source has no git history."
+    stem = config.stem.format(benchmark=config.benchmark, dtype="<dtype>")
+    text += f" The result is DIR/<date>-{stem}-<gpu>.json, with the hardware and the versions; set COMMIT in the"
+    text += " environment where the source has no git history."
     return f"{text} Exit status 1 where {config.exit_1}."
 
 

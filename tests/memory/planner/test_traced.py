@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.bench.models_case import types
-from lowtide.bench.tiny import HEAD_DIMS, tiny_config
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, plan_memory, weights
@@ -30,6 +28,8 @@ from lowtide.mlp.call import Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from lowtide.train.shapes import SHAPES
 from memory.models import LazySide
+from models.tiny import HEAD_DIMS, tiny_config
+from models.type_case import types
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what models of all ages say when they are built

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.bench.tiny import HEAD_DIMS, VOCAB, tiny_model
 from lowtide.measure.allocations import track_allocations
+from models.tiny import HEAD_DIMS, VOCAB, tiny_model
 
 B, T = 2, 23
 ORDINARY_TOKENS = VOCAB - 100  # the highest ones stand for images and the like
