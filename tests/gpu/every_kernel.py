@@ -27,7 +27,6 @@ import lowtide
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_divergence, linear_token_stats, swiglu_mlp
 from lowtide.kernel_launch import Launcher
 from lowtide.layers import rms_norm, rotary
-from lowtide.models.fingerprint import fingerprint
 from mlp.experts import FORMS, fused, operands
 from support import on_gpu
 
@@ -107,11 +106,6 @@ def function() -> None:
     backward(linear_apply(lambda z: z.logsumexp(-1).sum(), x, w, out="sum", softcap=9.0))
 
 
-def weights() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        fingerprint([torch.randn(V, D + 1, device="cuda").to(dtype)[:, 1:], torch.randn(V, device="cuda").to(dtype)])
-
-
 def sharded() -> None:
     """A vocabulary on a group of one rank takes the kernels of a shard."""
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +167,7 @@ def main() -> None:
 
     Launcher._launch = recorded  # type: ignore[method-assign]
     torch.manual_seed(0)
-    for case in (cross_entropy, statistics, divergences, function, sets, layers, experts, weights, sharded):
+    for case in (cross_entropy, statistics, divergences, function, sets, layers, experts, sharded):
         case()
         torch.cuda.synchronize()
         sys.stdout.write(f"ran {case.__name__}\n")

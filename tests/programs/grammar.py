@@ -47,7 +47,7 @@ class Program:
 
 _LLAMA_LIKE = ("llama", "qwen3", "gemma2", "cohere", "granite")
 _BATCHES = ("", "", "", "", "", ", 1, 5", ", 3, 4", ", 1, 1", ", 2, 1", ", 1, 2", ", 2, 12")
-_OF_TRANSFORMERS = ("config", "attn_implementation", "resize", "tie_weights", "code_of", "loss_function", "set_output")
+_OF_TRANSFORMERS = ("config", "attn_implementation", "resize", "tie_weights", "loss_function", "set_output")
 
 
 class Writer:

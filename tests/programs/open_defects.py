@@ -23,8 +23,6 @@ OPEN = {
             r"(?=[\s\S]*(loss / 0\.0|num_items_in_batch=(torch\.tensor\()?0))"
             r"[\s\S]*(\.clamp\(-|log\.append|clip_grad_norm_)"
         ),
-        # Tried on numbers it is the library's own, so that ours takes its place and the wrapper does not run.
-        "a wrapper around apply_rotary_pos_emb that was there before patch": r"counting\('rope'[\s\S]*patch\(model",
         # The second forward of a checkpoint of the user's ends with the last tensor that backward needs. That is
         # earlier without logits: what stands behind it, and changes what stock's recomputes, does not run again.
         "what runs in the second forward of the user's own checkpoint": (
@@ -42,17 +40,11 @@ OPEN = {
             r"use_reentrant=True[\s\S]*(no_grad|inference_mode|\bz.*\w+_\(|\bz\[.*\] =|\bz\.data| [-+*/]= )"
         ),
         "whether a slice of all logits is a view": r"\A.*_is_view\(\)",
-        # Settings that change are seen by probing again, which runs PyTorch's functions.
-        "how often a wrapper runs where code is probed again": r"counting\('linear'[\s\S]*replace\(m, 'forward'",
         "float64 logits under autocast, where stock's own operands differ in dtype": (
             r"\A.*to have the same dtype[\s\S]*embeddings\(\)\.(double|to)\([\s\S]*autocast"
         ),
         # Its hook runs for a part of the model through which nothing flows back, as for one behind PyTorch's own nodes.
         "a hook on the gradient of keys that attention does not read": r"eager_attention_forward[\s\S]*register_hook",
-        # What a bound method runs was settled when it was taken: stock goes on with that, a patched class looks it up.
-        "a bound forward taken before its class's forward was replaced": (
-            r"(add_hook_to_module|lambda (h|\*a), old=)[\s\S]*(replace\(nn\.Linear, 'forward'|lambda self, h, old=)"
-        ),
         # How far rounding may go is found by shaking the weights, of which nothing is left in their signs.
         "weights that are signs, in bfloat16": r"\.sign\(\)[\s\S]*bfloat16",
         "a loss of no rows that PyTorch leaves unwritten": r"multi_margin_loss",

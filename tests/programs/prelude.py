@@ -51,17 +51,6 @@ def layer(model: Any) -> nn.Module:
     return next(m[0] for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
 
 
-def stock_class(module: nn.Module) -> type:
-    """Return the class that is imported by name, which users change: not one made for an instance."""
-    return next(c for c in type(module).__mro__ if getattr(sys.modules.get(c.__module__), c.__qualname__, None) is c)
-
-
-def code_of(model: Any) -> Any:
-    """Return the Python module that a model's class is from."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return sys.modules[stock_class(inner).__module__]
-
-
 def saved_and_loaded(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
@@ -168,27 +157,18 @@ def namespace(
         originals.append((owner, name, getattr(owner, name) if is_property else vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            recorder.log.append(name)
-            return function(*args, **kwargs)
-
-        return counted
-
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
     def patch(*args: Any, **kwargs: Any) -> None:
-        before = len(recorder.log)
         recorder.reports.append(lowtide.patch(*args, **kwargs))
-        del recorder.log[before:]  # it tries modules' code, wrappers included
 
     ours = {"patch": patch, "unpatch": lowtide.unpatch, "apply_policy": apply_policy, "remove_policy": remove_policy}
     return {
         **(ours if patched else dict.fromkeys(ours, nothing)),
         "see": recorder.see, "log": recorder.log, "replace": replace, "restore": lambda: put_back(originals),
-        "counting": counting, "build": made, "batch": batch, "V": V, "layer": layer, "stock_class": stock_class,
-        "code_of": code_of, "saved_and_loaded": saved_and_loaded, "through_dlpack": through_dlpack,
+        "build": made, "batch": batch, "V": V, "layer": layer,
+        "saved_and_loaded": saved_and_loaded, "through_dlpack": through_dlpack,
         "take_first": lambda t: _take_first()(t), "as_output": as_output, "Scaled": Scaled, "ScaledInput": ScaledInput,
         "torch": torch, "F": F, "nn": nn, "copy": copy, "math": math, "pickle": pickle, "np": np, "peft": peft,
         "accelerate": accelerate, "checkpoint": checkpoint, "nullcontext": nullcontext, "sys": sys,

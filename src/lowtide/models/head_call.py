@@ -5,7 +5,6 @@ Legend: hidden [..., D], logits [..., V].
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,24 +15,14 @@ from lowtide.distributed.zero import is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import why_not_call
-from lowtide.models.fingerprint import fingerprint
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
 from lowtide.models.steps import LogitArguments, ReturnedLogprobs, Step, replay, rows_of
-
-# What stands for the forward of a patched model that is running with labels; each thread sees its own.
-running_forward: ContextVar[object] = ContextVar("lowtide_running_forward", default=None)
 
 CHANGED = (
     "logits: expected the hidden states and the output embedding as the forward pass left them, got ones changed since "
     "(by an optimizer step, a load, an average put in). The logits were not kept: read outputs.logits before the "
     "change, or call the model again."
-)
-
-# At most 255 characters.
-_CHANGED_ON_DEVICE = (
-    "lowtide: the hidden states or the output embedding changed between the forward pass and a loss of outputs.logits, "
-    "which were not kept. Compute it before the change, or call the model again."
 )
 
 # The stock forward of a head, and work that needs it, done with the head and its input.
@@ -80,9 +69,7 @@ class HeadCall:
         self.returned = ReturnedLogprobs(hidden.shape[:-1])
         tensors = self.tensors
         self._found = tensors if self.partitioned else None
-        self._forward = running_forward.get()
-        self._state, self._versions = _state(tensors), _versions(tensors)
-        self._fingerprint = fingerprint(tensors)
+        self._state = _state(tensors)
         # What stock's graph has: flags that are set later count for the calls that follow.
         self._required = tuple(x is not None and x.requires_grad for x in tensors)
         self._node = hidden.grad_fn
@@ -189,13 +176,11 @@ class HeadCall:
         steps: tuple[Step, ...],
         folded: LogitArguments,
         function: Callable[..., Tensor],
-        *,
-        differentiable: bool = True,
     ) -> Any:
         """Return what ``function`` computes of the logits after ``steps``, which `fold` returned as ``folded``.
 
         It is called with (hidden, weight), ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and the keyword
-        arguments of `operands`. If it is not ``differentiable``, a change of the weights is an error at once.
+        arguments of `operands`.
         """
 
         def work(head: nn.Linear, _: Forward, hidden: Tensor) -> Any:
@@ -211,8 +196,7 @@ class HeadCall:
             return result.clone() if result._is_view() else result
 
         with self._autocast():
-            has_graph = differentiable and torch.is_grad_enabled() and any(self._required)
-            result = self._run(work, wait=not has_graph)
+            result = self._run(work)
         self.passed |= result.requires_grad
         if not self.fused:
             self.fused = True
@@ -237,11 +221,13 @@ class HeadCall:
             for x, required in changed:
                 x.requires_grad_(not required)
 
-    def _run(self, work: Work, *, wait: bool = True, link: bool = True) -> Any:
-        """Do ``work`` inside the head's forward; ``wait``: whether the host may wait for the device."""
+    def _run(self, work: Work, *, link: bool = True) -> Any:
+        """Do ``work`` inside the head's forward."""
 
         def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
-            self._check_unchanged(head, wait=wait)
+            # accelerate's offloading gives the head new Parameters, of the same values, at each call.
+            if self.stale or (_state(self.tensors) != self._state and not hasattr(head, "_hf_hook")):
+                raise UnsupportedError(CHANGED)
             with self.as_in_forward(self.tensors):
                 return work(head, forward, hidden)
 
@@ -266,34 +252,11 @@ class HeadCall:
             return torch.autocast(kind, dtype=self._autocast_dtype)
         return torch.autocast(kind, enabled=False) if is_autocast_on(kind) else nullcontext()
 
-    def _check_unchanged(self, head: nn.Linear, *, wait: bool) -> None:
-        tensors = self.tensors
-        same_forward = running_forward.get() is self._forward  # nothing but the model's own code has run since
-        changed = _state(tensors) != self._state or (same_forward and _versions(tensors) != self._versions)
-        # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-        if self.stale or (changed and not hasattr(head, "_hf_hook")):
-            raise UnsupportedError(CHANGED)
-        if same_forward or self._fingerprint is None:
-            return
-        differs = self._differs(tensors)
-        if wait or differs.device.type != "cuda" or torch.version.hip is not None:  # where assertions are compiled out
-            if bool(differs):
-                raise UnsupportedError(CHANGED)
-        else:  # in training, where a host that waits costs more: the error is CUDA's, and ends its context
-            torch._assert_async(~differs, _CHANGED_ON_DEVICE)
-
-    def _differs(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        """Return whether the tensors hold something else than in the forward pass, a bool on the device."""
-        now = fingerprint(tensors)
-        assert now is not None
-        assert self._fingerprint is not None
-        return torch.ne(now, self._fingerprint).any()
-
 
 def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return what differs after a change of the tensors: their identity, form and version counters."""
     # The Parameters live as long as the head does, so an id is enough to tell them apart.
-    return tuple(None if x is None else (id(x), x.shape, x.dtype, x.device) for x in tensors)
-
-
-def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int | None, ...]:
-    return tuple(None if x is None or x.is_inference() else x._version for x in tensors)
+    return tuple(
+        None if x is None else (id(x), x.shape, x.dtype, x.device, None if x.is_inference() else x._version)
+        for x in tensors
+    )

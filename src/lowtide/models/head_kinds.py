@@ -17,7 +17,6 @@ from lowtide.arguments import is_dtensor, operand_dtype
 from lowtide.distributed.zero import gather_for, is_partitioned
 from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
-from lowtide.head.ranks import exchange
 from lowtide.head.ranks.shard import shard_of_dtensor
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora
 from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy, why_not_now
@@ -300,8 +299,7 @@ class ShardedHeadCall(HeadCall):
 
     The weight is a DTensor with ``Shard(0)`` on a mesh of one axis, the tensor-parallel one. All ranks of the mesh make
     the same calls on the same tokens. Only what is equal on all ranks decides what becomes of the logits: types,
-    shapes, placements, options. Values are compared on all ranks together: a rank that raised alone would leave the
-    others waiting.
+    shapes, placements, options.
     """
 
     sharded = True
@@ -344,12 +342,6 @@ class ShardedHeadCall(HeadCall):
         if is_dtensor(result) == self.gives_dtensor:
             return result  # type: ignore[no-any-return]
         return _placed(result, self._mesh, _replicate()) if self.gives_dtensor else result.to_local()  # type: ignore[no-any-return]
-
-    def _differs(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        """Return the same for all ranks: an error on one of them alone would leave the others waiting."""
-        differing = super()._differs(tensors).long()
-        exchange.begin_sum(differing, self._mesh.get_group()).work.wait()
-        return differing > 0
 
 
 def _placed(tensor: Tensor, mesh: Any, placement: Any) -> Any:

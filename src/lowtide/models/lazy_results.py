@@ -183,7 +183,7 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
     dtype, function = gives(input, lambda z: TensorBase.logsumexp(z, -1)), cast("Callable[..., Tensor]", stat)
     if is_rounded(input):
         folded, function = UNFOLDED, rounded_stat
-    return _of_rows(input, folded, function, dtype, keepdim=keepdim, differentiable=name != "argmax")
+    return _of_rows(input, folded, function, dtype, keepdim=keepdim)
 
 
 def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: tuple[Step, ...]) -> Tensor:
@@ -199,7 +199,6 @@ def _of_rows(
     dtype: torch.dtype,
     *,
     keepdim: bool,
-    differentiable: bool = True,
 ) -> Tensor:
     """Return a value per row, of the dtype that the real logits give it."""
 
@@ -207,7 +206,7 @@ def _of_rows(
         result = function(hidden, head, options=of_tokens(options), **kwargs)
         return result[..., None] if keepdim else result
 
-    result: Tensor = input.call.without_logits(input.steps, folded, values, differentiable=differentiable)
+    result: Tensor = input.call.without_logits(input.steps, folded, values)
     if not result.is_floating_point():
         return result
     return (result * float(folded.sign)).to(dtype)  # a tensor of its own: it may be changed in place

@@ -21,7 +21,7 @@ from lowtide.distributed.zero import Kept
 from lowtide.head.options import HeadOptions
 from lowtide.models import eligibility, parallel_style
 from lowtide.models.adapters import saved_layers, saved_module
-from lowtide.models.head_call import HeadCall, HeadWork, running_forward
+from lowtide.models.head_call import HeadCall, HeadWork
 from lowtide.models.head_kinds import head_call, why_not_linear, with_what
 from lowtide.models.instance import give_class, is_on_top, part_of, take_class_back, with_forward
 from lowtide.models.lazy_logits import LazyLogits
@@ -150,13 +150,11 @@ def _logits_awaited(model: nn.Module, *, scores: bool) -> Iterator[None]:
     if why_not is not None:
         state.report.count_materialised(why_not)
     token = _awaiting.set(_Awaited(state, scores) if why_not is None else None)
-    running = running_forward.set(object())
     calls = state.head_calls
     try:
         yield
     finally:
         _awaiting.reset(token)
-        running_forward.reset(running)
         if state.gathered is not None:  # there was no loss
             state.gathered.let_go()
             state.gathered = None

@@ -98,9 +98,9 @@ def _computed(input: RecordedLogits, folded: LogitArguments, steps: tuple[Step, 
         return argmax  # type: ignore[no-any-return]
 
     if is_rounded(input):
-        argmax = input.call.without_logits((), UNFOLDED, of_rounded, differentiable=False)
+        argmax = input.call.without_logits((), UNFOLDED, of_rounded)
     else:
-        argmax = input.call.without_logits((), folded, stats, differentiable=False)
+        argmax = input.call.without_logits((), folded, stats)
     return RowScores(steps, lse[0], argmax)
 
 
