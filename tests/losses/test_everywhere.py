@@ -191,6 +191,6 @@ def test_preference_losses_compile_as_one_graph() -> None:
 
 
 def test_every_public_loss_of_tokens_is_in_the_table() -> None:
-    of_heads = {"multi_token_loss", "draft_loss"}
+    of_heads = {"multi_token_loss"}
     of_sequences = {"dpo_loss", "simpo_loss", "cpo_loss", "orpo_loss", "kto_loss"}
     assert {name for name in losses.__all__ if name.endswith("_loss")} - of_sequences - of_heads <= set(TOKEN_LOSSES)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuzz.loss_cases import token_loss
 from losses.loops import Batch, batch, each
-from lowtide import losses
+from lowtide import linear_divergence, linear_logprobs, losses
 from lowtide.errors import LowtideError
 
 # The loss, its arguments beside the mask by the reference's names, and its options.
@@ -129,8 +129,37 @@ ONE = torch.zeros(2, 3)
         (lambda: losses.gkd_loss(ONE, reduction="batchmean"), "reduction: expected 'token'"),
         (lambda: losses.sampled_distillation_loss(ONE, ONE, kind="k1"), "kind: expected 'k2' or 'k3'"),
         (lambda: losses.sampled_distillation_loss(ONE, ONE[0]), "teacher_logprob"),
+        (lambda: losses.soft_target_loss(ONE[0, 0], ONE[0, 0]), "logprob: expected shape"),
+        (lambda: losses.soft_target_loss(ONE[None], ONE), "target_prob: expected shape"),
     ],
 )
 def test_errors(f: Callable[[], Tensor], text: str) -> None:
     with pytest.raises(LowtideError, match=text):
         f()
+
+
+def test_soft_targets() -> None:
+    """Teacher's top 5, some unused, against cross entropy with class probabilities and the divergence's gradient."""
+    B, T, D, V, g = 3, 11, 8, 29, torch.Generator().manual_seed(1)
+    x, w = (torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in ((B, T, D), (V, D)))
+    mask = torch.rand(B, T, generator=g) < 0.8
+    ids = torch.rand(B, T, V, generator=g).argsort(-1)[..., :5]
+    target = torch.rand(B, T, 5, generator=g, dtype=torch.float64) / 5
+    target[..., 3:][torch.rand(B, T, 2, generator=g) < 0.5] = 0
+    dense = torch.zeros(B, T, V, dtype=torch.float64).scatter_(-1, ids, target)
+    want = F.cross_entropy((x @ w.T)[mask], dense[mask])
+    true = torch.autograd.grad(want, (x, w))
+    kl = linear_divergence(x, w, None, None, teacher_topk=(ids, target.log(), "drop"), mask=mask, reduction="mean")
+    for ids_BTK in (ids, ids.masked_fill(target == 0, -100)):
+        got = losses.soft_target_loss(linear_logprobs(x, w, ids_BTK), target, mask)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got, (x, w)), true)
+    torch.testing.assert_close(torch.autograd.grad(kl, (x, w)), true)
+
+
+def test_soft_targets_of_impossible_classes() -> None:
+    logprob = torch.tensor([[[-1.0, -torch.inf], [-2.0, torch.nan]]], requires_grad=True)
+    loss = losses.soft_target_loss(logprob, torch.tensor([[[0.5, 0.0], [0.25, 0.0]]]), reduction="sum")
+    loss.backward()
+    assert loss.item() == 1.0
+    assert torch.equal(logprob.grad, torch.tensor([[[-0.5, 0.0], [-0.25, 0.0]]]))

@@ -202,7 +202,7 @@ class DivergenceBenchConfig(TokenBenchConfig):
     """Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
     forward KL, reverse KL and JSD(0.5), of lowtide and every peer that can be imported, interleaved in one process with
     the limit: the bare GEMMs of both sides' logits and the student's two gradients. lowtide's first row is of the mean,
-    lowtide-none of a value per token. The draft is EAGLE-3's: the student has every fourth class of the teacher. Peaks,
+    lowtide-none of a value per token. Peaks,
     errors and rows are those of lowtide bench stats.
     """
 
@@ -213,11 +213,10 @@ class DivergenceBenchConfig(TokenBenchConfig):
             "lowtide", "lowtide-none", "lowtide-float32", "lowtide-trl-memory", "naive", "compile", "checkpoint", "trl",
             "liger-jsd", "liger-chunked", "liger-kl",
         ),
-        "works": ("forward-kl", "reverse-kl", "jsd", "draft"),
+        "works": ("forward-kl", "reverse-kl", "jsd"),
     }  # fmt: skip
     examples: ClassVar = {
         "--shape all": "a Llama of 8B teaches one of 1B, and one of its own size",
-        "--shape llama-8b-to-8b --work draft": "a drafter with a quarter of a Llama's vocabulary",
         "--shape 8192,1024,151936,2560 --work jsd": "your own shape: tokens, student's D, vocabulary, teacher's D",
         "--shape 64,32,1000,48 --device cpu --skip compile liger-chunked": "a quick run without a GPU",
     }

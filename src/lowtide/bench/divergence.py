@@ -1,13 +1,13 @@
 """The benchmark of `linear_divergence`: a student's divergence from a teacher, averaged over the tokens.
 
-N tokens, V vocabulary, D the student's hidden size and D' the teacher's, U classes of a draft vocabulary.
+N tokens, V vocabulary, D the student's hidden size and D' the teacher's.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,12 @@ from lowtide.bench.config import TokenBenchConfig
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
 from lowtide.bench.loss_peers import TRL_TILE
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
-from lowtide.bench.shapes import PairShape, Shape
+from lowtide.bench.shapes import PairShape
 from lowtide.bench.task import Function, Task, Values, token_benchmark, wider
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import Accumulate, HeadOptions
 from lowtide.head.planner import MIB
-from lowtide.losses.drafting import draft_loss
 
 CHECKPOINT_ROWS = 1024
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
@@ -33,23 +32,17 @@ LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's,
 
 @dataclass(frozen=True)
 class Kind:
-    """A divergence: its name in `linear_divergence`, and the teacher's share of the mixture; 0 and 1 for the KLs.
-
-    ``draft``: the student is a drafter with one in so many of the teacher's classes; the others' probability is left
-    out, and so are tokens of which one of these is the teacher's most likely. The mean is over all tokens.
-    """
+    """A divergence: its name in `linear_divergence`, and the teacher's share of the mixture; 0 and 1 for the KLs."""
 
     name: str
     beta: float
     title: str
-    draft: int = 1
 
 
 KINDS = {
     "forward-kl": Kind("forward_kl", 0.0, "KL(teacher || student)"),
     "reverse-kl": Kind("reverse_kl", 1.0, "KL(student || teacher)"),
     "jsd": Kind("jsd", 0.5, "JSD(0.5)"),
-    "draft": Kind("forward_kl", 0.0, "KL(teacher || drafter), a quarter of the vocabulary", draft=4),
 }
 
 
@@ -64,14 +57,6 @@ def divergence_of(z: Tensor, teacher_z: Tensor, beta: float) -> Tensor:
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
 
 
-def value_of(z: Tensor, teacher_z: Tensor, beta: float, draft_ids: Tensor | None) -> Tensor:
-    """Return the divergence [N], of a drafter's logits [N, U] as EAGLE-3 takes it from all of the teacher's."""
-    if draft_ids is None:
-        return divergence_of(z, teacher_z, beta)
-    known = torch.zeros(teacher_z.shape[1], dtype=torch.bool, device=z.device).index_fill(0, draft_ids, True)
-    return divergence_of(z, teacher_z[:, draft_ids], beta) * known[teacher_z.argmax(-1)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DivergenceTask(Task):
     """The mean divergence of a student's head from a teacher's, and the student's gradients.
@@ -82,7 +67,6 @@ class DivergenceTask(Task):
 
     teacher: Problem
     kind: Kind
-    draft_ids: Tensor | None = None  # [U] the teacher's classes that a drafter has; None: all
 
 
 def make_pair(
@@ -107,22 +91,17 @@ def make_pair(
 def divergence_task(student: Problem, teacher: Problem, kind: Kind) -> DivergenceTask:
     """Return one divergence of the two: each token's upstream gradient is 1 / N, as of the mean."""
     name = f"{kind.title}, forward and backward, teacher's D {teacher.shape.D}"
-    ids = None if kind.draft == 1 else torch.arange(0, len(student.w), kind.draft, device=student.device)
-    if ids is not None:
-        shape = Shape(student.shape.name, student.shape.N, student.shape.D, len(ids))
-        student = replace(student, shape=shape, w=student.w.detach()[ids])
     head = student.in_setting(Setting(name=name, gemms=3, reduction="mean"))
 
     def values_of(z: Tensor, rows: slice) -> Values:
         x, w = (t.to(wider(head.dtype)) for t in (teacher.x[rows], teacher.w))
         with torch.no_grad():
             teacher_z = (x @ w.T).double()
-        return {"value": value_of(z, teacher_z, kind.beta, ids)}
+        return {"value": divergence_of(z, teacher_z, kind.beta)}
 
     upstream, others = {"value": head.g}, (teacher,)
     return DivergenceTask(
-        head=head, names=("value",), upstream=upstream, values_of=values_of, others=others, teacher=teacher, kind=kind,
-        draft_ids=ids,
+        head=head, names=("value",), upstream=upstream, values_of=values_of, others=others, teacher=teacher, kind=kind
     )  # fmt: skip
 
 
@@ -140,30 +119,20 @@ def _lowtide(accumulate: Accumulate = "auto", reduction: str = "mean", *, at_trl
     def make(task: DivergenceTask) -> Divergence:
         tiles = 2 * min(task.head.shape.N, TRL_TILE[0]) * TRL_TILE[1] * 4
         options = HeadOptions(workspace_mib=tiles / MIB if at_trls else None, accumulate=accumulate)
-        if task.draft_ids is not None:
-            if reduction == "none":
-                raise CannotError("draft_loss returns the mean")
-            return partial(_lowtide_draft, draft_ids=task.draft_ids, options=options)
         kind: Any = {"kind": task.kind.name, "beta": task.kind.beta}
         return partial(linear_divergence, **kind, reduction=reduction, options=options)
 
     return make
 
 
-def _lowtide_draft(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, **kwargs: Any) -> Tensor:
-    return draft_loss([x], w, teacher_x, teacher_w, num_items=len(x), **kwargs).loss
-
-
-def _values(
-    x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta: float, draft_ids: Tensor | None
-) -> Tensor:
+def _values(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta: float) -> Tensor:
     with torch.no_grad():
         teacher_z = (teacher_x @ teacher_w.T).float()
-    return value_of((x @ w.T).float(), teacher_z, beta, draft_ids)
+    return divergence_of((x @ w.T).float(), teacher_z, beta)
 
 
 def _whole(task: DivergenceTask, function: Callable[..., Tensor] = _values) -> Divergence:
-    return partial(function, beta=task.kind.beta, draft_ids=task.draft_ids)
+    return partial(function, beta=task.kind.beta)
 
 
 def _checkpointed(task: DivergenceTask) -> Divergence:
@@ -216,8 +185,6 @@ def _liger_kl(task: DivergenceTask) -> Divergence:
 
 def _peer(name: str, make: Callable[[DivergenceTask], Divergence], package: str = "") -> Peer:
     def build(task: DivergenceTask) -> Function:
-        if package and task.draft_ids is not None:
-            raise CannotError("has no draft vocabulary")
         function = make(task)
         return lambda: {"value": function(task.head.x, task.head.w, task.teacher.x, task.teacher.w)}
 

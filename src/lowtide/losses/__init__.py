@@ -2,13 +2,12 @@
 
 Each takes per-token values [..., T] and a mask, or one value per sequence, as `lowtide.linear_logprobs`,
 `lowtide.linear_token_stats` and `lowtide.linear_divergence` give them; none of them sees a logit, and none makes
-the host wait for a GPU. Every denominator is named: see `reduce_tokens`. The two for several predictions per position,
-`multi_token_loss` and `draft_loss`, take hidden states and output embeddings instead.
+the host wait for a GPU. Every denominator is named: see `reduce_tokens`. `multi_token_loss`, for several predictions
+per position, takes hidden states and output embeddings instead.
 """
 
-from lowtide.losses.drafting import StepLosses, draft_loss, multi_token_loss
-from lowtide.losses.future import future_labels
 from lowtide.losses.kto import kto_loss, kto_reference
+from lowtide.losses.multi_token import StepLosses, future_labels, multi_token_loss
 from lowtide.losses.policy_gradient import (
     bnpo_loss,
     cispo_loss,
@@ -53,7 +52,6 @@ __all__ = [
     "dft_loss",
     "dpo_loss",
     "dr_grpo_loss",
-    "draft_loss",
     "focal_loss",
     "future_labels",
     "gkd_loss",

@@ -1,4 +1,4 @@
-"""Multi-token prediction and drafters against plain PyTorch: loops over positions, and all logits."""
+"""Multi-token prediction against plain PyTorch: loops over positions, and all logits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide import HeadOptions, linear_divergence, linear_logprobs, losses
+from lowtide import HeadOptions, losses
 from lowtide.errors import LowtideError
-from support import Sharded
 
-B, T, D, V, U, K = 3, 11, 8, 29, 13, 3
+B, T, D, V, K = 3, 11, 8, 29, 3
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [5] * 11, [0, 0, 1, 0, 0, 0, 2, 2, 2, 2, 0]])  # a name may return
 
 
 class Case:
-    """Random hidden states of K heads, weights of the student and the teacher, and labels, some ignored."""
+    """Random hidden states of K heads, weights and biases, and labels, some ignored."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 0, teacher_D: int = 6) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -34,10 +33,6 @@ class Case:
         self.biases = [normal(V).requires_grad_() for _ in range(K)]
         self.labels = torch.randint(0, V, (B, T), generator=g)
         self.labels[torch.rand(B, T, generator=g) < 0.2] = -100
-        self.teacher, self.teacher_weight, self.teacher_bias = normal(B, T, teacher_D), normal(V, teacher_D), normal(V)
-        self.draft_ids = torch.randperm(V, generator=g)[:U]
-        self.student_weight, self.student_bias = normal(U, D).requires_grad_(), normal(U).requires_grad_()
-        self.mask = torch.rand(B, T, generator=g) < 0.8
 
 
 def label_ahead(labels: Tensor, documents: Tensor | None, b: int, t: int, offset: int, ignored: int = -100) -> int:
@@ -225,171 +220,35 @@ def test_multi_token_by_kernels(schedule: str, options: Any, monkeypatch: pytest
         assert (g - x).norm() <= 1e-5 * x.norm()
 
 
-def divergence(z: Tensor, teacher: Tensor, kind: str) -> Tensor:
-    s, t = z.log_softmax(-1), teacher.log_softmax(-1)
-    if kind == "tv":
-        return (s.exp() - t.exp()).abs().sum(-1) / 2
-    p, q = (t, s) if kind == "forward_kl" else (s, t)
-    return (p.exp() * (p - q)).sum(-1)
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "tv"])
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS])
-def test_drafts(kind: str, skip: bool, documents: Tensor | None) -> None:
-    case = Case()
-    z_teacher = case.teacher @ case.teacher_weight.T + case.teacher_bias
-    learned = case.mask & (torch.isin(z_teacher.argmax(-1), case.draft_ids) | (not skip))
-    assert not learned.all()
-    steps = []
-    for k, x in enumerate(case.inputs):
-        z = x @ case.student_weight.T + case.student_bias
-        values = [
-            divergence(z[b, t], z_teacher[b, t + k, case.draft_ids], kind)
-            for b in range(B)
-            for t in range(T)
-            if label_ahead(learned.long(), documents, b, t, k, 0)
-        ]
-        steps.append(torch.stack(values).mean())
-    factors = [0.8**k for k in range(K)]
-    for inputs in (case.inputs, torch.stack(case.inputs), [x[:, : T - k] for k, x in enumerate(case.inputs)]):
-        got = losses.draft_loss(
-            inputs, case.student_weight, case.teacher, case.teacher_weight, draft_ids=case.draft_ids, kind=kind,
-            skip_outside=skip, mask=case.mask, documents=documents, weights=factors, linear_bias=case.student_bias,
-            teacher_bias=case.teacher_bias,
-        )  # fmt: skip
-        check(got, torch.stack(steps), factors, [*case.inputs, case.student_weight, case.student_bias])
-
-
-def test_the_gradient_is_that_of_soft_cross_entropy_over_the_draft_vocabulary() -> None:
-    """EAGLE-3's loss: the teacher's softmax over the draft vocabulary times the student's log-softmax."""
-    case = Case()
-    z_teacher = case.teacher @ case.teacher_weight.T
-    target = z_teacher[..., case.draft_ids].softmax(-1)
-    position_mask = torch.isin(z_teacher.argmax(-1), case.draft_ids)
-    loss = -(target * (case.inputs[0] @ case.student_weight.T).log_softmax(-1)).sum(-1)
-    got = losses.draft_loss(
-        case.inputs[:1], case.student_weight, case.teacher, case.teacher_weight, draft_ids=case.draft_ids,
-        num_items=B * T,
-    )  # fmt: skip
-    leaves = [case.inputs[0], case.student_weight]
-    want = torch.autograd.grad((loss * position_mask).mean(), leaves)
-    for g, true in zip(torch.autograd.grad(got.loss, leaves), want, strict=True):
-        torch.testing.assert_close(g, true)
-
-
-def test_heads_of_a_model_learn_from_the_model_itself() -> None:
-    """One vocabulary, a weight for each head."""
-    case = Case()
-    z_teacher = case.teacher @ case.teacher_weight.T
-    steps = [
-        divergence((x @ w.T)[:, : T - k], z_teacher[:, k:], "forward_kl").mean()
-        for k, (x, w) in enumerate(zip(case.inputs, case.weights, strict=True))
-    ]
-    got = losses.draft_loss(case.inputs, case.weights, case.teacher, case.teacher_weight)
-    check(got, torch.stack(steps), [1 / K] * K, [*case.inputs, *case.weights])
-
-
-def test_acceptance_against_the_whole_vocabulary() -> None:
-    """The page's way: the teacher's rows with the draft vocabulary first."""
-    case = Case()
-    rest = torch.ones(V, dtype=torch.bool).index_fill_(0, case.draft_ids, False).nonzero()[:, 0]
-    order = torch.cat((case.draft_ids, rest))
-    tv = linear_divergence(
-        case.inputs[0], case.student_weight, case.teacher, case.teacher_weight[order], kind="tv"
-    )  # fmt: skip
-    s = (case.inputs[0] @ case.student_weight.T).softmax(-1)
-    t = (case.teacher @ case.teacher_weight.T).softmax(-1)[..., case.draft_ids]
-    torch.testing.assert_close(1 - tv, torch.minimum(s, t).sum(-1))
-
-
-def test_nothing_of_a_masked_position_leaves_it() -> None:
-    case = Case()
-    case.mask[:, -2:] = False
-    poisoned = case.teacher.masked_fill(~case.mask[..., None], torch.nan)
-    o: Any = {"draft_ids": case.draft_ids, "mask": case.mask}
-    got = [
-        losses.draft_loss(case.inputs, case.student_weight, teacher, case.teacher_weight, **o)
-        for teacher in (case.teacher, poisoned)
-    ]
-    assert torch.equal(got[0].steps, got[1].steps)
-    a, b = (torch.autograd.grad(x.loss, [*case.inputs, case.student_weight]) for x in got)
-    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-    nothing = losses.draft_loss(
-        case.inputs, case.student_weight, poisoned, case.teacher_weight, draft_ids=case.draft_ids,
-        mask=torch.zeros_like(case.mask),
-    )  # fmt: skip
-    assert (nothing.steps == 0).all()
-    nothing.loss.backward()
-    assert all((x.grad == 0).all() for x in (*case.inputs, case.student_weight))
-
-
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_sequences_shorter_than_the_steps(length: int) -> None:
     case = Case()
-    inputs = [x[:, :length] for x in case.inputs]
-    got = losses.draft_loss(inputs, case.weights[0], case.teacher[:, :length], case.teacher_weight)
-    assert ((got.steps > 0) == (torch.arange(K) < length)).all()
+    labels = case.labels[:, :length].clamp(min=0)
+    got = losses.multi_token_loss([x[:, :length] for x in case.inputs], case.weights[0], labels)
+    assert ((got.steps > 0) == (torch.arange(K) < length - 1)).all()
     got.loss.backward()
-    several = losses.multi_token_loss(inputs, case.weights[0], case.labels[:, :length].clamp(min=0))
-    assert ((several.steps > 0) == (torch.arange(K) < length - 1)).all()
-    several.loss.backward()
-
-
-def test_soft_targets() -> None:
-    case, g = Case(), torch.Generator().manual_seed(1)
-    ids = torch.rand(B, T, V, generator=g).argsort(-1)[..., :5]
-    target = torch.rand(B, T, 5, generator=g, dtype=torch.float64) / 5
-    target[..., 3:][torch.rand(B, T, 2, generator=g) < 0.5] = 0
-    (x, *_), (w, *_) = case.inputs, case.weights
-    dense = torch.zeros(B, T, V, dtype=torch.float64).scatter_(-1, ids, target)
-    want = F.cross_entropy((x @ w.T)[case.mask], dense[case.mask])
-    unused = ids.masked_fill(target == 0, -100)
-    for given in (ids, unused):
-        got = losses.soft_target_loss(linear_logprobs(x, w, given), target, case.mask)
-        torch.testing.assert_close(got, want)
-        for p, q in zip(
-            torch.autograd.grad(got, (x, w)), torch.autograd.grad(want, (x, w), retain_graph=True), strict=True
-        ):
-            torch.testing.assert_close(p, q)
-    kl = linear_divergence(
-        x, w, None, None, teacher_topk=(ids, target.log(), "drop"), mask=case.mask, reduction="mean"
-    )  # fmt: skip
-    for p, q in zip(torch.autograd.grad(kl, (x, w)), torch.autograd.grad(want, (x, w)), strict=True):
-        torch.testing.assert_close(p, q)
-
-
-def test_soft_targets_of_impossible_classes() -> None:
-    logprob = torch.tensor([[[-1.0, -torch.inf], [-2.0, torch.nan]]], requires_grad=True)
-    loss = losses.soft_target_loss(logprob, torch.tensor([[[0.5, 0.0], [0.25, 0.0]]]), reduction="sum")
-    loss.backward()
-    assert loss.item() == 1.0
-    assert torch.equal(logprob.grad, torch.tensor([[[-0.5, 0.0], [-0.25, 0.0]]]))
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
-def test_both_compile_as_one_graph() -> None:
+def test_it_compiles_as_one_graph() -> None:
     """Which has no place where the host would wait for a number."""
     case = Case(torch.float32)
-    leaves = [*case.inputs, case.weights[0], case.student_weight]
+    leaves = [*case.inputs, case.weights[0]]
 
-    def both(inputs: list[Tensor], weight: Tensor, student: Tensor) -> Tensor:
-        o: Any = {"documents": DOCUMENTS, "weights": [0.8**k for k in range(K)]}
-        several = losses.multi_token_loss(inputs, weight, case.labels, **o)
-        draft = losses.draft_loss(
-            inputs, student, case.teacher, case.teacher_weight, draft_ids=case.draft_ids, mask=case.mask, **o
-        )
-        return several.loss + draft.loss + several.steps.sum() + draft.steps.sum()
+    def total(inputs: list[Tensor], weight: Tensor) -> Tensor:
+        factors = [0.8**k for k in range(K)]
+        found = losses.multi_token_loss(inputs, weight, case.labels, documents=DOCUMENTS, weights=factors)
+        return found.loss + found.steps.sum()
 
-    true = both(case.inputs, case.weights[0], case.student_weight)
-    got = torch.compile(both, fullgraph=True, backend="eager")(case.inputs, case.weights[0], case.student_weight)
+    true = total(case.inputs, case.weights[0])
+    got = torch.compile(total, fullgraph=True, backend="eager")(case.inputs, case.weights[0])
     torch.testing.assert_close(got, true)
     grads = torch.autograd.grad(got, leaves)
     for p, q in zip(grads, torch.autograd.grad(true, leaves), strict=True):
         torch.testing.assert_close(p, q)
 
 
-def test_the_frozen_head_of_a_target_model() -> None:
+def test_a_frozen_head() -> None:
     """Modules of multi-token prediction are often trained with the model's own head, which stays as it is."""
     case = Case()
     frozen = case.weights[0].detach()
@@ -402,7 +261,6 @@ def test_the_frozen_head_of_a_target_model() -> None:
 
 
 X, W, Y = torch.zeros(2, 3, 4, 5), torch.zeros(7, 5), torch.zeros(3, 4, dtype=torch.long)
-TEACHER, IDS = torch.zeros(3, 4, 6), torch.arange(7)
 
 
 @pytest.mark.parametrize(
@@ -422,31 +280,11 @@ TEACHER, IDS = torch.zeros(3, 4, 6), torch.arange(7)
         (lambda: losses.multi_token_loss(X, [W], Y), "linear_weight: expected 2 of them"),
         (lambda: losses.multi_token_loss(X, [W, W], Y, linear_bias=W[:, 0]), "linear_bias: expected 2 of them"),
         (lambda: losses.multi_token_loss(X, W, Y, linear_bias=[W[:, 0]] * 2), "linear_bias: expected one tensor"),
-        (lambda: losses.multi_token_loss(X, W, Y, weights=[1.0]), "weights: expected 2 numbers"),
+        (lambda: losses.multi_token_loss(X, W, Y, weights=[1.0]), "weights: expected 2 of them"),
         (lambda: losses.multi_token_loss(X, W, Y, weights=[1, 0]), r"weights\[1\]: expected a finite number above 0"),
-        (lambda: losses.multi_token_loss(X, W, Y, num_items=[1.0]), "num_items: expected one number, or 2"),
-        (lambda: losses.multi_token_loss(X, W, Y, reduction="sum"), "multi_token_loss: expected .* got 'reduction'"),
-        (lambda: losses.draft_loss(X, W, TEACHER[0, 0], W), "teacher_input: expected shape"),
-        (lambda: losses.draft_loss(X, W, TEACHER, TEACHER[0]), "teacher_weight: expected 7 rows.* draft_ids"),
-        (lambda: losses.draft_loss(X, W, TEACHER, TEACHER), "teacher_weight: expected shape"),
-        (lambda: losses.draft_loss(X, W, TEACHER, W[:, :1].expand(7, 6), vocab_shard=None), "got 'vocab_shard'"),
-        (lambda: losses.draft_loss(X, W.as_subclass(Sharded), TEACHER, W), "linear_weight: .* got a DTensor"),
-        (lambda: draft(IDS[:3]), "draft_ids: expected shape"),
-        (lambda: draft(IDS + 3), "draft_ids: expected class indices from 0 to 8"),
-        (lambda: draft(IDS * 0), "draft_ids: expected each class once"),
-        (lambda: draft(IDS.float()), "draft_ids: expected an integer dtype"),
-        (lambda: draft(IDS, mask=Y.float()), "mask: expected a bool or integer tensor"),
-        (lambda: draft(IDS, teacher_bias=W[:, 0]), "teacher_bias: expected shape"),
-        (lambda: draft(IDS, kind="kl"), "kind: expected 'forward_kl'"),
-        (lambda: draft(IDS, skip_outside=1), "skip_outside: expected True or False"),
-        (lambda: losses.soft_target_loss(W[0], W[0]), "logprob: expected shape"),
-        (lambda: losses.soft_target_loss(X, X[0]), "target_prob: expected shape"),
+        (lambda: losses.multi_token_loss(X, W, Y, num_items=[1.0]), "num_items: expected 2 of them"),
     ],
 )
 def test_errors(f: Callable[[], Any], text: str) -> None:
     with pytest.raises(LowtideError, match=text):
         f()
-
-
-def draft(ids: Tensor, **o: Any) -> losses.StepLosses:
-    return losses.draft_loss(X, W, TEACHER, torch.zeros(9, 6), draft_ids=ids, **o)
