@@ -170,10 +170,10 @@ def use_set_kernels(patched: pytest.MonkeyPatch) -> list[str]:
 
     Float32 as above; another dtype's operands are rounded to float32 instead.
     """
-    from lowtide.head.kernels import support_rows, support_sets
+    from lowtide.head.kernels import support_rows
     from lowtide.head.terms import support
 
-    tiles, used = support_rows.Tiles(pairs=4, columns=16, slice=16, warps=1), list[str]()
+    tiles, used = support_rows.Tiles(pairs=4, columns=16, warps=1), list[str]()
 
     def counted(name: str, **small: Any) -> None:
         function = getattr(support_rows, name)
@@ -186,7 +186,5 @@ def use_set_kernels(patched: pytest.MonkeyPatch) -> list[str]:
 
     for name, small in (("score", {}), ("input_grad", {}), ("weight_grad", {"run": 4})):
         counted(name, **small)
-    patched.setattr(support_sets, "block_of", lambda K, starts: 4)  # pairs of a token at a time
-    patched.setattr(support_sets, "BLOCK", 16)
     patched.setattr(support, "support_backend", lambda head: ("row" if head.dtype == torch.float32 else "torch", ""))
     return used

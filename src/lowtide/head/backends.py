@@ -16,7 +16,6 @@ PIECES = {"highest": 3, "high": 2, "medium": 1}
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
 NOT_ON_EVERY_RANK = "its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on every rank"
-NOT_OF_SOME = "with a soft cap or a scale on the device no bias rules out the places of a set that hold no class"
 NOT_OF_MASKED = "its sums are over tiles of all classes, and each token's distribution lacks others"
 NOT_OF_SHARDS = "its kernels need all classes on one rank; cross entropy's of 'exp' do not"
 

@@ -304,7 +304,6 @@ class TokenStatsArgs(NamedTuple):
     want: str  # the fields' names, separated by commas
     topk: int
     ignore_index: int
-    dead: Tensor | None = None  # [V] bool: classes of which there are none
     mask: Tensor | None = None  # [N, V] bool: classes that a token's distribution lacks, where they are no target
 
     @property
@@ -317,12 +316,9 @@ class SupportArgs(NamedTuple):
     """The arguments of `lowtide.linear_token_stats` with a set of classes for each token, besides the head."""
 
     target: Tensor  # [N, T] int64; T is 0 where there are none
-    ids: Tensor  # [P] int64: of all tokens, one after another; -1: padding
-    offsets: Tensor | None  # [N + 1] int64, where each token's begin; None: each has K
-    K: int
+    ids: Tensor  # [N, K] int64; -1: padding
     want: str  # the fields' names, separated by commas
     ignore_index: int
-    sparse: bool  # the weight's gradient
 
     @property
     def wanted(self) -> frozenset[str]:

@@ -9,7 +9,6 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import (
     NOT_OF_MASKED,
     NOT_OF_SHARDS,
-    NOT_OF_SOME,
     NOT_ON_EVERY_RANK,
     choose,
     skips_ignored,
@@ -57,8 +56,8 @@ def choose_backend(head: Head, args: Args) -> tuple[str, str]:
         return choose("divergence", head.options, row=row(topk=args.topk_ids is not None))
     if isinstance(args, TokenStatsArgs):
         size = args.target.shape[1], args.topk
-        why_not = exp(stats=size) if args.dead is None else NOT_OF_SOME
-        return choose("statistics", head.options, where, exp=why_not if args.mask is None else NOT_OF_MASKED)
+        why_not = exp(stats=size) if args.mask is None else NOT_OF_MASKED
+        return choose("statistics", head.options, where, exp=why_not)
     why_not = exp(capped_and_smoothed=head.softcap is not None and args.label_smoothing != 0)
     why_not = why_not if args.mask is None else NOT_OF_MASKED
     return choose("cross entropy", head.options, where, exp=why_not, row=row() if ranks.alone else NOT_OF_SHARDS)

@@ -52,7 +52,6 @@ class Gradients:
     input_ND: Tensor | None = None
     lift_N: Tensor | None = None  # [N] wide: what each row of ``input_ND`` was multiplied with; None: nothing
     weight_VD: Tensor | None = None
-    weight_ids: Tensor | None = None  # [1, R]: of which classes ``weight_VD`` has rows; None: of all
     bias_V: Tensor | None = None
 
     def put_input(self, rows: slice | Tensor, wide_CD: Tensor) -> None:

@@ -5,7 +5,6 @@ two implementations. Its operators, their fakes and FLOP counts, and its two aut
 """
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,9 +56,6 @@ class Function:
     ignores: Callable[[Any], bool] = lambda _: True  # whether tokens can be left out
     beside: Callable[[Any], int] = lambda _: 0  # FLOP of what is computed beside the head
     flop: Callable[[Head, Any, Wanted], int] | None = None  # in place of the head's
-    # of backward: input's, weight's and bias's; a fourth has the weight's rows, if its gradient may be sparse
-    gradients: Callable[[Head, Any, Wanted], dict[str, Shape]] = lambda head, _, wanted: gradient_shapes(head, wanted)
-    returns: int = 3  # how many these are
 
     def __post_init__(self) -> None:
         self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
@@ -68,7 +64,7 @@ class Function:
         several = ", ".join(["Tensor"] * (len(self.names) + STORED))
         given = [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
         self.run = self._operator(self.name, f"({call}, bool keep) -> ({several})", self.compute)
-        backward = f"({call}, {', '.join(given)}) -> ({', '.join(['Tensor'] * self.returns)})"
+        backward = f"({call}, {', '.join(given)}) -> (Tensor, Tensor, Tensor)"
         self.run_backward = self._operator(f"{self.name}_backward", backward, self.compute_gradients)
         self.stored, self.recomputed = _nodes(self)
 
@@ -151,7 +147,7 @@ class Function:
         if real:
             with torch.no_grad(), undisturbed(head.input.device):
                 found = found_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
-        return _filled(head, self.gradients(head, args, wanted), found)
+        return _filled(head, gradient_shapes(head, wanted), found)
 
     def _flop(self, *fields: Any) -> int:
         head, args, wanted = self._split(fields)
@@ -178,13 +174,6 @@ def with_known_numbers(head: Head) -> Head:
 def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ()) -> int:
     """Return the FLOP of one product for the logits, and one for each gradient that is ``wanted`` of the two."""
     return 2 * (1 + sum(wanted[:2])) * math.prod(input.shape[:-1]) * linear_weight.numel()
-
-
-def _sparse(ids: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient that is ``rows`` at ``ids`` [1, R] and 0 elsewhere; sorted and distinct ids on the CPU."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # PyTorch 2.11's, that nothing is checked
-        grad = torch.sparse_coo_tensor(ids, rows, weight.shape, check_invariants=False)
-    return grad._coalesced_(ids.device.type == "cpu")
 
 
 def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor, ...]:
@@ -229,10 +218,8 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :], *ctx.sized)
         if is_last_backward():
             ctx.sized = []
-        dx, dw, db, *listed = function.run_backward(ctx.ranks, args)
+        dx, dw, db = function.run_backward(ctx.ranks, args)
         trained = fields[:3]
-        if listed and listed[0].numel() == len(dw) and listed[0].dim() == 2:
-            dw = _sparse(listed[0], dw, trained[1])
         db = db if trained[2] is None else db.to(trained[2].dtype)
         return [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)], trained
 

@@ -20,13 +20,9 @@ from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.pieces import most_places
 from lowtide.head.planner import (
-    CPU_WORKSPACE,
-    GATHERED_BYTES,
     MIB,
     STATS_BYTES_PER_TARGET,
     STATS_BYTES_PER_TOKEN,
-    SUPPORT_PAIR_BYTES,
-    SUPPORT_WORKSPACE,
     When,
     Work,
     accumulate_in,
@@ -337,28 +333,3 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     splits = not isinstance(ranks, Ranks) or ranks.limits.splits
     more["pieces"] = float32_pieces(head.input.device) if splits else 0
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
-
-
-def support_chunk(head: Head, N: int, K: int) -> tuple[int, int]:
-    """Return how many of N tokens with K listed ids each are computed at a time, and the bytes of rows gathered then.
-
-    The same on every rank. Plain PyTorch gathers rows of the weight, the kernels' sums are of slices of a row.
-    """
-    workspace, D = head.options.workspace_mib, head.input.shape[-1]
-    on_gpu = head.input.device.type != "cpu"
-    limit = int(workspace * MIB) if workspace is not None else SUPPORT_WORKSPACE if on_gpu else CPU_WORKSPACE
-    gathered = min(GATHERED_BYTES, limit // 8)
-    of_pair = 120 + 4 * (D // 512 + 1) + 4 * D // 256 + 4 * head.ranks.size
-    of_token = K * of_pair + 64 + D * (head.input.element_size() + 2 * head.wide.itemsize)
-    return max(1, min(N, (limit - 4 * gathered) // of_token)), gathered
-
-
-def support_slices(head: Head, P: int) -> int:
-    """Return into how many slices of a row the dot products of P pairs may be summed: a float32 of each is stored.
-
-    The more, the fewer columns of the weight are in the L2 cache at a time. It bounds the memory of sets of different
-    lengths, which are one chunk: only the device knows which pairs are a token's.
-    """
-    workspace = head.options.workspace_mib
-    limit = SUPPORT_WORKSPACE if workspace is None else int(workspace * MIB)
-    return max(1, (limit // max(1, P) - SUPPORT_PAIR_BYTES) // 4)

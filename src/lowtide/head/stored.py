@@ -46,15 +46,12 @@ def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool, ignores: bool)
 def found_gradients(head: Head, into: Gradients) -> dict[str, Tensor]:
     """Return gradients in the shapes and dtypes of what they belong to."""
     shapes, found = gradient_shapes(head, Wanted(True, True, True)), (into.input_ND, into.weight_VD, into.bias_V)
-    if into.weight_ids is not None and into.weight_VD is not None:
-        shapes["weight_grad"] = (into.weight_VD.shape, head.weight_VD.dtype)
     named = zip(shapes.items(), found, strict=True)
     # no view without need: one shares its memory, and autograd adds to another gradient's only where nothing does
     kept = {
         name: (x if x.shape == shape else x.view(shape), dtype) for (name, (shape, dtype)), x in named if x is not None
     }
-    ids = {} if into.weight_ids is None else {"weight_ids": into.weight_ids}
-    return {name: x.to(dtype) for name, (x, dtype) in kept.items()} | ids
+    return {name: x.to(dtype) for name, (x, dtype) in kept.items()}
 
 
 def stored_gradients(

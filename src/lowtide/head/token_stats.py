@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_flag, check_index
+from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
 from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.shard import VocabShard
-from lowtide.head.support import SupportLike, check_support, support_stats
+from lowtide.head.support import check_support, support_stats
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS
 
@@ -66,10 +66,9 @@ def linear_logprobs(
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     ignore_index: int = -100,
+    support: Tensor | None = None,
     options: HeadOptions | None = None,
     vocab_shard: VocabShard | None = None,
-    support: SupportLike | None = None,
-    sparse: bool = False,
 ) -> Tensor:
     """Return the log-probability of each token's target, differentiable, without the logits in memory.
 
@@ -87,18 +86,14 @@ def linear_logprobs(
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap: 1 / temperature. A tensor
             that requires a gradient gets it, in float16 at the cost of a float32 copy of ``input``.
         ignore_index: Targets of this value have log-probability 0 and contribute nothing, whatever the hidden state.
+        support: The set of classes that each token's distribution is over, as sampling with top k or top p leaves it,
+            in place of the vocabulary: ids [..., K] padded with -1, or [K], one set for all tokens. An integer dtype;
+            an id that stands twice counts once. Only these rows of the weight are read, and get a gradient: 2NKD FLOP a
+            pass. A target outside its set has log-probability -inf and no gradient.
         options: Memory and implementation: see `HeadOptions`. With one target per token all backends of
             `linear_cross_entropy` run here; with [..., K] ``"torch"``, and ``"exp"`` for K up to 64.
         vocab_shard: For a vocabulary sharded over ranks, as in `linear_cross_entropy`, and so are DTensors. The
             result is that of all tokens, the same on every rank.
-        support: The set of classes that each token's distribution is over, as sampling with top k or top p leaves it,
-            in place of the vocabulary: ids [..., K] padded with -1; or a tuple (ids [P], offsets [N + 1]) where the
-            ids of token i of the flattened N are ``ids[offsets[i]:offsets[i + 1]]`` (offsets int64); or ids [K], one
-            set for all tokens. An integer dtype; an id that stands twice counts once. Only these rows of the weight are
-            read, and get a gradient: 2PD FLOP a pass. A target outside its set has log-probability -inf and no
-            gradient.
-        sparse: With ``support``, whether the weight's gradient is a sparse COO tensor, as of `torch.nn.Embedding`: its
-            rows are those of ids in any set. On a GPU it has as many rows as there can be, unused ones 0.
 
     Returns:
         Tensor: Of the target's shape, float32, for float64 inputs float64; exactly 0 at ignored targets.
@@ -122,8 +117,7 @@ def linear_logprobs(
         "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     )
     check_target(input, target, linear_weight, several=True)
-    sets = _Sets(input, support, sparse)
-    logprob = _token_stats(call, sets, target, frozenset({"logprob"}), 0, ignore_index).logprob
+    logprob = _token_stats(call, input, support, target, frozenset({"logprob"}), 0, ignore_index).logprob
     assert logprob is not None
     return logprob
 
@@ -139,10 +133,9 @@ def linear_token_stats(
     logit_scale: float | Tensor = 1.0,
     ignore_index: int = -100,
     topk: int | None = None,
+    support: Tensor | None = None,
     options: HeadOptions | None = None,
     vocab_shard: VocabShard | None = None,
-    support: SupportLike | None = None,
-    sparse: bool = False,
 ) -> TokenStats:
     """Return statistics of each token's logits, all from one pass over them, without the logits in memory.
 
@@ -174,7 +167,6 @@ def linear_token_stats(
         vocab_shard: As in `linear_logprobs`.
         support: As in `linear_logprobs`: all statistics are then over each token's set. Of an empty set ``lse`` is
             -inf, ``argmax`` -1, and ``entropy`` and ``sum_sq_prob`` are 0. ``mean_logit`` and ``topk`` are refused.
-        sparse: As in `linear_logprobs`.
 
     Returns:
         TokenStats: The requested fields, None for the others.
@@ -215,33 +207,23 @@ def linear_token_stats(
             needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
             hint = "Pass the targets, or a want without these."
             raise ArgumentValueError(message("target", f"class indices, as want has {needed}", "None", hint))
-        return _token_stats(call, _Sets(input, support, sparse), target, names, highest, ignore_index)
-
-
-class _Sets(NamedTuple):
-    input: Tensor  # the caller's, [..., D]
-    support: SupportLike | None
-    sparse: bool
+        return _token_stats(call, input, support, target, names, highest, ignore_index)
 
 
 def _token_stats(
-    call: Call, sets: _Sets, target: Tensor | None, names: frozenset[str], topk: int, ignore_index: int
-) -> TokenStats:
-    """Return fields ``names`` for the tokens."""
-    (head, ranks, options), leading = call, sets.input.shape[:-1]
-    check_flag("sparse", sets.sparse)
-    by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading) and sets.support is None
+    call: Call, input: Tensor, support: Tensor | None, target: Tensor | None, names: frozenset[str], topk: int,
+    ignore_index: int,
+) -> TokenStats:  # fmt: skip
+    """Return fields ``names`` for the tokens of ``input``, the caller's."""
+    (head, ranks, options), leading = call, input.shape[:-1]
+    by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading) and support is None
     if head.skip and not by_loss:
         hint = "Of statistics only log-probabilities of one target a token, over the whole vocabulary, skip tiles."
         raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
-    if sets.support is not None:
-        support = check_support(sets.support, sets.input, names, sparse=sets.sparse)
-        ignore_index = check_index("ignore_index", ignore_index)
-        of_sets = support_stats(call, sets.input, target, names, ignore_index, support)
+    if support is not None:
+        ids, ignore_index = check_support(support, input, names), check_index("ignore_index", ignore_index)
+        of_sets = support_stats(call, input, target, names, ignore_index, ids)
         return TokenStats(**of_sets)  # type: ignore[arg-type]
-    if sets.sparse:
-        hint = "Without sets every row of the weight has a gradient."
-        raise ArgumentValueError(message("sparse", "False without support", "True", hint))
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
     if options.gradient == "forward" and not (by_loss and head.frozen):
         hint = "Each token's upstream gradient is known in backward only."

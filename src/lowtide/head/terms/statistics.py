@@ -233,7 +233,8 @@ class Statistics(Terms):
             normalised = True
         for cols in slices(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
             b = z[:, cols]
-            f = (b / cap).square_().neg_().add_(1) if cap is not None and slope is None else slope
+            # a masked class, whose logit is -inf, has slope 0 as logits have that reach the cap
+            f = (b / cap).square_().clamp_(max=1).neg_().add_(1) if cap is not None and slope is None else slope
             if not normalised:
                 b.sub_(known["lse"][:, None])
             if g.entropy is not None:
@@ -317,24 +318,6 @@ def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = 
             sums["squares"] += e.square_().sum(1)
     z_CV.scatter_(1, top_id[:, None], top[:, None])
     return sums
-
-
-class SomeClasses(Statistics):
-    """The same where there are none of some classes: their logits are -inf, and get no gradient."""
-
-    def __init__(self, dead_V: Tensor, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.dead_V = dead_V
-
-    def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """See `Statistics.numbers`."""
-        return super().numbers(z.masked_fill_(self.dead_V, -torch.inf), part)
-
-    def gradient_(self, z: Tensor, *args: Any, **more: Any) -> Tensor | None:
-        """See `Statistics.gradient_`."""
-        outside = super().gradient_(z.masked_fill_(self.dead_V, -torch.inf), *args, **more)
-        z.masked_fill_(self.dead_V, 0)
-        return outside
 
 
 def lse_of(sums: Numbers) -> Tensor:

@@ -20,7 +20,7 @@ from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes, put_last
 from lowtide.head.terms.masked import Masked
-from lowtide.head.terms.statistics import SomeClasses, Statistics, Upstream, silenced
+from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
@@ -107,7 +107,7 @@ def _terms(
     given = head, plan, y_nK, names | {"top"}
     if args.mask is not None:
         return Masked(Statistics(*given, **more), args.mask, rows, y_nK)
-    return Statistics(*given, **more) if args.dead is None else SomeClasses(args.dead, *given, **more)
+    return Statistics(*given, **more)
 
 
 def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
