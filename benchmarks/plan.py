@@ -1,10 +1,10 @@
 """Compare plans with real steps: predicted and measured peak and time, of models by size, length and budget.
 
-    python benchmarks/plan.py [--only TEXT ...] [--measure] [--output DIR]
+    python benchmarks/plan.py [--only TEXT ...] [--output DIR]
 
 Full fine-tuning of models with random weights in bfloat16, one sequence a step. Every case is planned from the GPU's
-table (with --measure from rates measured first), built, run once to warm up, and measured. Llama-3-8B does not fit an
-80 GiB GPU with AdamW: it runs with 8 of its 32 layers, and whole with SGD.
+table, built, run once to warm up, and measured. Llama-3-8B does not fit an 80 GiB GPU with AdamW: it runs with 8 of its
+32 layers, and whole with SGD.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.bench.settings import ScriptSettings, setting
 from lowtide.errors import LowtideError
 from lowtide.measure.units import gib
 from lowtide.memory import plan_memory
-from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.gpus import find_gpu
 from lowtide.memory.planner.shapes import read_settings
 from lowtide.train.shapes import SHAPES
 
@@ -92,7 +92,6 @@ class PlanConfig(ScriptSettings):
     benchmark = "plan"
 
     only: tuple[str, ...] = setting((), "cases whose text holds one of these", metavar="TEXT")
-    measure: bool = setting(False, "plan with rates measured on this GPU first")
 
 
 TABLE = Table(
@@ -108,7 +107,7 @@ TABLE = Table(
 
 def measure(run: Run[PlanConfig]) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
-    gpu = find_gpu("cuda" if config.measure else None)
+    gpu = find_gpu("cuda")
     run.result |= {"gpu": dataclasses.asdict(gpu)}
     run.say(TABLE.header)
     for case in CASES:

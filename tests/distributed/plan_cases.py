@@ -14,20 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import lowtide
 from distributed.launch import main
-from distributed.models import model_of, parallel
+from distributed.models import model_of
 from lowtide import HeadOptions
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
-from lowtide.memory.planner.parallel import BUCKET, ranks_of
+from lowtide.memory.planner.sharding import BUCKET
 from lowtide.memory.planner.step_costs import Phase, StepCosts
-from lowtide.train.tensor_parallel import mesh_sizes, shard_layers
 
 STAGE = torch.empty(2**23, dtype=torch.uint8)
 LONG = 512
@@ -143,142 +139,6 @@ def accumulated_gradients() -> None:
         most = max(_on_cpu(plan, phase) for phase in plan.phases)
         # gradients are counted as whole until the end, though the second pass shards them one by one
         assert 0.96 * seen.peak_bytes < most < 1.08 * seen.peak_bytes, (plan.title, most)
-
-
-def tensor_parallel() -> None:
-    """What a layer saves, and how often it adds up the stream."""
-    for level, keep in itertools.product((0, 1), ("all", "input")):
-        found = []
-        for layers in (2, 3):
-            model = model_of(dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": layers})
-            parallel(model, layers=True)
-            plan = _plan(model, "tp", seq_len=LONG)
-            policy = ActivationPolicy(keep=keep, mlp_level=level)
-            plan = replace(plan, chosen=replace(plan.chosen, groups=((policy, layers),)))
-            exec(plan.lines(), {"model": model})
-            found.append(_saved_and_sums(model))
-        costs = StepCosts(plan.job)
-        stream = LONG * SIZES["hidden_size"] * 2
-        exchanged = costs.exchanged(((policy, 3),)).before - costs.exchanged(((policy, 2),)).before
-        (few, few_sums), (more, more_sums) = found
-        assert more_sums - few_sums == exchanged / stream, (policy, found)  # of two ranks, a sum brings as many bytes
-        assert keep != "all" or more - few == costs.layers[policy].saved, (policy, found)
-
-
-def _over_groups(model: Any, plan: MemoryPlan) -> Any:
-    """Share a model as lowtide train does, with a plan's policies; return the mesh of the groups."""
-    sizes = mesh_sizes(2, dist.get_world_size())
-    mesh = sizes.get_device_mesh("cpu")["dp_shard"]
-    shard_layers(model, sizes, "cpu")
-    for vocabulary in (model.get_input_embeddings(), model.get_output_embeddings()):
-        assert len(vocabulary.weight.to_local()) == model.config.vocab_size // 2, "not shared"
-    exec(plan.lines(), {"model": model})
-    for layer in model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh)
-    if not plan.job.shape.tied:
-        fully_shard(model.get_input_embeddings(), mesh=mesh)
-        tail = [model.get_output_embeddings(), model.get_decoder().norm]
-        fully_shard(tail, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh)
-    return mesh
-
-
-def fsdp2_over_groups() -> None:
-    """Peak and exchanges where FSDP2 shards over groups of two that share each layer."""
-    for tied, more in itertools.product((False, True), ({}, MOST_VOCABULARY)):
-        model = model_of(dtype=torch.bfloat16, tie_word_embeddings=tied, **{**SIZES, **more})
-        plan = _plan(model, "fsdp2", tensor_parallel=2, options=HeadOptions(accumulate="input"))
-        mesh = _over_groups(model, plan)
-        _step(model, autocast=False)
-        with _received(mesh.get_group()) as received, track_allocations() as seen:
-            _step(model, autocast=False)
-        costs, groups = StepCosts(plan.job), plan.chosen.groups
-        inside = StepCosts(replace(plan.job, gpus=2)).exchanged(groups).bytes  # as where there is one group
-        # on a CPU the output layer has its share of the weight in float32: the bytes of both shares
-        most_bytes = max(_on_cpu(plan, phase) for phase in costs.phases(groups))
-        assert most_bytes == pytest.approx(seen.peak_bytes, rel=0.04), (plan.title, tied)
-        assert received[0] == plan.exchanged.bytes - inside, (plan.title, tied)
-
-
-def accumulated_gradients_over_groups() -> None:
-    """Peak of two passes: the output layer's sum is another tensor than both of its gradients."""
-    for tied in (False, True):
-        sizes = {**SIZES, **MOST_VOCABULARY}
-        model = model_of(dtype=torch.bfloat16, tie_word_embeddings=tied, **sizes)
-        head = HeadOptions(accumulate="input")
-        plan = _plan(model, "fsdp2", tensor_parallel=2, keep_gradients=True, options=head)
-        mesh = _over_groups(model, plan)
-
-        def passes(model: Any = model) -> None:
-            for last in (False, True):
-                model.set_requires_gradient_sync(last)
-                _step(model, autocast=False, last=last)
-
-        passes()
-        with _received(mesh.get_group()), track_allocations() as seen:
-            passes()
-        most = max(_on_cpu(plan, phase) for phase in plan.phases)
-        # where it is tied, all gradients are counted beside the embedding's, of which there are three for a moment
-        assert 0.96 * seen.peak_bytes < most < 1.18 * seen.peak_bytes, (plan.title, most / seen.peak_bytes)
-
-
-def _saved_and_sums(model: Any) -> tuple[int, int]:
-    """Return the bytes that autograd saves, and the sums over ranks of forward and backward."""
-    count, saved = [0], dict[int, int]()
-    ids = torch.randint(0, SIZES["vocab_size"], (1, LONG))
-
-    def counted(*args: Any, stock: Any = functional.all_reduce, **kwargs: Any) -> Any:
-        count[0] += 1
-        return stock(*args, **kwargs)
-
-    def storage(x: Any) -> torch.UntypedStorage:
-        return (x.to_local() if isinstance(x, DTensor) else x.detach()).untyped_storage()
-
-    def pack(x: Tensor) -> Tensor:
-        saved[storage(x).data_ptr()] = storage(x).nbytes()
-        return x
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(functional, "all_reduce", counted)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-    for p in model.parameters():
-        saved.pop(storage(p).data_ptr(), None)
-    return sum(saved.values()), count[0]
-
-
-def context_parallel() -> None:
-    """What PyTorch's context parallelism exchanges of a layer that is recomputed, in 16 bits."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel as sharded_context
-
-    from distributed.context_parallel_cases import batch_of, causal
-
-    n, received = dist.get_world_size(), [0]
-    model = model_of(dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": 1})
-    plan = _plan(model, "cp", seq_len=12 * n)
-    lowtide.patch(causal(model))
-    lowtide.memory.apply_policy(model, ActivationPolicy(keep="input"))
-    ids, labels, shifted, positions = batch = batch_of(12 * n)
-    job = replace(plan.job, batch_size=len(ids))
-
-    def counted(whole: int, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        found = stock(*args, **kwargs)
-        received[0] += found.nbytes * (n - 1) // n if whole else found.nbytes
-        return found
-
-    with pytest.MonkeyPatch.context() as patched:
-        for name, whole in {"all_gather_single": True, "all_gather_tensor": True, "permute_tensor": False}.items():
-            if hasattr(functional, name):
-                patched.setattr(functional, name, partial(counted, whole, getattr(functional, name)))
-        mesh = init_device_mesh("cpu", (n,))
-        with sharded_context(mesh, buffers=list(batch), buffer_seq_dims=[1] * 4, no_restore_buffers=set(batch)):
-            received[0] = 0
-            model(input_ids=ids, position_ids=positions, labels=labels, shift_labels=shifted).loss.backward()
-    ring, plain = ranks_of(job), ranks_of(replace(job, parallel="fsdp2"))
-    expected = sum(getattr(ring, name).beside - getattr(plain, name).beside for name in ("ahead", "behind", "again"))
-    assert received[0] == expected, (received[0], expected)
 
 
 def zero3() -> None:

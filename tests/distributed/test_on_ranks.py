@@ -27,7 +27,6 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("mesh", 4, "transformers"),
     ("data", 3, "transformers"),
     ("plan", 2, "transformers"),
-    ("plan", 4, "transformers"),
     ("bench", 2, "torch"),
     ("megatron", 2, "megatron.core"),
     ("sets", 3, "triton"),
@@ -38,7 +37,6 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
 ONLY = {  # the same cases on other numbers of ranks, where these run other options
     ("fsdp", 3): ("functional_head",),
     ("option", 2): ("every_option", "uses_of_autograd", "trained_on_one_rank"),
-    ("plan", 4): ("fsdp2_over_groups", "accumulated_gradients_over_groups"),
     ("vocab", 2): ("compiled",),
 }
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ pytest.importorskip("transformers")
 
 from lowtide.bench.plan import check_plan
 from lowtide.memory import plan_memory
-from lowtide.memory.planner.at_hand import find_gpu, measured_gpu
 from lowtide.memory.planner.shapes import read_settings
 from support import alone
 
@@ -82,12 +80,3 @@ def test_a_step_with_offloaded_states_takes_what_is_planned(late: bool) -> None:
         checked = check_plan(settings, plan, warm=2, steps=2)
         assert checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
         assert not alone() or checked.seconds == pytest.approx(plan.seconds, rel=0.2)
-
-
-def test_the_gpu_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gpu = measured_gpu(torch.device("cuda"))
-    assert gpu.measured
-    assert 0 < gpu.attention_backward < 1.2 * gpu.attention
-    assert gpu.pcie < gpu.bandwidth
-    assert find_gpu("cuda") == gpu

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowtide.memory import Adapters, copies, offload, pinned, plan_memory, weights
+from lowtide.memory import Adapters, copies, offload, pinned, plan_memory
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.train import activations
 from lowtide.train.activations import OffloadStates, check_offload
@@ -93,48 +92,6 @@ def test_a_run_is_the_same_to_the_bit(
     lowtide.done(*resume)
     assert handles[-1][0].offloaded_bytes == handle.offloaded_bytes, "the setting is the run's"
     assert_same(away)
-
-
-def test_a_plan_that_offloads_weights(
-    tmp_path: Path, tune: Any, lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model waits where it was loaded, and then leaves these weights there: the same run to the bit."""
-    pytest.importorskip("trl")
-    from lowtide.train.fine_tuning import FineTuner
-
-    original, moves = activations.plan_memory, list[str]()
-
-    def plan(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        assert kwargs["offload_weights"] == "auto"
-        return replace(found, chosen=replace(found.chosen, weights=weights_of))
-
-    place = FineTuner._move_model_to_device
-
-    def moving(self: Any, model: Any, device: Any) -> None:
-        place(self, model, device)
-        moves.append("waits" if self._waits else f"weights of {len(side_of(model))} layers stay")
-
-    def side_of(model: Any) -> list[Any]:
-        return [module for module in model.modules() if weights._STAYS in vars(module)]
-
-    monkeypatch.setattr(activations, "plan_memory", plan)
-    monkeypatch.setattr(FineTuner, "_move_model_to_device", moving)
-    monkeypatch.setattr(weights, "MIN_BYTES", 64)
-    arguments = [*tune(**LORA, save_steps=3), "--memory-budget", "1GiB", "--host-budget", "1GiB"]
-    for weights_of in (0, 2):
-        out = lowtide.done(*arguments, "--output", tmp_path / str(weights_of))
-        assert ("weights  those of 2 layers are in host memory" in out) == (weights_of == 2)
-    assert moves[0] == "waits"
-    assert "weights of 0 layers stay" in moves
-    assert moves[-1] == "weights of 2 layers stay"
-    assert side.begun_back > 0
-    assert losses(tmp_path / "2") == losses(tmp_path / "0")
-    assert_same_weights(tmp_path / "2" / "model", tmp_path / "0" / "model")
-    shutil.rmtree(tmp_path / "2" / "checkpoint-6")
-    lowtide.done("train", "--resume_from_checkpoint", "true", "--output", tmp_path / "2")
-    assert losses(tmp_path / "2") == losses(tmp_path / "0")
-    assert_same_weights(tmp_path / "2" / "model", tmp_path / "0" / "model")
 
 
 def test_what_it_cannot_be_combined_with(
@@ -255,30 +212,3 @@ def test_a_disk_beside_a_policy(
     lowtide.done("train", "--resume_from_checkpoint", "true", "--output", away)
     assert folders == [disk.resolve()] * 2
     assert all(report.disk_bytes >= of_layer for report in reports)
-
-
-@pytest.mark.parametrize("needed", [False, True])
-def test_a_disk_that_is_planned_with(
-    needed: bool, tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan has most of what the folder has free; layers get the folder only if it uses it."""
-    planned, applied, given = activations.plan_memory, activations.apply_policy, []
-
-    def plan(*args: Any, **kwargs: Any) -> Any:
-        given.append(kwargs["disk_gib"])
-        found = planned(*args, **kwargs)
-        away = [replace(policy, keep="input", offload=True) for policy in found.policies]
-        return replace(found, policies=tuple(away), disk_bytes=2**29) if needed else found
-
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        given.append(kwargs["disk"])
-        return applied(*args, **kwargs)
-
-    monkeypatch.setattr(activations, "plan_memory", plan)
-    monkeypatch.setattr(activations, "apply_policy", apply)
-    budgets = ["--memory-budget", "1GiB", "--host-budget", "1GiB", "--disk", tmp_path]
-    out = lowtide.done(*tiny, *budgets, "--max-steps", 1, "--output", tmp_path / "run")
-    free, folder = given
-    assert free == pytest.approx(0.8 * shutil.disk_usage(tmp_path).free / 2**30, rel=0.1)
-    assert folder == (str(tmp_path) if needed else None)
-    assert (f"disk     0.50 GiB of what layers save are in {tmp_path}" in out) == needed

@@ -15,7 +15,6 @@ import torch
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.planner.disk import DiskSpace
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
@@ -101,7 +100,6 @@ def advice(
     padded: bool = False,
     four_bit: bool = False,
     weights: int = 0,
-    room: int = 0,
     arguments: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:
@@ -133,9 +131,6 @@ def advice(
     of_run = Settings(SimpleNamespace(**given), SimpleNamespace(dtype=dtype), None)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=6))
     run = RunState(config, Path(), settings=of_run, model=model, trainer=trainer, seq_len=seq_len, padded=padded)
-    if weights or room:
-        chosen = SimpleNamespace(states=0, late=False, weights=weights)
-        run.plan = SimpleNamespace(chosen=chosen, space=DiskSpace(room))
     return str(advise(error, run))
 
 
@@ -217,20 +212,6 @@ def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: py
     assert "--use_peft" not in text
 
 
-def test_the_numbers_are_those_of_processes_that_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true"}.items():
-        monkeypatch.setenv(name, value)
-    settings: dict[str, Any] = {"parallel": "fsdp2", "arguments": {"world_size": 4}}
-    text = advice(8, monkeypatch, tensor_parallel=2, **settings)
-    line = re.search(r"The figures: lowtide (plan .* --gpus 4 --parallel fsdp2 --tensor-parallel 2.*)", text)
-    assert line
-    assert main([*shlex.split(line[1]), "--gpu", "h100"]) == 0
-    assert takes(text) < takes(advice(8, monkeypatch, **settings))
-    monkeypatch.setenv("WORLD_SIZE", "9")  # which lowtide train would refuse: 32 heads
-    text = advice(8, monkeypatch, tensor_parallel=3, **{**settings, "arguments": {"world_size": 9}})
-    assert "no figures for it (memory_budget: expected a model that is planned beside --tensor-parallel, got" in text
-
-
 def test_what_layers_see_of_a_batch() -> None:
     def batch(rows: int = 3, *, padded: bool = False, **trainer: Any) -> tuple[int, int, bool]:
         args = SimpleNamespace(per_device_train_batch_size=rows, **trainer)
@@ -257,12 +238,6 @@ def test_states_on_the_host_are_advised_and_counted(monkeypatch: pytest.MonkeyPa
     assert "--offload-states" not in advice(30, monkeypatch, **settings), "no GPU"
 
 
-def test_the_plan_it_names_has_the_runs_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {"memory_budget": "40GiB", "host_budget": "10GiB", "disk": "/"}
-    text = advice(30, monkeypatch, room=5 * 2**30, **given)
-    assert " --host 10GiB --no-offload-states --disk 5.00GiB" in text
-
-
 def test_advice_for_a_stock_model_is_to_patch_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "leave --no-patch out" in advice(40, monkeypatch, patch=False)
     assert "--policy" not in advice(40, monkeypatch, patch=False)
@@ -276,16 +251,6 @@ def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch
         text = advice(1, monkeypatch, adapters=Adapters(16), four_bit=four_bit)
         assert "(--dtype bfloat16)" in text
         assert ("--load_in_4bit" in text) != four_bit
-
-
-def test_weights_that_a_plan_offloads_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of two layers are on the GPU, of sixteen; a layer has 60,821,504 parameters."""
-    given: dict[str, Any] = {"adapters": 1000, "dtype": "bfloat16", "batch_size": 1, "seq_len": 2}
-    texts = [advice(0.5, monkeypatch, weights=weights, **given) for weights in (0, 16)]
-    found = [re.search(r"weights, gradients and optimizer states take (\d+\.\d+)", text) for text in texts]
-    every, left = (float(one[1]) for one in found if one)
-    assert every - left == pytest.approx(14 * 2 * 60_821_504 / 2**30, abs=0.01)
-    assert takes(texts[0]) - takes(texts[1]) == pytest.approx(every - left, abs=0.02)
 
 
 @pytest.mark.parametrize("text", ["16 x all", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])

@@ -18,7 +18,7 @@ from lowtide.measure.machine import describe_machine
 from lowtide.measure.resident import cuda_reserved_bytes
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
-from lowtide.memory import Adapters, MemoryPlan, apply_policy, offload_optimizer, offload_weights, remove_policy
+from lowtide.memory import Adapters, MemoryPlan, apply_policy, offload_optimizer, remove_policy
 from lowtide.models import patch
 
 WARM, STEPS = 2, 3
@@ -109,10 +109,7 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
 
 
 def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.device) -> Any:
-    """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are.
-
-    Weights that the plan offloads are made on the CPU: together they may not fit on the GPU.
-    """
+    """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
@@ -128,9 +125,8 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
     attention = "sdpa" if job.shape.traced is None else job.shape.traced.attention
-    where = torch.device("cpu") if plan.chosen.weights else device
     try:
-        with where, no_init_weights():
+        with device, no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation=attention).train()
         model.tie_weights()  # which is part of the initialisation that is left out
     except ValueError as error:  # capped scores, for one
@@ -145,8 +141,6 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     patch(model, options=job.head)
     offloaded = any(policy.offload for policy in plan.policies)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)
-    if plan.chosen.weights:
-        offload_weights(model, layers=plan.chosen.weights, device=device)
     if job.compile_layers:
         compile_layers(model)
     return model

@@ -17,7 +17,7 @@ from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS, gpu_named
-from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS, PARALLEL
+from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL
 from lowtide.memory.planner.settings import read_settings, with_layers
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.train.config import TrainConfig
@@ -36,12 +36,11 @@ memory against time, the longest sequence and the largest batch that fit, and th
 
 _GIVEN = (  # as they are
     "seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp", "compile_layers",
-    "parallel", "tensor_parallel", "fsdp_layers",
+    "parallel", "fsdp_layers",
 )  # fmt: skip
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
     "host_gib": "host, in GiB",
-    "disk_gib": "disk, in GiB",
     "device": "gpu",
     "adapters": "lora_rank",
     "model_or_config": "model",
@@ -59,14 +58,10 @@ examples:
       the figures and the plot as files
   lowtide plan --model llama-3-8b --seq-len 8192 --lora-rank 16 --load-in-4bit --gpu rtx4090
       QLoRA: adapters over a frozen model in NF4
-  lowtide plan --model ./Llama-3.1-70B --seq-len 8192 --lora-rank 16 --host 160GiB
-      LoRA on a model that is larger than the GPU: frozen weights come from host memory, layer by layer
-  lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 2 --parallel fsdp2
+  lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 2
       two GPUs with a sequence each, among which FSDP2 shards the model
-  lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 4
-      the fastest way for four GPUs to share the step, beside the others
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
-      rates measured on the GPU at hand; real steps, predicted beside measured"""
+      real steps on the GPU at hand, predicted beside measured"""
 
 
 def add(parser: OneLineParser) -> None:
@@ -79,27 +74,14 @@ def add(parser: OneLineParser) -> None:
     add("--batch-size", default=1, type=int, metavar="N", help="sequences per step (default: 1)")
     add("--budget", metavar="SIZE", help="GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93%% of it)")
     add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloading (default: 0GiB)")
-    add(
-        "--disk",
-        metavar="SIZE",
-        help="with --host: room on an NVMe drive for offloaded layers that the host cannot hold",
-    )
-    add("--disk-rate", metavar="SIZE", help="what it writes per second, and reads (default: an NVMe drive's 3GB)")
     add("--no-offload-states", action="store_true", help="offload no optimizer states")
-    add("--no-offload-weights", action="store_true", help="with --lora-rank: offload no frozen weights")
     add(
         "--gpu",
         metavar="NAME",
-        help=f"{gpus}; or cuda: the one at hand, measured (default: its row of this list, or h100)",
+        help=f"{gpus}; or cuda: the one at hand (default: the one at hand, or h100)",
     )
     add("--gpus", type=int, metavar="N", help="GPUs that share the step (default: 1)")
-    add(
-        "--parallel",
-        choices=PARALLEL,
-        help="with --gpus: how they share it; tp and cp are tensor and context parallelism (default: the fastest)",
-    )
-    shares = "with fsdp2: GPUs that share each layer (default: 1)"
-    add("--tensor-parallel", default=1, type=int, metavar="N", help=shares)
+    add("--parallel", choices=PARALLEL, default=FSDP2, help="with --gpus: what shards the model (default: fsdp2)")
     add("--fsdp-layers", default=1, type=int, metavar="N", help="with fsdp2: layers gathered together (default: 1)")
     add("--link", metavar="SIZE", help="what a GPU receives from others per second: 50GB (default: NVLink's rate)")
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
@@ -137,21 +119,16 @@ def main(arguments: argparse.Namespace) -> int:
         require_matplotlib("png")
     budget = None if arguments.budget is None else parse_gib("budget", arguments.budget)
     host = parse_gib("host", arguments.host)
-    if arguments.disk is not None and not host:
-        raise ArgumentValueError(message("disk", "--host beside it", "none"))
-    if arguments.disk_rate is not None and arguments.disk is None:
-        raise ArgumentValueError(message("disk_rate", "--disk beside it", "none"))
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
-    for name, default in (("parallel", None), ("tensor_parallel", 1), ("fsdp_layers", 1), ("link", None)):
+    for name, default in (("parallel", FSDP2), ("fsdp_layers", 1), ("link", None)):
         if getattr(arguments, name) != default and arguments.gpus in (None, 1):
             raise ArgumentValueError(message(name, "--gpus above 1 beside it", arguments.gpus or "none"))
     adapters = _adapters(arguments)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": arguments.attention_mask}
-    others["--disk"] = arguments.disk is not None
     others["--no-fused-mlp"], others["--gpus"] = not arguments.fused_mlp, (arguments.gpus or 1) > 1
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
-        expected = "a plan of weights in 16 or 32 bits, patched, without a mask or a disk, on one GPU"
+        expected = "a plan of weights in 16 or 32 bits, patched, without a mask, on one GPU"
         raise ArgumentValueError(message("check", expected, got))
     settings = _settings(arguments.model, arguments.layers)
     if arguments.load_in_4bit:
@@ -164,8 +141,6 @@ def main(arguments: argparse.Namespace) -> int:
     from lowtide.memory import plan_memory
 
     given: dict[str, Any] = {name: getattr(arguments, name) for name in _GIVEN}
-    if arguments.disk_rate is not None:
-        given["disk_rate"] = parse_gib("disk_rate", arguments.disk_rate)
     if arguments.workspace_mib is not None:
         given["options"] = HeadOptions(workspace_mib=arguments.workspace_mib)
     plan = plan_memory(
@@ -177,9 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
         adapters=adapters,
         gpus=1 if arguments.gpus is None else arguments.gpus,
         link=None if arguments.link is None else parse_gib("link", arguments.link),
-        disk_gib=0 if arguments.disk is None else parse_gib("disk", arguments.disk),
         offload_states=False if arguments.no_offload_states else "auto",
-        offload_weights=False if arguments.no_offload_weights else "auto",
         **given,
     )
     return _write(arguments, settings, plan)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
-from lowtide.measure.output_files import checked_folder
 from lowtide.measure.units import gib, parse_gib
 from lowtide.memory import (
     ActivationPolicy,
@@ -21,15 +18,11 @@ from lowtide.memory import (
     apply_policy,
     copies,
     offload_optimizer,
-    offload_weights,
     plan_memory,
 )
 from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
-from lowtide.memory.planner.gpus import DEFAULT, GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS
+from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.ways import refusal_of
 from lowtide.memory.policy import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
@@ -68,31 +61,14 @@ def plan_and_apply(run: RunState) -> None:
             budget_gib=parse_gib("memory_budget", config.memory_budget),
             host_gib=config.host_gib or 0,
             options=HeadOptions(workspace_mib=config.workspace_mib),
-            disk_gib=gib(_free(config.disk)),
             offload_states="auto" if config.offload_states else False,
-            offload_weights="auto" if weights_may_wait(config, run.settings.args) else False,
             **planned_job(run),
         )
         run.policies = list(run.plan.policies)
         run.lines += _planned(run.plan, model, config, run.settings.args)
     if run.policies is not None:
-        disk = config.disk if run.plan is None or run.plan.disk_bytes else None
+        disk = config.disk if run.plan is None else None
         apply_policy(model, run.policies, host_gib=config.host_gib, disk=disk)
-    if run.plan is not None and run.plan.chosen.weights:
-        offload_weights(model, layers=run.plan.chosen.weights, device=run.settings.args.device)
-
-
-def _free(disk: str | None) -> int:
-    """Return the bytes that this process may write to a disk: checkpoints may be on the same one."""
-    if disk is None:
-        return 0
-    sharers = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return 4 * shutil.disk_usage(checked_folder("disk", disk)).free // (5 * sharers)
-
-
-def weights_may_wait(config: TrainConfig, args: Any) -> bool:
-    """Return whether a plan may leave frozen weights on the host, so that a model waits for it there."""
-    return bool(config.memory_budget and config.host_budget) and args.world_size == 1
 
 
 def current_policies(run: RunState, layers: int) -> Sequence[ActivationPolicy]:
@@ -109,7 +85,7 @@ def planned_job(run: RunState) -> dict[str, Any]:
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
-        UnsupportedError: processes share layers in a run, or of a model, that the planner has for whole layers alone.
+        UnsupportedError: processes share layers, and the planner has whole layers alone.
     """
     args, model, batch = run.settings.args, run.model, run.batch
     weights = getattr(torch, str(run.settings.model.dtype), model.config.dtype)  # "auto": as the checkpoint has them
@@ -118,11 +94,11 @@ def planned_job(run: RunState) -> dict[str, Any]:
     # What the planner has several GPUs for; of other runs it plans one that has all the weights.
     by_plan = adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
     sharded = by_plan and uses_fsdp() and reshards()
-    if run.config.group_size > 1 and not sharded:
-        raise UnsupportedError(message("memory_budget", *_not_planned(run), _NO_PLAN))
-    several = {"gpus": args.world_size, "parallel": FSDP2, "tensor_parallel": run.config.group_size}
-    several["fsdp_layers"] = run.config.unit_layers
-    found = {
+    if run.config.group_size > 1:
+        expected = "processes that each run whole layers"
+        raise UnsupportedError(message("memory_budget", expected, "--tensor-parallel", _NO_PLAN))
+    several = {"gpus": args.world_size, "fsdp_layers": run.config.unit_layers}
+    return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,
         **(several if sharded else {}),
@@ -135,24 +111,6 @@ def planned_job(run: RunState) -> dict[str, Any]:
         # weights in 4 bits are dequantised to their layers' dtype, whatever autocast does
         "autocast": bool(args.bf16 or args.fp16) and weights == torch.float32 and not read_shape(model.config).four_bit,
     }
-    if run.config.group_size > 1:
-        job = Job(shape=read_shape(model.config), gpu=GPUS[DEFAULT], **found)
-        if refusal := refusal_of(job, 0):
-            why = f"{job.shape.model_type} ({refusal.name} has to be {refusal.expected})"
-            expected = "a model that is planned beside --tensor-parallel"
-            raise UnsupportedError(message("memory_budget", expected, why, _NO_PLAN))
-    return found
-
-
-def _not_planned(run: RunState) -> tuple[str, str]:
-    """Return what processes that share layers must have for a plan, and what a run that has none has instead."""
-    beside, config, args = "beside --tensor-parallel", run.config, run.settings.args
-    if config.host_gib:
-        return f"no --host-budget {beside}", str(config.host_budget)
-    if not OPTIMIZERS[planned_optimizer(args)].shards:
-        names = ", ".join(name for name, planned in _OPTIMIZERS.items() if OPTIMIZERS[planned].shards)
-        return f"an --optim of {names} {beside}", str(getattr(args.optim, "value", args.optim))
-    return f"--parallel fsdp2 {beside}", "FSDP2 that keeps layers gathered"
 
 
 def planned_optimizer(args: Any) -> str:
@@ -226,10 +184,6 @@ def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> It
         yield f"states   {gib(plan.chosen.states):.2f} GiB of the optimizer states are offloaded{late}"
     elif config.offload_states:
         yield "states   the optimizer states stay on the GPU: nothing faster fits with them on the host"
-    if plan.disk_bytes:
-        yield f"disk     {gib(plan.disk_bytes):.2f} GiB of what layers save are in {config.disk}"
-    if plan.chosen.weights:
-        yield f"weights  those of {plan.chosen.weights} layers are in host memory, and on the GPU while they are used"
     if args.device.type != "cuda":
         yield (
             f"         no GPU here: planned for an {plan.job.gpu.name}. The layers save what it says, but nothing "

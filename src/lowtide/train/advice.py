@@ -15,9 +15,8 @@ from lowtide.head.options import HeadOptions
 from lowtide.measure.resident import available_bytes, resident_bytes
 from lowtide.measure.units import gib
 from lowtide.memory.planner.adapters import PROJECTIONS
-from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.four_bit import NESTED
-from lowtide.memory.planner.gpus import GPUS, USABLE
+from lowtide.memory.planner.gpus import GPUS, USABLE, find_gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
@@ -63,13 +62,11 @@ def _what_fits(run: RunState) -> list[str]:
         return [f"The planner has no figures for it ({why(error)}): lower --per_device_train_batch_size or --seq-len."]
     policies = current_policies(run, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
-    search = Search(
-        job, host if any(policy.offload for policy in policies) else 0, offload_states=False, offload_weights=False
-    )
+    search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
     every = search.costs.states if config.offload_states else 0
     away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
-    groups, weights = mixture_of(policies), plan.chosen.weights if plan is not None else 0
-    takes = search.costs.peak(groups, away, late=late, weights=weights).bytes
+    groups = mixture_of(policies)
+    takes = search.costs.peak(groups, away, late=late).bytes
     memory, where = _memory(settings.args)
     limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
@@ -79,7 +76,7 @@ def _what_fits(run: RunState) -> list[str]:
     helps = [*_other_policy(search, limit, every)]
     if not (config.offload_states or settings.args.device.type != "cuda" or uses_fsdp() or uses_deepspeed()):
         helps.append(("--offload-states", search.costs.peak(groups, search.costs.states).bytes))
-    helps += _smaller(job, limit, lambda costs: costs.peak(groups, away, late=late, weights=weights).bytes)
+    helps += _smaller(job, limit, lambda costs: costs.peak(groups, away, late=late).bytes)
     helps = [(options, peak) for options, peak in helps if peak <= limit]
     if helps:
         width = max(len(options) for options, _ in helps)
@@ -87,9 +84,8 @@ def _what_fits(run: RunState) -> list[str]:
         may = "another --policy" + " and --offload-states" * any("states" in options for options, _ in helps)
         lines.append(f"A resumed run can be given {may}; another length is another run.")
     else:
-        lines.append(_nothing(settings, job, search, limit, weights))
-    disk = plan.space.nbytes if plan is not None and config.disk else 0
-    line = _plan_line(config, settings, job, limit, disk)
+        lines.append(_nothing(settings, job, search, limit))
+    line = _plan_line(config, settings, job, limit)
     return [*lines, f"The figures: {line}"] if line else lines
 
 
@@ -118,9 +114,9 @@ def _smaller(job: Job, limit: float, peak_of: Callable[[StepCosts], int]) -> Ite
         yield from islice((each for each in peaks if each[1] <= limit), 1)
 
 
-def _nothing(settings: Settings, job: Job, search: Search, limit: float, offloaded: int) -> str:
+def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
     memory = search.costs
-    fixed = memory.weights - memory.weights_away(offloaded) + memory.states + memory.all_gradients
+    fixed = memory.weights + memory.states + memory.all_gradients
     if fixed < limit / 2:
         return (
             "No smaller step would take much less: look for what else has the memory, other programs or data outside "
@@ -142,7 +138,7 @@ def _nothing(settings: Settings, job: Job, search: Search, limit: float, offload
     )
 
 
-def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float, disk: int) -> str:
+def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -> str:
     """Return the ``lowtide plan`` command that shows the whole plan; "" where it has no option for the adapters."""
     words = ["lowtide plan", f"--model {shlex.quote(config.model)}", f"--seq-len {job.seq_len}"]
     words += [f"--batch-size {job.batch_size}", f"--budget {gib(limit):.2f}GiB"]
@@ -151,14 +147,12 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float, 
     if settings.args.gradient_accumulation_steps > 1:
         words.append(f"--grad-accum {settings.args.gradient_accumulation_steps}")
     words += [f"--gpus {job.gpus} --parallel {job.parallel}"] if job.gpus > 1 else []
-    words += [f"--tensor-parallel {job.tensor_parallel}"] if job.tensor_parallel > 1 else []
     words += [f"--fsdp-layers {job.fsdp_layers}"] if job.fsdp_layers > 1 else []
     if config.workspace_mib is not None:
         words.append(f"--workspace-mib {config.workspace_mib:g}")
     if config.host_budget:
         words.append(f"--host {shlex.quote(config.host_budget)}")
         words += [] if config.offload_states else ["--no-offload-states"]
-        words += [f"--disk {gib(disk):.2f}GiB"] if disk else []
     if isinstance(job.adapters, int):
         return ""
     if job.adapters is not None:
@@ -173,10 +167,7 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float, 
 
 
 def _job(run: RunState) -> Job:
-    try:
-        gpu = find_gpu(None) if run.settings.args.device.type == "cuda" else GPUS["h100"]
-    except (LowtideError, RuntimeError):  # an unknown one would be measured, for which there is no memory now
-        gpu = GPUS["h100"]
+    gpu = find_gpu(None) if run.settings.args.device.type == "cuda" else GPUS["h100"]
     return Job(
         shape=read_shape(run.model.config),
         gpu=gpu,

@@ -18,29 +18,15 @@ class FineTuner(Measured, SFTTrainer):  # type: ignore[misc]
     own `Trainer.compute_loss` is, which also smooths labels in one forward where TRL takes two.
 
     Not logged, in contrast to TRL: entropy and token accuracy, which are computed by that head. ``stock`` keeps TRL's
-    loss; with ``waits`` the model stays where it is until `place_model`, since not all of it may fit on the GPU; the
-    other arguments are SFTTrainer's.
+    loss; the other arguments are SFTTrainer's.
     """
 
-    def __init__(self, *, stock: bool = False, waits: bool = False, **kwargs: Any) -> None:
-        self._stock, self._waits = stock, waits
-        self._to: Any = None  # the device, where the model waits
+    def __init__(self, *, stock: bool = False, **kwargs: Any) -> None:
+        self._stock = stock
         super().__init__(**kwargs)
         for module in self.model.modules():  # TRL changes the config alone, which many models have read by then
             if hasattr(module, "router_aux_loss_coef"):
                 module.router_aux_loss_coef = self.router_aux_loss_coef
-
-    def _move_model_to_device(self, model: Any, device: Any) -> None:
-        if self._waits:
-            self._to = device
-        else:
-            super()._move_model_to_device(model, device)
-
-    def place_model(self) -> None:
-        """Move the model to the GPU, if it has waited for this."""
-        self._waits = False
-        if self._to is not None:
-            self._move_model_to_device(self.model, self._to)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

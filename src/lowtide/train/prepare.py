@@ -13,7 +13,7 @@ import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.units import mib
-from lowtide.train.activations import check_offload, plan_and_apply, weights_may_wait
+from lowtide.train.activations import check_offload, plan_and_apply
 from lowtide.train.checkpoints import TOKENS, is_not_written, save_error
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data, why
@@ -46,8 +46,6 @@ def prepare(run: RunState) -> None:
     make(run, sources)
     run.model = run.trainer.model  # with its adapters
     plan_and_apply(run)
-    if config.fine_tunes:
-        run.trainer.place_model()
     run.lines += _notes(run)
 
 
@@ -139,7 +137,6 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
     try:
         run.trainer = FineTuner(
             stock=not config.patch,
-            waits=weights_may_wait(config, args),
             metrics=run.metrics,
             sizes=settings.sizes,
             fsdp_layers=config.unit_layers,

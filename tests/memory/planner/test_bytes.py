@@ -9,7 +9,6 @@ import torch
 
 from lowtide import HeadOptions, plan_head
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner.disk import NO_DISK
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import (
@@ -99,7 +98,7 @@ def test_a_recomputed_layer_is_whole_while_its_backward_runs() -> None:
 def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
 
     def host(groups: Groups) -> int:
-        return StepCosts(LLAMA).placed(groups, 2**60, NO_DISK).host
+        return StepCosts(LLAMA).on_host(groups)
 
     one, whole = checkpoint_bytes(LLAMA, ATTENTION), checkpoint_bytes(LLAMA, ALL)
     groups = [(AWAY, 20), (ALL, 12)]

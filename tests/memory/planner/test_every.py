@@ -12,14 +12,13 @@ import torch
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, plan_memory
-from lowtide.memory.planner.disk import NO_DISK
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes, layer_cost
 from lowtide.memory.planner.runs import runs_of
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import BESIDE, StepCosts
+from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.models import patch
 from lowtide.train.shapes import SHAPES
@@ -54,7 +53,7 @@ def test_offloaded_groups() -> None:
     assert runs_of([(away, 8)]) == [(away, 8, False)]
     costs = StepCosts(LLAMA)
     groups = ((away, 30), (INPUT, 2))
-    assert costs.placed(groups, 2**60, NO_DISK).host == 6 * (ONE + PAGES)
+    assert costs.on_host(groups) == 6 * (ONE + PAGES)
     phases = {str(phase): phase.activations for phase in costs.phases(groups)}
     assert phases["head"] == (2 + 2) * ONE + 2 * 2 * T * H
     assert phases["backward of layer 23"] == (1 + 1 + 3) * ONE + PAGES + WHOLE - ONE
@@ -91,12 +90,6 @@ def test_what_it_takes() -> None:
     assert four.flop - one.flop == pytest.approx(3 / 4 * (gemms + attention))
     assert four.forward == one.forward
     assert four.backward - one.backward == pytest.approx(3 / 4 * one.forward, rel=0.02)
-    weights = StepCosts(replace(job, adapters=10**6))
-    slow = replace(job, adapters=10**6, gpu=replace(job.gpu, pcie=1e9))
-    come = slow.frozen_layers[0] / 1e9
-    for policy, times in ((INPUT, 2), (FOUR, 2 + 3 / 4)):  # offloaded weights come as often
-        seconds = StepCosts(slow).seconds(((policy, 32),), 32) - weights.fixed_seconds
-        assert seconds == pytest.approx(32 * come * times * (1 + BESIDE))
 
 
 SIZES = {
@@ -153,19 +146,16 @@ def test_the_last_resort() -> None:
     roomy = plan_memory(model, 65536, 1, 74, device="h100", optimizer="sgd")
     assert all(policy.every == 1 for policy in roomy.policies)
     search = Search(roomy.job, 0)
-    at_once = [one for one in search.candidates if all(p.tile_tokens is None for p, _ in one.groups)]
-    least_without = min(one.peak for one in at_once if all(p.every == 1 for p, _ in one.groups))
+    least_without = min(one.peak for one in search.candidates if all(p.every == 1 for p, _ in one.groups))
     assert all(policy.every == 1 for one in search.front if one.peak >= least_without for policy, _ in one.groups)
     tight = plan_memory(model, 65536, 1, (least_without - 1) / GIB, device="h100", optimizer="sgd")
-    assert any(policy.every > 1 or policy.tile_tokens for policy in tight.policies)
+    assert any(policy.every > 1 for policy in tight.policies)
     assert search.least().peak == search.front[0].peak < least_without
     assert tight.longest_sequence >= 65536
     text = str(tight)
     assert "input/1 every 2   " in text
     assert words_of(mixture_of(tight.policies)) in text
-    tightest = plan_memory(model, 65536, 1, search.least().peak / GIB, device="h100", optimizer="sgd")
-    assert "tile_tokens=8192" in tightest.lines()
-    assert [cost.policy.every for cost in tight.ladder if not cost.policy.tile_tokens][-2:] == [2, 4]
+    assert [cost.policy.every for cost in tight.ladder][-2:] == [2, 4]
     each = {one["policy"]: one["bytes_per_token"] for one in tight.to_dict()["ladder"]}
     assert each["input/1"] == 2 * each["input/1 every 2"] == 4 * each["input/1 every 4"] == 2 * H
 

@@ -1,18 +1,15 @@
-"""GPUs by name, by the driver's name, and remembered measurements."""
+"""GPUs by name and by the driver's name."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.memory.planner import at_hand as module
-from lowtide.memory.planner.at_hand import MEASURED, find_gpu, measured_gpu
-from lowtide.memory.planner.gpus import GPUS, Gpu, known_as
+from lowtide.memory.planner.gpus import GPUS, find_gpu, known_as
 
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",
@@ -62,7 +59,7 @@ def test_rates_are_below_the_data_sheets(name: str) -> None:
     assert gpu.gemm32 < gpu.gemm
     assert gpu.attention_backward < gpu.attention < gpu.gemm * 1.01
     assert gpu.pcie < gpu.bandwidth / 4
-    assert not gpu.measured
+    assert not gpu.like
 
 
 def test_rates_of_an_h100() -> None:
@@ -85,49 +82,17 @@ def test_an_unknown_one_is_refused() -> None:
             find_gpu(name)
 
 
-@pytest.fixture
-def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A GPU that is not there, measured by a stand-in; the list grows by each measurement."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the table lacks has its own memory, and the rates of an H100."""
+    name = "NVIDIA A100-SXM4-40GB"
+    about = SimpleNamespace(total_memory=22 * 2**30, major=8, minor=6)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Q1")
-    measured: list[str] = []
-
-    def measure(device: torch.device) -> Gpu:
-        measured.append(str(device))
-        return replace(GPUS["l4"], name="NVIDIA Q1", measured=True)
-
-    monkeypatch.setattr(module, "_measure", measure)
-    return measured
-
-
-def test_a_gpu_that_is_not_there_is_refused(at_hand: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert find_gpu("cuda:1").measured
-    with pytest.raises(UnsupportedError, match="device: expected one of the 2 GPUs here, got 'cuda:2'"):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**vars(about), name=name))
+    assert find_gpu(None) is find_gpu("cuda") is find_gpu(torch.device("cuda:1")) is GPUS["a100-40gb"]
+    name = "NVIDIA Q1"
+    gpu = find_gpu(None)
+    assert (gpu.name, gpu.memory_gib, gpu.capability, gpu.like) == ("NVIDIA Q1", 22, (8, 6), "h100")
+    assert gpu.gemm == GPUS["h100"].gemm
+    with pytest.raises(UnsupportedError, match="device: expected a CUDA GPU on this machine, got 'cuda:2'"):
         find_gpu("CUDA:2")
-    assert at_hand == ["cuda:1"]
-
-
-def test_a_measurement_is_cached(at_hand: list[str]) -> None:
-    first = measured_gpu(torch.device("cuda"))
-    assert find_gpu("cuda") == find_gpu(torch.device("cuda")) == find_gpu(None) == first
-    assert first.measured
-    assert at_hand == ["cuda"]
-    told = json.loads(MEASURED.file.read_text())
-    assert list(told) == [f"NVIDIA Q1, torch {torch.__version__}"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"NVIDIA Q1": 3}', '{"a": {"name": "old"}}'])
-def test_a_file_that_cannot_be_read_is_measured_again(at_hand: list[str], text: str) -> None:
-    MEASURED.file.parent.mkdir(parents=True)
-    MEASURED.file.write_text(text)
-    assert measured_gpu(torch.device("cuda")).name == "NVIDIA Q1"
-    assert measured_gpu(torch.device("cuda")).measured
-    assert len(at_hand) == 1
-
-
-def test_one_that_is_known_is_not_measured(at_hand: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-40GB")
-    assert find_gpu(None) is GPUS["a100-40gb"]
-    assert at_hand == []

@@ -12,12 +12,11 @@ import torch
 import lowtide
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, apply_policy, offload_weights, plan_memory, weights
+from lowtide.memory import ActivationPolicy, apply_policy, plan_memory
 from lowtide.memory.planner import kind_costs
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts, flop_of_layers
-from lowtide.memory.planner.layer_costs import PAGES
 from lowtide.memory.planner.meter import Meter
 from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.settings import read_settings, with_layers
@@ -27,7 +26,6 @@ from lowtide.memory.planner.traced import trace
 from lowtide.mlp.call import Projection
 from lowtide.mlp.swiglu import adapted_mlp
 from lowtide.train.shapes import SHAPES
-from memory.models import LazySide
 from models.tiny import HEAD_DIMS, tiny_config
 from models.type_case import types
 
@@ -230,22 +228,6 @@ def test_frozen_weights_save_no_inputs() -> None:
     trained, frozen = (LayerCosts(job_of(shape, adapters=adapters))[policy] for adapters in (None, 1000))
     assert frozen.saved < trained.saved
     assert frozen.backward <= trained.backward
-
-
-def test_weights_of_unequal_layers(side: LazySide, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense layers before mixtures of experts: which layers are offloaded decides what is where."""
-    monkeypatch.setattr(weights, "MIN_BYTES", 0)
-    settings = settings_of("deepseek_v3", 6) | {"first_k_dense_replace": 2}
-    config = config_class("deepseek_v3").from_dict(settings)
-    model = transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False)
-    costs = StepCosts(job_of(read_shape(settings), adapters=1000, dtype=torch.float32))
-    assert len(set(costs.job.frozen_layers)) > 1
-    for n in range(1, 7):
-        handle = offload_weights(model, layers=n, device="cpu")
-        unaligned = sum(p.nbytes for piece in handle._pieces for p in piece.params)
-        two = sorted(sum(p.nbytes for p in piece.params) for piece in handle._pieces)[-2:]
-        assert costs.weights_on_host(n) - n * PAGES == pytest.approx(unaligned, rel=1e-3)
-        assert costs.weights_away(n) == pytest.approx(unaligned - sum(two), rel=1e-3)
 
 
 def test_a_plan_of_layers_without_attention_has_no_policy_that_saves_it() -> None:

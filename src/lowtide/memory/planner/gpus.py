@@ -1,4 +1,4 @@
-"""What a GPU can do: by name from a table. `at_hand` measures the one at hand.
+"""What a GPU can do, by name from a table.
 
 Memory is what PyTorch reports, bandwidths and peaks are the vendors' (dense, bfloat16 with float32 sums). The factors
 are the share of the peak that large GEMMs, and attention forward and backward, reach in training. Those of the H100
@@ -8,9 +8,13 @@ were measured (docs/plan.md); the others are estimates from published runs.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from lowtide.errors import ArgumentValueError, did_you_mean, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, did_you_mean, message
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT = "h100"
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
@@ -45,7 +49,7 @@ class Gpu:
     wide_head: float  # the factor on the last two at head sizes from 128
     pcie: float  # between pinned host memory and the GPU, in each direction
     capability: tuple[int, int]  # CUDA's compute capability
-    measured: bool = False  # on this machine
+    like: str = ""  # the one of the table whose rates it is planned with; empty: its own
     peak: float = 0.0  # of bfloat16 and float16 GEMMs, by the data sheet; 0: unknown
     peak32: float = 0.0  # the same in float32
     nvlink: float = 0.0  # between GPUs of one host, in each direction, as exchanges reach it; 0: by PCIe
@@ -124,6 +128,41 @@ _DRIVER_WORDS = {"a100-40gb": ("a100",), "a6000": ("rtx", "a6000")}
 _WORDS = {name: _DRIVER_WORDS.get(name, tuple(name.replace("rtx", "rtx-").split("-"))) for name in GPUS}
 
 _SIZED = {"a100": "a100-80gb"}  # a name without the memory
+
+
+def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
+    """Return the GPU that is planned for.
+
+    A GPU at hand that the table lacks has its own memory, and the rates of an H100.
+
+    Args:
+        device: As for `plan_memory`; names as `gpu_named` reads them.
+
+    Raises:
+        ArgumentTypeError: It is neither a name, a device nor a `Gpu`.
+        ArgumentValueError: An unknown name.
+        UnsupportedError: ``"cuda"`` without a GPU, or without so many.
+    """
+    import torch
+
+    if isinstance(device, Gpu):
+        return device
+    if device is not None and not isinstance(device, (str, torch.device)):
+        raise ArgumentTypeError(message("device", "a name, a torch.device or None", type(device).__name__))
+    name = ("cuda" if device is None else str(device)).lower()
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        return gpu_named(name)
+    index = int(name.partition(":")[2] or 0)
+    if device is None and not torch.cuda.is_available():
+        return GPUS[DEFAULT]
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        hint = f"Name one instead: {', '.join(GPUS)}."
+        raise UnsupportedError(message("device", "a CUDA GPU on this machine", f"{name!r} without one", hint))
+    about = torch.cuda.get_device_properties(index)
+    if known := known_as(about.name):
+        return GPUS[known]
+    memory, capability = about.total_memory / 2**30, (about.major, about.minor)
+    return replace(GPUS[DEFAULT], name=about.name, memory_gib=memory, capability=capability, like=DEFAULT)
 
 
 def gpu_named(name: str) -> Gpu:

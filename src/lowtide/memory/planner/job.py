@@ -13,7 +13,6 @@ from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.four_bit import BYTES, SCALES
 from lowtide.memory.planner.gpus import Gpu
-from lowtide.memory.planner.optimizers import TP
 from lowtide.memory.planner.shapes import ModelShape
 
 
@@ -41,9 +40,7 @@ class Job:
     compile_layers: bool = False  # each layer goes through torch.compile by itself
     gpus: int = 1
     parallel: str = ""  # how several GPUs share the step: a name of `PARALLEL`
-    tensor_parallel: int = 1  # with fsdp2: GPUs that share each layer; it shards parameters over groups of them
     fsdp_layers: int = 1  # with fsdp2: layers that are gathered together
-    context: int = 1  # GPUs that share each sequence, of which ``seq_len`` tokens are this one's
     link: float | None = None  # bytes per second that a GPU receives from the others; None: the GPU's own
 
     def __post_init__(self) -> None:
@@ -94,21 +91,6 @@ class Job:
         return self.operand.itemsize
 
     @property
-    def sharded(self) -> bool:
-        """Return whether several GPUs have the layers' parameters sharded, and gather them one by one."""
-        return self.groups > 1
-
-    @property
-    def group_size(self) -> int:
-        """Return how many GPUs share each layer."""
-        return self.gpus if self.parallel == TP else self.tensor_parallel
-
-    @property
-    def groups(self) -> int:
-        """Return over how many groups of those parameters are sharded."""
-        return self.gpus // self.group_size
-
-    @property
     def link_rate(self) -> float:
         """Return the bytes per second that a GPU receives from the others."""
         return self.gpu.between if self.link is None else self.link
@@ -118,15 +100,6 @@ class Job:
         """Return the bytes of the model's parameters, without adapters."""
         shape = self.shape
         return (shape.params - shape.packed_params) * self.element + shape.packed_bytes
-
-    @cached_property
-    def frozen_layers(self) -> tuple[int, ...]:
-        """Return the bytes of each layer's weights that can be on the host: frozen, without 4 bits' scales."""
-        shape, params = self.shape, self.shape.params_of_layers
-        if self.adapters is None:
-            return (0,) * shape.layers
-        every = (sum(params) - shape.packed_params) * self.element + shape.packed_params // 2
-        return tuple(every * own // sum(params) for own in params)
 
     @property
     def dequantised_bytes(self) -> int:

@@ -24,7 +24,6 @@ from lowtide.memory.planner.layer_costs import (
     slower,
 )
 from lowtide.memory.planner.readings import Reading, Way, Work, mixed
-from lowtide.memory.planner.tile_costs import tiled
 from lowtide.memory.planner.traced import refused
 from lowtide.memory.policy import ActivationPolicy
 
@@ -45,8 +44,7 @@ class LayerCosts(dict[ActivationPolicy, LayerCost]):
     def each(self, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
         """Return the cost of a layer of each kind."""
         if policy not in self._each:
-            in_tiles = policy.tile_tokens is not None and policy.tile_tokens < self._job.seq_len
-            self._each[policy] = tiled(self._job, policy, _costs) if in_tiles else _costs(self._job, policy)
+            self._each[policy] = _costs(self._job, policy)
         return self._each[policy]
 
     def __missing__(self, policy: ActivationPolicy) -> LayerCost:
@@ -221,5 +219,5 @@ def _attention_seconds(job: Job, work: Work, windowed: float) -> tuple[float, fl
     reached = gpu.wide_head if job.shape.head_dim >= 96 else 1.0
     reached *= 1.0 if job.narrow == 2 else gpu.gemm32 / gpu.gemm
     reached *= attention_reaches(job.seq_len, job.shape.widest_window)
-    flop = work.attention * windowed * job.context
+    flop = work.attention * windowed
     return flop / (gpu.attention * reached), BACKWARD_ATTENTION * flop / (gpu.attention_backward * reached)

@@ -31,10 +31,6 @@ HOST_ATTENTION, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
 # What it takes besides for a unit of layers that several GPUs shard, in forward and backward: fitted to one step on two
 # (benchmarks/results, 2026-11-28-scaling-ranks-2-again-h200, the smaller model, on the host of the recompute above).
 HOST_UNIT = (1.9e-3, 5e-3)
-# And for a layer that several GPUs share, in forward, backward and recompute: fitted to one step of two GPUs, less a
-# tenth by which that host was slower (benchmarks/results, 2026-11-28-scaling-ranks-2-h100), in the proportions of tiny
-# layers on a CPU.
-HOST_SHARED = (6e-3, 10e-3, 8e-3)
 HIDDEN = 0.01  # share of the quicker of GPU and host that counts: where the host sets the pace, another may not
 
 
@@ -210,12 +206,12 @@ def gemm_sizes(job: Job) -> tuple[list[int], list[int]]:
 
 def attention_flop(job: Job) -> float:
     """Return the operations of one layer's attention in forward: the mean over layers, whose windows may differ."""
-    shape, T = job.shape, job.seq_len * job.context
+    shape, T = job.shape, job.seq_len
     pairs = 0.0
     for window in shape.windows or (0,):
         w = min(window or T, T)
         pairs += w * T - w * (w - 1) / 2 if w < T else T * T / 2
-    return 4 * job.batch_size * shape.query_width * pairs / len(shape.windows or (0,)) / job.context
+    return 4 * job.batch_size * shape.query_width * pairs / len(shape.windows or (0,))
 
 
 def _thin_bytes(job: Job) -> tuple[float, float]:
@@ -317,15 +313,14 @@ def _host_seconds(job: Job, policy: ActivationPolicy) -> tuple[float, float]:
     norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
     watch, again = (0.0, HOST_FORWARD) if job.compile_layers else (HOST_ATTENTION, HOST_RECOMPUTE)
     unit, unit_back = host_of_a_unit(job)
-    shared, shared_back, shared_again = HOST_SHARED if job.group_size > 1 else (0.0, 0.0, 0.0)
-    forward = HOST_FORWARD + norms + unit + shared + (watch if policy.keep == "attention" else 0.0)
-    recompute = again + norms + shared_again if policy.keep != "all" else 0.0
-    return forward, HOST_BACKWARD + norms_back + unit_back + shared_back + recompute
+    forward = HOST_FORWARD + norms + unit + (watch if policy.keep == "attention" else 0.0)
+    recompute = again + norms if policy.keep != "all" else 0.0
+    return forward, HOST_BACKWARD + norms_back + unit_back + recompute
 
 
 def host_of_a_unit(job: Job) -> tuple[float, float]:
     """Return what the host takes besides, in forward and backward, for a layer's share of a unit of FSDP2."""
-    if not job.sharded:
+    if job.gpus == 1:
         return 0.0, 0.0
     unit, unit_back = HOST_UNIT
     return unit / job.fsdp_layers, unit_back / job.fsdp_layers

@@ -1,10 +1,10 @@
-"""Optimizers, dtypes, and ways to share a step among GPUs that can be planned, by name."""
+"""Optimizers, dtypes, and ways to shard a step among GPUs that can be planned, by name."""
 
 from dataclasses import dataclass
 
 DTYPES = ("bfloat16", "float16", "float32")  # as torch has them
-FSDP2, TP, CP, ZERO3 = "fsdp2", "tp", "cp", "zero3"  # as lowtide train has them; tensor and context parallelism
-PARALLEL = (FSDP2, TP, CP, ZERO3)
+FSDP2, ZERO3 = "fsdp2", "zero3"  # as lowtide train has them
+PARALLEL = (FSDP2, ZERO3)
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,13 @@ from lowtide.head.options import HeadOptions
 from lowtide.measure.units import gib, gib_text
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.planner.adapters import Adapters, numbers_alone
-from lowtide.memory.planner.at_hand import find_gpu
-from lowtide.memory.planner.compare import Sharing, compare
-from lowtide.memory.planner.disk import RATE, DiskSpace
-from lowtide.memory.planner.gpus import Gpu
+from lowtide.memory.planner.gpus import Gpu, find_gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL
 from lowtide.memory.planner.report import MemoryPlan
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import KINDS, read_shape
-from lowtide.memory.planner.ways import check_parallel, name_of, notes_on, refusal_of, ways_of
+from lowtide.memory.planner.sharding import check_sharding, notes_on
 from lowtide.memory.policy import check_count
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
@@ -48,14 +45,10 @@ def plan_memory(
     fused_mlp: bool = True,
     compile_layers: bool = False,
     offload_states: Literal["auto", False] = "auto",
-    offload_weights: Literal["auto", False] = "auto",
     gpus: int = 1,
-    parallel: str | None = None,
-    tensor_parallel: int = 1,
+    parallel: str = FSDP2,
     fsdp_layers: int = 1,
     link: float | str | None = None,
-    disk_gib: float | str = 0,
-    disk_rate: float | str = RATE / 2**30,
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
 
@@ -77,14 +70,12 @@ def plan_memory(
             config.json's, or the path of one. With a ``quantization_config`` of bitsandbytes in 4 bits the layers'
             linear layers are planned so: frozen, with ``adapters``.
         seq_len: Tokens of a sequence.
-        batch_size: Sequences per step; of each GPU where several shard the parameters, or of each group that shares
-            layers; of all with "tp" and "cp".
+        batch_size: Sequences per step, of each GPU.
         budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's
             memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
-        device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
-            seconds and cached in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by the table of
-            GPUs (measured if it is not in the table); without a GPU an H100.
+        device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``, or a `Gpu`; ``"cuda"``: the one at hand; None: the
+            one at hand, without a GPU an H100. A GPU that the table lacks has its own memory and the rates of an H100.
         dtype: Of parameters, activations, gradients and optimizer states: ``"bfloat16"``, ``"float16"``,
             ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config, float32 with ``autocast``.
         optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.
@@ -105,22 +96,14 @@ def plan_memory(
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
             during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
             without holding the layers up, or where that does not fit, after backward; False: none.
-        offload_weights: ``"auto"``: with ``host_gib`` and ``adapters``, the frozen weights of some layers go to the
-            host where that makes a step fit, or a faster one (`lowtide.memory.offload_weights`); False: none.
         gpus: How many GPUs share the step. The plan is that of one of them. Offloading, adapters and the 8-bit
             optimizer are planned for one GPU alone.
-        parallel: With several, how: ``"fsdp2"``, ``"zero3"`` (DeepSpeed, in 16 bits), ``"tp"`` (tensor parallelism) or
-            ``"cp"`` (context parallelism, over FSDP2). None: the way with the most tokens per second that fits, FSDP2
-            over groups by tensor parallelism among them; ``ways`` of the plan has all.
-        tensor_parallel: With ``"fsdp2"``, which is the default beside it: how many GPUs share each layer, a group with
-            the same sequences. FSDP2 shards over the groups, as ``lowtide train --tensor-parallel`` does.
-        fsdp_layers: With ``"fsdp2"`` or ``"cp"``, how many layers are one unit, which FSDP2 gathers and reduces
-            together: more take less of the host's time, and more memory.
+        parallel: With several, what shards parameters, gradients and optimizer states: ``"fsdp2"`` or ``"zero3"``
+            (DeepSpeed, in 16 bits).
+        fsdp_layers: With ``"fsdp2"``, how many layers are one unit, which FSDP2 gathers and reduces together: more take
+            less of the host's time, and more memory.
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
             GPU has it, else by PCIe, all GPUs in one host.
-        disk_gib: With ``host_gib``: room on a fast disk, likewise, for what host memory does not hold of what offloaded
-            layers save (``apply_policy(..., disk=...)``); 0: none.
-        disk_rate: What that disk writes per second, and reads, in GiB, or a text: ``"6GB"``. Default: 3 GB.
 
     Returns:
         MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
@@ -149,28 +132,16 @@ def plan_memory(
     check_name("optimizer", optimizer, tuple(OPTIMIZERS))
     if adapters is not None and not isinstance(adapters, Adapters):
         check_count("adapters", adapters)
-    for name, value in (("offload_states", offload_states), ("offload_weights", offload_weights)):
-        if value is not False and value != "auto":
-            raise ArgumentValueError(message(name, "'auto' or False", f"{value!r}"))
+    if offload_states is not False and offload_states != "auto":
+        raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     check_count("gpus", gpus)
-    check_count("tensor_parallel", tensor_parallel)
     check_count("fsdp_layers", fsdp_layers)
-    if parallel is not None:
-        check_name("parallel", parallel, PARALLEL)
-    elif tensor_parallel > 1:
-        parallel = FSDP2
-    if gpus % tensor_parallel:
-        raise ArgumentValueError(message("tensor_parallel", f"a divisor of gpus={gpus}", f"{tensor_parallel}"))
+    check_name("parallel", parallel, PARALLEL)
     gpu = find_gpu(device)
     requested = gpu.default_budget_bytes
     if budget_gib is not None:
         requested = budget_bytes("budget_gib", budget_gib, above_0=True)
     host = budget_bytes("host_gib", host_gib)
-    rate = max(1, budget_bytes("disk_rate", disk_rate, above_0=True))
-    space = DiskSpace(budget_bytes("disk_gib", disk_gib), rate)
-    if space.nbytes and not host:
-        hint = "What goes to the disk goes through pinned host memory."
-        raise ArgumentValueError(message("disk_gib", "host_gib beside it", f"{disk_gib} alone", hint))
     shape = read_shape(model_or_config)
     job = Job(
         shape=shape,
@@ -183,79 +154,60 @@ def plan_memory(
         adapters=adapters,
         fused_mlp=fused_mlp and not shape.stock_mlp,
         gpus=gpus,
-        parallel=parallel or FSDP2,
-        tensor_parallel=tensor_parallel,
+        parallel=parallel,
         fsdp_layers=min(fsdp_layers, shape.layers),
         link=None if link is None else budget_bytes("link", link, above_0=True),
         **flags,
     )
-    if parallel is not None:
-        check_parallel(job, host)
+    check_sharding(job, host)
     if isinstance(adapters, Adapters) and (kind := numbers_alone(shape)):
         hint = "Count the parameters that are trained."
         raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
     if autocast and shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
-    may = {"offload_states": offload_states == "auto", "offload_weights": offload_weights == "auto"}
-    search = Search(job, host, space=space, **may)
-    if gpus == 1 or parallel is not None:
-        return _plan(search, requested)
-    ways = compare(search, min(requested, gpu.most_bytes))
-    if ways[0].refused:
-        check_parallel(ways[0].job, host)
-    return _plan(search.of(ways[0].job), requested, ways)
-
-
-def _plan(search: Search, requested: int, ways: tuple[Sharing, ...] = ()) -> MemoryPlan:
-    job, costs = search.job, search.costs
-    budget = min(requested, job.gpu.most_bytes)
+    search = Search(job, host, offload_states=offload_states == "auto")
+    costs, budget = search.costs, min(requested, gpu.most_bytes)
     chosen = search.fastest(budget)
     if chosen is None:
-        raise _refusal(search, search.least(), budget, requested, any_way=bool(ways))
-    in_tiles = (policy for policy in search.tiles if policy in chosen.policies)
-    rungs = *search.ladder, *(policy for policy in (*search.sparse, *in_tiles) if not policy.offload)
+        raise _refusal(search, search.least(), budget, requested)
+    rungs = *search.ladder, *(policy for policy in search.sparse if not policy.offload)
     return MemoryPlan(
         policies=chosen.policies,
         peak_bytes=chosen.peak,
         seconds=chosen.seconds,
         tokens_per_second=costs.ranks.tokens / chosen.seconds,
-        phase=costs.peak(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights),
-        phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late, weights=chosen.weights)),
+        phase=costs.peak(chosen.groups, chosen.states, late=chosen.late),
+        phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late)),
         host_bytes=chosen.host,
-        disk_bytes=chosen.disk,
-        space=search.space,
-        exchanged=costs.exchanged(chosen.groups),
+        exchanged=costs.exchanged,
         budget_bytes=budget,
         requested_bytes=requested,
         host_budget_bytes=search.host_bytes,
         front=tuple(search.front),
         ladder=tuple(costs.layers[policy] for policy in rungs),
         offload_states=search.offload_states,
-        offload_weights=search.offload_weights,
         job=job,
         chosen=chosen,
         notes=tuple(note for note, applies in _notes(costs.job, chosen).items() if applies) + notes_on(job),
-        ways=ways,
     )
 
 
-def _refusal(search: Search, least: Candidate, budget: int, requested: int, *, any_way: bool) -> ArgumentValueError:
-    """Return the error where nothing fits: how much is missing, and what would help; of more GPUs in ``any_way``."""
+def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> ArgumentValueError:
+    """Return the error where nothing fits: how much is missing, and what would help."""
     job, costs = search.job, search.costs
     states = costs.weights + costs.all_gradients + costs.states
     others = [name for name, one in OPTIMIZERS.items() if name != job.optimizer and (job.gpus == 1 or one.shards)]
     lighter = [name for name in others if search.fits(budget, optimizer=name)]
     helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
-    more = [replace(job, gpus=job.gpus * 2**k) for k in range(1, 11)] if job.gpus > 1 else []
-    larger = [one for each in more for one in (ways_of(each) if any_way else [each])]
-    if enough := next((one for one in larger if _fits(search, one, budget)), None):
-        helps.append(f"gpus={enough.gpus} fits{f', by {name_of(enough)}' if any_way else ''}")
+    more = [job.gpus * 2**k for k in range(1, 11)] if job.gpus > 1 else []
+    if enough := next((gpus for gpus in more if search.fits(budget, gpus=gpus)), None):
+        helps.append(f"gpus={enough} fits")
     if states > budget:
-        ways = "take more GPUs"
+        smaller = "take more GPUs"
         if job.gpus == 1 and (job.adapters is None or not job.shape.four_bit):
-            smaller = "put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)"
-            ways = f"{'train adapters (LoRA)' if job.adapters is None else smaller}, or {ways}"
-        way_out = "" if lighter else f": {ways}"
+            packed = "put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)"
+            smaller = f"{'train adapters (LoRA)' if job.adapters is None else packed}, or {smaller}"
+        way_out = "" if lighter else f": {smaller}"
         helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB{way_out}")
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
@@ -264,29 +216,14 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int, *, a
         helps.append(f"batch_size=1 with seq_len={most} fits")
     roomy = search.of(job, 2**60 if job.gpus == 1 else 0).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
-        helps.append("host_gib={} fits, with {}".format(*_host_that_fits(search, roomy, budget)))
-    phase = costs.peak(least.groups, least.states, late=least.late, weights=least.weights)
-    tokens = f"{job.batch_size} x {job.seq_len} tokens{f' by {name_of(job)}' if job.gpus > 1 else ''}"
+        helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
+    phase = costs.peak(least.groups, least.states, late=least.late)
+    tokens = f"{job.batch_size} x {job.seq_len} tokens{f' by {job.parallel}' if job.gpus > 1 else ''}"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
     usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
     got = f"{gib_text(requested)}{usable}, {gib_text(least.peak - budget)} GiB too little"
     hint = f"What would help: {'; '.join(helps)}." if helps else ""
     return ArgumentValueError(message("budget_gib", expected, got, hint))
-
-
-def _fits(search: Search, job: Job, budget: int) -> bool:
-    """Return whether a step on other GPUs, or in another way, can be planned and fits."""
-    return refusal_of(job, search.host_bytes) is None and search.of(job).least().peak <= budget
-
-
-def _host_that_fits(search: Search, roomy: Candidate, budget: int) -> tuple[int, Candidate]:
-    """Return whole GiB of host memory and what fits with them; beside a disk as few as do."""
-    low, high = search.host_bytes // 2**30, math.ceil(gib(roomy.host))
-    while search.space.nbytes and high - low > 1:
-        middle = (low + high) // 2
-        one = search.of(search.job, middle * 2**30).least()
-        low, high, roomy = (low, middle, one) if one.peak <= budget else (middle, high, roomy)
-    return high, roomy
 
 
 def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
@@ -296,18 +233,17 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
     adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained{f', {job.adapters}' if by_rank else ''}"
     mask = gib(job.narrow * job.batch_size * job.seq_len**2)
     close = CLOSE * gpu.memory_bytes < chosen.peak <= gpu.memory_bytes
-    moved = "weights" if chosen.weights else "states"
-    why = "close to the GPU's size" if close else f"{moved} leave and come back in each step"
+    why = "close to the GPU's size" if close else "states leave and come back in each step"
     return {
         f"head: {str(job.head_plan).splitlines()[0]}": True,
-        f"rates of the {gpu.name} from a table; `lowtide plan --gpu cuda`, in Python device='cuda', measures the GPU at"
-        " hand": not gpu.measured,
+        f"rates of the {gpu.name} from a table": not gpu.like,
+        f"memory of the {gpu.name}; its rates are not in the table: times are those of the {gpu.like}": bool(gpu.like),
         f"{adapted}{'' if by_rank else ': what they save and compute is not counted'}": job.adapters is not None,
         f"attention has a mask of {mask:.3g} GiB in each layer with keep='all'; flash attention needs none": (
             job.attention_mask
         ),
         f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragmentation": (
-            close or chosen.states > 0 or chosen.weights > 0
+            close or chosen.states > 0
         ),
         f"only the text part of {shape.part_of} is planned, not its vision or audio": bool(shape.part_of),
         f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions": (

@@ -9,16 +9,12 @@ from typing import Any
 from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
-from lowtide.memory.planner.compare import Sharing, ways_table
-from lowtide.memory.planner.disk import DiskSpace
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import LayerCost
-from lowtide.memory.planner.optimizers import CP
-from lowtide.memory.planner.parallel import Exchange, ranks_of
 from lowtide.memory.planner.search import Candidate, Search
 from lowtide.memory.planner.shapes import ModelShape
+from lowtide.memory.planner.sharding import Exchange, ranks_of, sharding_lines
 from lowtide.memory.planner.step_costs import PARTS, Phase
-from lowtide.memory.planner.ways import lines_of, name_of
 from lowtide.memory.policy import ActivationPolicy, word_of
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12
@@ -49,17 +45,12 @@ class MemoryPlan:
         budget_bytes: GPU memory that tensors may take.
         requested_bytes: The requested budget: more than that where the GPU's allocator needs the rest.
         host_budget_bytes: Pinned host memory that may be taken.
-        disk_bytes: What offloaded layers have on a disk.
-        space: What they may have there, and the disk's rate.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
         ladder: What each policy stores and takes, for one layer.
         offload_states: Whether optimizer states may be offloaded.
-        offload_weights: Whether frozen weights may be.
         job: The step: the model's shape, the GPU, dtype and optimizer.
-        chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded,
-            its ``weights`` the layers whose weights are.
+        chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded.
         notes: What the figures assume.
-        ways: Where the plan was to choose among them, each way for several GPUs to share the step, the fastest first.
     """
 
     policies: tuple[ActivationPolicy, ...]
@@ -73,26 +64,20 @@ class MemoryPlan:
     budget_bytes: int
     requested_bytes: int
     host_budget_bytes: int
-    disk_bytes: int
-    space: DiskSpace
     front: tuple[Candidate, ...]
     ladder: tuple[LayerCost, ...]
     offload_states: bool
-    offload_weights: bool
     job: Job
     chosen: Candidate
     notes: tuple[str, ...]
-    ways: tuple[Sharing, ...] = ()
 
     def _search(self) -> Search:
-        may = {"offload_states": self.offload_states, "offload_weights": self.offload_weights}
-        return Search(self.job, self.host_budget_bytes, space=self.space, **may)
+        return Search(self.job, self.host_budget_bytes, offload_states=self.offload_states)
 
     @cached_property
     def longest_sequence(self) -> int:
         """The longest that fits in the budget at this batch size, in steps of 256 tokens, and no shorter than planned.
 
-        In context parallelism a multiple of what the GPUs can share as well.
         Searched for when it is first read: another search, in steps, while what was planned fits in any case.
         """
         return max(self._search().longest_sequence(self.budget_bytes), self.job.seq_len)
@@ -116,10 +101,8 @@ class MemoryPlan:
         names = {policy: f"p{i}" for i, (policy, _) in enumerate(self.chosen.groups)}
         layers = " + ".join(f"[{names[policy]}] * {n}" for policy, n in self.chosen.groups)
         moved = any(policy.offload for policy in names)
-        host, weights = f", host_gib={gib(self.host_budget_bytes):g}" if moved else "", self.chosen.weights
-        host += ', disk="/nvme"' if self.disk_bytes else ""
+        host = f", host_gib={gib(self.host_budget_bytes):g}" if moved else ""
         used = ["ActivationPolicy", "apply_policy", *["offload_optimizer"] * (states > 0)]
-        used += ["offload_weights"] * (weights > 0)
         lines = [
             "import lowtide",
             f"from lowtide.memory import {', '.join(used)}",
@@ -128,9 +111,8 @@ class MemoryPlan:
             f"lowtide.patch(model{patched})",
             *(f"{name} = {_constructor(policy, 'keep')}" for policy, name in names.items()),
             f"apply_policy(model, {layers}{host})",
-            *((f"offload_weights(model, layers={weights})",) if weights else ()),
             *(COMPILE if job.compile_layers else ()),
-            *lines_of(job),
+            *sharding_lines(job),
         ]
         if states and job.keep_gradients and not late:  # late ones come back after all of them
             lines.append("# with backwards_per_step=N, for N backward passes per step:")
@@ -176,8 +158,6 @@ class MemoryPlan:
             **self._several(),
             "budget_gib": gib(self.budget_bytes),
             "host_budget_gib": gib(self.host_budget_bytes),
-            "disk_budget_gib": gib(self.space.nbytes),
-            "disk_bytes_per_s": self.space.rate,
             "choice": _candidate(self.chosen),
             "tokens_per_second": self.tokens_per_second,
             "peak_phase": str(self.phase),
@@ -216,12 +196,10 @@ class MemoryPlan:
         return {
             "gpus": job.gpus,
             "parallel": job.parallel,
-            "tensor_parallel": job.group_size,
             "fsdp_layers": job.fsdp_layers,
             "link_gb_s": job.link_rate / 1e9,
             "tokens_per_second_per_gpu": self.tokens_per_second / job.gpus,
             "exchange": exchange,
-            **({"ways": [way.to_dict() for way in self.ways]} if self.ways else {}),
             "held_gib": {name: gib(getattr(self.phases[-1], name)) for name in ("weights", "gradients", "optimizer")},
         }
 
@@ -231,14 +209,12 @@ class MemoryPlan:
     def text(self, width: int | None = None) -> str:
         """Return all of it, for a terminal of so many letters across; None: no line is folded, as for a file."""
         across = CHART_WIDTH if width is None else max(LEAST_CHART, min(CHART_WIDTH, width - BESIDE_CHART))
-        by = f" by {name_of(self.job)}" if self.ways else ""
         limits = (
-            f"longest sequence in this budget{by}: {self.longest_sequence:,} tokens at batch {self.job.batch_size};"
+            f"longest sequence in this budget: {self.longest_sequence:,} tokens at batch {self.job.batch_size};"
             f" largest batch: {self.largest_batch} at {self.job.seq_len:,} tokens"
         )
         parts = [
             folded(self._headline(), width),
-            *((ways_table(self.ways, width),) if self.ways else ()),
             self._phase_table(),
             f"{self._ladder_table()}\n{folded(RUNGS, width)}",
             folded(self._front_table(), width, indent=FRONT_INDENT),
@@ -256,11 +232,9 @@ class MemoryPlan:
         model = f"{shape.model_type}, {shape.params / 1e9:.2f} billion parameters in {shape.layers} layers"
         dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
         dtype += f", layers in {shape.four_bit}" * bool(shape.four_bit)
-        gpu = f"{job.gpus} x {job.gpu.name} by {name_of(job)}" if job.gpus > 1 else job.gpu.name
+        gpu = f"{job.gpus} x {job.gpu.name} by {job.parallel}" if job.gpus > 1 else job.gpu.name
         how = f"{dtype}, {job.optimizer}{', layers compiled' if job.compile_layers else ''}, on {gpu}"
-        each = ""
-        if job.sharded and job.parallel != CP:
-            each = f" on each {f'{job.group_size} GPUs' if job.group_size > 1 else 'GPU'}"
+        each = " on each GPU" if job.gpus > 1 else ""
         return f"{model}; {job.batch_size} x {job.seq_len} tokens{each}, {how}"
 
     def _headline(self) -> str:
@@ -271,7 +245,6 @@ class MemoryPlan:
             lines.append(f"budget {budget} GiB, not {requested}: {left}")
         host = f"{gib(self.host_bytes):.2f} of {gib(self.host_budget_bytes):.2f} GiB"
         pinned = f", pinned host memory {host}" if self.host_budget_bytes else ""
-        pinned += f", on disk {gib(self.disk_bytes):.2f} of {gib(self.space.nbytes):.2f} GiB" * (self.space.nbytes > 0)
         n = self.job.gpus
         peak = f"peak {gib(self.peak_bytes):.2f} of {budget} GiB{' on each GPU' if n > 1 else ''}{pinned}"
         speed = f"{self.seconds:.3f} s per step, {self.tokens_per_second / n:,.0f} tokens/s"
@@ -319,12 +292,11 @@ class MemoryPlan:
     def _front_table(self) -> str:
         shown = list(self.front[:: -(-len(self.front) // FRONT_LINES)])
         shown += [one for one in dict.fromkeys((self.front[-1], self.chosen)) if one not in shown]
-        rows = [["peak GiB", "host GiB", *["disk GiB"] * (self.space.nbytes > 0), "s per step", "policies"]]
+        rows = [["peak GiB", "host GiB", "s per step", "policies"]]
         for one in sorted(shown, key=lambda one: one.peak):
             mark = " <" if one == self.chosen else ""
-            places = [one.peak, one.host, *[one.disk] * (self.space.nbytes > 0)]
-            rows.append([*(f"{gib(place):.2f}" for place in places), f"{one.seconds:.3f}", f"{one}{mark}"])
-        return table(rows, left=(len(rows[0]) - 1,))
+            rows.append([f"{gib(one.peak):.2f}", f"{gib(one.host):.2f}", f"{one.seconds:.3f}", f"{one}{mark}"])
+        return table(rows, left=(3,))
 
 
 def _constructor(value: Any, *always: str) -> str:
@@ -347,9 +319,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "keep": [{"policy": word_of(policy), "layers": n} for policy, n in one.groups],
         "peak_gib": gib(one.peak),
         "host_gib": gib(one.host),
-        "disk_gib": gib(one.disk),
         "seconds": one.seconds,
         "states_gib": gib(one.states),
-        "offloaded_weights": one.weights,
         "late": one.late,
     }

@@ -41,25 +41,8 @@ class Run(NamedTuple):
         """Return the bytes that all of them save on the host."""
         return self._saved(PAGES) if self.moves else 0
 
-    @property
-    def saving(self) -> int:
-        """Return how many of them save something."""
-        return self.costs[0].policy.saves(sum(self.counts))
-
-    @property
-    def of_layer(self) -> int:
-        """Return the most bytes that one of them saves."""
-        return max(one.saved + PAGES for one, n in zip(self.costs, self.counts, strict=True) if n)
-
-    @property
-    def times(self) -> tuple[float, float]:
-        """Return the least seconds of forward, and of backward, for each of them that saves something."""
-        there = [one for one, n in zip(self.costs, self.counts, strict=True) if n]
-        every = there[0].policy.every
-        return every * min(one.forward for one in there), every * min(one.backward for one in there)
-
     def _saved(self, more: int = 0) -> int:
         """Return the bytes that all of them save, and ``more`` for each that does."""
-        n = sum(self.counts)
-        every = sum(n * (one.saved + more) for n, one in zip(self.counts, self.costs, strict=True))
-        return every * self.saving // n
+        layers = sum(self.counts)
+        total = sum(n * (cost.saved + more) for n, cost in zip(self.counts, self.costs, strict=True))
+        return total * self.costs[0].policy.saves(layers) // layers

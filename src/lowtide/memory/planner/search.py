@@ -2,11 +2,9 @@
 
 A mixture is a number of layers for each policy. Those that save less come first: backward reaches
 them last, when what the others saved is free again, and offloaded ones have the longest time to travel. Each is tried
-with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up, or with
-the frozen weights of some layers. Policies by which one layer of several saves its input are tried beside one other
-policy at most: they cost a forward for less than anything else saves, so that they matter where nothing else fits.
-Layers in tiles are tried likewise; in tiles shorter than those that were measured, only for peaks that no other mixture
-reaches.
+with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up. Policies
+by which one layer of several saves its input are tried beside one other policy at most: they cost a forward for less
+than anything else saves, so that they matter where nothing else fits.
 """
 
 from __future__ import annotations
@@ -15,21 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from math import lcm
 from typing import Any
 
 from lowtide.measure.units import gib
-from lowtide.memory.offload import ON_DEVICE, ON_THE_WAY
-from lowtide.memory.planner.disk import NO_DISK, DiskSpace
+from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import CP
 from lowtide.memory.planner.step_costs import StepCosts
-from lowtide.memory.planner.tile_costs import EVERY, MOST, tile_policies
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
-from lowtide.memory.weights import ON_GPU
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
-EIGHTHS = 8  # of the optimizer states, and of the layers whose weights are offloaded: the amounts that are tried
+EIGHTHS = 8  # of the optimizer states: the amounts that are tried
+EVERY = (2, 4)  # layers of which one saves its input: the numbers that are tried
 STEP = 256  # tokens: the longest sequence is a multiple of it
 
 ROUND = 2**30 // 16  # bytes: the amounts between none and all are whole sixteenths of a GiB
@@ -45,8 +39,6 @@ class Candidate:
     seconds: float
     states: int = 0  # bytes of optimizer states that are offloaded
     late: bool = False  # they come back only after backward
-    weights: int = 0  # layers whose weights are offloaded
-    disk: int = 0  # bytes on a disk
 
     @property
     def policies(self) -> tuple[ActivationPolicy, ...]:
@@ -56,9 +48,7 @@ class Candidate:
     def __str__(self) -> str:
         late = " until after backward" if self.late else ""
         states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
-        disk = f", {gib(self.disk):.2f} GiB of them on disk" if self.disk else ""
-        weights = f", weights of {self.weights} layers offloaded" * (self.weights > 0)
-        return words_of(self.groups) + disk + states + weights
+        return words_of(self.groups) + states
 
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
@@ -94,44 +84,26 @@ class Search:
         job: The step.
         host_bytes: The budget.
         offload_states: Whether optimizer states may be offloaded.
-        offload_weights: Whether frozen weights may be.
-        space: What there is for offloaded layers beside the budget.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        host_bytes: int,
-        *,
-        offload_states: bool = True,
-        offload_weights: bool = True,
-        space: DiskSpace = NO_DISK,
-    ) -> None:
-        self.job, self.host_bytes, self.space = job, host_bytes, space
-        self.offload_states, self.offload_weights = offload_states, offload_weights
+    def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True) -> None:
+        self.job, self.host_bytes, self.offload_states = job, host_bytes, offload_states
         self.costs = StepCosts(job)
-        self.ladder, self.sparse, self.tiles = (
-            list_of(job, offload=host_bytes > 0) for list_of in (ladder, sparse, tile_policies)
-        )
+        self.ladder, self.sparse = ladder(job, offload=host_bytes > 0), sparse(job, offload=host_bytes > 0)
         states = self.costs.states if offload_states and host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
         rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # short in the lines of Python
         self._amounts = sorted(rounded - {0})
-        layers, frozen = job.shape.layers, offload_weights and host_bytes > 0 and job.adapters is not None
-        eighths = {-(-layers * i // EIGHTHS) for i in range(1, EIGHTHS + 1)} if frozen else set[int]()
-        self._layers = sorted(n for n in eighths if n > ON_GPU)
 
     def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
         """Return a mixture with what it takes, all optimizer states on the GPU."""
         groups = tuple((policy, n) for policy, n in groups if n)
         costs = self.costs
-        where = costs.placed(groups, self.host_bytes, self.space)
-        seconds = costs.seconds(groups) + where.seconds
-        return Candidate(groups, costs.peak(groups).bytes, where.host, seconds, disk=where.disk)
+        return Candidate(groups, costs.peak(groups).bytes, costs.on_host(groups), costs.seconds(groups))
 
     def with_offloads(self, one: Candidate) -> list[Candidate]:
-        """Return a mixture, and the same with optimizer states or weights offloaded, as far as that lowers its peak."""
+        """Return a mixture, and the same with optimizer states offloaded, as far as that lowers its peak."""
         found, room = [one], self.host_bytes - one.host
         most = self.costs.travels(one.groups) if self._amounts else 0
         hosts = {n: self.costs.states_on_host(n) for n in self._amounts if n <= most}
@@ -143,11 +115,6 @@ class Search:
                     seconds, host = one.seconds + self.costs.on_the_way(states, late=late), one.host + hosts[states]
                     found.append(replace(one, peak=peak, host=host, seconds=seconds, states=states, late=late))
                 least = min(least, peak)
-        waits = one.seconds - self.costs.seconds(one.groups) if one.disk else 0.0
-        for n in self._layers:
-            if (host := one.host + self.costs.weights_on_host(n)) <= self.host_bytes:
-                peak, seconds = one.peak - self.costs.weights_away(n), waits + self.costs.seconds(one.groups, n)
-                found.append(replace(one, peak=peak, host=host, seconds=seconds, weights=n))
         return found
 
     @cached_property
@@ -167,32 +134,27 @@ class Search:
             for i in range(step, layers, step)
             for j in range(step, layers - i, step)
         ]
-        every += filter(_moves, self._beside_one(self.sparse))
-        found = [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
-        least = min((one.peak for one in found), default=0)
-        in_tiles = (one for one in self._beside_one(self.tiles) if self._counts(one))
-        measured = any(policy.tile_tokens == MOST for policy in self.tiles)
-        return found + [each for one in in_tiles for each in self.with_offloads(one) if measured or each.peak < least]
+        every += filter(_moves, self._sparse_mixtures())
+        return [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
 
-    def _beside_one(self, policies: Sequence[ActivationPolicy]) -> Iterator[Candidate]:
-        """Yield mixtures of each of these policies with one other, its layers first, in whole groups with ``every``."""
+    def _sparse_mixtures(self) -> Iterator[Candidate]:
+        """Yield mixtures in which one layer of several saves its input: in whole groups, before one other policy."""
         layers = self.job.shape.layers
-        for a in policies:
+        for a in self.sparse:
             yield self.candidate([(a, layers)])
             for b in self._beside(a):
                 yield from (self.candidate([(a, n), (b, layers - n)]) for n in range(a.every, layers, a.every))
 
     def _beside(self, policy: ActivationPolicy) -> list[ActivationPolicy]:
         """Return the policies of layers that stay on the GPU, behind those of a policy that saves less."""
-        others = (*self.ladder, *self.sparse, *(self.tiles if policy in self.tiles else ()))
-        return [b for b in others if not b.offload and (b.every == 1 or b.every < policy.every)]
+        return [b for b in (*self.ladder, *self.sparse) if not b.offload and (b.every == 1 or b.every < policy.every)]
 
     def _places(self, policy: ActivationPolicy) -> tuple[int, int]:
         """Return the bytes that a layer saves on the GPU and on the host, where one that offloads moves."""
         return self.costs.layers[policy].places(moves=policy.offload)
 
     def _counts(self, one: Candidate) -> bool:
-        """Return whether host and disk have room for a mixture, and offloading moves anything."""
+        """Return whether the host has room for a mixture, and offloading moves anything."""
         return one.host <= self.host_bytes and _moves(one)
 
     @cached_property
@@ -218,14 +180,10 @@ class Search:
 
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers
-        taken = [self.costs.states_on_host(n) for n in self._amounts]
-        taken += [self.costs.weights_on_host(n) for n in self._layers]
-        left = [self.host_bytes, *(self.host_bytes - n for n in taken)]
-        for policy in (*self.ladder, *self.sparse, *self.tiles):
+        left = [self.host_bytes, *(self.host_bytes - self.costs.states_on_host(n) for n in self._amounts)]
+        for policy in (*self.ladder, *self.sparse):
             each, k = self._places(policy)[1], policy.every
-            on_disk = self.space.nbytes // each - 1 if each else 0  # whole layers, and room for another
-            most = [*left, self.host_bytes + (on_disk - ON_THE_WAY) * each] if on_disk > 0 else left
-            for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in most if h >= 0}:
+            for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in left if h >= 0}:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
                     ends = [(last, 1) for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
@@ -239,20 +197,15 @@ class Search:
     def of(self, job: Job, host_bytes: int | None = None) -> Search:
         """Return the search for another job, or with another budget of host memory, that may offload the same."""
         host_bytes = self.host_bytes if host_bytes is None else host_bytes
-        may = {"offload_states": self.offload_states, "offload_weights": self.offload_weights}
-        return Search(job, host_bytes, space=self.space, **may)
+        return Search(job, host_bytes, offload_states=self.offload_states)
 
     def fits(self, budget_bytes: int, **changes: Any) -> bool:
         """Return whether a step with other fields of its `Job` would fit."""
         return self.of(replace(self.job, **changes)).least().peak <= budget_bytes
 
     def longest_sequence(self, budget_bytes: int) -> int:
-        """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does.
-
-        In context parallelism each of N GPUs has two of 2N equal parts: steps are as long as both allow.
-        """
-        step = lcm(STEP, 2 * self.job.gpus) if self.job.parallel == CP else STEP
-        return largest(lambda n: self.fits(budget_bytes, seq_len=n * step)) * step
+        """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does."""
+        return largest(lambda n: self.fits(budget_bytes, seq_len=n * STEP)) * STEP
 
     def largest_batch(self, budget_bytes: int) -> int:
         """Return the largest batch that fits at the job's sequence length; 0: none does."""

@@ -7,15 +7,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back, share_out
-from lowtide.memory.planner.disk import DiskSpace, Placed, placed
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.kind_costs import LayerCosts
 from lowtide.memory.planner.layer_costs import PAGES
 from lowtide.memory.planner.optimizers import OPTIMIZERS
-from lowtide.memory.planner.parallel import SLOWS, Exchange, ranks_of
 from lowtide.memory.planner.runs import Groups, Run, runs_of
+from lowtide.memory.planner.sharding import SLOWS, Exchange, ranks_of
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.weights import ON_GPU, offloaded_layers
 
 MIB = 2**20
 # What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.
@@ -126,7 +124,6 @@ class StepCosts:
         # The embedding's kernel adds up the rows of each token in float32 first.
         embedding = self._stream + 4 * N * shape.hidden + waiting
         embedding += self.vocab_gradients if shape.tied or job.keep_gradients else 0  # not the first gradient there
-        embedding += ranks.lookup
         step = kind.temporary * self.all_gradients
         layers = shape.layers
         self._counts = _counts_before(shape.kind_of)
@@ -141,9 +138,9 @@ class StepCosts:
             self._phase("optimizer", -1, self.all_gradients, 0, 0, step, 0.0, 0.0, ranks.step),
         ]
 
-    def peak(self, groups: Groups, states: int = 0, *, late: bool = False, weights: int = 0) -> Phase:
+    def peak(self, groups: Groups, states: int = 0, *, late: bool = False) -> Phase:
         """Return the phase that holds the most."""
-        return max(self.phases(groups, states, late=late, weights=weights), key=lambda phase: phase.bytes)
+        return max(self.phases(groups, states, late=late), key=lambda phase: phase.bytes)
 
     def peaks(self, groups: Groups, amounts: Sequence[int]) -> dict[bool, list[int]]:
         """Return the bytes of that phase for several amounts of offloaded states: by whether they come back late."""
@@ -151,35 +148,21 @@ class StepCosts:
         early = [max(held - int(n * away) for held, away, _ in found) for n in amounts]
         return {False: early, True: [max(held - int(n * late) for held, _, late in found) for n in amounts]}
 
-    def placed(self, groups: Groups, host_bytes: int, space: DiskSpace) -> Placed:
-        """Return what layers save in host memory, and on a disk where that has no room for it."""
-        return placed(self._runs(groups), host_bytes, space)
+    def on_host(self, groups: Groups) -> int:
+        """Return the bytes that layers save in host memory."""
+        return sum(run.on_host for run in self._runs(groups))
 
     def states_on_host(self, states: int) -> int:
         """Return the host memory that so many bytes of optimizer states take."""
         return states + (states // BLOCK_BYTES + 2) * PAGES
 
-    def weights_away(self, layers: int) -> int:
-        """Return the bytes of weights that are not on the GPU where so many layers' are offloaded."""
-        return sum(sorted(self._offloaded(layers))[:-ON_GPU])
-
-    def weights_on_host(self, layers: int) -> int:
-        """Return the host memory that so many layers' weights take."""
-        return sum(self._offloaded(layers)) + layers * PAGES
-
-    def _offloaded(self, layers: int) -> list[int]:
-        sizes = self.job.frozen_layers
-        return [sizes[i] for i in offloaded_layers(len(sizes), layers)]
-
-    def phases(self, groups: Groups, states: int = 0, *, late: bool = False, weights: int = 0) -> list[Phase]:
+    def phases(self, groups: Groups, states: int = 0, *, late: bool = False) -> list[Phase]:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last.
 
         With ``states`` bytes of optimizer states offloaded, also the layers from which on they leave, and by which they
-        are back; in between the bytes are a linear function of the layer. ``late`` ones come back after backward. Of
-        ``weights`` layers the weights are offloaded.
+        are back; in between the bytes are a linear function of the layer. ``late`` ones come back after backward.
         """
-        away_always = self.weights_away(weights)
-        found = [phase._replace(weights=phase.weights - away_always) for phase in self._phases(groups)]
+        found = [*self._phases(groups)]
         if not states:  # as the search asks for every mixture
             return found
         away = [int(states * (phase.away_late if late else phase.away)) for phase in found]
@@ -224,7 +207,7 @@ class StepCosts:
     def _phase(self, name: str, layer: int, gradients: int, activations: int, head: int, *more: Any) -> Phase:
         """Return a phase; ``more`` are its temporaries, shares of offloaded states that are away, what is gathered."""
         if self.job.keep_gradients and name != "optimizer":
-            gradients = self.ranks.kept
+            gradients = self.ranks.accumulated
         return Phase(name, layer, self.weights, gradients, self.states, activations, head, self.other, *more)
 
     def _runs(self, groups: Groups) -> list[Run]:
@@ -243,39 +226,29 @@ class StepCosts:
         counts = tuple(after - before for before, after in zip(self._counts[first], self._counts[stop], strict=True))
         return Run(self.layers.each(policy), counts, first, moves)
 
-    def seconds(self, groups: Groups, weights: int = 0) -> float:
-        """Return the seconds of a step, all optimizer states on the GPU, the weights of so many layers on the host.
+    def seconds(self, groups: Groups) -> float:
+        """Return the seconds of a step, all optimizer states on the GPU.
 
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
-        from the other's rate. Offloaded layers are evenly spread, so that each layer's work has its share of their
-        copies beside it: to the GPU in forward, and again in backward, where checkpoints come the same way; with
-        ``every`` once more for all layers of a group but the last. An exchange with other GPUs runs beside a layer's
-        work too, and slows its GEMMs.
+        from the other's rate. An exchange with other GPUs runs beside a layer's work too, and slows its GEMMs.
         """
-        seconds, job = self.fixed_seconds, self.job
-        come = sum(self._offloaded(weights)) / job.shape.layers / job.gpu.pcie
+        seconds = self.fixed_seconds
+        (out, wait_out), (home, wait_home) = map(self.ranks.seconds, (self.ranks.ahead, self.ranks.behind))
         for run in self._runs(groups):
-            (out, wait_out), (home, wait_home) = map(self.ranks.seconds, self._exchanges(run))
-            for one, n in zip(run.costs, run.counts, strict=True):
-                copy = one.transfer * run.moves
-                back = copy + come * (2 - 1 / one.policy.every)
-                forward = one.forward + SLOWS * min(out, one.forward)
-                backward = one.backward + SLOWS * min(home, one.backward)
-                layer = max(forward, copy, come, out) + max(backward, back, home) + wait_out + wait_home
-                seconds += n * (layer + BESIDE * (copy + come + back))
+            for cost, n in zip(run.costs, run.counts, strict=True):
+                copy = cost.transfer * run.moves
+                forward = cost.forward + SLOWS * min(out, cost.forward)
+                backward = cost.backward + SLOWS * min(home, cost.backward)
+                layer = max(forward, copy, out) + max(backward, copy, home) + wait_out + wait_home
+                seconds += n * (layer + 2 * BESIDE * copy)
         return seconds
 
-    def exchanged(self, groups: Groups) -> Exchange:
+    @property
+    def exchanged(self) -> Exchange:
         """Return what a GPU receives from the others in a step."""
-        every = [(self.ranks.others, 1)]
-        every += [(one, sum(run.counts)) for run in self._runs(groups) for one in self._exchanges(run)]
-        return Exchange(*(sum(n * one[i] for one, n in every) for i in range(len(Exchange._fields))))
-
-    def _exchanges(self, run: Run) -> tuple[Exchange, Exchange]:
-        """Return what a layer of a run exchanges in forward, and in backward."""
-        ranks, again = self.ranks, run.costs[0].policy.keep != "all"
-        behind = Exchange(*map(sum, zip(ranks.behind, ranks.again, strict=True))) if again else ranks.behind
-        return ranks.ahead, behind
+        ranks, layers = self.ranks, self.job.shape.layers
+        sums = zip(ranks.others, ranks.ahead, ranks.behind, strict=True)
+        return Exchange(*(others + layers * (ahead + behind) for others, ahead, behind in sums))
 
     def travels(self, groups: Groups) -> int:
         """Return the bytes of optimizer states that leave within forward, and come back within backward.
