@@ -64,6 +64,12 @@ def pairs(options: dict[str, list[Any]], seed: int) -> Iterator[dict[str, Any]]:
         yield {name: options[name][i] for name, i in best.items()}
 
 
+def every_pair(**options: Iterable[Any]) -> pytest.MarkDecorator:
+    """Run a test with cases among which every pair of values of any two options occurs."""
+    cases = [tuple(case.values()) for case in pairs({name: [*values] for name, values in options.items()}, seed=0)]
+    return pytest.mark.parametrize(tuple(options), cases)
+
+
 def relative_error(got: Tensor, true: Tensor) -> float:
     """Return ||got - true|| / ||true||, or ||got|| where the truth is 0."""
     got, true = got.detach().double(), true.detach().double()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.offload import ON_THE_WAY
 from memory.models import VOCAB, CountAttention, Plain, step
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # to be set before the first product of the process
@@ -32,28 +30,18 @@ def differences(backend: str, *, dropout: bool) -> dict[str, Any]:
             block.attend = _attend_with_dropout
     stock = copy.deepcopy(model)
     found = {}
-    with sdpa_kernel(getattr(SDPBackend, backend)), tempfile.TemporaryDirectory() as folder:
+    with sdpa_kernel(getattr(SDPBackend, backend)):
         want = step(stock, ids)
         again = step(stock, ids)
         assert _unlike(want, again) == [], "the stock model differs from itself"
         for keep, every in (("attention", 1), ("input", 1), ("input", 3)):
-            for place in ("device", "host", "disk"):
-                more: dict[str, Any] = {}
-                if place == "disk":  # what the host holds is what is on its way
-                    of_layer = ids.numel() * 2 * 128
-                    if keep == "attention":  # efficient attention pads what it saves of each row
-                        of_layer = 2 * of_layer + -(-ids.numel() // 32) * 32 * 4 * 2
-                    more = {"host_gib": ON_THE_WAY * of_layer / 2**30, "disk": folder}
-                report = apply_policy(
-                    model, ActivationPolicy(keep=keep, every=every, offload=place != "device"), **more
-                )
+            for place in ("device", "host"):
+                apply_policy(model, ActivationPolicy(keep=keep, every=every, offload=place == "host"))
                 unlike: list[str] = []
                 for _ in range(3):
                     with CountAttention() as counted:
                         got = step(model, ids)
                     unlike += _unlike(got, want)
-                if place == "disk" and every == 1 and not report.disk_bytes:
-                    unlike.append("no file")
                 found[f"{keep} {every} {place}"] = [unlike, counted.calls]
     return found
 

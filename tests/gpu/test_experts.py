@@ -14,7 +14,7 @@ from lowtide.measure.timing import kept_above
 from lowtide.mlp import groups
 from lowtide.mlp.expert_call import Form
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
-from support import doubled, relative_error
+from support import doubled, every_pair, relative_error
 
 pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")]
 # T, K, E, D, F: of whole 16 bytes and not, one token, many experts without tokens, none
@@ -25,10 +25,7 @@ RARELY_LIMITED = GPT_OSS._replace(limit=7.0)
 LEVELS = pytest.mark.parametrize("level", [0, 1])
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@LEVELS
+@every_pair(sizes=SIZES, form=FORMS, transposed=[False, True], level=[0, 1])
 def test_in_bfloat16_errs_no_more_than_plain_pytorch(sizes: Any, form: Form, transposed: bool, level: int) -> None:
     if sizes[0] < FEW and form == GPT_OSS:
         form = RARELY_LIMITED

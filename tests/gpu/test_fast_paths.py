@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu.conftest import peak_beyond_gradients
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
-from support import assert_same_gradients, in_float64, on_gpu, oracle, relative_error
+from support import assert_same_gradients, every_pair, in_float64, on_gpu, oracle, relative_error
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
@@ -41,9 +41,11 @@ def test_odd_shapes(backend: Any, shape: tuple[int, int, int]) -> None:
     compare(*bf16(*shape), bounds, options=HeadOptions(backend=backend))
 
 
-@pytest.mark.parametrize("factor", [10.0, 300.0, 1e3])
-@pytest.mark.parametrize("gradient", ["forward", "recompute"])
-@pytest.mark.parametrize("extra", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}])
+@every_pair(
+    factor=[10.0, 300.0, 1e3],
+    gradient=["forward", "recompute"],
+    extra=[{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}],
+)
 def test_losses_of_thousands_of_nats(factor: float, gradient: Any, extra: dict[str, Any]) -> None:
     x, w, y = bf16(500, 128, 5003)
     with torch.no_grad():

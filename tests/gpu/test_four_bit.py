@@ -25,7 +25,7 @@ from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.packed import Packed
 from lowtide.mlp.swiglu import adapted_mlp
-from support import relative_error
+from support import every_pair, relative_error
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -73,10 +73,7 @@ def stock(x: Tensor, layers: list[Any], found: list[Projection], *, true: bool =
     return project(2, F.silu(project(0, x)) * project(1, x))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("level", [0, 1])
+@every_pair(dtype=[torch.bfloat16, torch.float16], nested=[False, True], lora=[False, True], level=[0, 1])
 def test_no_further_from_float64_than_bitsandbytes(dtype: torch.dtype, nested: bool, lora: bool, level: int) -> None:
     torch.manual_seed(0)
     layers, found = projections(dtype, nested=nested, lora=lora)

@@ -26,6 +26,7 @@ from support import (
     assert_same_gradients,
     divergence_oracle,
     doubled,
+    every_pair,
     in_float64,
     logits_of,
     on_gpu,
@@ -60,9 +61,7 @@ hopper = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
+@every_pair(case=CASES, dtype=TOLERANCE, shape=SHAPES)
 def test_cross_entropy(case: str, dtype: torch.dtype, shape: tuple[tuple[int, int], int, int]) -> None:
     if case == "row" and dtype == torch.float64:
         pytest.skip("the row kernel is for float32 and narrower")
@@ -86,9 +85,7 @@ def test_cross_entropy(case: str, dtype: torch.dtype, shape: tuple[tuple[int, in
         assert relative_error(g, e) <= max(TOLERANCE[dtype] * often * few, 1.05 * relative_error(n, e))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("K", [1, 3])
+@every_pair(dtype=TOLERANCE, shape=SHAPES, K=[1, 3])
 def test_statistics(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int], K: int) -> None:
     x, w, b, y = on_gpu(*shape, dtype=dtype)
     y.view(-1)[::5] = -100
@@ -156,17 +153,17 @@ def test_what_the_statistics_kernels_take() -> None:
                 linear_token_stats(x, w, y, topk=k, options=exp)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("reduction", "caps"),
-    [
-        ("none", (None, None)),
-        *((reduction, caps) for reduction in ("mean", "sum") for caps in ((None, None), (5.0, 3.0))),
-    ],
+NO_CAPS, CAPS = (None, None), (5.0, 3.0)
+
+
+@every_pair(
+    dtype=TOLERANCE,
+    kind=KINDS,
+    reduced=[("none", NO_CAPS), ("mean", NO_CAPS), ("mean", CAPS), ("sum", NO_CAPS), ("sum", CAPS)],
 )
-def test_divergences(dtype: torch.dtype, kind: str, reduction: str, caps: tuple[Any, Any]) -> None:
+def test_divergences(dtype: torch.dtype, kind: str, reduced: tuple[str, Any]) -> None:
     """Reduced to one number some tokens are masked, in several chunks, the last one short, of several pieces."""
+    reduction, caps = reduced
     leading = (2, 300) if reduction == "none" else (2, 700)
     x, w, b, _ = on_gpu(leading, 64, 3001, dtype=dtype)
     *teacher, teacher_bias = (t.detach() for t in on_gpu(leading, 40, 3001, dtype=dtype, seed=1)[:3])
@@ -190,11 +187,9 @@ def test_divergences(dtype: torch.dtype, kind: str, reduction: str, caps: tuple[
     assert_near(got, torch.autograd.grad(expected, true, upstream), near)
 
 
-@pytest.mark.parametrize("out", ["token", "sum"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("workspace_mib", [None, 0.5])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@every_pair(
+    out=["token", "sum"], dtype=TOLERANCE, workspace_mib=[None, 0.5], masked=[False, True], autocast=[False, True]
+)
 def test_apply(out: str, dtype: torch.dtype, workspace_mib: float | None, masked: bool, autocast: bool) -> None:
     if autocast and dtype not in (torch.bfloat16, torch.float16):
         pytest.skip("autocast multiplies in a narrow dtype")

@@ -26,7 +26,7 @@ from lowtide import (
 from lowtide.head.function import checks as apply_checks
 from lowtide.head.token_stats import WANTS
 from lowtide.measure.timing import peak_above
-from support import assert_near, assert_same_gradients, on_gpu
+from support import assert_near, assert_same_gradients, every_pair, on_gpu
 
 pytestmark = ON_GPU
 MIB = 2**20
@@ -107,9 +107,7 @@ def test_bits_of_statistics_gradients_repeat() -> None:
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, *TRAINED])
-@pytest.mark.parametrize("backend", ["auto", "row"])
-@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+@every_pair(dtype=[torch.float64, *TRAINED], backend=["auto", "row"], gradient=["forward", "recompute"])
 def test_ignored_tokens_stay_0_under_any_upstream_gradient(dtype: torch.dtype, backend: Any, gradient: Any) -> None:
     if dtype == torch.float64 and backend == "row":
         pytest.skip("its kernel computes in float32")
@@ -132,9 +130,7 @@ def test_ignored_tokens_stay_0_under_any_upstream_gradient(dtype: torch.dtype, b
                     assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
 
 
-@pytest.mark.parametrize("dtype", TRAINED)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("workspace_mib", [None, 16])
+@every_pair(dtype=TRAINED, reduction=["mean", "none"], workspace_mib=[None, 16])
 def test_the_plan_of_a_loss_is_kept(dtype: torch.dtype, reduction: str, workspace_mib: float | None) -> None:
     N, D, V = 8192, 256, 32000
     x, w, _, y = on_gpu(N, D, V, dtype=dtype, bias=False)

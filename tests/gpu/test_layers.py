@@ -15,7 +15,7 @@ from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
 from lowtide.layers.pairs import PAIRS
 from lowtide.measure.timing import peak_above
-from support import assert_near, doubled, relative_error, rms_norm_oracle, rotary_oracle
+from support import assert_near, doubled, every_pair, relative_error, rms_norm_oracle, rotary_oracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 EPS = 1e-5
@@ -40,12 +40,12 @@ def against_float64(
     assert_near((*outs, *got), (*expected, *want), bound)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "shape", [(7, 37), (1, 64), (2, 300, 8, 128), (1000, 2048), (33, 5003), (9, 32768), (3, 40000)]
+@every_pair(
+    dtype=TOLERANCE,
+    shape=[(7, 37), (1, 64), (2, 300, 8, 128), (1000, 2048), (33, 5003), (9, 32768), (3, 40000)],
+    offset=[0.0, 1.0],
+    rounding=["before_weight", "after_weight"],
 )
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
 def test_norm(dtype: torch.dtype, shape: tuple[int, ...], offset: float, rounding: Any) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     out = rms_norm(x, weight, EPS, offset=offset, rounding=rounding)

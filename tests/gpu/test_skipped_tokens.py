@@ -17,7 +17,7 @@ from lowtide.head.kernels import gradient_gemms_hopper as gemms
 from lowtide.head.kernels.exp_logits import ExpRows
 from lowtide.head.kernels.exp_logits_hopper import exp_logits_hopper
 from lowtide.head.kernels.gemm import ALL, Used
-from support import assert_same_gradients, relative_error
+from support import assert_same_gradients, every_pair, relative_error
 
 ON_HOPPER = pytest.mark.skipif(
     not (torch.cuda.is_available() and skips_ignored(torch.device("cuda"))), reason="needs a Hopper GPU"
@@ -25,15 +25,8 @@ ON_HOPPER = pytest.mark.skipif(
 pytestmark = [*ON_GPU, ON_HOPPER]
 NARROW, NAN = torch.bfloat16, float("nan")
 SIZES = [(300, 768, 32000), (1000, 2304, 5003), (5, 264, 40), (513, 896, 20000)]  # C, D, V
-COUNTS = [
-    (None, 0),
-    (0, 0),
-    (1, 0),
-    (77, 0),
-    (128, 0),
-    (1000, 800),
-    (100, 500),
-]  # rows that are valid, the chunk's first
+# rows that are valid, the chunk's first
+COUNTS = [(None, 0), (0, 0), (1, 0), (77, 0), (128, 0), (1000, 800), (100, 500)]
 
 
 def operands(C: int, D: int, V: int, number: int | None, first: int) -> tuple[Tensor, Tensor, Tensor, Used, int]:
@@ -53,14 +46,12 @@ def operands(C: int, D: int, V: int, number: int | None, first: int) -> tuple[Te
     )
 
 
-@pytest.mark.parametrize(("number", "first"), COUNTS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("room", [0, None])
+@every_pair(count=COUNTS, size=SIZES, room=[0, None])
 def test_input_gradient_of_the_rows_that_count(
-    size: tuple[int, int, int], number: int | None, first: int, room: int | None
+    size: tuple[int, int, int], count: tuple[int | None, int], room: int | None
 ) -> None:
     (C, D, V), inf = size, float("inf")
-    e, w, _, used, rows = operands(*size, number, first)
+    e, w, _, used, rows = operands(*size, *count)
     parts, order = gemms.room_for(e.device, room), torch.randperm(C, device="cuda")
     g, y = torch.rand(C, device="cuda"), torch.randint(0, V, (C,), device="cuda", dtype=torch.int32)
     g[::5] = 0
@@ -84,14 +75,11 @@ def test_input_gradient_of_the_rows_that_count(
     assert relative_error(total[:rows], want) < 2e-4 or not rows
 
 
-@pytest.mark.parametrize(("number", "first"), COUNTS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [NARROW, torch.float32])
-@pytest.mark.parametrize("add", [False, True])
+@every_pair(count=COUNTS, size=SIZES, dtype=[NARROW, torch.float32], add=[False, True])
 def test_weight_gradient_over_the_rows_that_count(
-    size: tuple[int, int, int], number: int | None, first: int, dtype: torch.dtype, add: bool
+    size: tuple[int, int, int], count: tuple[int | None, int], dtype: torch.dtype, add: bool
 ) -> None:
-    e, w, s, used, rows = operands(*size, number, first)
+    e, w, s, used, rows = operands(*size, *count)
     before = w.to(dtype)
     want = e[:rows].double().T @ s[:rows].double() + before.double() * add
     outs = [before.clone() if add else torch.full_like(before, NAN) for _ in range(2)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu.conftest import ON_GPU, no_waits
 from lowtide import nn, swiglu_mlp
 from lowtide.measure.timing import peak_above
-from support import assert_near, doubled, mlp, mlp_oracle, mlp_slack, relative_error
+from support import assert_near, doubled, every_pair, mlp, mlp_oracle, mlp_slack, relative_error
 
 pytestmark = [
     *ON_GPU,
@@ -38,9 +38,7 @@ def gradients(y: Tensor, leaves: list[Any], upstream: Tensor, **kwargs: Any) -> 
     return [y.detach(), *torch.autograd.grad(y, trained, upstream.to(y.dtype), **kwargs)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@every_pair(dtype=DTYPES, shape=SHAPES, activation=["silu", "gelu_tanh"])
 def test_values_and_gradients_err_no_more_than_plain_pytorch(dtype: torch.dtype, shape: Any, activation: str) -> None:
     leaves = on_gpu(*shape, dtype=dtype)
     true = doubled(*leaves)

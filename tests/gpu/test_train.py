@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from transformers.utils import is_flash_attn_2_available
 from chat_data import CHATML, byte_tokenizer
 from lowtide.cli import main
 from lowtide.memory import optimizer_blocks as blocks
-from lowtide.train import activations
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 1021, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3,
@@ -151,30 +149,6 @@ def test_a_run_with_its_states_on_the_host_is_the_same_to_the_bit_and_resumes(
 
 
 LORA = ["--use_peft", "--lora_r", "16", "--lora_target_modules", "all-linear"]
-
-
-def test_a_run_with_its_weights_on_the_host_is_the_same_to_the_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model is loaded on the CPU, and moves to the GPU without the weights that the plan leaves on the host."""
-    planned, layers = activations.plan_memory, 0
-
-    def plan(*args: Any, **kwargs: Any) -> Any:
-        found = planned(*args, **kwargs)
-        return replace(found, chosen=replace(found.chosen, weights=layers))
-
-    monkeypatch.setattr(activations, "plan_memory", plan)
-    given = [*run_arguments(tmp_path, 512, WIDE), *LORA, "--dtype", "bfloat16", "--attn_implementation", "eager"]
-    given += ["--memory-budget", "20GiB", "--host-budget", "4GiB", "--max-steps", "4", "--save_steps", "2"]
-    for layers in (0, WIDE["num_hidden_layers"]):
-        assert main([*given, "--output", str(tmp_path / str(layers))]) == 0
-    assert "in host memory, and on the GPU while they are used" in " ".join(capsys.readouterr().out.split())
-    stock, away = tmp_path / "0", tmp_path / str(layers)
-    assert logged(away, "loss") == logged(stock, "loss")
-    ours, theirs = (load_file(output / "model" / "adapter_model.safetensors") for output in (away, stock))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    peaks = [max(logged(output, "peak_bytes").values()) for output in (away, stock)]
-    assert peaks[0] < peaks[1]
 
 
 ONE_ROW_A_FILE = ["--packing", "false"]  # and each is cut at the longest length

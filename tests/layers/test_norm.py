@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide.layers.norm as module
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.layers import add_rms_norm, rms_norm
-from support import Sharded, pairs, relative_error, rms_norm_oracle
+from support import Sharded, every_pair, relative_error, rms_norm_oracle
 
 ROOT = Path(__file__).parents[2]
 EPS = 1e-5
@@ -48,15 +48,12 @@ def upstream_of(out: Tensor, kind: str) -> Tensor:
     return torch.randn(out.shape, generator=g).to(out.dtype)
 
 
-VALUES = {
-    "dtype": [*TOLERANCE],
-    "shape": [(7, 37), (1, 64), (2, 3, 5, 16), (3, 3), (0, 5), (131, 24)],
-    "offset": [0.0, 1.0],
-    "rounding": ["before_weight", "after_weight"],
-}
-
-
-@pytest.mark.parametrize(tuple(VALUES), [tuple(case.values()) for case in pairs(VALUES, seed=0)])
+@every_pair(
+    dtype=TOLERANCE,
+    shape=[(7, 37), (1, 64), (2, 3, 5, 16), (3, 3), (0, 5), (131, 24)],
+    offset=[0.0, 1.0],
+    rounding=["before_weight", "after_weight"],
+)
 def test_values_and_gradients(way: str, dtype: torch.dtype, shape: Any, offset: float, rounding: Any) -> None:
     if way == "kernel" and dtype == torch.float64:
         pytest.skip("the kernels compute in float32")

@@ -13,8 +13,7 @@ from torch import Tensor
 import lowtide.layers.rope as module
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.layers import rotary
-from support import Sharded, relative_error, rotary_oracle
-from support import pairs as pairs_of_options
+from support import Sharded, every_pair, relative_error, rotary_oracle
 
 # Plain PyTorch rounds both products and their sum; the interpreter cuts off.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -53,22 +52,12 @@ SIZES = [
 ]
 
 
-VALUES = {
-    "dtype": [*TOLERANCE],
-    # one table for the batch, or one for each sequence
-    "sizes-tables": [(sizes, tables) for sizes in SIZES for tables in sorted({1, sizes[0]})],
-    "pairs": PAIRS,
-}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "tables", "pairs"),
-    [(case["dtype"], *case["sizes-tables"], case["pairs"]) for case in pairs_of_options(VALUES, seed=0)],
-)
-def test_values_and_gradients(way: str, dtype: torch.dtype, sizes: Any, tables: int, pairs: str) -> None:
+@every_pair(dtype=TOLERANCE, sizes=SIZES, a_table_each=[False, True], pairs=PAIRS)
+def test_values_and_gradients(way: str, dtype: torch.dtype, sizes: Any, a_table_each: bool, pairs: str) -> None:
+    """One table for the batch, or one for each sequence."""
     if way == "kernel" and dtype == torch.float64:
         pytest.skip("the kernel computes in float32")
-    q, k, cos, sin = heads(*sizes, dtype, tables=tables)
+    q, k, cos, sin = heads(*sizes, dtype, tables=sizes[0] if a_table_each else 1)
     cos, sin = as_wide(cos, sin, pairs)
     outs = rotary(q, k, cos, sin, pairs=pairs)
     true = [t.detach().double().requires_grad_() for t in (q, k)]
