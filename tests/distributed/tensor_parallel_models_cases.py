@@ -259,10 +259,7 @@ def labels_and_counts() -> None:
             torch.testing.assert_close(outputs.loss, expected.loss)
             torch.testing.assert_close(outputs.logits + 0, expected.logits)
     with torch.autocast(DEVICE, torch.bfloat16):
-        loss, wanted = (step(m, batch) for m in (ours, stock))
-    for name, value in loss.items():
-        assert value.dtype == wanted[name].dtype
-        assert relative_error(value, wanted[name]) < 0.03, name
+        fair(ours, stock, true, batch, "autocast")
     fused(report, 6, 2)
 
 
@@ -448,22 +445,6 @@ def an_error_inside() -> None:
         torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
 
 
-def layers_in_tiles() -> None:
-    """Layers whose heads and MLPs are in parts run in tiles along the sequence."""
-    settings: dict[str, Any] = {}
-    if DEVICE != "cpu":
-        settings = {"dtype": torch.bfloat16, "head_dim": 16}  # what tiles need there
-    for keep in ("input", "attention"):
-        ours, stock, true = (model_of(**settings) for _ in range(3))
-        for model in (ours, stock):
-            parallel(model, GATHERED, layers=True)
-        lowtide.memory.apply_policy(ours, lowtide.memory.ActivationPolicy(keep=keep, tile_tokens=3))
-        got, want, right = (step(m, batch_of()) for m in (ours, stock, true.double()))
-        for name, value in got.items():
-            error, stock_error = (relative_error(x, right[name]) for x in (value, want[name]))
-            assert error <= 3 * stock_error + (5e-7 if DEVICE == "cpu" else 1e-3), (keep, name, error, stock_error)
-
-
 def mlps_in_parts() -> None:
     """Each rank's part of an MLP is fused: biases, both levels, tiles, autocast, patched before and after."""
     for i, (bias, first) in enumerate(((True, True), (True, False), (False, True))):
@@ -479,10 +460,8 @@ def mlps_in_parts() -> None:
         assert count == [1]
         assert kinds == [Tensor]
         with torch.autocast(DEVICE, torch.bfloat16), counted(parallel_mlp, "swiglu_mlp") as count:
-            got, want = (step(m, batch_of()) for m in (ours, stock))
+            fair(ours, stock, true, batch_of(), (bias, first, "autocast"))
         assert count == [1]
-        for name, value in got.items():
-            assert relative_error(value, want[name]) < 0.03, name
         sums = []
         for model in (ours.model, stock.model):
             with counted(funcol, "all_reduce") as count:
