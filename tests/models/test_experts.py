@@ -136,23 +136,6 @@ def each(change):
     return lambda model, _: [change(module) for module in experts_of(model)]
 
 
-def replace_entry(_, monkeypatch):
-    table = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS._global_mapping
-    stock = table["grouped_mm"]
-    monkeypatch.setitem(table, "grouped_mm", lambda *args: stock(*args) * 3)
-
-
-def replace_entry_of_the_instance(_, monkeypatch):
-    functions = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
-    stock = functions["grouped_mm"]
-    monkeypatch.setitem(functions._local_mapping, "grouped_mm", lambda *args: stock(*args) * 3)
-
-
-def replace_method(model, monkeypatch):
-    base = next(kind for kind in type(experts_of(model)[0]).__mro__ if "_apply_gate" in vars(kind))
-    monkeypatch.setattr(base, "_apply_gate", lambda _, both: both.chunk(2, -1)[0] * 3)
-
-
 OF_A_MODEL = {
     "implementation": lambda model, _: model.set_experts_implementation("eager"),
     "activation": each(lambda module: setattr(module, "act_fn", Loud())),
@@ -160,30 +143,16 @@ OF_A_MODEL = {
     "hook on the activation": each(lambda module: module.act_fn.register_forward_hook(lambda _m, _a, y: y * 3)),
     "weights of another dtype": each(lambda module: module.double()),
 }
-OF_CODE = {
-    "forward of the activation": lambda m, p: p.setattr(type(experts_of(m)[0].act_fn), "forward", Loud.forward),
-    "entry of transformers' table": replace_entry,
-    "entry of the table's instance": replace_entry_of_the_instance,
-    "method of the class": replace_method,
-    "function in the implementation": lambda _, p: p.setattr(
-        transformers.integrations.moe,
-        "_grouped_linear",
-        lambda x, w, offs, bias, is_transposed: x.new_ones(len(x), w.shape[1]),
-    ),
-}
 
 
-@pytest.mark.parametrize("change", [*OF_A_MODEL, *OF_CODE])
+@pytest.mark.parametrize("change", OF_A_MODEL)
 def test_changes_after_patch_are_followed(change, pair, batch, ran, monkeypatch):
     model, stock = pair(way="eager" if change == "weights of another dtype" else "grouped_mm")
-    report = lowtide.patch(model, loss=False, norm=False, rope=False)
+    lowtide.patch(model, loss=False, norm=False, rope=False)
     plain = model(**batch).loss
     ran.clear()
-    if change in OF_CODE:
-        OF_CODE[change](model, monkeypatch)
-    else:
-        for m in (model, stock):
-            OF_A_MODEL[change](m, monkeypatch)
+    for m in (model, stock):
+        OF_A_MODEL[change](m, monkeypatch)
     if change == "weights of another dtype":
         for m in (model, stock):
             with pytest.raises(RuntimeError, match="dtype"):
@@ -192,7 +161,6 @@ def test_changes_after_patch_are_followed(change, pair, batch, ran, monkeypatch)
     loss = model(**batch).loss
     torch.testing.assert_close(loss, stock(**batch).loss)
     assert ran["experts_mlp"] == 0
-    assert bool(report.exchanged) == (change not in ("activation", "hook on the activation"))
     assert change in ("implementation", "expert parallel") or abs(loss - plain) > 1e-3
 
 

@@ -1,7 +1,5 @@
 """What patch must not disturb around the modules that it looks at, and what it must see when that changes."""
 
-import types
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,6 @@ from torch import nn
 import lowtide
 from lowtide.errors import UnsupportedError
 from lowtide.layers import rms_norm, rotary
-from lowtide.models import rope_part
 from lowtide.models.instance import part_of
 from models.conftest import DYNAMO, Doubling
 
@@ -81,54 +78,6 @@ def test_unpatched_beneath_a_forward_put_on_the_instance(patched):
     torch.testing.assert_close(mlp(x), expected(x) * 2)
     lowtide.unpatch(model)
     assert torch.equal(mlp(x), expected(x) * 2)
-
-
-def test_attention_patched_later_has_the_globals_of_then(build, batch, monkeypatch):
-    first, second = build("llama"), build("llama")
-    for m in (first, second):
-        m.set_attn_implementation("eager")
-    lowtide.patch(first)
-    scope = type(second.model.layers[0].self_attn).forward.__globals__
-    calls = []
-    for name in ("eager_attention_forward", "apply_rotary_pos_emb"):
-        stock = scope[name]
-        monkeypatch.setitem(
-            scope, name, lambda *args, stock=stock, name=name, **kw: (calls.append(name), stock(*args, **kw))[1]
-        )
-    lowtide.patch(second)
-    assert part_of(second.model.layers[0].self_attn) == "rope"
-    calls.clear()
-    second(**batch)
-    assert calls == ["eager_attention_forward"] * 2
-    attention = type(second.model.layers[0].self_attn)
-    q, tables = torch.randn(2, 3, 5, 8), torch.randn(2, 5, 8)
-    stock = attention.__mro__[1]
-    _, found = rope_part.find(second.model.layers[0].self_attn, stock)
-    turn = rope_part._rotating(stock.forward, *found).__globals__["apply_rotary_pos_emb"]
-    calls.clear()
-    turn(q=q, k=q, cos=tables, sin=tables)  # by name: stock code
-    assert calls[-1] == "apply_rotary_pos_emb"
-
-
-def test_attention_behind_a_decorator_of_its_own_module_stays():
-    scope = {"apply_rotary_pos_emb": lambda q, k, cos, sin, unsqueeze_dim=1: (q, k), "nn": nn}
-    exec(
-        "import functools\n"
-        "def wrapped(function):\n"
-        "    @functools.wraps(function)\n"
-        "    def wrapper(*args):\n"
-        "        return function(*args)\n"
-        "    return wrapper\n"
-        "class Attention(nn.Module):\n"
-        "    @wrapped\n"
-        "    def forward(self, q, k, cos, sin):\n"
-        "        return apply_rotary_pos_emb(q, k, cos, sin)\n",
-        scope,
-    )
-    module = scope["Attention"]()
-    assert rope_part.is_candidate(module)
-    assert rope_part.find(module, type(module)) == "its forward is wrapped in another function"
-    assert isinstance(type(module).forward, types.FunctionType)
 
 
 def test_a_function_mode_sees_what_it_would_see_of_stock_code(patched):

@@ -214,9 +214,7 @@ def test_a_rotation_is_what_its_numbers_say(turn, fused, monkeypatch):
     learned = cos.clone().requires_grad_()  # what rotary has no derivative for runs stock code, as do odd calls
     module(q, k, learned, sin)[0].sum().backward()
     assert learned.grad is not None
-    turned_alone = rope_part._rotating(plain_forward(module), *found[1]).__globals__["apply_rotary_pos_emb"](
-        q=q, k=k, cos=cos, sin=sin
-    )
+    turned_alone = type(module)._lowtide_probed.rotating.__globals__["apply_rotary_pos_emb"](q=q, k=k, cos=cos, sin=sin)
     assert torch.equal(turned_alone[0], turn(q, k, cos, sin)[0])
     assert len(calls) == 3
     assert plain_forward(module).__globals__["apply_rotary_pos_emb"] is turn

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.code import Code
 from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.packed import Weight
 from lowtide.models.eligibility import has_hooks, plain_class
@@ -159,8 +158,8 @@ def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
     return tuple(found)
 
 
-# For each class and its forward: why a layer of it does something else, or None; and the code that was probed.
-_Known = dict[tuple[type, Any], tuple[str | None, Code]]
+# For each class and its forward: why a layer of it does something else, or None.
+_Known = dict[tuple[type, Any], str | None]
 _LORA: _Known = {}
 _SAVED: _Known = {}
 
@@ -172,11 +171,8 @@ def _why_not_class(module: nn.Module, known: _Known, probe: Callable[[nn.Module,
     if key not in known:
         if torch.compiler.is_compiling():
             return "was not there when lowtide.patch looked"
-        known[key] = probe(module, kind), Code((kind, nn.Dropout, nn.Identity))
-    why_not, code = known[key]
-    if why_not is None and code.exchanged() is not None:
-        return f"runs code that was replaced since lowtide looked at it ({code.exchanged()})"
-    return why_not
+        known[key] = probe(module, kind)
+    return known[key]
 
 
 def _why_not_lora(lora: nn.Module, kind: Any) -> str | None:

@@ -15,11 +15,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
 from lowtide.arguments import is_autocast_on
-from lowtide.code import MODULE_HOOKS, Code
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
-from lowtide.models.stock_functions import is_defined_in
 
 # Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may read or
 # change the logits.
@@ -30,7 +28,9 @@ _MOVES = ("AlignDevicesHook", "CpuOffload")
 _FORGETS = torch.__version__ < "2.12"  # in a checkpoint, to recompute what autograd functions save
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
-LINEAR = Code((nn.Linear,))
+_CALL, _LINEAR = nn.Module.__call__, nn.Linear.forward  # as PyTorch has them
+# The attributes of a module with the hooks that run with its calls.
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
@@ -102,15 +102,14 @@ def why_not_call(head: nn.Module) -> str | None:
     why_not = _why_not_forward(head) or why_not_class(head)
     if why_not is not None:
         return why_not
-    exchanged = LINEAR.exchanged()
-    if exchanged is not None:
-        return f"{exchanged} was replaced"
+    if nn.Linear.forward is not _LINEAR:
+        return "torch.nn.Linear.forward was replaced"
     if is_function_mode_active():
         return "a TorchFunctionMode is active"
     style = style_of(head)
     if isinstance(style, str):
         return f"the output embedding {style}"
-    of_all = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
+    of_all = [hook for kind in _MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
     for hook in own_hooks(head) + of_all:
         module = defining_module(hook)
         if not module.startswith(_HOOKS_THAT_DO_NOT_READ):
@@ -138,8 +137,7 @@ def why_not_class(head: nn.Module) -> str | None:
     base = next((vars(kind)[BASE] for kind in kinds if BASE in vars(kind)), None)
     if base is None:
         return f"the output embedding was given another class, {type(head).__name__}"
-    own = is_defined_in(base.__call__, nn_module, "Module._wrapped_call_impl")
-    if not own or not is_defined_in(nn.Module._call_impl, nn_module, "Module._call_impl"):
+    if base.__call__ is not _CALL or nn.Module.__call__ is not _CALL:
         return "torch.nn.Module.__call__ was replaced"
     return None
 
@@ -187,7 +185,7 @@ def plain_class(module: nn.Module) -> type:
 
 def own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks on a module's own calls, forward and backward."""
-    return [hook for kind in MODULE_HOOKS for hook in getattr(module, kind).values()]
+    return [hook for kind in _MODULE_HOOKS for hook in getattr(module, kind).values()]
 
 
 FEW = 2**23  # values: 2048 tokens of 4096
@@ -268,6 +266,6 @@ def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, .
     for module in (*linears, *others):
         if "forward" in vars(module) or has_hooks(module):
             return False
-    if LINEAR.exchanged() is not None:
+    if nn.Linear.forward is not _LINEAR or nn.Module.__call__ is not _CALL:
         return False
     return torch.compiler.is_compiling() or not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -11,14 +11,12 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.arguments import FLOATS, is_autocast_on, operand_dtype
-from lowtide.code import Code, functions_in, names_of
 from lowtide.distributed.zero import shape_of
 from lowtide.mlp.call import JOINED
 from lowtide.mlp.expert_call import Form
@@ -33,7 +31,7 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 _NAMES = (*_WEIGHTS, "gate_up_proj_bias", "down_proj_bias")
 _HIDDEN, _WIDE = 8, 12  # of the twin: PyTorch's grouped GEMM takes rows of whole 16 bytes
 _TOLERANCE = 1e-5  # of float32 products of 8 and 12 terms
-_SETTING, _CHOICE = "_experts_implementation", "_experts_implementation_internal"  # in the config
+_SETTING = "_experts_implementation"  # in the config
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -73,7 +71,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
     form, keeps, double = formula
     choice = getattr(getattr(module, "config", None), _SETTING, None)
     types = tuple(map(type, others))
-    found = _settings(module, others, _code(base, types, choice))
+    found = probe.settings_of((module, *others), but=LEVEL, all_of=True)
     extra = [] if math.isinf(form.limit) else [f"limited to {form.limit:g}"]
     what = ", ".join((form.activation, *extra))
     count = shape_of(module._parameters[_WEIGHTS[1]])[0]  # type: ignore[arg-type]
@@ -163,32 +161,6 @@ def _forms(module: nn.Module) -> Iterator[Form]:
         yield Form("gelu_tanh", limit, 1.0, 0.0, key)
 
 
-def _code(base: Any, types: tuple[type, ...], choice: object, found: probe.Settings = ()) -> Code:
-    """Return what such modules run, with the implementation of experts that transformers' config has chosen.
-
-    Its decorator puts a forward around the class's, which looks the choice up in a table.
-    """
-    inside = inspect.getclosurevars(base.forward).nonlocals.values() if isinstance(base.forward, FunctionType) else ()
-    tables = [t for table in inside for t in _tables(table)]
-    chosen = [table[choice] for table in tables if choice in table]
-    functions = [f for f in (*inside, *chosen, getattr(base, "_apply_gate", None)) if isinstance(f, FunctionType)]
-    attributes = [(base, "_apply_gate")] if hasattr(base, "_apply_gate") else []
-    entries = [(table, choice) for table in tables]  # one that has none may get it
-    code = Code((base, *types), (*functions_in(found), *functions), attributes=attributes, names=entries)
-    code.names |= {_CHOICE}.union(*(names_of(function.__code__) for function in functions))
-    return code
-
-
-def _tables(value: object) -> list[dict[Any, Any]]:
-    """Return the dictionaries of a `transformers.utils.generic.GeneralInterface`."""
-    found = (getattr(value, name, None) for name in ("_local_mapping", "_global_mapping"))
-    return [table for table in found if isinstance(table, dict)]
-
-
-def _settings(module: nn.Module, others: tuple[nn.Module, ...], code: Code) -> probe.Settings:
-    return probe.settings_of((module, *others), code)
-
-
 def overrides(
     base: Any,
     form: Form,
@@ -205,9 +177,7 @@ def overrides(
     implementation that the config had, ``types`` are the classes of the children, and ``found`` the settings of the
     module and of these.
     """
-    args = (form, transposed, keeps, double, choice, types, found)
-    confirm = lambda module: find(module, base)[1:] == (args,)  # noqa: E731
-    probed = probe.ProbedCode(base, lambda: _code(base, types, choice, found), found, confirm)
+    probed = probe.StockForward(base)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = len(args) == 3 and not kwargs
@@ -218,8 +188,9 @@ def overrides(
         others = _others(self)
         if tuple(map(type, others)) != types or not are_plain_linears((), others):
             return base.forward(self, *args)
-        # The second for a compiler: `differs`, which also tells the report, compares only numbers then.
-        if probed.differs(self, others) or getattr(getattr(self, "config", None), _SETTING, None) != choice:
+        if probed.is_replaced() or probe.have_changed((self, *others), found):
+            return base.forward(self, *args)
+        if getattr(getattr(self, "config", None), _SETTING, None) != choice:
             return base.forward(self, *args)
         dtype = _operands(args, weights, keeps)
         if dtype is None or (dtype == torch.float64 and not double):

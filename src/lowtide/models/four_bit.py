@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.code import Code
 from lowtide.mlp.packed import Packed
 from lowtide.models.eligibility import plain_class
 from lowtide.models.instance import BASE
@@ -23,8 +22,8 @@ _TOLERANCE = 1e-5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that bitsandbytes dequantises to
 # Layers whose output is not a product with their dequantised weight, by the name of their class.
 _ROUNDS_INPUT = ("Linear8bitLt", "FP8Linear")
-# For each class and its forward: why a layer of it does something else, or None; and the code that was probed.
-_known: dict[tuple[type, Any], tuple[str | None, Code]] = {}
+# For each class and its forward: why a layer of it does something else, or None.
+_known: dict[tuple[type, Any], str | None] = {}
 
 
 def is_four_bit(module: nn.Module) -> bool:
@@ -46,11 +45,8 @@ def why_not_packed(linear: Any) -> str | None:
     if key not in _known:
         if torch.compiler.is_compiling():
             return "was not there when lowtide.patch looked"
-        _known[key] = _why_not_kind(kind), Code((kind,), shallow=(sys.modules["bitsandbytes"].matmul_4bit,))
-    why_not, code = _known[key]
-    if why_not is None and code.exchanged() is not None:
-        return f"runs code that was replaced since lowtide looked at it ({code.exchanged()})"
-    return _why_not_weight(linear) if why_not is None else why_not
+        _known[key] = _why_not_kind(kind)
+    return _known[key] or _why_not_weight(linear)
 
 
 def _why_not_weight(linear: Any) -> str | None:

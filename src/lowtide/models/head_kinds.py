@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lowtide.arguments import is_dtensor, operand_dtype
 from lowtide.distributed.zero import gather_for, is_partitioned
@@ -25,7 +25,6 @@ from lowtide.models.head_call import Forward, HeadCall
 from lowtide.models.parallel_style import Style, is_sharded_along, style_aside, style_of, why_not_agreed
 from lowtide.models.report import PatchReport
 from lowtide.models.steps import Step, rows_of
-from lowtide.models.stock_functions import original
 
 # h [..., r], B [V, r], a bias [V] or None, and s.
 AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
@@ -165,9 +164,6 @@ class LayerHeadCall(HeadCall):
         return rows_of(hidden, steps), weight, bias, {"adapters": low_rank} if low_rank else {}
 
 
-plain_cross_entropy: Any = original(F.cross_entropy)
-
-
 def adapted_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -248,7 +244,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         weight = options["weight"]
-        loss: Tensor = plain_cross_entropy(
+        loss: Tensor = cross_entropy(
             logits,
             target,
             None if weight is None else weight.to(logits.dtype),

@@ -14,7 +14,7 @@ from lowtide.swap import child_class
 # The mark of a class that patch made: what it is a child of; and the part of the model that it was made for.
 BASE = "_lowtide_base"
 PART = "_lowtide_part"
-PROBED = "_lowtide_probed"  # of a part that was probed: the code that the probe has seen, a `ProbedCode`
+PROBED = "_lowtide_probed"  # of a part that was probed: the forward that the probe has run, a `StockForward`
 
 # Makes the overrides of a child from its base and further arguments; a function that its module holds by name.
 Overrides = Callable[..., dict[str, Any]]
@@ -29,7 +29,7 @@ def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashab
     assign.__class__ = child_class(stock_class(module), _Attributes(part, overrides, args), BASE)
     probed: Any = vars(type(module)).get(PROBED)
     if probed is not None:
-        probed.look()
+        probed.record()
 
 
 def with_forward(base: Any, forward: Callable[..., Any], **others: Any) -> dict[str, Any]:

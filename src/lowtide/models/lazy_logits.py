@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,10 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError, message
-from lowtide.models.lazy_operations import COMMUTATIVE
-from lowtide.models.lazy_operations import OPERATIONS as _OPERATIONS
+from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
 from lowtide.models.recorded_logits import RecordedLogits, too_late
-from lowtide.models.stock_functions import asking, original
 
 # These hook and read a module's outputs for the gradients of parameters, and do the same with the loss.
 _DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.", "deepspeed.")
@@ -130,7 +129,7 @@ class LazyLogits(RecordedLogits):
                 "logits: expected a tensor with memory in torch.jit.trace, got logits of a patched model that were not "
                 "built. Pass logits.clone(), made before."
             )
-        func, kwargs = asking(func), kwargs or {}
+        kwargs = kwargs or {}
         lazies = _found(args, kwargs)
         if any(lazy.detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
             args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
@@ -158,6 +157,7 @@ class LazyLogits(RecordedLogits):
                     result = _operate(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
+        _check_is_torchs(func)
         return func(*_real(args, func), **_real(kwargs, func))
 
     @classmethod
@@ -237,6 +237,19 @@ def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         lazy.call.hooked |= func in _GRADIENT_HOOKS
 
 
+def _check_is_torchs(func: Any) -> None:
+    """Check that a function is PyTorch's own: one that a user put in its place is running, and would run again.
+
+    Raises:
+        UnsupportedError: It is not.
+    """
+    if type(func) is FunctionType and not func.__globals__.get("__name__", "").startswith("torch."):
+        raise UnsupportedError(
+            f"logits: expected a function of PyTorch, got {func.__qualname__} of {func.__module__}, which was put in "
+            "the place of one. Replace it before lowtide.patch, or pass logits.clone()."
+        )
+
+
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of the lazy version of ``func``, NotImplemented if it needs the real logits."""
     operation = OPERATIONS[func]
@@ -263,8 +276,6 @@ def _is_distributed(args: tuple[Any, ...]) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(_DISTRIBUTED)
 
 
-OPERATIONS = {original(function): operation for function, operation in _OPERATIONS.items()}
-
 _OF_DTENSOR = frozenset(("device_mesh", "placements", "to_local", "full_tensor", "redistribute"))
 
 _METADATA: frozenset[Any] = frozenset(
@@ -283,7 +294,7 @@ _METADATA: frozenset[Any] = frozenset(
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
-_GRADIENT_HOOKS: frozenset[Any] = frozenset(map(original, [Tensor.register_hook, Tensor.retain_grad]))
+_GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
 _DETACH: frozenset[Any] = frozenset([Tensor.detach, torch.detach])
-_GRAD: Any = original(torch.autograd.grad)
-_GRADIENTS: frozenset[Any] = frozenset([_GRAD, original(torch.autograd.backward)])
+_GRAD: Any = torch.autograd.grad
+_GRADIENTS: frozenset[Any] = frozenset([_GRAD, torch.autograd.backward])

@@ -259,39 +259,49 @@ def _named(*names: str) -> list[Callable[..., Any]]:
     return [getattr(owner, name) for owner in (Tensor, torch) for name in names if hasattr(owner, name)]
 
 
-_MUL, _ADD = _named("mul", "multiply", "__mul__", "__rmul__"), _named("add", "__add__", "__radd__")
-_RESHAPES: tuple[Any, ...] = (*_named("reshape", "flatten", "squeeze", "unsqueeze"), Tensor.view, Tensor.unflatten)
-COMMUTATIVE = frozenset((*_MUL, *_ADD))
+OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+COMMUTATIVE: set[Callable[..., Any]] = set()
 
-OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **dict.fromkeys(_MUL, _scaled(TensorBase.mul)),
-    **dict.fromkeys(_named("div", "divide", "true_divide", "__truediv__"), _scaled(TensorBase.div)),
-    **dict.fromkeys(_ADD, _add),
-    **dict.fromkeys(_named("tanh"), _unary(TensorBase.tanh)),
-    **dict.fromkeys(_named("neg", "negative", "__neg__"), _unary(TensorBase.neg)),
-    **dict.fromkeys(_named("log_softmax"), _log_softmax),
-    F.log_softmax: _log_softmax_function,
-    Tensor.float: functools.partial(_to, dtype=torch.float32),
-    Tensor.double: functools.partial(_to, dtype=torch.float64),
-    Tensor.half: functools.partial(_to, dtype=torch.float16),
-    Tensor.bfloat16: functools.partial(_to, dtype=torch.bfloat16),
-    Tensor.to: _to,
-    Tensor.cpu: _cpu,
-    Tensor.contiguous: _contiguous,
-    **dict.fromkeys(_named("clone"), _clone),
-    **dict.fromkeys(_named("detach"), _unary(TensorBase.detach, view=True)),
-    Tensor.__getitem__: _getitem,
-    **{function: _reshaped(function) for function in _RESHAPES},
-    **dict.fromkeys(_named("transpose", "swapaxes"), _transpose),
-    **dict.fromkeys(_named("permute"), _permute),
-    **dict.fromkeys(_named("unbind"), _unbind),
-    **dict.fromkeys(_named("chunk"), _chunk),
-    **dict.fromkeys(_named("split"), _split),
-    Tensor.expand: _expand,
-    F.cross_entropy: cross_entropy,
-    F.nll_loss: nll_loss,
-    **dict.fromkeys(_named("gather"), gather),
-    **dict.fromkeys(_named("sum"), row_sum),
-    **dict.fromkeys(_named("logsumexp"), logsumexp),
-    **dict.fromkeys(_named("argmax"), argmax),
-}
+
+def look_up() -> None:
+    """Look the functions up that PyTorch has now: one that a user replaced passes what stands in its place."""
+    mul, add = _named("mul", "multiply", "__mul__", "__rmul__"), _named("add", "__add__", "__radd__")
+    reshapes: tuple[Any, ...] = (*_named("reshape", "flatten", "squeeze", "unsqueeze"), Tensor.view, Tensor.unflatten)
+    COMMUTATIVE.update(mul, add)
+    OPERATIONS.update(
+        {
+            **dict.fromkeys(mul, _scaled(TensorBase.mul)),
+            **dict.fromkeys(_named("div", "divide", "true_divide", "__truediv__"), _scaled(TensorBase.div)),
+            **dict.fromkeys(add, _add),
+            **dict.fromkeys(_named("tanh"), _unary(TensorBase.tanh)),
+            **dict.fromkeys(_named("neg", "negative", "__neg__"), _unary(TensorBase.neg)),
+            **dict.fromkeys(_named("log_softmax"), _log_softmax),
+            F.log_softmax: _log_softmax_function,
+            Tensor.float: functools.partial(_to, dtype=torch.float32),
+            Tensor.double: functools.partial(_to, dtype=torch.float64),
+            Tensor.half: functools.partial(_to, dtype=torch.float16),
+            Tensor.bfloat16: functools.partial(_to, dtype=torch.bfloat16),
+            Tensor.to: _to,
+            Tensor.cpu: _cpu,
+            Tensor.contiguous: _contiguous,
+            **dict.fromkeys(_named("clone"), _clone),
+            **dict.fromkeys(_named("detach"), _unary(TensorBase.detach, view=True)),
+            Tensor.__getitem__: _getitem,
+            **{function: _reshaped(function) for function in reshapes},
+            **dict.fromkeys(_named("transpose", "swapaxes"), _transpose),
+            **dict.fromkeys(_named("permute"), _permute),
+            **dict.fromkeys(_named("unbind"), _unbind),
+            **dict.fromkeys(_named("chunk"), _chunk),
+            **dict.fromkeys(_named("split"), _split),
+            Tensor.expand: _expand,
+            F.cross_entropy: cross_entropy,
+            F.nll_loss: nll_loss,
+            **dict.fromkeys(_named("gather"), gather),
+            **dict.fromkeys(_named("sum"), row_sum),
+            **dict.fromkeys(_named("logsumexp"), logsumexp),
+            **dict.fromkeys(_named("argmax"), argmax),
+        }
+    )
+
+
+look_up()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C import TensorBase
 
@@ -18,7 +19,7 @@ from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.models.head_kinds import adapted_cross_entropy, plain_cross_entropy
+from lowtide.models.head_kinds import adapted_cross_entropy
 from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.row_scores import (
     UNFOLDED,
@@ -73,7 +74,7 @@ def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
             return result if reduction != "none" else result.reshape(target.shape)
 
         result: Tensor = input.call.without_logits(steps, folded, loss)
-        result = result.to(gives(input, lambda z: plain_cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
+        result = result.to(gives(input, lambda z: F.cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
         if each and not is_dtensor(result):
             classes = target.where(target != ignore_index, NO_CLASS)
             input.call.returned.add(steps, classes[..., None], result[..., None], sign=-1)

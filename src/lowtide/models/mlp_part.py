@@ -77,13 +77,13 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str, tuple[type,
     if mesh is not None:
         with_what = ", each rank with its part of them, unless one has hooks there"
     types = tuple(map(type, others))
-    found = probe.settings_of((module, *others), probe.code_of((base, *types)))
+    settings = probe.settings_of((module, *others))
     kinds = sorted({kind_of(layer.base) for layer in layers if layer.four_bit})
     if kinds:
         with_what += f", {' and '.join(kinds)} weights dequantised for one GEMM at a time"
     kept = f"gate and up, one projection ({joined})" if joined else "gate and up"
     what = f"runs as lowtide.swiglu_mlp ({activation}), which keeps {kept}{with_what}"
-    return what, (activation, joined, types, found)
+    return what, (activation, joined, types, settings)
 
 
 def _names(mlp: nn.Module) -> tuple[str, ...]:
@@ -163,9 +163,10 @@ def overrides(
     ``other_types`` are the classes of the children beside the projections, and ``found`` the settings of the MLP and of
     these children.
     """
-    args = (activation, joined, other_types, found)
-    confirm = lambda mlp: find(mlp, base)[1:] == (args,)  # noqa: E731
-    probed = probe.ProbedCode(base, lambda: probe.code_of((base, *other_types), found), found, confirm)
+    probed = probe.StockForward(base)
+
+    def is_changed(mlp: nn.Module, others: tuple[nn.Module, ...]) -> bool:
+        return probed.is_replaced() or probe.have_changed((mlp, *others), found)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = len(args) == 1 and not kwargs
@@ -174,7 +175,7 @@ def overrides(
         # Checked before all that follows, which takes as long as the MLP of a token.
         if level is None or (has_nothing_to_save(args[0]) and not (_drops(self) or gathers_for(self))):
             return base.forward(self, *args, **kwargs)
-        layers, mesh = _projections(self, args[0], other_types, probed)
+        layers, mesh = _projections(self, args[0], other_types, is_changed)
         tile: int | None = getattr(self, TILE, None)
         if layers is None:
             return base.forward(self, *args, **kwargs)
@@ -215,7 +216,7 @@ def _may_drop(projection: nn.Module) -> bool:
 
 
 def _projections(
-    mlp: Any, x: Tensor, other_types: tuple[type, ...], probed: probe.ProbedCode
+    mlp: Any, x: Tensor, other_types: tuple[type, ...], is_changed: Callable[..., bool]
 ) -> tuple[tuple[AdaptedLinear, ...] | None, Any]:
     """Return the projections of a call that may run fused, else None; and their mesh if they are sharded over ranks."""
     others, layers = _others(mlp), _layers(mlp)
@@ -223,7 +224,7 @@ def _projections(
         return None, None
     if _are_plain(layers, others):
         parameters, packed = _parameters(layers), [layer.base.weight for layer in layers if layer.four_bit]
-        if probed.differs(mlp, others) or not is_ordinary((x,), parameters) or not all(map(is_here, packed)):
+        if is_changed(mlp, others) or not is_ordinary((x,), parameters) or not all(map(is_here, packed)):
             return None, None
         if not gather_for(mlp, (*parameters, *packed)):
             return None, None
@@ -235,7 +236,7 @@ def _projections(
     if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not _fits(x, layers):
         return None, None
     alone = are_plain_linears((), others) and not is_hooked(layers) and is_ordinary((x,), ())
-    alone = alone and not probed.differs(mlp, others)
+    alone = alone and not is_changed(mlp, others)
     why_not = why_not_agreed(mlp, mesh, x.device, None if alone else _HOOKED)
     return (layers, mesh) if why_not is None else (None, None)
 

@@ -53,8 +53,8 @@ def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str, probe.Sett
         if all(_computes(module, base, name, rounding, offset, *dtypes) for dtypes in probe.DTYPES):
             weight = "(1 + weight)" if offset else "weight"
             order = "before" if rounding == "before_weight" else "after"
-            found = probe.settings_of((module,), probe.code_of((base,)), but=name)
-            return f"runs as lowtide.layers.rms_norm, rounded {order} {weight}", (rounding, offset, name, found)
+            settings = probe.settings_of((module,), but=name)
+            return f"runs as lowtide.layers.rms_norm, rounded {order} {weight}", (rounding, offset, name, settings)
     return "it is not an RMS norm whose arithmetic is float32"
 
 
@@ -86,18 +86,16 @@ def _is_number(eps: object) -> bool:
     return type(eps) in (int, float) and 0 <= eps < math.inf  # type: ignore[operator]
 
 
-def overrides(base: Any, rounding: Any, offset: float, name: str, found: probe.Settings) -> dict[str, Any]:
-    """Return what a patched norm does differently from ``base``; ``found`` are its settings beside its epsilon."""
+def overrides(base: Any, rounding: Any, offset: float, name: str, settings: probe.Settings) -> dict[str, Any]:
+    """Return what a patched norm does differently from ``base``; ``settings`` are those beside its epsilon."""
     plus_one = offset == 1.0
-    args = (rounding, offset, name, found)
-    confirm = lambda norm: is_candidate(norm) and find(norm, base)[1:] == (args,)  # noqa: E731
-    probed = probe.ProbedCode(base, lambda: probe.code_of((base,), found), found, confirm, but=name)
+    probed = probe.StockForward(base)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or has_nothing_to_save(args[0]) or not _is_ours(self.weight, args[0]):
             return base.forward(self, *args, **kwargs)
         eps: Any = getattr(self, name)
-        if probed.differs(self) or not _is_number(eps):
+        if probed.is_replaced() or probe.have_changed((self,), settings) or not _is_number(eps):
             return base.forward(self, *args, **kwargs)
         # Written here: a number that layers share is a variable of the first one's checkpoint to compile(dynamic=True).
         added = 1.0 if plus_one else 0.0

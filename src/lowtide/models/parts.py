@@ -14,7 +14,6 @@ from torch import nn
 from lowtide.distributed.zero import forget
 from lowtide.models import experts_part, mlp_part, norm_part, rope_part
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, stock_class, take_class_back
-from lowtide.models.probe import report_to
 from lowtide.models.report import PartReport, PatchReport
 
 PARTS: dict[str, tuple[ModuleType, ...]] = {
@@ -45,7 +44,6 @@ def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
             continue
         what, args = found
         give_class(module, part, kind.overrides, *args)
-        report_to(module, report)
         for attribute, value in getattr(kind, "ATTRIBUTES", {}).items():
             vars(module).setdefault(attribute, value)
         rows.append(PartReport(part, name, what, patched=True))

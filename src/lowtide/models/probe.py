@@ -1,21 +1,20 @@
 """Probes: what a module computes, by running it on a few random rows beside a formula; and whether that still holds.
 
 The rows go through a twin: the module's own forward with small random weights on the CPU, so that a probe needs no real
-weights (they may be on no device yet, or on a full one) and takes a millisecond. Later calls compare the module's code
-and settings with those that were probed (`ProbedCode`).
+weights (they may be on no device yet, or on a full one) and takes a millisecond. Later calls compare the forward of the
+class (`StockForward`) and the module's settings with those that were probed.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.code import Code, functions_in, settings
-from lowtide.models.report import PatchReport
+from lowtide.models.instance import stock_class, undecorated
 
 # Small enough for an epsilon to matter, large enough for a clamp to; float16 holds a few times the largest.
 ROW_SCALES = (1e-3, 0.3, 1.0, 1.0, 40.0, 4000.0)
@@ -84,78 +83,70 @@ def agree(got: object, expected: Tensor, tolerance: float) -> bool:
     return is_like(got, expected) and bool(((got - expected).abs() <= tolerance * largest).all())
 
 
-# The report that lists why a module runs its stock code.
-_REPORTS: WeakKeyDictionary[nn.Module, "ref[PatchReport]"] = WeakKeyDictionary()
-
-Settings = tuple[tuple[tuple[str, Any], ...], ...]  # of a module, and of each child that it depends on
-
-
-def report_to(module: nn.Module, report: PatchReport) -> None:
-    """Have `ProbedCode` add to ``report`` what changed for ``module``."""
-    _REPORTS[module] = ref(report)
+# The plain attributes that the code of a module, and of each child that it depends on, reads.
+Settings = tuple[tuple[tuple[str, Any], ...], ...]
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, FunctionType, BuiltinFunctionType)
 
 
-def code_of(classes: Sequence[type], found: Settings = ()) -> Code:
-    """Return what modules of these classes run, and the functions among their settings."""
-    return Code(classes, functions_in(found))
+def settings_of(modules: Sequence[nn.Module], *, but: str = "", all_of: bool = False) -> Settings:
+    """Return the numbers, texts and functions among the attributes that the code of these modules reads.
+
+    ``but`` is an attribute that may change. ``all_of``: those too that only functions outside of the class read.
+    """
+    return tuple(
+        tuple(
+            (name, _comparable(vars(module)[name]))
+            for name in (sorted(vars(module)) if all_of else _names_read(stock_class(module)))
+            if name in vars(module)
+            and name not in ("training", but)
+            and isinstance(vars(module)[name], (*_PLAIN, functools.partial))
+        )
+        for module in modules
+    )
 
 
-def settings_of(modules: Sequence[nn.Module], code: Code, *, but: str = "") -> Settings:
-    """Return the attributes of each module that its code may read, except ``but``."""
-    names = sorted(code.names - {but})
-    return tuple(settings(module, names) for module in modules)
+def have_changed(modules: Sequence[nn.Module], settings: Settings) -> bool:
+    """Whether an attribute among the ``settings`` of these modules has another value now."""
+    for module, values in zip(modules, settings, strict=True):
+        for name, value in values:
+            if _comparable(getattr(module, name, None)) != value:
+                return True
+    return False
 
 
-class ProbedCode:
-    """The code and settings with which the modules of one fused class, a child of ``base``, were probed.
+def _comparable(value: Any) -> Any:
+    if isinstance(value, functools.partial):
+        return value.func, value.args, tuple(sorted(value.keywords.items()))
+    return value
 
-    ``look`` returns the current code; ``found`` are the settings of the probed module, None if they do not matter, and
-    ``but`` is an attribute that may change. ``confirm`` probes whether a module is what this class was made for: if the
-    class was made by reading a pickle, this process has not probed the code.
+
+def _names_read(kind: Any) -> list[str]:
+    """Return the names in the code of a class's forward, and of the methods that it calls."""
+    functions, names = [undecorated(kind.forward)], set[str]()
+    for function in functions:
+        new = set() if function is None else set(function.__code__.co_names) - names
+        names |= new
+        functions += [
+            undecorated(getattr(kind, name)) for name in new if not hasattr(nn.Module, name) and hasattr(kind, name)
+        ]
+    return sorted(names)
+
+
+class StockForward:
+    """The forward of a stock class as it was when a module of that class was patched last.
+
+    Code that is replaced later is compared no further than this: `lowtide.patch` again looks at it again.
     """
 
-    def __init__(
-        self,
-        base: Any,
-        look: Callable[[], Code],
-        found: Settings | None,
-        confirm: Callable[[Any], bool],
-        *,
-        but: str = "",
-    ) -> None:
-        self._base, self._look, self._found, self._confirm, self._but = base, look, found, confirm, but
-        self._code: Code | None = None
-        self._forward: Any = None
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        self.forward: Any = None
+        self.record()
 
-    def look(self) -> None:
-        """Record the current code as the probed one."""
-        if self._code is None or self._code.exchanged() is not None:
-            self._code = self._look()
-            self._forward = self._base.forward
-            self._names = tuple(sorted(self._code.names - {self._but}))
+    def record(self) -> None:
+        """Record the present forward as the one that was probed."""
+        self.forward = self._base.forward
 
-    def differs(self, module: nn.Module, children: Sequence[nn.Module] = ()) -> bool:
-        """Whether the stock code of ``module`` may compute something else now than the fused operation."""
-        if torch.compiler.is_compiling():
-            if self._code is None or self._code.exchanged() is not None:
-                return True
-            # The compiler guards these. It does not guard torch's own functions, in stock code neither.
-            return self._base.forward is not self._forward or self._set_differently(module)
-        if self._code is None and self._confirm(module):
-            self.look()
-        why = "code that was not probed" if self._code is None else self._code.exchanged()
-        if why is None and self._found is not None:
-            for one, found in zip((module, *children), self._found, strict=True):
-                if settings(one, self._names) != found:
-                    why = f"an attribute of {type(one).__name__}"
-        if why is None:
-            return False
-        report = _REPORTS.get(module, lambda: None)()
-        if report is not None:
-            report.note_exchanged(why)
-        return True
-
-    def _set_differently(self, module: Any) -> bool:
-        """Whether a number among the module's settings has changed; the compiler guards these reads."""
-        numbers = [pair for pair in (self._found[0] if self._found else ()) if isinstance(pair[1], bool | int | float)]
-        return any(getattr(module, name, None) != value for name, value in numbers)
+    def is_replaced(self) -> bool:
+        """Whether another forward was set on the class since."""
+        return self._base.forward is not self.forward

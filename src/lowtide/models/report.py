@@ -43,8 +43,6 @@ class PatchReport:
         calls_fused: Calls of the output layer whose loss, or scores, were computed without logits.
         calls_materialised: Calls of the output layer whose logits were built after all.
         why_materialised: How often each reason for building them came up.
-        exchanged: Functions, forwards and settings that changed after `patch`, each once: modules that use them run
-            the stock code.
 
     Example:
         >>> report = lowtide.patch(model)
@@ -58,7 +56,6 @@ class PatchReport:
     calls_fused: int = 0
     calls_materialised: int = 0
     why_materialised: dict[str, int] = field(default_factory=dict)
-    exchanged: list[str] = field(default_factory=list)
 
     def add(self, part: str, module: str, outcome: str, *, patched: bool) -> None:
         """Put the line of ``part`` in, in place of what it may have had."""
@@ -86,11 +83,6 @@ class PatchReport:
         self.calls_materialised += 1
         self.why_materialised[why] = self.why_materialised.get(why, 0) + 1
 
-    def note_exchanged(self, what: str) -> None:
-        """Record that modules run their own code, because ``what`` changed."""
-        if what not in self.exchanged:
-            self.exchanged.append(what)
-
     def __str__(self) -> str:
         header = ("part", "module", "what was done, or why not")
         lines = [line for row in self.parts.values() for line in (row, *row.more)]
@@ -101,7 +93,6 @@ class PatchReport:
         text.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
         text.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
         text += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
-        text += [f"replaced since, and modules that use it run the stock code: {what}" for what in self.exchanged]
         return "\n".join(text)
 
 

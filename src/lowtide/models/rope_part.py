@@ -2,8 +2,8 @@
 
 An attention is a module whose forward uses global functions with "rotary" in their names, such as
 ``apply_rotary_pos_emb``; a probe calls each to find what it computes and how it takes its arguments. The patched
-attention has the same code with globals of its own, in which these names are our functions. These globals are a copy:
-after a name that the code uses has got another value, the stock code runs.
+attention has the same code with globals of its own, in which these names are our functions. These globals are a copy,
+made when a module of the class is patched.
 """
 
 import dis
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowtide.code import Code, names_of
 from lowtide.layers import rotary
 from lowtide.layers.pairs import PAIRS
 from lowtide.layers.rope import checked_rotary, why_not_rotary
@@ -31,7 +30,7 @@ from lowtide.models.instance import (
     why_not_forward,
     with_forward,
 )
-from lowtide.models.probe import DTYPES, ProbedCode, is_like, outcome, random
+from lowtide.models.probe import DTYPES, StockForward, is_like, outcome, random
 
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
 _WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -79,7 +78,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[_Forms]] | str:
         return why_not
     if forward is None or not _rotations(forward):
         return "its forward is wrapped in another function"
-    if "globals" in names_of(forward.__code__) or any(i.opname in _WRITES for i in dis.get_instructions(forward)):
+    if "globals" in forward.__code__.co_names or any(i.opname in _WRITES for i in dis.get_instructions(forward)):
         return "its forward writes to globals of its module"
     forms = {name: _form_of(stock) for name, stock in _rotations(forward).items()}
     found = tuple((name, form) for name, form in forms.items() if form is not None)
@@ -172,34 +171,36 @@ def _results(order: tuple[str, ...], layout: int, args: Any, rotated: tuple[Tens
 
 def overrides(base: Any, forms: _Forms) -> dict[str, Any]:
     """Return what a patched attention does differently from ``base``: the same code, other globals."""
-    rotating = _rotating(base.forward, forms)
-
-    def look() -> Code:
-        nonlocal rotating
-        rotating = _rotating(base.forward, forms)
-        stock: Any = undecorated(base.forward)
-        turns = [stock.__globals__[name] for name, _ in forms]
-        return Code((), functions=turns, shallow=(stock,), attributes=((base, "forward"),))
-
-    probed = ProbedCode(base, look, None, lambda attention: find(attention, base)[1:] == ((forms,),))
+    probed = _Rotating(base, forms)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if probed.differs(self):
+        if probed.is_replaced():
             return base.forward(self, *args, **kwargs)
-        return rotating(self, *args, **kwargs)
+        return probed.rotating(self, *args, **kwargs)
 
     return with_forward(base, forward, **{PROBED: probed})
 
 
-def _rotating(forward: Any, forms: _Forms) -> Any:
-    """Return an attention's forward with our rotations among its globals."""
-    stock = undecorated(forward)
-    if stock is None:
-        return forward
-    # Without the module's name torch.compile looks names up here, and not in the module.
-    own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
-    own |= {name: _rotation(own[name], *form) for name, form in forms}
-    return redecorated(forward, copied(stock, own, stock.__closure__))
+class _Rotating(StockForward):
+    """The forward of an attention's class, and the same code with our rotations among its globals."""
+
+    def __init__(self, base: Any, forms: _Forms) -> None:
+        self._forms = forms
+        self._globals: dict[str, Any] = {}
+        super().__init__(base)
+
+    def record(self) -> None:
+        """Make the rotating forward, anew if a global that the code reads has another value."""
+        stock = undecorated(self._base.forward)
+        assert stock is not None
+        read = {name: stock.__globals__[name] for name in stock.__code__.co_names if name in stock.__globals__}
+        if self.is_replaced() or any(self._globals.get(name) is not value for name, value in read.items()):
+            super().record()
+            self._globals = read
+            # Without the module's name torch.compile looks names up here, and not in the module.
+            own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
+            own |= {name: _rotation(own[name], *form) for name, form in self._forms}
+            self.rotating = redecorated(self.forward, copied(stock, own, stock.__closure__))
 
 
 def _rotation(
