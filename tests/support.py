@@ -270,25 +270,3 @@ def mask_of_ids(ids: Tensor, V: int) -> Tensor:
     """Return which of V classes are among ids [..., K], of which -1 is none."""
     mask = torch.zeros(*ids.shape[:-1], V + 1, dtype=torch.bool, device=ids.device)
     return mask.scatter_(-1, torch.where(ids < 0, V, ids), True)[..., :V]
-
-
-def split_float32(patched: pytest.MonkeyPatch, n: int) -> None:
-    """Have float32 operands split into so many bfloat16 pieces, as on a GPU."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("lowtide.head")]:
-        if hasattr(module, "float32_pieces"):
-            patched.setattr(module, "float32_pieces", lambda *_: n)
-
-
-def recorded_heads(patched: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that gets the head of each call, as its operator gets it."""
-    from lowtide.head import nodes
-
-    found: list[Any] = []
-    known = nodes.with_known_numbers
-
-    def record(head: Any) -> Any:
-        found.append(known(head))
-        return found[-1]
-
-    patched.setattr(nodes, "with_known_numbers", record)
-    return found

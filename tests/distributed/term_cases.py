@@ -44,8 +44,6 @@ def the_term_of_the_page() -> None:
         skip_unbiased=False,
         skip_seed=0,
         order=0,
-        bf16_input=False,
-        bf16_weight=False,
         ranks=Ranks(shard, (N,), x.device, None, None, trained=True),
     )
     rows, plan = Rows(tokens=N), plan_head(N, D, shard.most_rows, x.dtype, x.device, head.options)

@@ -132,15 +132,13 @@ def linear_apply(
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
     index = None if mask is None else _places(mask, head.input.device)
     n, V, device_bytes = leading.numel() if index is None else index.numel(), ranks.vocab, None
-    capability: tuple[int, int] | None = None
     if isinstance(ranks, Ranks):  # the same plan on each, made for the largest shard: a shard's logits, sent, received
         V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes
-        capability = None if ranks.limits.splits else (0, 0)  # one rank's GPU does not split float32, so none does
         n = ranks.slots if ranks.spread else n
     weight = head.weight_VD
     plan = plan_head(
         n, weight.shape[1], V, head.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
-        weight_frozen=head.frozen, function=True, device_bytes=device_bytes, capability=capability,
+        weight_frozen=head.frozen, function=True, device_bytes=device_bytes,
     )  # fmt: skip
     rest = pytree.tree_map_only(Tensor, lambda _: _TENSOR, params)
 

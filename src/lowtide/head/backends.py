@@ -1,7 +1,5 @@
 """Which implementation of the head runs, and why: pure functions of devices, dtypes and sizes."""
 
-from typing import Any
-
 import torch
 
 from lowtide.errors import UnsupportedError, message
@@ -10,9 +8,6 @@ from lowtide.kernel_launch import why_no_triton
 
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
-SPLITTING = ((8, 0), (9, 0), (10, 0), (10, 3))  # six bfloat16 GEMMs take less time there than a float32 one
-# By `_matmul_precision`: the bfloat16 pieces of a float32 operand.
-PIECES = {"highest": 3, "high": 2, "medium": 1}
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may contain them are recomputed
 NOT_ON_EVERY_RANK = "its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on every rank"
@@ -109,29 +104,6 @@ def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool 
     return reason or ("its kernels read a teacher's whole logits, and its top k is given" if topk else None)
 
 
-def splits_float32(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
-    """Return whether float32 GEMMs are computed as bfloat16 GEMMs of pieces: on GPUs where that is faster."""
-    return device.type == "cuda" and torch.version.hip is None and (capability or _capability(device)) in SPLITTING
-
-
-def float32_pieces(device: torch.device, capability: tuple[int, int] | None = None) -> int:
-    """Return how many bfloat16 pieces a float32 operand has, as PyTorch's setting says; 0: its GEMMs are float32's."""
-    if not splits_float32(device, capability):
-        return 0
-    return PIECES[_matmul_precision()]
-
-
 def _capability(device: torch.device) -> tuple[int, int]:
     """Return the GPU's compute capability; without one, that of the GPU being planned for: Hopper."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
-
-
-def _matmul_precision() -> str:
-    """Return PyTorch's setting for float32 GEMMs on NVIDIA GPUs: "highest", "high" or "medium"."""
-    cuda: Any = torch.backends.cuda.matmul
-    if cuda.fp32_precision != "tf32":
-        return "highest"
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # this backend alone was set
-        return "high"

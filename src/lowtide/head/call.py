@@ -65,8 +65,6 @@ class Head(NamedTuple):
     skip_unbiased: bool
     skip_seed: int
     order: int  # the number of a `VocabularyOrder` whose tiles are skipped, or negative: watched; 0: none
-    bf16_input: bool  # whether float32 hidden states are known to hold bfloat16 numbers
-    bf16_weight: bool
     ranks: Ranks | Alone  # which share the classes
 
     @property
@@ -159,7 +157,7 @@ def checked_call(
     asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0
     asked = *asked, options.skip_unbiased, options.skip_seed, 0
     softcap = check_softcap("softcap", softcap)
-    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, False, False, ranks), ranks, options
+    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
 
 
 def check_skip(function: str, ranks: Ranks | Alone) -> None:

@@ -88,8 +88,8 @@ def linear_cross_entropy(
     Note:
         Ignored tokens are dropped before any GEMM on the CPU. On Hopper in bfloat16 the kernels end before them; on
         other devices they are computed and discarded, unless `HeadOptions.ignored_tokens` says otherwise. Results are
-        bitwise the same from run to run. Of float32 inputs the GEMMs on data-center GPUs are bfloat16 GEMMs of pieces,
-        as exact as `torch.set_float32_matmul_precision` says, and of casts of bfloat16 tensors bfloat16's own.
+        bitwise the same from run to run. Of float32 inputs the GEMMs are PyTorch's, as exact as
+        `torch.set_float32_matmul_precision` says.
 
     Example:
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)

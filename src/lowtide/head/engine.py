@@ -13,7 +13,6 @@ from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
 from lowtide.head.lengths import padded
 from lowtide.head.matmul import matmul_into, narrow_in_place, narrow_view, slices
-from lowtide.head.pieces import Places, multiply_into, places_of, side_by_side
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows, take_rows
 
@@ -98,8 +97,7 @@ class Chunks:
         # of other strides mm would copy it once a chunk
         weight_VD = head.weight_VD if 1 in head.weight_VD.stride() else head.weight_VD.contiguous()
         self.weight_VD = self._weight_of_logits = weight_VD.to(head.dtype) if whole else weight_VD
-        cast_rows = 0 if plan.pieces else plan.block_rows
-        self._block = weight_VD.new_empty(cast_rows * weight_VD.shape[1], dtype=head.wide)
+        self._block = weight_VD.new_empty(plan.block_rows * weight_VD.shape[1], dtype=head.wide)
         self._bias_V, self._unit = None if terms.raw else head.bias_V, weight_VD.new_empty(0)
         if plan.bias_column and self._bias_V is not None:
             self._take_bias(self._bias_V.to(head.dtype))
@@ -138,11 +136,6 @@ class Chunks:
         for part in slices(len(self.weight_VD), self.plan.block_rows):
             yield part, self._wide_rows(part).copy_(self.weight_VD[part].to(self.head.dtype))
 
-    def _places(self, left: bool, right: bool) -> Places:
-        """Return the places of both operands' pieces; whether each is known to hold bfloat16 numbers."""
-        n = self.plan.pieces
-        return places_of(n, 1 if left else n, 1 if right else n)
-
     def _wide_rows(self, part: slice) -> Tensor:
         rows, D = part.stop - part.start, self.weight_VD.shape[1]
         return self._block[: rows * D].view(rows, D)
@@ -161,11 +154,6 @@ class Chunks:
             wide_x = x_CD.to(head.wide)
             for part, w in self._blocks():
                 matmul_into(wide_x, w.T, z_V[:, part], add=bias_first)
-        elif self.plan.pieces:
-            places = self._places(head.bf16_input, head.bf16_weight)
-            x = side_by_side(x_CD, places.left, 1)
-            for part in slices(V, self.plan.block_rows):
-                multiply_into(x, self.weight_VD[part].T, z_V[:, part], places, add=bias_first)
         else:
             matmul_into(x_CD, self._weight_of_logits.T, z_V, add=bias_first)
         if bias_V is not None and not bias_first:
@@ -248,10 +236,6 @@ class Chunks:
             product.zero_()
             for part, w in self._blocks():
                 product.addmm_(g_CV[:, part], w)
-        elif self.plan.pieces:
-            places = self._places(False, self.head.bf16_weight)
-            for part in list(slices(len(self.weight_VD), self.plan.block_rows)) or [slice(0, 0)]:
-                multiply_into(g_CV[:, part], self.weight_VD[part], product, places, add=part.start > 0)
         elif g_CV.is_cuda or g_CV.dtype == wide:
             matmul_into(g_CV, self.weight_VD, product, add=False)
         else:  # on a CPU products are no wider than their operands
@@ -264,12 +248,6 @@ class Chunks:
     def weight_grad(self, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
         """Add ``g.T @ (factor * x)`` to ``total_VD``, which holds nothing yet where ``first`` is True."""
         x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
-        if self.plan.pieces:
-            places = self._places(False, self.head.bf16_input and factor_C is None)
-            x = side_by_side(x, places.right, 0)
-            for part in slices(len(total_VD), self.plan.block_rows):
-                multiply_into(g_CV[:, part].T, x, total_VD[part], places, add=not first)
-            return
         if total_VD.dtype == g_CV.dtype or (g_CV.is_cuda and total_VD.dtype == self.head.wide):
             matmul_into(g_CV.T, x, total_VD, add=not first)
             return

@@ -21,12 +21,10 @@ from lowtide.graph import (
     tensor_fields,
     undisturbed,
 )
-from lowtide.head.backends import float32_pieces
-from lowtide.head.call import Head, SupportArgs, Wanted
+from lowtide.head.call import Head, Wanted
 from lowtide.head.choice import check_backend
 from lowtide.head.gradients import Gradients
 from lowtide.head.ignored import decided, kept_tokens
-from lowtide.head.pieces import is_cast
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.skipping import skipping
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
@@ -100,7 +98,6 @@ class Function:
         With ``recompute`` backward recomputes the logits, else forward stores the gradients. Exchanges between ranks
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
-        head = head if isinstance(args, SupportArgs) else with_known_numbers(head)
         check_backend(head, args)
         if (head.skip or not head.ranks.alone) and torch.compiler.is_compiling():
             return exchanges_between_ranks_run_in_eager(self._connected, head, args, recompute)
@@ -153,22 +150,6 @@ class Function:
         head, args, wanted = self._split(fields)
         own = head_flop(head.input, head.weight_VD, wanted) if self.flop is None else self.flop(head, args, wanted)
         return own + self.beside(args)
-
-
-def with_known_numbers(head: Head) -> Head:
-    """Return a float32 head with what is known of its operands: which are casts of bfloat16 tensors.
-
-    Where they all are, its GEMMs' operands are bfloat16, as under autocast: casting back loses nothing.
-    """
-    x, w, b = head[:3]
-    if head.dtype != torch.float32 or not head.ranks.alone or torch.compiler.is_compiling():
-        return head
-    if not float32_pieces(x.device):
-        return head
-    of_input, of_weight = is_cast(x), is_cast(w)
-    if of_input and of_weight and (b is None or is_cast(b)):
-        return head._replace(dtype=torch.bfloat16)
-    return head._replace(bf16_input=of_input, bf16_weight=of_weight)
 
 
 def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ()) -> int:

@@ -12,13 +12,12 @@ import torch
 
 from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.backends import choose, float32_pieces, skips_ignored, why_not_exp, why_not_row
+from lowtide.head.backends import choose, skips_ignored, why_not_exp, why_not_row
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.choice import Args, choose_backend, choose_gradient, skips_tokens
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.head.pieces import most_places
 from lowtide.head.planner import (
     MIB,
     STATS_BYTES_PER_TARGET,
@@ -29,7 +28,7 @@ from lowtide.head.planner import (
     cut,
     gemms_of,
 )
-from lowtide.head.ranks.parallel import Alone, Ranks
+from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import input_is_copied
 
 
@@ -49,11 +48,10 @@ class HeadPlan:
         accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower.
         cast_bytes: The weight's low-precision copy under autocast.
         logits_gemm: How the logits are computed: ``"same"`` (operands and result share a dtype), ``"out_dtype"``
-            (narrow operands, float32 result, on the device), ``"blocks"`` (a block of the weight at a time is cast),
-            ``"pieces"`` (float32 operands are sums of bfloat16 ones: see ``pieces``).
+            (narrow operands, float32 result, on the device), ``"blocks"`` (a block of the weight at a time is cast).
         backward_gemm: The same for the two gradient GEMMs; ``"narrow"`` casts the logits' gradient to the operands'
             dtype instead.
-        block_rows: Rows of the weight cast, or split, at a time (0: none are).
+        block_rows: Rows of the weight cast at a time (0: none are).
         columns: Width of the blocks in which a chunk's logits are turned into their gradient.
         note: What else the reader should know, such as a workspace that was too small; empty if nothing.
         schedule: ``"chunks"``: a chunk's logits (or exponentials) over the whole vocabulary at once. ``"blocks"``, on
@@ -65,8 +63,6 @@ class HeadPlan:
         bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
         kept: Whether the gradients skip tiles of the softmax, as ``HeadOptions(skip=...)`` asks: in a copy of the
             weight, which is in the scratch.
-        pieces: bfloat16 numbers that a float32 one is split into for the GEMMs, ``block_rows`` of the weight at a time;
-            0: they run in the operands' dtype.
     """
 
     backend: str
@@ -79,8 +75,8 @@ class HeadPlan:
     scratch_bytes: int
     accumulator_bytes: int
     cast_bytes: int
-    logits_gemm: Literal["same", "out_dtype", "blocks", "pieces"] = "out_dtype"
-    backward_gemm: Literal["same", "narrow", "blocks", "pieces"] = "narrow"
+    logits_gemm: Literal["same", "out_dtype", "blocks"] = "out_dtype"
+    backward_gemm: Literal["same", "narrow", "blocks"] = "narrow"
     block_rows: int = 0
     columns: int = 0
     note: str = ""
@@ -91,7 +87,6 @@ class HeadPlan:
     piece_rows: int = 0
     bias_column: bool = False
     kept: bool = False
-    pieces: int = 0
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -106,11 +101,6 @@ class HeadPlan:
             f"scratch {self.scratch_bytes / MIB:.1f} MiB, accumulator {self.accumulator_bytes / MIB:.1f} MiB,"
             f" weight copy {self.cast_bytes / MIB:.1f} MiB",
         ]
-        if self.pieces:
-            lines.append(
-                f"float32 GEMMs as bfloat16 GEMMs: {most_places(self.pieces)} products of {self.pieces} pieces of each"
-                f" number, {self.block_rows} rows of the weight at a time"
-            )
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
         if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
@@ -213,10 +203,7 @@ def plan_head(
     ends_early = choice[0] == "exp" and skips_ignored(device, capability)
     kept = options.skip is not None and ends_early and not weight_frozen
     skips = ends_early and (kept or options.ignored_tokens == "skip")
-    pieces = float32_pieces(device, capability)
-    return plan_of(
-        work._replace(function=function, input_is_copied=input_is_copied, skips=skips, kept=kept, pieces=pieces)
-    )
+    return plan_of(work._replace(function=function, input_is_copied=input_is_copied, skips=skips, kept=kept))
 
 
 def plan_divergence(
@@ -278,7 +265,7 @@ def plan_divergence(
     choice = choose("divergence", options, row=why_not_row(device, dtype, V, topk=topk is not None))
     gradient = choose_gradient(options, reduction, weight_frozen, divergence=True)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient)
-    return plan_of(work._replace(teacher=(*of_teacher, teacher_dtype or dtype), pieces=float32_pieces(device)))
+    return plan_of(work._replace(teacher=(*of_teacher, teacher_dtype or dtype)))
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -330,6 +317,4 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "groups": ranks.groups}
     more |= {"input_is_copied": copied, "skips": skips_tokens(head, choice[0]), "kept": head.order > 0}
-    splits = not isinstance(ranks, Ranks) or ranks.limits.splits
-    more["pieces"] = float32_pieces(head.input.device) if splits else 0
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)

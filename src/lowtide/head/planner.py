@@ -14,7 +14,6 @@ import torch
 from lowtide.head.cost import HOPPER, Gpu, Schedule, gpu_of
 from lowtide.head.lengths import GPU_TILE, evenly, fitting_blocks, level, next_power, padded, tile_of, whole_tiles
 from lowtide.head.options import HeadOptions
-from lowtide.head.pieces import most_places
 
 MIB = 2**20
 When = Literal["forward", "recompute"]
@@ -22,7 +21,6 @@ When = Literal["forward", "recompute"]
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, valid mask and index: what is held for all N tokens, not a chunk's
 # The workspace, if the user sets no limit.
 CPU_WORKSPACE = 160 * MIB  # 256 rows of a vocabulary of 128K; with 128 rows a step takes 6% longer on two cores
-PIECES_WORKSPACE = 2048 * MIB  # PIECES_ROWS of float32 for a vocabulary of 200K, and the pieces
 GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
 MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
 GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
@@ -30,7 +28,6 @@ MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
 # Chunks of logits.
 FEWEST_CHUNKS = 12  # by default: a twelfth of the logits is small next to what else a step saves
 FEWEST_ROWS = 512  # fewer are not made for FEWEST_CHUNKS' sake: the weight is read, and its gradient added to, in each
-PIECES_ROWS = 2048  # nor where float32 is split, twice a chunk
 CPU_CHUNK_BYTES = 8 * MIB  # nor shorter chunks on a CPU, where each operator wakes all threads and waits for the last
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
@@ -83,7 +80,6 @@ class Work(NamedTuple):
     function: bool = False  # a user's function gets the logits
     teacher: tuple[int, int, torch.dtype] | None = None  # a second side's D, V and dtype; of its top k 0 and k
     values_only: bool = False  # no gradient is computed
-    pieces: int = 0  # bfloat16 ones of a float32 operand; 0: float32 GEMMs
     groups: int = 1  # ranks with tokens of their own; a chunk has at least one row of each
     # exponentials' own, beside what all take:
     input_is_copied: bool = False  # a chunk's hidden states are, for another dtype or layout
@@ -120,8 +116,6 @@ class Work(NamedTuple):
             most = EXP_BLOCK_WORKSPACE if self.gradient == "recompute" else MOST_FOR_EXP * self.gpu.memory
             return int(min(most, MOST_FOR_EXP * self.gpu.memory))
         most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if self.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-        if self.pieces and self.dtype == torch.float32 and not self.function:
-            most, share = PIECES_WORKSPACE, MOST_FOR_A_FUNCTION
         return min(most, int(self.gpu.memory * share))
 
     @property
@@ -165,10 +159,7 @@ def gemms_of(work: Work, *, of_teacher: bool = False) -> dict[str, Any]:
     D, V, dtype = work.teacher if of_teacher and work.teacher else (*work.size[1:], work.dtype)
     device, bf16, budget = work.device.type, dtype == torch.bfloat16, work.budget()
     logits, backward = "blocks", "blocks"
-    pieces = work.pieces if dtype == torch.float32 else 0
-    if pieces:
-        logits, backward = "pieces", "pieces"
-    elif dtype in (torch.float32, torch.float64):
+    if dtype in (torch.float32, torch.float64):
         logits, backward = "same", "same"
     elif work.choice[0] == "row":
         logits, backward = "out_dtype", "narrow"  # fp16 too: the kernel lifts its gradients to where fp16 is precise
@@ -177,13 +168,10 @@ def gemms_of(work: Work, *, of_teacher: bool = False) -> dict[str, Any]:
     elif device == "cpu" and bf16 and cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
         backward = "narrow"
     if of_teacher:
-        backward = logits if logits in ("blocks", "pieces") else "same"
-    of_number = 2 * most_places(pieces) if pieces else 4
-    fitting = max(1, min(V, MOST_BLOCK_ROWS, budget // BLOCK_SHARE // max(1, of_number * D)))
-    if pieces and fitting >= 8:
-        fitting -= fitting % 8  # blocks of logits begin at multiples of 16 bytes
-    block_rows = fitting if {"blocks", "pieces"} & {logits, backward} else 0
-    return {"logits_gemm": logits, "backward_gemm": backward, "block_rows": block_rows, "pieces": pieces}
+        backward = "blocks" if logits == "blocks" else "same"
+    fitting = max(1, min(V, MOST_BLOCK_ROWS, budget // BLOCK_SHARE // max(1, 4 * D)))
+    block_rows = fitting if "blocks" in (logits, backward) else 0
+    return {"logits_gemm": logits, "backward_gemm": backward, "block_rows": block_rows}
 
 
 @cache
@@ -199,14 +187,10 @@ def _cut_logits(work: Work) -> Cut:
     """Cut where a chunk's logits exist, and of two sides both."""
     (N, D, V), cpu, by_kernel = work.size, work.device.type == "cpu", work.choice[0] == "row"
     wide, narrow, budget, gemms = work.wide.itemsize, work.dtype.itemsize, work.budget(), gemms_of(work)
-    of_number = 2 * most_places(gemms["pieces"])  # bytes of its pieces
-    fixed = N * BYTES_PER_TOKEN + gemms["block_rows"] * D * (of_number or wide + narrow) + 16 * V
+    fixed = N * BYTES_PER_TOKEN + gemms["block_rows"] * D * (wide + narrow) + 16 * V
     row = wide * padded(V) + D * (2 * wide + narrow) + (D * narrow + 64 if by_kernel else 24 * wide)
-    row += of_number * (D + gemms["block_rows"])
     more: dict[str, Any] = {}
     least, most = (FUNCTION_ROWS[cpu], FUNCTION_CHUNKS[cpu]) if work.function else (FEWEST_ROWS, FEWEST_CHUNKS)
-    if gemms["pieces"] and not work.function:
-        least = PIECES_ROWS
     if cpu and not work.function:
         least = max(least, CPU_CHUNK_BYTES // (4 * max(1, V)))
     enough = max(least, -(-N // most)) if work.automatic else math.inf
@@ -246,9 +230,7 @@ def _bytes_of_teacher(work: Work) -> tuple[int, int]:
     (D, V, dtype), wide, of_student = work.teacher, work.wide.itemsize, padded(work.size[2])
     operands = D * (wide + dtype.itemsize)
     gemms = gemms_of(work, of_teacher=True)
-    of_number = 2 * most_places(gemms["pieces"])
-    fixed = gemms["block_rows"] * (D * of_number or operands) + 8 * V
-    operands += D * of_number
+    fixed = gemms["block_rows"] * operands + 8 * V
     if work.choice[0] == "row":
         return fixed, wide * padded(V) + operands + 16 * wide
     if D:

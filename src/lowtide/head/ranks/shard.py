@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_tensor, is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.backends import skips_ignored, splits_float32, why_not_exp
+from lowtide.head.backends import skips_ignored, why_not_exp
 from lowtide.head.ranks import exchange as exchange
 
 
@@ -23,7 +23,6 @@ class Limits(NamedTuple):
     gpu_bytes: int | None  # memory of the smallest GPU; None without GPUs
     exponentials: bool  # whether the kernels of "exp" run on each,
     skips: bool = False  # and those that end before ignored tokens
-    splits: bool = False  # whether float32 GEMMs are split into bfloat16 ones on each
 
 
 _KNOWN: "WeakKeyDictionary[Any, dict[str, Limits]]" = WeakKeyDictionary()  # a group's by its tensors' type of device
@@ -48,10 +47,10 @@ def _exchanged(numbers: list[int], group: Any, device: torch.device) -> list[lis
 def _limits_here(device: torch.device) -> tuple[int, ...]:
     """Return the bytes of this rank's GPU, 0 where there is none, and whether the kernels run on it: see `Limits`."""
     if device.type != "cuda":
-        return 0, 0, 0, 0
+        return 0, 0, 0
     runs = why_not_exp(device, torch.bfloat16, 8, 1) is None
     total = torch.cuda.get_device_properties(device).total_memory
-    return total, int(runs), int(skips_ignored(device)), int(splits_float32(device))
+    return total, int(runs), int(skips_ignored(device))
 
 
 @dataclass(frozen=True, kw_only=True)
