@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
 from lowtide.head.lengths import padded
-from lowtide.head.matmul import matmul_into, narrow_in_place, narrow_view, slices
+from lowtide.head.matmul import clear_beside, matmul_into, narrow_in_place, narrow_view, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows, take_rows
 
@@ -239,6 +239,7 @@ class Chunks:
         elif g_CV.is_cuda or g_CV.dtype == wide:
             matmul_into(g_CV, self.weight_VD, product, add=False)
         else:  # on a CPU products are no wider than their operands
+            clear_beside(g_CV)
             product = g_CV @ self.weight_VD
         if factor_C is not None:
             torch.mul(product, factor_C[:, None], out=out_CD)

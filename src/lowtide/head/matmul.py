@@ -35,6 +35,17 @@ def narrow_view(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.as_strided(wide_CV, (rows, length), (length, 1)).view(dtype)[:, :V]
 
 
+def clear_beside(g_CV: Tensor) -> None:
+    """Write 0 beside each row of a matrix whose rows have room there.
+
+    oneDNN's GEMMs for CPUs with AMX read rows of bfloat16 in steps of 64 bytes, and multiply what stands beside the row
+    by 0, which a NaN there survives.
+    """
+    (rows, V), length = g_CV.shape, g_CV.stride(0)
+    stop = min(-(-V // 32) * 32, length)
+    g_CV.as_strided((rows, max(0, stop - V)), (length, 1), g_CV.storage_offset() + V).zero_()
+
+
 def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
     wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
