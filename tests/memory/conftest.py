@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.memory import copies, weights
+from lowtide.memory import copies
 from lowtide.memory import optimizer_blocks as blocks
-from memory.frozen import adapted, inputs_trained
 from memory.models import SHAPE, VOCAB, LazySide, Plain
 
 
@@ -57,14 +56,3 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few states of the tests' models."""
     monkeypatch.setattr(blocks, "MIN_BYTES", 64)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 20_000)
-
-
-@pytest.fixture(params=["llama", "plain"])
-def frozen(request: pytest.FixtureRequest, llama: Callable[..., Any]) -> Any:
-    return adapted(llama()) if request.param == "llama" else inputs_trained(Plain())
-
-
-@pytest.fixture
-def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of any size are offloaded, but for those of norms."""
-    monkeypatch.setattr(weights, "MIN_BYTES", 128)

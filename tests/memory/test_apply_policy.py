@@ -10,21 +10,25 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, attention
 from lowtide.memory.offload import ON_DEVICE
+from lowtide.memory.policy import word_of
 from memory.models import (
     ALL,
     ATTENTION,
+    GROUPED,
     INPUT,
     OFFLOADED_ATTENTION,
     OFFLOADED_INPUT,
     RECOMPUTING,
     VOCAB,
     Flash,
+    Layer,
     LazySide,
     Plain,
     assert_as_stock,
@@ -131,7 +135,7 @@ def test_a_packages_operator_with_dropout_is_saved_and_moves_the_random_state(
     assert_as_stock(model, stock, ids, calls=5)
     assert side.copies == (3 * 3 if policy.offload else 0)  # input, output and mask, of three layers
     with monkeypatch.context() as broken:  # and the test would see it if it were not so
-        broken.setattr(attention, "_set_rng_state", lambda device, state: None)
+        broken.setattr(attention, "_has_dropout", lambda *_: False)
         got = step(model, ids)
     with pytest.raises(AssertionError):
         assert_same(got, step(stock, ids))
@@ -194,6 +198,62 @@ def doubled_later() -> Callable[[Any, Tensor, Tensor, Tensor], Tensor]:
         return stock(q, k, v) if len(calls) == 1 else stock(stock(q, k, v), k, v)
 
     return attend
+
+
+class Looks(Layer):
+    """Does something else where gradients are recorded, and watches some of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y = y + 0.3 * torch.randn_like(y) * torch.is_grad_enabled()
+            y.register_hook(lambda gradient: gradient * 0.9)
+        return y
+
+
+@pytest.mark.parametrize("policy", [ATTENTION, INPUT, GROUPED], ids=word_of)
+def test_layers_that_look_at_gradients(policy: ActivationPolicy, ids: Tensor) -> None:
+    model = Plain()
+    model.blocks = nn.ModuleList(Looks(24, 3, 0.0) for _ in range(5))
+    stock = copy.deepcopy(model)
+    apply_policy(model, policy)
+    assert_as_stock(model, stock, ids)
+
+
+class Pairs(Plain):
+    """Runs two layers at a time under PyTorch's checkpoint."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for first in range(0, 5, 2):
+            x = checkpoint(nn.Sequential(*self.blocks[first : first + 2]), x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("policy", [ATTENTION, INPUT, GROUPED], ids=word_of)
+def test_inside_a_checkpoint_of_several_layers(policy: ActivationPolicy, ids: Tensor) -> None:
+    model = Pairs()
+    stock = copy.deepcopy(model)
+    apply_policy(model, policy)
+    assert_as_stock(model, stock, ids)
+
+
+def test_a_recompute_that_saves_other_tensors_than_forward_raises(ids: Tensor) -> None:
+    """PyTorch's determinism check is on."""
+    model = Plain()
+    apply_policy(model, INPUT)
+    loss = model(ids)
+    model.blocks[2].mlp = nn.Sequential(nn.Linear(24, 7), nn.Linear(7, 24))
+    with pytest.raises(CheckpointError):
+        loss.backward()
+
+
+def test_an_input_that_is_written_to_raises(ids: Tensor) -> None:
+    model = Plain()
+    apply_policy(model, INPUT)
+    model.blocks[1].norm.register_forward_pre_hook(lambda _, args: args[0].mul_(1.01))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model, ids)
 
 
 @pytest.mark.parametrize(

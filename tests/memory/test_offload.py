@@ -135,7 +135,7 @@ def test_each_layer_is_brought_back_while_the_one_after_it_computes(side: LazySi
     tensors = [torch.randn(3) for _ in range(6)]
     records, gets = [], []
     for k, tensor in enumerate(tensors):
-        records.append(offloader.begin(turn=k if k < 4 else None))
+        records.append(offloader.begin(moves=k < 4))
         gets.append([records[-1].put(tensor), records[-1].put(2 * tensor)])
     assert (side.copies, side.begun_back) == (8, 0)
     for k, begun in ((5, 0), (4, 2), (3, 4), (2, 6), (1, 8), (0, 8)):
@@ -155,10 +155,10 @@ def test_layouts_of_every_kind_come_back_as_they_were(side: LazySide) -> None:
     offloader = offload.Offloader(None, 10, 10)
     base = torch.randn(6, 8, 10)
     for tensor in (base, base.transpose(0, 2), base[:, 1:7:2], base[:1].expand(5, 8, 10), base.bfloat16(), base[0, 0]):
-        record = offloader.begin(turn=0)
+        record = offloader.begin(moves=True)
         get = record.put(tensor)
         for _ in range(offload.IN_FLIGHT):
-            offloader.begin(turn=0)
+            offloader.begin(moves=True)
         got = get()
         assert torch.equal(got, tensor)
         assert got.dtype == tensor.dtype
@@ -171,7 +171,7 @@ def test_tensors_of_another_class_are_refused(side: LazySide) -> None:
         pass
 
     for moves in (True, False):  # not only where it matters
-        record = offload.Offloader(None, 1, 1).begin(turn=0 if moves else None)
+        record = offload.Offloader(None, 1, 1).begin(moves=moves)
         with pytest.raises(UnsupportedError, match="plain tensors to save, got Other"):
             record.put(torch.randn(3).as_subclass(Other))
         assert torch.equal(record.put(torch.nn.Parameter(torch.ones(3)))(), torch.ones(3))
@@ -221,12 +221,12 @@ def test_memory_is_given_back_in_the_order_of_its_own_stream(side: LazySide) -> 
     """Whoever frees it, and wherever: its allocator gives it to the next who asks on the stream it was made on."""
     offloader = offload.Offloader(None, 2, 0)
     side.now = "forward"
-    first, second = offloader.begin(turn=0), offloader.begin(turn=0)
+    first, second = offloader.begin(moves=True), offloader.begin(moves=True)
     x = torch.randn(3, 5)
     get = first.put(x)
     second.put(x)
     side.now = "another"  # the user's next forward
-    third = offloader.begin(turn=0)
+    third = offloader.begin(moves=True)
     assert side.waits == ["forward"]
     side.now = "backward"
     assert torch.equal(get(), x)
@@ -240,11 +240,11 @@ def test_memory_is_given_back_in_the_order_of_its_own_stream(side: LazySide) -> 
 
 def test_what_another_stream_brought_back_lives_until_this_one_is_done(side: LazySide) -> None:
     offloader = offload.Offloader(None, 1, 0)
-    record = offloader.begin(turn=0)
+    record = offloader.begin(moves=True)
     x = torch.randn(3, 5)
     get = record.put(x)
     for _ in range(2):
-        offloader.begin(turn=0)  # lets go of the first
+        offloader.begin(moves=True)  # lets go of the first
     side.now = "prefetching"
     record.bring_back()
     assert side.used == []

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lowtide.memory.planner.plan import plan_memory
     from lowtide.memory.planner.report import MemoryPlan
     from lowtide.memory.policy import ActivationPolicy
-    from lowtide.memory.weights import WeightOffload, offload_weights
 
 __all__ = [
     "ActivationPolicy",
@@ -19,10 +18,8 @@ __all__ = [
     "MemoryPlan",
     "OptimizerOffload",
     "PolicyReport",
-    "WeightOffload",
     "apply_policy",
     "offload_optimizer",
-    "offload_weights",
     "plan_memory",
     "remove_policy",
 ]
@@ -36,6 +33,5 @@ __getattr__, __dir__ = on_first_use(
         "lowtide.memory.planner.plan": ("plan_memory",),
         "lowtide.memory.planner.report": ("MemoryPlan",),
         "lowtide.memory.policy": ("ActivationPolicy",),
-        "lowtide.memory.weights": ("WeightOffload", "offload_weights"),
     },
 )

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.measure.output_files import checked_folder
 from lowtide.measure.text import table
 from lowtide.memory import copies
-from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer, run_without_graph
+from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer
+from lowtide.memory.groups import Group
 from lowtide.memory.offload import ON_DEVICE, Offloader
 from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.policy import ActivationPolicy
@@ -53,11 +51,6 @@ class PolicyReport:
     offloader: Offloader | None = field(default=None, repr=False, compare=False)
 
     @property
-    def disk_bytes(self) -> int:
-        """The size of the files on the disk now; likewise."""
-        return self.offloader.disk_bytes if self.offloader is not None else 0
-
-    @property
     def host_bytes(self) -> int:
         """The host memory that is pinned for these layers now; it grows in the first forward and stays."""
         return self.offloader.host_bytes if self.offloader is not None else 0
@@ -73,10 +66,8 @@ class PolicyReport:
 
     def _cells(self, name: str) -> list[str]:
         policy, size = self.policies[name], self.bytes_per_token[name]
-        host = "host" if self.offloader is None or self.offloader.folder is None else "host or disk"
-        where = host if policy.offload and name not in self.on_device else "GPU"
+        where = "host" if policy.offload and name not in self.on_device else "GPU"
         saves = _SAVES[policy.keep] + f" of every {policy.every} layers" * (policy.every > 1)
-        saves += f", in tiles of {policy.tile_tokens}" if policy.tile_tokens is not None else ""
         level = "unchanged" if policy.mlp_level is None else str(policy.mlp_level)
         return [saves, where, level, "-" if size is None else f"{size:,}"]
 
@@ -86,16 +77,16 @@ def apply_policy(
     policy: ActivationPolicy | Sequence[ActivationPolicy],
     *,
     host_gib: float | str | None = None,
-    disk: str | os.PathLike[str] | None = None,
 ) -> PolicyReport:
     """Set what each decoder layer of a model saves between its forward and its backward; change this instance only.
 
-    A layer that saves less is run again in backward, up to the last value that backward needs, by PyTorch's
-    non-reentrant checkpoint and with all that it promises: random state and autocast as in forward, any inputs and
-    outputs, values and gradients equal to the bit where the layer's kernels are deterministic. With
+    A layer that saves less is recomputed in backward by ``torch.utils.checkpoint(use_reentrant=False)``, with all that
+    it promises (random state and autocast as in forward, any inputs and outputs, values and gradients equal to the bit
+    where the layer's kernels are deterministic) and its contract: what a layer reads besides its hidden states
+    (buffers, attributes, adapters, modes, other arguments) does not change between forward and backward. With
     ``keep="attention"`` the recompute takes attention's output from what was saved and does not call its kernel; a
     layer that runs no fused attention operator raises. A policy acts wherever gradients are recorded; without them the
-    layer runs its stock forward, in tiles if it has any.
+    layer runs its stock forward.
 
     The layers are found by structure: the longest ``ModuleList`` or ``Sequential`` of modules of one class, or of
     transformers' ``GradientCheckpointingLayer``, whatever the model's family; the report names it. For a model with
@@ -108,18 +99,12 @@ def apply_policy(
 
     With ``every=k`` layers of equal policies form groups of k, from the first on; the last one may be shorter. Only a
     group's first layer saves its input. Backward of a group begins with forwards of all its layers but the last, which
-    hold nothing but the other layers' inputs; then each layer is recomputed as usual.
-
-    With ``tile_tokens`` so many tokens of each sequence run through a layer at a time. Such a layer has to work on each
-    token by itself but for one call of causal `torch.nn.functional.scaled_dot_product_attention` without a mask; its
-    first forward checks that on a few random tokens. Gradients of its weights are summed over tiles in float32.
-
-    The recompute runs with the state that the layer had in forward (adapters, modes, hooks, parameters, attributes),
-    whatever was assigned since, and restores the current state. Writes to tensors cannot be undone, and raise.
+    hold nothing but the other layers' inputs; then each layer is recomputed as usual. Where the model or a hook changes
+    hidden states between two layers a group ends, and another one begins.
 
     A recomputing layer fills no cache in training: the empty one that transformers makes for every forward is left out
-    (``outputs.past_key_values`` stays empty, and raises when it is passed on), and one that holds keys raises. In
-    evaluation, a layer that is given a cache runs its stock forward.
+    (``outputs.past_key_values`` stays empty, and such a layer raises when it is passed on), and one that holds keys
+    raises. In evaluation, a layer that is given a cache runs its stock forward.
 
     Args:
         model: A module with decoder layers: of transformers, peft, or any other.
@@ -127,10 +112,6 @@ def apply_policy(
         host_gib: The most pinned host memory that ``offload=True`` may take in this process, in GiB, or as a text with
             a unit such as ``"64GiB"``. None: whatever the host has free, or this process's
             part of that where a launcher has started several on it.
-        disk: A folder on a fast disk of this machine, such as an NVMe drive: what host memory does not hold of what
-            offloaded layers save is in files there, that of the first layers. Of the host's memory four layers' worth
-            is for what is on its way. The files have no names, and are gone when the process ends.
-            None: all of it has to fit into host memory.
 
     Returns:
         A `PolicyReport`: print it for a table.
@@ -138,15 +119,14 @@ def apply_policy(
     Raises:
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, layers
-            that share an MLP and set different levels of it, a ``host_gib`` that is negative or not finite, or a
-            ``disk`` that is no folder that can be written to, or without a layer that offloads.
+            that share an MLP and set different levels of it, or a ``host_gib`` that is negative or not finite.
         UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
             layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is set for a layer
             without a fused MLP, or ``offload`` on a machine without a CUDA device. At a layer's first forward:
-            ``keep="attention"`` where no fused attention ran, or a host or disk without room; ``every`` under
-            ``torch.compile``, FSDP or ZeRO-3, or where hidden states change between layers. In backward: an
-            argument, a parameter or a large buffer of a layer that was written to since its forward, or code that was
-            replaced since.
+            ``keep="attention"`` where no fused attention ran, or a host without room; ``every`` under
+            ``torch.compile``, FSDP or ZeRO-3. In backward: a saved tensor that was written to since its forward (or
+            PyTorch's own RuntimeError), and ``torch.utils.checkpoint.CheckpointError`` where a recompute saves other
+            tensors than the forward did.
 
     Example:
         >>> report = lowtide.memory.apply_policy(model, ActivationPolicy(keep="attention"))
@@ -155,7 +135,6 @@ def apply_policy(
         >>> lowtide.memory.remove_policy(model)
     """
     _check(model, policy)
-    folder = None if disk is None else checked_folder("disk", disk)
     hint = "None: whatever the host has free."
     limit = None if host_gib is None else budget_bytes("host_gib", host_gib, hint=hint)
     stack = find_stack(model)
@@ -166,24 +145,21 @@ def apply_policy(
         raise ArgumentValueError(message("policy", expected, f"{len(policies)}", hint))
     chosen = dict(zip(stack.layers, policies, strict=True))
     _check_layers(model, stack, chosen)
-    if folder is not None and not any(one.offload for one in policies):
-        hint = "Take offload=True for some layers, or leave disk out."
-        raise ArgumentValueError(message("disk", "None where no layer offloads", f"{folder}", hint))
     for layer in reversed(stack.layers.values()):
         _restore(layer)
     groups = _groups(chosen)
-    offloaded = [group for group in groups if chosen[group[0]].offload]
-    moving = [group[0] for group in offloaded[: max(len(offloaded) - ON_DEVICE, 0)]]
-    keeping_attention = sum(chosen[name].keep == "attention" for name in moving)
-    offloader = Offloader(limit, len(moving), keeping_attention, folder) if offloaded else None
-    turns = {name: turn for turn, name in enumerate(moving)}
-    for first, *others in groups:
-        own = offloader if chosen[first].offload else None
-        for name in (first, *others):
-            state = LayerState(name, chosen[name], own, turn=turns.get(first), follows=name != first)
+    offloaded = [names for names in groups if chosen[names[0]].offload]
+    moving = offloaded[: max(len(offloaded) - ON_DEVICE, 0)]
+    with_attention = sum(chosen[names[0]].keep == "attention" for names in moving)
+    offloader = Offloader(limit, len(moving), with_attention) if offloaded else None
+    for names in groups:
+        group = Group() if chosen[names[0]].every > 1 else None
+        for name in names:
+            shared = offloader if chosen[name].offload else None
+            state = LayerState(name, chosen[name], shared, names in moving, group, first=name == names[0])
             _adopt(stack.layers[name], state)
     saved = {name: _bytes_per_token(model, stack.layers[name], policy) for name, policy in chosen.items()}
-    staying = tuple(name for group in offloaded[len(moving) :] for name in group)
+    staying = tuple(name for names in offloaded[len(moving) :] for name in names)
     return PolicyReport(stack.name, chosen, saved, staying, stack.others, offloader)
 
 
@@ -229,7 +205,7 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
                 hint = "Undo it (accelerate.hooks.remove_hook_from_module), and restore it after apply_policy."
                 got = "one replaced on the instance, which would bypass the policy"
                 raise UnsupportedError(message(name, "a layer with the forward of its class", got, hint))
-            if hasattr(layer, "_checkpoint_wrapped_module"):
+            if type(layer).__name__ == "CheckpointWrapper":
                 expected, hint = "a layer that nothing else recomputes", "Leave torch's checkpoint_wrapper out."
                 raise UnsupportedError(message(name, expected, type(layer).__name__, hint))
             # Any module of the model: some keep the switch in the list's owner and not in the layers.
@@ -302,8 +278,7 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
         # A class put on top of ours (fully_shard) keeps it in place under keep="all" as well.
         if state is None or state.policy.keep == "all":
             return stock(*args, **kwargs)
-        run = run_layer if torch.is_grad_enabled() else run_without_graph
-        return run(self, state, stock, args, kwargs)
+        return run_layer(self, state, stock, args, kwargs)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__

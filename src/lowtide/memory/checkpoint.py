@@ -1,34 +1,27 @@
-"""One layer's forward that saves less: a checkpoint around it, with attention's outputs saved or not."""
+"""One layer's forward under a policy: PyTorch's checkpoint around it, with attention's outputs saved or not."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.attention import SavedAttention, Store, changed_in_place, contexts_under_compile, stay
-from lowtide.memory.groups import refuse_compile, run_in_group
+from lowtide.memory.attention import SavedAttention, contexts_under_compile
+from lowtide.memory.copies import run_in_eager
+from lowtide.memory.groups import Group, check_holds_weights
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.recompute import recomputed
-from lowtide.memory.state import Snapshot, Versions, have_own_writes, own_writes
-from lowtide.memory.tiles import Call, LayerInTiles
-from lowtide.swap import child_class
+from lowtide.memory.saved import Store, stay, tensors_in
 
-Forward = Callable[..., Any]
-_LEFT_OUT = "_lowtide_left_out"  # of a cache: the layers that have not filled it, with their indices
-_STOCK = "_lowtide_stock_cache"
-_WITHOUT_TENSORS = {type(None), bool, int, float, str}
+Run = Callable[[Tensor], Any]
+_LEFT_OUT = "_lowtide_left_out"  # of a cache: the names of the layers that have not filled it
 
 
 @dataclass
@@ -38,18 +31,18 @@ class LayerState:
     name: str  # inside the model
     policy: ActivationPolicy
     offloader: Offloader | None = None  # with offload=True, what its stack shares
-    turn: int | None = None  # its place among those whose tensors go to the host: the last ones' stay
-    token_wise: set[int] = field(default_factory=set)  # with tiles: the ways to call it that were checked
-    writes: bool = False  # its forward writes to its parameters
-    quiet: set[bool] = field(default_factory=set)  # modes, training or not, whose first forward drew no random numbers
-    follows: bool = False  # with every > 1: the layer before, of the same group, computes its input
+    moves: bool = False  # whether what it saves goes to the host: the last layers' stays
+    group: Group | None = None  # with every > 1: it, and the layers of which one input is saved
+    first: bool = True  # of its group
     before: dict[tuple[str, str], Any] = field(default_factory=dict)  # what its MLP had, by module and attribute
 
 
 def run_layer(
-    layer: nn.Module, state: LayerState, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module, state: LayerState, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a layer's own ``forward`` so that its graph saves what the policy sets, and recomputes the rest in backward.
+
+    Without gradients, and in evaluation with a cache to fill, it is the layer's own ``forward``.
 
     Args:
         layer: The layer.
@@ -59,108 +52,39 @@ def run_layer(
         kwargs: Its keyword arguments.
 
     Raises:
-        UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys;
-            ``keep="attention"``, and no fused attention ran; offloading, from a device that is none or to a host
-            without room; or as `run_in_group` and `LayerInTiles`.
+        UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys,
+            or that it has left empty before; ``keep="attention"``, and no fused attention ran; ``every`` above 1 for a
+            layer that is compiled, or whose weights are gathered for its turn; offloading, from a device that is none
+            or to a host without room.
     """
-    if getattr(layer, "gradient_checkpointing", False) and layer.training:
+    records = torch.is_grad_enabled()
+    if records and getattr(layer, "gradient_checkpointing", False) and layer.training:
         raise double_recompute(state.name)
-    args, kwargs, cached = _without_cache(layer, state.name, args, kwargs)
-    tensors = _tensors_in((*args, *kwargs.values()))
-    # Frozen layers before the first that trains save nothing anyway.
-    in_graph = any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
-    if cached or not in_graph:
-        return run_without_graph(layer, state, forward, args, kwargs)
-    forward = _with_own_writes(layer, state, forward)
-    key, hidden = _hidden_states(state.name, args, kwargs)
-    save: Callable[..., Any] = partial(_run, state)
-    offloader = state.offloader
-    if _is_long(hidden, state.policy):
-        if torch.compiler.is_compiling():
-            refuse_compile(state.name, "tile_tokens", "tile_tokens=None")
-        forward = _in_tiles(layer, state, forward, key, (args, kwargs))
-        save = forward.run
-    run = _of_hidden_states(layer, state, forward, key, args, kwargs)
-    if state.policy.every > 1:
-
-        def begin() -> Store:
-            return stay if offloader is None else offloader.begin(turn=state.turn).put
-
-        return run_in_group(layer, state.name, run, hidden, save=save, follows=state.follows, begin=begin)
-    if offloader is None:
-        return save(run, hidden)
-    return _run_offloaded(state, offloader, partial(save, run, hidden))
-
-
-def run_without_graph(
-    layer: nn.Module, state: LayerState, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a layer's own ``forward`` where nothing records gradients, in tiles if its policy sets them.
-
-    It runs at once where it cannot run in tiles (with padding, say), in inference mode, under a compiler, with hooks
-    inside (those of output_router_logits, say), and with a cache, which tiles would not fill.
-
-    Raises:
-        UnsupportedError: As `check_cache`.
-    """
-    check_cache(state.name, args, kwargs)
-    forward = _with_own_writes(layer, state, forward)
-    has_cache = any(_is_cache(value) for value in (*args, *kwargs.values()))
-    at_once = has_cache or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-    if state.policy.tile_tokens is None or at_once:
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    for cache in caches:
+        if state.name in getattr(cache, _LEFT_OUT, ()):
+            raise _left_empty(state.name)
+    if caches and records:
+        if not layer.training:
+            return forward(*args, **kwargs)
+        args, kwargs = _without_caches(layer, state.name, caches, args, kwargs)
+    if not records or not _is_in_graph(layer, (args, kwargs)):  # frozen layers before the first that trains
         return forward(*args, **kwargs)
     key, hidden = _hidden_states(state.name, args, kwargs)
-    # A hook may keep what it sees: without a graph nothing tells, and it would see tiles and the tokens of the check.
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in [*layer.modules()][1:])
-    if _is_long(hidden, state.policy) and not hooked:
-        with contextlib.suppress(UnsupportedError):
-            return _in_tiles(layer, state, forward, key, (args, kwargs)).run_without_graph((args, kwargs))
-    return forward(*args, **kwargs)
+    run = _of_hidden_states(forward, key, args, kwargs)
+    if state.group is not None:
+        return _run_in_group(layer, state, state.group, run, hidden)
+    return _checkpointed(state, run, hidden) if state.offloader is None else _offloaded(state, run, hidden)
 
 
-def _with_own_writes(layer: nn.Module, state: LayerState, forward: Forward) -> Forward:
-    """Return a layer's forward, which may not look like a change of weights to the graphs of its other calls."""
-    if not state.writes or torch.compiler.is_compiling():
-        return forward
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        with own_writes(layer.parameters()):
-            return forward(*args, **kwargs)
-
-    return counted
-
-
-def _is_long(hidden: Tensor, policy: ActivationPolicy) -> bool:
-    """Whether hidden states are of more than one tile, or of another shape, which tiles refuse."""
-    return policy.tile_tokens is not None and (hidden.dim() != 3 or hidden.shape[1] > policy.tile_tokens)
-
-
-def _in_tiles(layer: nn.Module, state: LayerState, forward: Forward, key: int | str, call: Call) -> LayerInTiles:
-    """Return the layer in tiles, once it is known to work on each token by itself in the way that it is called."""
-    tiles = LayerInTiles(layer, state.name, state.policy, forward, key, call)
-    tiles.check(layer, call, state.token_wise)
-    return tiles
-
-
-# Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.
-@_disable_dynamo  # torch.compiler.disable, without importing the compiler
-def _run_offloaded(state: LayerState, offloader: Offloader, save: Callable[[Store], Any]) -> Any:
-    """Run a layer with what it saves in host memory."""
-    record = offloader.begin(turn=state.turn)
-    # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
-    with saved_tensors_hooks(lambda t: record.put(t) if t.numel() else stay(t), lambda get: get()):
-        return save(record.put)
-
-
-def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store = stay) -> Any:
+def _checkpointed(state: LayerState, run: Run, hidden: Tensor, store: Store = stay) -> Any:
     """Checkpoint ``run(hidden)``, with attention's outputs in ``store`` if they are saved."""
-    if torch.compiler.is_compiling():
-        contexts: dict[str, Any] = {} if state.policy.keep == "input" else {"context_fn": contexts_under_compile}
-        return checkpoint(run, hidden, use_reentrant=False, **contexts)
     if state.policy.keep == "input":
-        return recomputed(state.name, run, hidden)
+        return checkpoint(run, hidden, use_reentrant=False)
+    if torch.compiler.is_compiling():
+        return checkpoint(run, hidden, use_reentrant=False, context_fn=contexts_under_compile)
     saved = SavedAttention(store)
-    outputs = recomputed(state.name, run, hidden, saved.saving, saved.returning)
+    outputs = checkpoint(run, hidden, use_reentrant=False, context_fn=saved.contexts)
     if not saved.calls:
         hint = (
             "Take a fused attention (attn_implementation='sdpa' or 'flash_attention_2' with a mask and a dtype that its"
@@ -173,6 +97,36 @@ def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store:
     return outputs
 
 
+# Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.
+@run_in_eager
+def _offloaded(state: LayerState, run: Run, hidden: Tensor) -> Any:
+    """Run a layer with what it saves in host memory."""
+    assert state.offloader is not None
+    put = state.offloader.begin(moves=state.moves).put
+    # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
+    with saved_tensors_hooks(lambda x: put(x) if x.numel() else stay(x), lambda get: get()):
+        return _checkpointed(state, run, hidden, put)
+
+
+def _run_in_group(layer: nn.Module, state: LayerState, group: Group, run: Run, hidden: Tensor) -> Any:
+    """Run a layer of which, with others, one input is saved."""
+    if torch.compiler.is_compiling():
+        _refuse_compile(state.name)
+    check_holds_weights(layer, state.name)
+    offloader = state.offloader
+    if state.first:
+        group.close()
+    begin = (lambda: stay) if offloader is None else lambda: offloader.begin(moves=state.moves).put
+    return group.run(run, hidden, partial(_checkpointed, state), begin)
+
+
+@run_in_eager  # so that it is called where the compiler runs, and raises there
+def _refuse_compile(name: str) -> None:
+    """Raise for a compiled layer of a group."""
+    hint = "Take every=1 for compiled layers, or compile their parts (layer.mlp.compile())."
+    raise UnsupportedError(message(name, "a layer in eager, with every > 1", "one under torch.compile", hint))
+
+
 def double_recompute(name: str) -> UnsupportedError:
     """Return the error for a layer that transformers checkpoints as well."""
     expected = "a layer that nothing else recomputes"
@@ -180,18 +134,8 @@ def double_recompute(name: str) -> UnsupportedError:
     return UnsupportedError(message(name, expected, got, "Call model.gradient_checkpointing_disable()."))
 
 
-def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values and in their containers; `tree_leaves` alone takes longer than the rest."""
-    found: list[Tensor] = []
-    for value in values:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif kind is tuple or kind is list:
-            found += _tensors_in(value)
-        elif kind not in _WITHOUT_TENSORS:
-            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-    return found
+def _is_in_graph(layer: nn.Module, given: Any) -> bool:
+    return any(x.requires_grad for x in tensors_in(given)) or any(p.requires_grad for p in layer.parameters())
 
 
 def _hidden_states(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
@@ -204,124 +148,45 @@ def _hidden_states(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _of_hidden_states(
-    layer: nn.Module, state: LayerState, forward: Forward, key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[Tensor], Any]:
+    forward: Callable[..., Any], key: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Run:
     """Return the layer as a function of its hidden states alone, its argument ``key``: they are what is saved.
 
-    The rest (positions, masks, another stack's output) is shared by the layers and not copied; the recompute checks it
-    for writes.
+    The rest (positions, masks, another stack's output) is shared by the layers, and not copied or moved.
     """
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    del given[key]
-    run = _of_unchanged(layer, state, forward, list(given.values()))
+    rest: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    del rest[key]
     places, names = range(len(args)), list(kwargs)  # not these themselves: they hold the hidden states
 
     def of_hidden(hidden: Tensor) -> Any:
-        every = {**given, key: hidden}
-        return run(*(every[place] for place in places), **{name: every[name] for name in names})
+        given = {**rest, key: hidden}
+        return forward(*(given[place] for place in places), **{name: given[name] for name in names})
 
     return of_hidden
 
 
-def _of_unchanged(layer: nn.Module, layer_state: LayerState, forward: Forward, rest: list[Any]) -> Forward:
-    """Return a forward whose second run has the state of the first, or raises where that is impossible.
-
-    Assignments are restored for it; writes to a tensor of ``rest`` or a parameter cannot be undone. It does not hold
-    the hidden states: they may be on the host meanwhile, and the checkpoint manages them.
-    """
-    if torch.compiler.is_compiling():
-        return forward  # the compiler makes writes part of its graph
-    given = Versions(_tensors_in(rest))
-    first: list[tuple[Snapshot, Versions, Versions]] = []
-
-    def unchanged(*args: Any, **kwargs: Any) -> Any:
-        if not first:
-            state = Snapshot(layer, rest, draws=layer.training not in layer_state.quiet)
-            buffers = Versions(state.large_buffers)
-            with own_writes(state.parameters):
-                outputs = forward(*args, **kwargs)
-            if not state.end():
-                layer_state.quiet.add(layer.training)
-            layer_state.writes |= have_own_writes(state.parameters)
-            # As forward left them: an embedding with max_norm writes to its own.
-            first.append((state, buffers, Versions(state.parameters)))
-            return outputs
-        state, buffers, parameters = first[0]
-        if given.changed():
-            raise changed_in_place()
-        if parameters.changed():
-            raise _weights_changed(layer_state.name, "parameters")
-        if buffers.changed():
-            raise _weights_changed(layer_state.name, "buffers")
-        state.check(layer_state.name)
-        with state.restored(), own_writes(state.parameters):
-            return forward(*args, **kwargs)
-
-    return unchanged
-
-
-def _weights_changed(name: str, what: str) -> UnsupportedError:
-    """Return the error for a layer whose recompute would differ from its forward: gradients would be wrong."""
-    hint = "Step the optimizer, merge adapters and swap weights after every backward, or set keep='all' for this layer."
-    got = "one changed by an in-place operation, or through .data"
-    return UnsupportedError(message(name, f"{what} that are in backward what they were in forward", got, hint))
-
-
-def _without_cache(
-    layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments without a cache of keys and values, which a recompute would fill twice.
+def _without_caches(
+    layer: nn.Module, name: str, caches: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a training layer's arguments without caches of keys and values, which a recompute would fill twice.
 
     transformers makes an empty one for every forward unless ``use_cache=False``, also in training, where nothing reads
-    it. In evaluation the caller may read it: the third value is whether the layer must run its stock forward.
+    it. The layer is noted in it, so that it is not read later.
     """
-    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not caches or getattr(layer, "_can_checkpoint_with_cache", False):
-        return args, kwargs, False
-    check_cache(name, args, kwargs)
-    if not layer.training:
-        return args, kwargs, True
-    found: list[Any] = [getattr(module, "layer_idx", None) for module in layer.modules()]
-    index = next((index for index in found if isinstance(index, int)), 0)
+    indices = (getattr(module, "layer_idx", None) for module in layer.modules())
+    index = next((index for index in indices if isinstance(index, int)), 0)
     if any(_is_filled(cache, index) for cache in caches):
         hint = "Train without past_key_values, or set keep='all' for this layer."
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
     for cache in caches:
-        setattr(cache, _LEFT_OUT, {**getattr(cache, _LEFT_OUT, {}), name: index})
-        # Under a compiler, layers without a policy check nothing.
-        if not torch.compiler.is_compiling() and not hasattr(cache, _STOCK):
-            cache.__class__ = child_class(type(cache), _cache_overrides, _STOCK)
+        setattr(cache, _LEFT_OUT, {*getattr(cache, _LEFT_OUT, ()), name})
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kwargs, False
+    return tuple(None if _is_cache(value) else value for value in args), kwargs
 
 
-def _cache_overrides(base: Any) -> dict[str, Any]:
-    """Return what a cache that a layer has not filled does differently: it refuses that layer's keys later."""
-
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        index = kwargs.get("layer_idx", args[2] if len(args) > 2 else None)
-        for name, refused in getattr(self, _LEFT_OUT, {}).items():
-            if refused == index:
-                raise _was_left_out(name)
-        return base.update(self, *args, **kwargs)
-
-    return {"update": update}
-
-
-def check_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that no cache among the arguments lacks the keys and values of this layer for an earlier forward.
-
-    Raises:
-        UnsupportedError: One does, and the layer would run without the context that the cache stands for.
-    """
-    for value in (*args, *kwargs.values()):
-        if _is_cache(value) and name in getattr(value, _LEFT_OUT, ()):
-            raise _was_left_out(name)
-
-
-def _was_left_out(name: str) -> UnsupportedError:
+def _left_empty(name: str) -> UnsupportedError:
     hint = "Pass use_cache=False in training; to continue from a cache, set keep='all' for the layers."
     got = "one of a forward in which this layer was under a policy that recomputes, and left it empty"
     return UnsupportedError(message(name, "a cache that its own forwards have filled", got, hint))

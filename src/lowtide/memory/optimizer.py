@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import copies
 from lowtide.memory import optimizer_blocks as blocks
-from lowtide.memory.hooks import Handle, Hook, refuse_capture, remove_hooks
 from lowtide.memory.optimizer_blocks import Block, Slot
 from lowtide.memory.pinned import HostPool, budget_bytes
 from lowtide.memory.policy import check_count
@@ -101,7 +101,7 @@ def offload_optimizer(
     return OptimizerOffload(inner, layers, limit, host, 0 if late else backwards_per_step)
 
 
-class OptimizerOffload(Handle):
+class OptimizerOffload:
     """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it.
 
     Args:
@@ -115,7 +115,8 @@ class OptimizerOffload(Handle):
     def __init__(
         self, optimizer: Optimizer, layers: Sequence[nn.Module], limit: float, host_limit: int | None, backwards: int
     ) -> None:
-        super().__init__(optimizer)
+        self.owner = weakref.ref(optimizer)
+        self.lock = threading.RLock()  # backward's hooks run in its threads, one for each device
         self._layers, self._limit, self._host_limit, self._backwards = layers, limit, host_limit, backwards
         self._blocks: list[Block] = []
         self._signature: list[Any] = []
@@ -127,19 +128,19 @@ class OptimizerOffload(Handle):
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
         for each in (self._hooks, self._gradient_hooks):
-            weakref.finalize(self, remove_hooks, each).atexit = False
+            weakref.finalize(self, _remove, each).atexit = False
         self._look(optimizer)
         for k, layer in enumerate(layers):
-            self._hooks.append(layer.register_forward_pre_hook(Hook(self._forward, k), prepend=True))
+            self._hooks.append(layer.register_forward_pre_hook(_Hook(self._forward, k), prepend=True))
         self._hooks += [
-            layers[-1].register_forward_hook(Hook(self._forward, len(layers))),
-            optimizer.register_step_pre_hook(Hook(self._before_step)),
-            optimizer.register_step_post_hook(Hook(self._after_step)),
-            optimizer.register_state_dict_pre_hook(Hook(self._finish)),
-            optimizer.register_load_state_dict_post_hook(Hook(self._loaded)),
+            layers[-1].register_forward_hook(_Hook(self._forward, len(layers))),
+            optimizer.register_step_pre_hook(_Hook(self._before_step)),
+            optimizer.register_step_post_hook(_Hook(self._after_step)),
+            optimizer.register_state_dict_pre_hook(_Hook(self._finish)),
+            optimizer.register_load_state_dict_post_hook(_Hook(self._loaded)),
         ]
         # Copies and pickles have all states on the GPU.
-        vars(optimizer).update({_HANDLE: self, _GET_STATE: Hook(self._get_state)})
+        vars(optimizer).update({_HANDLE: self, _GET_STATE: _Hook(self._get_state)})
 
     @property
     def offloaded_bytes(self) -> int:
@@ -165,7 +166,7 @@ class OptimizerOffload(Handle):
             self.bring_back()
             self._clear()
             for each in (self._hooks, self._gradient_hooks):
-                remove_hooks(each)
+                _remove(each)
             optimizer = self.owner()
             if optimizer is not None and vars(optimizer).get(_HANDLE) is self:
                 del vars(optimizer)[_HANDLE], vars(optimizer)[_GET_STATE]
@@ -188,7 +189,7 @@ class OptimizerOffload(Handle):
         """End and begin the copies that are due, when a layer begins or the last one has ended."""
         if not self._blocks or self._in_closure or torch._C._current_graph_task_id() != -1:
             return  # a closure's forward, or one that backward repeats
-        refuse_capture("offload_optimizer", "the states")
+        _refuse_capture()
         layers, lag = len(self._layers), blocks.layers_to_leave(len(self._layers))
         due = self.offloaded_bytes * blocks.share_out(layer, layers) if layer < layers else 0
         gone = 0
@@ -221,7 +222,7 @@ class OptimizerOffload(Handle):
 
         A flag for the step itself would have to be cleared where the step raises, and no hook runs there.
         """
-        refuse_capture("offload_optimizer", "the states")
+        _refuse_capture()
         self.bring_back()
         self._counts.clear()
         return tuple(map(self._as_closure, args)), {name: self._as_closure(value) for name, value in kwargs.items()}
@@ -311,20 +312,61 @@ class OptimizerOffload(Handle):
             for i, (group, side) in enumerate(zip(groups, sides, strict=True))
         ]
         self._pool = pool
-        remove_hooks(self._gradient_hooks)
+        _remove(self._gradient_hooks)
         if not self._backwards:
             return
         trained = [[p for p in layer.parameters() if p.requires_grad and p.is_leaf] for layer in self._layers]
         trained = [parameters for parameters in trained if parameters]
         for i, parameters in enumerate(trained):
             for param in parameters:
-                hook = Hook(self._accumulated, id(param), i, len(trained))
+                hook = _Hook(self._accumulated, id(param), i, len(trained))
                 self._gradient_hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _side(self, device: torch.device) -> copies.Side | None:
         if device not in self._sides:
             self._sides[device] = _side_for(device)
         return self._sides[device]
+
+
+class _Hook:
+    """Calls a method of an `OptimizerOffload` with its optimizer, under its lock, for as long as both live.
+
+    Copies and pickles of what a hook is registered on have one that calls nothing.
+
+    Args:
+        method: The method; None: it calls nothing.
+        given: What the method is called with behind the optimizer.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else None
+        self._given = given
+
+    @copies.run_in_eager
+    def __call__(self, *called_with: Any) -> Any:
+        method: Any = self._method() if self._method is not None else None
+        optimizer = None if method is None else method.__self__.owner()
+        if optimizer is None:
+            return None
+        with method.__self__.lock:
+            return method(optimizer, *self._given, *called_with)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    """Remove hooks, and forget them."""
+    while hooks:
+        hooks.pop().remove()
+
+
+def _refuse_capture() -> None:
+    """Raise inside the capture of a CUDA graph, whose replays would not find the states."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        hint = "Call remove() before the capture, or leave CUDA graphs out."
+        got = "a capture, whose replays would not find the states"
+        raise UnsupportedError(message("offload_optimizer", "a training step outside of CUDA graphs", got, hint))
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowtide.memory.copies import Side
 from lowtide.memory.offload import IN_FLIGHT
 from lowtide.memory.pinned import Buffer
+from lowtide.memory.saved import version
 
 MIN_BYTES = 64 * 2**10  # of a state that is worth a copy: step counters, and the states of norms, stay
 BLOCK_BYTES = 256 * 2**20
@@ -100,7 +101,7 @@ class Block:
         self._events: list[Any] = []
         self._sources: list[tuple[Tensor, Tensor, int]] = []  # host, device, the device's version when its copy began
         self._found: list[tuple[Slot, Tensor]] = []
-        self._version = 0
+        self._seen = 0  # the host's version when its copy began
         for slot, view in zip(slots, self._views(self._host), strict=True):
             slot.host = view
 
@@ -123,15 +124,15 @@ class Block:
         else:  # made by the optimizer, or by load_state_dict
             pairs = [(slot.host, tensor) for slot, tensor in self._found if slot.host is not None]
             self._stream = self._side.stream()
-        self._sources = [(host, tensor, tensor._version) for host, tensor in pairs]
+        self._sources = [(host, tensor, version(tensor)) for host, tensor in pairs]
         self._events = [self._side.copy_out(host, tensor) for host, tensor in pairs]
         self.where, self.point = "leaving", point
 
     def end_out(self, states: States) -> None:
         """Give the optimizer the host's tensors, and the device's memory free in the order of the device's work."""
-        for i, (host, tensor, version) in enumerate(self._sources):
+        for i, (host, tensor, before) in enumerate(self._sources):
             self._side.wait(self._events[i], self._stream)
-            if tensor._version != version:  # written to since its copy began
+            if version(tensor) != before:  # written to since its copy began
                 self._events[i] = self._side.copy_out(host, tensor)
                 self._side.wait(self._events[i], self._stream)
         for slot, tensor in self._found:
@@ -147,7 +148,7 @@ class Block:
         self.where = "coming"
 
     def _copy_back(self, flat: Tensor) -> None:
-        self._version = self._host._version
+        self._seen = version(self._host)
         self._events = [self._side.copy_back(flat, self._host)]  # end_out has waited for the way out
 
     def end_back(self, states: States) -> None:
@@ -161,7 +162,7 @@ class Block:
             self.begin_back()
         self._wait(here)
         assert self._flat is not None
-        if self._host._version != self._version:  # the states were written to meanwhile
+        if version(self._host) != self._seen:  # the states were written to meanwhile
             self._copy_back(self._flat)
             self._wait(here)
         if here != self._stream:  # brought back from another one

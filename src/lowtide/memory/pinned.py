@@ -97,11 +97,6 @@ class HostPool:
         expected = f"{gib_text(needed)} GiB of host memory for {what}"
         raise UnsupportedError(message("host_gib", expected, got, self._hint))
 
-    @property
-    def most_bytes(self) -> float:
-        """The most that it may hold now, infinite where nothing says."""
-        return self._limit()[0]
-
     def _limit(self, freed: int = 0) -> tuple[float, int]:
         """Return the most that the pool may hold, and how many processes share what the host has free."""
         free = available_bytes()
@@ -131,13 +126,6 @@ class HostPool:
             buffer = Buffer(slot, self._pin(nbytes), self._unpin)
             self.nbytes += buffer.nbytes
             return buffer
-
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether so many bytes fit beside the buffers in use."""
-        with self._lock:
-            self._collect()
-            free = sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
-            return self.nbytes - free + nbytes <= self.most_bytes
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back. Graphs die in any thread at any time: this only notes it, unless the pool is closed."""

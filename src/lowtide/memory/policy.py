@@ -12,13 +12,13 @@ Keep = Literal["all", "attention", "input"]
 
 _WORD = re.compile(
     r"(?:(\d+)\s*x\s*)?(all|attention|input)(?:(?:/|-mlp)([01]))?(?:(?:\s+by\s+|-tile)([1-9]\d*))?"
-    r"(?:(?:\s+in\s+|-in)([1-9]\d*))?(?:(?:\s+|-)every(?:\s+|-?)([1-9]\d*))?((?:\s+|-)offload(?:ed)?)?"
+    r"(?:(?:\s+|-)every(?:\s+|-?)([1-9]\d*))?((?:\s+|-)offload(?:ed)?)?"
 )
 _STATES = re.compile(r"states(?:=(\d+(?:\.\d+)?))?(-late)?")
 FORM = (
     "all, attention or input, with /0 or /1 (the MLP's level; or -mlp0), ' by TOKENS' (the MLP's tiles; -tileTOKENS),"
-    " ' in TOKENS' (the layer's tiles; -inTOKENS), for input ' every LAYERS' (-everyLAYERS), ' offloaded' (-offload)"
-    " behind; or several, as lowtide plan prints them: '12 x input/1, 4 x all/0' (12xinput/1+4xall/0)"
+    " for input ' every LAYERS' (-everyLAYERS), ' offloaded' (-offload) behind; or several, as lowtide plan prints"
+    " them: '12 x input/1, 4 x all/0' (12xinput/1+4xall/0)"
 )
 STATES_FORM = (
     "with @states at the end the optimizer's states are offloaded too, @states=2.5 so many GiB of them, -late until"
@@ -50,25 +50,19 @@ class ActivationPolicy:
             holds for a moment in backward, 3f values per token, is then that of a tile: for sequences so long that one
             layer's transients are what does not fit. Level 0 saves gate and up of all tokens even so. None leaves it
             unmodified.
-        tile_tokens: How many tokens of each sequence run through the layer at a time, in forward and in backward, with
-            ``keep`` "attention" or "input": what a layer holds for a moment is then that of a tile, but for its input
-            and output, keys and values, and their gradients. For sequences so long that this is what does not fit.
-            Tiles are of nearly equal sizes; a shorter sequence is one tile. None: all at once.
         every: With ``keep="input"``, how many consecutive layers of this policy save one input, that of the first.
             Backward recomputes the inputs of the others, and holds them until each is used: one more forward for
             ``every - 1`` layers of ``every``. For sequences so long that even the layers' inputs do not fit.
 
     Raises:
         ArgumentValueError: A value that is none of these.
-        ArgumentTypeError: ``offload`` is not a bool, or ``mlp_tile_tokens``, ``tile_tokens`` or ``every`` no whole
-            number.
+        ArgumentTypeError: ``offload`` is not a bool, or ``mlp_tile_tokens`` or ``every`` no whole number.
     """
 
     keep: Keep = None  # type: ignore[assignment]  # chosen below
     mlp_level: int | None = None
     offload: bool = False
     mlp_tile_tokens: int | None = None
-    tile_tokens: int | None = None
     every: int = 1
 
     def __post_init__(self) -> None:
@@ -81,9 +75,8 @@ class ActivationPolicy:
             raise ArgumentValueError(message("keep", expected, f"{self.keep!r}"))
         if self.mlp_level not in (None, 0, 1) or type(self.mlp_level) not in (int, type(None)):
             raise ArgumentValueError(message("mlp_level", "0, 1 or None", f"{self.mlp_level!r}"))
-        for name in ("mlp_tile_tokens", "tile_tokens"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), ", or None")
+        if self.mlp_tile_tokens is not None:
+            check_count("mlp_tile_tokens", self.mlp_tile_tokens, ", or None")
         if type(self.offload) is not bool:
             raise ArgumentTypeError(message("offload", "a bool", f"{self.offload!r}"))
         if self.offload and self.keep == "all":
@@ -92,9 +85,6 @@ class ActivationPolicy:
         if self.every > 1 and self.keep != "input":
             hint = "Take keep='input' with every > 1."
             raise ArgumentValueError(message("every", f"1 with keep={self.keep!r}", f"{self.every}", hint))
-        if self.tile_tokens is not None and self.keep == "all":
-            hint = "Take keep='attention' or keep='input' with tile_tokens."
-            raise ArgumentValueError(message("tile_tokens", "None with keep='all'", f"{self.tile_tokens}", hint))
 
     def saves(self, layers: int) -> int:
         """Return how many of so many consecutive layers save something for backward."""
@@ -108,9 +98,9 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
     """Return the policy that a text names, or one for each layer where it has numbers of layers.
 
     Args:
-        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ in TOKENS][ every LAYERS][ offloaded]``, or
-            several of them, each as ``NUMBER x POLICY``, joined by commas, first layers first. For a shell also
-            ``keep[-mlpLEVEL][-tileTOKENS][-inTOKENS][-everyLAYERS][-offload]``, joined by ``+``.
+        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ every LAYERS][ offloaded]``, or several of
+            them, each as ``NUMBER x POLICY``, joined by commas, first layers first. For a shell also
+            ``keep[-mlpLEVEL][-tileTOKENS][-everyLAYERS][-offload]``, joined by ``+``.
         layers: How many the model has, to check that the numbers add up; None: not checked.
 
     Raises:
@@ -167,18 +157,17 @@ def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
 
 def _policy(keep: Any, *numbers_and_offload: str | None) -> ActivationPolicy:
     *numbers, offload = numbers_and_offload
-    named = zip(("mlp_level", "mlp_tile_tokens", "tile_tokens", "every"), numbers, strict=True)
+    named = zip(("mlp_level", "mlp_tile_tokens", "every"), numbers, strict=True)
     given: dict[str, Any] = {name: int(number) for name, number in named if number is not None}
     return ActivationPolicy(keep=keep, offload=bool(offload), **given)
 
 
 def word_of(policy: ActivationPolicy) -> str:
     """Return a policy in a few letters, as `parse_policies` reads it: ``attention/0``, ``input/1 by 512 offloaded``,
-    ``attention in 8192``, ``input/1 every 4``.
+    ``input/1 every 4``.
     """
     level = "" if policy.mlp_level is None else f"/{policy.mlp_level}"
     tile = "" if policy.mlp_tile_tokens is None else f" by {policy.mlp_tile_tokens}"
-    tile += "" if policy.tile_tokens is None else f" in {policy.tile_tokens}"
     every = f" every {policy.every}" if policy.every > 1 else ""
     return f"{policy.keep}{level}{tile}{every}{' offloaded' if policy.offload else ''}"
 

@@ -67,8 +67,7 @@ def plan_and_apply(run: RunState) -> None:
         run.policies = list(run.plan.policies)
         run.lines += _planned(run.plan, model, config, run.settings.args)
     if run.policies is not None:
-        disk = config.disk if run.plan is None else None
-        apply_policy(model, run.policies, host_gib=config.host_gib, disk=disk)
+        apply_policy(model, run.policies, host_gib=config.host_gib)
 
 
 def current_policies(run: RunState, layers: int) -> Sequence[ActivationPolicy]:

@@ -1,0 +1,55 @@
+"""A tensor that is saved for backward where it is, with the check of its version that autograd makes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import UnsupportedError, message
+
+Get = Callable[[], Tensor]  # returns a saved tensor
+Store = Callable[[Tensor], Get]  # saves one
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor, or a view that shares its counter, was written to in place."""
+    return tensor._version
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a layer's arguments or outputs: in tuples, lists and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from tensors_in(value)
+
+
+def stay(tensor: Tensor) -> Get:
+    """Save a tensor where it is; the returned function returns it, and raises if it was written to since."""
+    saved = detached(tensor)
+    before = version(saved)
+
+    def get() -> Tensor:
+        if version(saved) != before:
+            raise changed_in_place()
+        return saved.detach()  # an alias each time: what autograd attaches to it must not be attached to what is saved
+
+    return get
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return an alias that has the tensor's version counter and not its graph, also below autograd."""
+    # There, the key that shares counters between a tensor and its views is switched off.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def changed_in_place() -> UnsupportedError:
+    """Return the error for a saved tensor that was written to between forward and backward."""
+    expected = "tensors that stay unmodified from forward to backward"
+    hint = "Write out of place in the layer (x = x + y, not x += y), or set keep='all' for it."
+    return UnsupportedError(message("keep", expected, "one changed by an in-place operation", hint))
