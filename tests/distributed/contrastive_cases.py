@@ -152,16 +152,5 @@ def errors() -> None:
         torch.testing.assert_close(linear_contrastive(**own, group=alone), linear_contrastive(**own))
 
 
-def compiled() -> None:
-    """Between two graphs."""
-    _, _, group = _world()
-    own = _own(_problem(Q, None, masked=False), Q)
-    torch._dynamo.reset()
-    call = lambda q, k: linear_contrastive(q * 1, k, symmetric=True, group=group) * 2  # noqa: E731
-    got = torch.compile(call, backend="aot_eager")(own["queries"], own["keys"])
-    torch.testing.assert_close(got, call(own["queries"], own["keys"]))
-    got.backward()
-
-
 if __name__ == "__main__":
     main(vars())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,9 +67,9 @@ def _plan(model: Any, way: str, seq_len: int = T, **settings: Any) -> MemoryPlan
     return plan_memory(model.config, seq_len, 1, device="h100", gpus=gpus, parallel=way, **settings)
 
 
-def _step(model: Any, *, autocast: bool, last: bool = True) -> None:
+def _step(model: Any, *, last: bool = True) -> None:
     ids = torch.randint(0, model.config.vocab_size, (1, T))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     if last:
@@ -89,17 +88,16 @@ def _on_cpu(plan: MemoryPlan, phase: Phase) -> int:
 
 def fsdp2() -> None:
     """Peak and exchanges of a step with the lines that a plan prints."""
-    for tied, autocast, sizes in itertools.product((False, True), (False, True), (SIZES, MOST_VOCABULARY)):
-        dtype = torch.float32 if autocast else torch.bfloat16
-        model = model_of(dtype=dtype, tie_word_embeddings=tied, **{**SIZES, **sizes})
-        plan = _plan(model, "fsdp2", autocast=autocast, options=HeadOptions(accumulate="input"))
+    for tied, sizes in ((False, SIZES), (True, SIZES), (False, MOST_VOCABULARY)):
+        model = model_of(dtype=torch.float32, tie_word_embeddings=tied, **{**SIZES, **sizes})
+        plan = _plan(model, "fsdp2", autocast=True, options=HeadOptions(accumulate="input"))
         plan = replace(plan, chosen=plan.front[0]) if tied else plan  # which recomputes layers
         exec(plan.lines(), {"model": model})
-        _step(model, autocast=autocast)  # FSDP2 makes its buffers
+        _step(model)  # FSDP2 makes its buffers
         with _received() as received, track_allocations() as seen:
-            _step(model, autocast=autocast)
+            _step(model)
         planned = StepCosts(plan.job).phases(plan.chosen.groups)
-        where = f"tied {tied}, autocast {autocast}, {plan.title}, {plan.chosen}"
+        where = f"tied {tied}, {plan.title}, {plan.chosen}"
         most = max(_on_cpu(plan, phase) for phase in planned)
         assert most == pytest.approx(seen.peak_bytes, rel=0.04), where
         assert received[0] == plan.exchanged.bytes, where
@@ -107,15 +105,15 @@ def fsdp2() -> None:
 
 def fsdp2_of_several_layers() -> None:
     """The same with units of several layers, of which the last one has fewer."""
-    for tied, size, policy in itertools.product((False, True), (2, 3, 9), (ActivationPolicy(keep="input"), None)):
-        model = model_of(dtype=torch.bfloat16, tie_word_embeddings=tied, **{**SIZES, "num_hidden_layers": 7})
-        plan = _plan(model, "fsdp2", fsdp_layers=size, options=HeadOptions(accumulate="input"))
+    for tied, size, policy in ((False, 2, ActivationPolicy(keep="input")), (True, 3, None), (False, 9, None)):
+        model = model_of(dtype=torch.float32, tie_word_embeddings=tied, **{**SIZES, "num_hidden_layers": 7})
+        plan = _plan(model, "fsdp2", autocast=True, fsdp_layers=size, options=HeadOptions(accumulate="input"))
         if policy is not None:
             plan = replace(plan, chosen=replace(plan.chosen, groups=((policy, 7),)))
         exec(plan.lines(), {"model": model})
-        _step(model, autocast=False)
+        _step(model)
         with _received() as received, track_allocations() as seen:
-            _step(model, autocast=False)
+            _step(model)
         most = max(_on_cpu(plan, phase) for phase in StepCosts(plan.job).phases(plan.chosen.groups))
         assert most == pytest.approx(seen.peak_bytes, rel=0.04), (tied, size, plan.title, policy)
         assert received[0] == plan.exchanged.bytes, (tied, size)
@@ -123,15 +121,15 @@ def fsdp2_of_several_layers() -> None:
 
 def accumulated_gradients() -> None:
     """Peak of two passes, of which the second reduces the gradients."""
-    for tied, autocast in itertools.product((False, True), (False, True)):
-        model = model_of(dtype=torch.float32 if autocast else torch.bfloat16, tie_word_embeddings=tied, **SIZES)
-        plan = _plan(model, "fsdp2", autocast=autocast, keep_gradients=True)
+    for tied in (False, True):
+        model = model_of(dtype=torch.float32, tie_word_embeddings=tied, **SIZES)
+        plan = _plan(model, "fsdp2", autocast=True, keep_gradients=True)
         exec(plan.lines(), {"model": model})
 
-        def passes(model: Any = model, autocast: bool = autocast) -> None:
+        def passes(model: Any = model) -> None:
             for last in (False, True):
                 model.set_requires_gradient_sync(last)
-                _step(model, autocast=autocast, last=last)
+                _step(model, last=last)
 
         passes()
         with _received(), track_allocations() as seen:

@@ -85,16 +85,5 @@ def errors() -> None:
             linear_token_stats(x, pw, y, support=support, **shard_of("local", pw))
 
 
-def compiled() -> None:
-    """Between two graphs."""
-    x, w, _, y = head((2, 7), D, V)
-    pw = part_of(w)
-    shard = shard_of("local", pw)
-    torch._dynamo.reset()
-    for support in (y[..., None], y.view(-1)):
-        call = lambda x, s: linear_logprobs(x * 1, pw, y, support=s, **shard) * 2  # noqa: E731
-        torch.testing.assert_close(torch.compile(call, backend="aot_eager")(x, support), call(x, support))
-
-
 if __name__ == "__main__":
     main(vars())

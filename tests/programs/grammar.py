@@ -59,7 +59,7 @@ class Writer:
         self.name = self.random.choice(NAMES)
         self.own = self.name in OWN
         self.forwards = "forwards of own" if self.own else "forwards"
-        self.adapted = self.second = False
+        self.adapted = self.second = self.recomputes = False
         self.autocast = False
         self.labelled = self.differentiable = True  # the last forward
         self.dtype = self.random.choices(("float32", "bfloat16", "float64"), (80, 12, 8))[0]
@@ -93,6 +93,7 @@ class Writer:
             self.adapters()
         self.add(self.pick("patches"))
         if self.chance(0.1):
+            self.recomputes = True
             has_mlp = self.name.split("-")[0] in (*_LLAMA_LIKE, "own") and "mlp=False" not in self.lines[-1]
             self.add(self.pick("policies of MLPs" if has_mlp and self.chance(0.6) else "policies"))
         if not self.own and self.chance(0.1):
@@ -126,7 +127,7 @@ class Writer:
         self.add(self.pick("second adapters" if self.second and self.chance(0.4) else "adapters"))
 
     def around(self) -> None:
-        """Something changed of the model or around it, at a moment when no logits are held."""
+        """Something changed of the model or around it."""
         kind = self.random.choices(
             ("freezing", "weights", "tree", "hooks", "replaced", "settings", "adapters", "checkpointing", "patch",
              "read"),
@@ -135,6 +136,7 @@ class Writer:
         if kind == "adapters":
             self.adapter_change()
         elif kind == "checkpointing":
+            self.recomputes = True
             how = self.one(("", "{'use_reentrant': False}", "{'use_reentrant': True}"))
             self.add(f"model.gradient_checkpointing_enable({how})\nmodel.enable_input_require_grads()")
         elif kind == "patch":
@@ -202,7 +204,7 @@ class Writer:
         self.add("see(loss)")
         if self.chance(0.12):
             self.read()
-        if self.chance(0.07):
+        if self.chance(0.07) and not self.recomputes:  # else a layer changes between its forward and its recompute
             self.around()
         how = "loss.backward()" if self.chance(0.6) else self.pick("backward")
         if self.chance(0.8) and ("batched" in how or "create_graph" in how or ("[z]" in how and self.labelled)):
@@ -238,7 +240,7 @@ class Writer:
                 hook = self.pick("tensor hooks")
                 if "out.loss" in hook if self.labelled else "out.loss" not in hook:
                     self.add(hook)
-            else:
+            elif not self.recomputes:
                 self.around()
         if self.chance(0.9 if self.differentiable else 0.05):
             self.backward()
