@@ -6,20 +6,14 @@ Weak scaling: each GPU has ``--batch`` sequences of its own. With ``--strong`` a
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
     python benchmarks/scaling.py --ranks 1 2 --way lowtide:all lowtide liger
     python benchmarks/scaling.py --ranks 1 2 4 --strong --batch 4 --parallel fsdp2 zero3
-    python benchmarks/scaling.py --ranks 1 2 4 --tensor-parallel 1 2 4
-    python benchmarks/scaling.py --ranks 1 2 --model llama-3.2-1b --way lowtide --fsdp-layers 1 4
 
 Layers are checkpointed, except in ways with a policy, such as lowtide:all or lowtide:attention. One GPU holds the whole
-model; several shard it by each engine of ``--parallel``, as `lowtide train` does. fsdp2 is also measured with each
-``--tensor-parallel`` that divides the number of GPUs: N GPUs share each layer, and have the sequences of N. lowtide's
-layers are gathered so many together as ``--fsdp-layers`` says, those of others, which transformers checkpoints, one by
-one. The column "of one GPU" has a GPU's tokens per second over those of one GPU alone: 1 where the time is ideal, weak
-or strong.
+model; several shard it by each engine of ``--parallel``, as `lowtide train` does. The column "of one GPU" has a GPU's
+tokens per second over those of one GPU alone: 1 where the time is ideal, weak or strong.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import sys
@@ -29,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -55,7 +49,6 @@ from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics
 from lowtide.train.parallel import (
     AUTO,
-    FSDP2,
     all_read,
     built_whole,
     engine_of,
@@ -66,30 +59,12 @@ from lowtide.train.parallel import (
 from lowtide.train.quiet import quiet_transformers
 from lowtide.train.result import WARM_STEPS
 from lowtide.train.settings import trainer_settings
-from lowtide.train.tensor_parallel import shard_layers
 from lowtide.train.trainers import PreTrainer
 
 WAYS = (LOWTIDE, LIGER, STOCK, CHECKPOINT)
 RANK = "--rank"  # begins the arguments of a rank's process
 SPEED = "tokens_per_s_per_gpu"
-RECORDED = (  # settings in the result
-    "parallel", "tensor_parallel", "fsdp_layers", "tokens", "batch", "strong", "steps", "weights", "seed",
-)  # fmt: skip
-
-
-class Engine(NamedTuple):
-    """How ranks share a model: an engine, how many share each layer, and how many layers are gathered together."""
-
-    name: str | None = None  # one rank has none
-    group: int = 1
-    layers: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.name} x tp{self.group}" if self.group > 1 else f"{self.name}"
-
-    def measures(self, way: str, first: Engine) -> bool:
-        """Return whether a way is measured by it: another's layers are gathered one by one, once."""
-        return Way.named(way).impl == LOWTIDE or self.layers == first.layers
+RECORDED = ("parallel", "tokens", "batch", "strong", "steps", "weights", "seed")  # settings in the result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +78,6 @@ class ScalingConfig(ScriptSettings):
     way: tuple[str, ...] = setting((LOWTIDE, LIGER), f"{', '.join(WAYS)}, or one:policy", metavar="WAY")
     parallel: tuple[str, ...] = setting(
         ("fsdp2",), "engines, as in lowtide train --parallel, on several GPUs", metavar="ENGINE"
-    )
-    tensor_parallel: tuple[str, ...] = setting(
-        ("1",), "GPUs that share each layer under fsdp2, as in lowtide train --tensor-parallel", metavar="N"
-    )
-    fsdp_layers: tuple[str, ...] = setting(
-        ("1",), "layers that FSDP2 gathers together, as in lowtide train --fsdp-layers", metavar="N"
     )
     tokens: int = setting(8192, "of a sequence", least=2)
     batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
@@ -126,12 +95,6 @@ class ScalingConfig(ScriptSettings):
         self._require("batch", shared, f"a multiple of each of --ranks {' '.join(self.ranks)} with --strong")
         for engine in self.parallel:
             TrainConfig(parallel=engine)
-        self._require("tensor_parallel", min(self.groups) > 0, "whole numbers above 0")
-        self._require("fsdp_layers", min(self.units) > 0, "whole numbers above 0")
-        shares = max(self.groups) > 1
-        self._require("tensor_parallel", not shares or FSDP2 in self.parallel, "fsdp2 among --parallel beside it")
-        whole = f"{CHECKPOINT} left out beside --tensor-parallel, which gathers no weight"
-        self._require("way", not (shares and CHECKPOINT in self.way), whole)
         self._require(
             "way", {way.partition(":")[0] for way in self.way} <= set(WAYS), f"names out of {', '.join(WAYS)}"
         )
@@ -139,26 +102,6 @@ class ScalingConfig(ScriptSettings):
     @property
     def worlds(self) -> tuple[int, ...]:
         return numbers("ranks", self.ranks, int)
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        return numbers("tensor_parallel", self.tensor_parallel, int)
-
-    @property
-    def units(self) -> tuple[int, ...]:
-        return numbers("fsdp_layers", self.fsdp_layers, int)
-
-    def engines(self, ranks: int) -> list[Engine]:
-        """Return the engines that so many ranks are measured with."""
-        if ranks == 1:
-            return [Engine()]
-        sizes = [size for size in self.groups if ranks % size == 0]
-        found = [(engine, size) for engine in self.parallel for size in sizes if size == 1 or engine == FSDP2]
-        return [
-            Engine(engine, size, unit)
-            for engine, size in found
-            for unit in (self.units if engine.startswith(FSDP2) else (1,))
-        ]
 
 
 def measure(run: Run[ScalingConfig]) -> None:
@@ -174,7 +117,6 @@ def measure(run: Run[ScalingConfig]) -> None:
         Column("", "way", "<18"),
         Column("GPUs", "ranks", "6"),
         Column("engine", "parallel", ">13"),
-        Column("layers", lambda row: row.get("fsdp_layers", "-"), ">7"),
         Column("  model", lambda row: f"  {row['model']}", "<18"),
     )
     figures = (
@@ -187,34 +129,27 @@ def measure(run: Run[ScalingConfig]) -> None:
     table = Table(heads, figures)
     run.say(table.header)
     for ranks in config.worlds:
-        engines = config.engines(ranks)
-        for engine in engines:
-            ways = [way for way in config.way if engine.measures(way, engines[0])]
-            _measure_ranks(
-                ranks, engine, dataclasses.replace(config, way=tuple(ways)), partial(run.add, rows=rows, table=table)
-            )
+        for engine in config.parallel if ranks > 1 else (None,):
+            _measure_ranks(ranks, engine, config, partial(run.add, rows=rows, table=table))
     for model in config.model:
         _draw(model, run.result, run.files)
 
 
-def _measure_ranks(ranks: int, engine: Engine, config: ScalingConfig, add: Callable[[Row], object]) -> None:
+def _measure_ranks(ranks: int, engine: str | None, config: ScalingConfig, add: Callable[[Row], object]) -> None:
     """Add a row for each way and model as soon as it is measured, in processes of its own.
 
     Liger changes classes that later models would be made of, and DeepSpeed's engines stay until the process ends.
     """
-    size = engine.group
-    settings = {**vars(config), "parallel": [engine.name or AUTO], "tensor_parallel": [str(size)]}
-    settings["fsdp_layers"] = [str(engine.layers)]
+    settings = {**vars(config), "parallel": [engine or AUTO]}
     # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
-    named = None if engine.name is None else str(engine)
     for way, model in product(config.way, config.model):
         with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
             file = Path(folder) / "row.json"
             job = json.dumps({"settings": settings, "file": str(file), "way": way, "model": model})
             ended = run_command([sys.executable, *launch, __file__, RANK, job], env=ALLOCATOR)
             row = json.loads(file.read_text()) if file.exists() else {"failed": _reason(file, ended)}
-        add({"ranks": ranks, "parallel": named, "tensor_parallel": size, "way": way, "model": model, **row})
+        add({"ranks": ranks, "parallel": engine, "way": way, "model": model, **row})
 
 
 def _reason(file: Path, ended: ChildResult) -> str:
@@ -228,12 +163,8 @@ def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
     """Draw a model's speed and peak over the number of GPUs."""
     found = [row for row in result["rows"] if row["model"] == model and "failed" not in row]
 
-    def named(row: Row) -> str | None:
-        layers = row.get("fsdp_layers", 1)
-        return f"{row['parallel']}, {layers} layers" if layers > 1 else row["parallel"]
-
     def panel(key: str, engine: str) -> Panel:
-        shown = [row for row in found if named(row) in (None, engine)]
+        shown = [row for row in found if row["parallel"] in (None, engine)]
         ways = dict.fromkeys(row["way"] for row in shown)
         points = {way: [(row["ranks"], row[key]) for row in shown if row["way"] == way] for way in ways}
         return Panel([Line(way, values, own=Way.named(way).impl == LOWTIDE) for way, values in points.items()])
@@ -246,7 +177,7 @@ def _draw(model: str, result: Mapping[str, Any], files: Files) -> None:
         f"{result['weights']}, {machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
     keys = {"tokens/s per GPU": SPEED, "peak GiB per GPU": "peak_gib"}
-    engines = list(dict.fromkeys(filter(None, map(named, found)))) or [AUTO]
+    engines = list(dict.fromkeys(row["parallel"] for row in found if row["parallel"])) or [AUTO]
     rows = {label: [panel(key, engine) for engine in engines] for label, key in keys.items()}
     files.plot(model, lambda at: draw_panels(at, title, rows, columns=[f"GPUs, {engine}" for engine in engines]))
 
@@ -271,29 +202,22 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
     Float32 weights are multiplied in bfloat16 on a GPU.
     """
     tokens, weights = settings.tokens, settings.weights
-    size = settings.groups[0]
-    batch = settings.batch * size // (launched_ranks() if settings.strong else 1)  # of a group
+    batch = settings.batch // (launched_ranks() if settings.strong else 1)
     options = {"dtype": weights, "per_device_train_batch_size": batch}
     options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
-    own = Way.named(way).impl == LOWTIDE
-    unit = settings.units[0] if own and launched_ranks() > 1 else 1
-    config = TrainConfig(parallel=settings.parallel[0], tensor_parallel=size, fsdp_layers=unit, options=options)
+    config = TrainConfig(parallel=settings.parallel[0], options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         all_read()  # nothing is on the host: each builds the model on its GPU
         run = trainer_settings(config, Path(folder), save=False)
         args = run.args
         with built_whole():
             built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=settings.seed)
-            if run.sizes is not None:
-                shard_layers(built, run.sizes, args.device.type)
         generator = torch.Generator().manual_seed(settings.seed)
-        shape = (args.max_steps * batch * run.readers, tokens)
+        shape = (args.max_steps * batch * args.world_size, tokens)
         ids = torch.randint(0, built.config.vocab_size, shape, generator=generator)
         metrics = StepMetrics()
         trainer: Any = PreTrainer(
             metrics=metrics,
-            sizes=run.sizes,
-            fsdp_layers=config.unit_layers,
             model=built,
             args=args,
             train_dataset=[{"input_ids": row, "labels": row} for row in ids],
@@ -310,10 +234,9 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         return {
             "parameters": parameters,
-            "fsdp_layers": config.unit_layers,
             "seconds": seconds,
             "times": [round(each, 5) for each in times],
-            "tokens_per_s_per_gpu": batch * tokens / seconds / size,
+            "tokens_per_s_per_gpu": batch * tokens / seconds,
             "peak_gib": gib(int(peak.item())),
             "losses": list(metrics.losses.values()),
         }

@@ -77,13 +77,10 @@ class Runs:
         return {**spied, **(SHARDS if engine == "shards" else {})}
 
     def of(self, kind: str, engine: str) -> tuple[Path, Ended]:
-        """Return the folder of a finished run and what its ranks printed: "one" process, or several and an engine.
-
-        Under "tp2" two ranks share each layer; under "fsdp2xtp2" four do so in pairs. Others have two ranks.
-        """
+        """Return the folder of a finished run and what its ranks printed: "one" process, or two and an engine."""
         if (kind, engine) not in self.made:
-            ranks = {"one": 1, "fsdp2xtp2": 4}.get(engine, 2)
-            rows = rows_of(ranks, engine)
+            ranks = 1 if engine == "one" else 2
+            rows = SEQUENCES // ranks
             given = sharing(engine)
             if (kind, engine) in ACCUMULATED:
                 rows, given = rows // 2, [*given, "--gradient_accumulation_steps", 2]
@@ -102,12 +99,12 @@ class Runs:
 
     def resume(self, output: Path, ranks: int, *arguments: object, engine: str, **options: Any) -> Ended:
         """Resume a run on so many ranks, with as many sequences a step."""
-        given = ["--per_device_train_batch_size", rows_of(ranks, engine), *sharing(engine)]
+        given = ["--per_device_train_batch_size", SEQUENCES // ranks, *sharing(engine)]
         words = ["train", "--resume_from_checkpoint", "true", "--output", output, *given, *arguments]
         return self.ranks(ranks, *words, **self.spies(engine), **options)
 
 
-ACCUMULATED = {("pretrain", "fsdp2"), ("tune", "zero3"), ("tune", "ddp"), ("pretrain", "tp2")}
+ACCUMULATED = {("pretrain", "fsdp2"), ("tune", "zero3"), ("tune", "ddp")}
 # FSDP2 whose checkpoints have a file for each rank: set by a launcher, since `--parallel fsdp2` sets the whole ones
 SHARDS = {**variables("fsdp2"), "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
 
@@ -133,14 +130,7 @@ def sharing(engine: str) -> list[object]:
         return []
     if engine == "zero3-config":
         return ["--deepspeed", json.dumps(ZERO3)]
-    if engine == "fsdp2-layers":
-        return ["--parallel", "fsdp2", "--fsdp-layers", 2]
-    return ["--tensor-parallel", 2] if engine.endswith("tp2") else ["--parallel", engine, "--tensor-parallel", 1]
-
-
-def rows_of(ranks: int, engine: str) -> int:
-    """Return how many of a step's sequences a rank has; those of a pair that shares layers have the same."""
-    return SEQUENCES // (ranks // 2 if engine.endswith("tp2") else ranks)
+    return ["--parallel", engine]
 
 
 @cache

@@ -6,7 +6,6 @@ import gc
 import importlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,14 +20,13 @@ from lowtide.train.trainers import Measured
 
 
 def spy(kinds: Sequence[str]) -> None:
-    """Begin to spy: ``head``, ``result``, ``dtypes``, ``units``, ``memory``; ``zero``: let DeepSpeed use gloo."""
+    """Begin to spy: ``head``, ``result``, ``dtypes``, ``memory``; ``zero``: let DeepSpeed use gloo."""
     for kind in kinds:
         {
             "head": _forbid_head,
             "result": _spy_result,
             "dtypes": _spy_dtypes,
             "memory": _spy_memory,
-            "units": _spy_units,
             "zero": _gloo_alone,
         }[kind]()
 
@@ -80,19 +78,6 @@ def _spy_dtypes() -> None:
         loss = step(self, model, *args, **kwargs)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         _print("dtypes", loss=_has_more(loss), gradients=len(gradients), finer=sum(map(_has_more, gradients)))
-        return loss
-
-    Measured.training_step = spied  # type: ignore[method-assign]
-
-
-def _spy_units() -> None:
-    """Print how many modules each unit of FSDP2 has, once it has run."""
-    step = Measured.training_step
-
-    def spied(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = step(self, model, *args, **kwargs)
-        states = [one._get_fsdp_state() for one in model.modules() if hasattr(one, "_get_fsdp_state")]
-        _print("units", sizes=sorted(Counter(map(id, states)).values()))
         return loss
 
     Measured.training_step = spied  # type: ignore[method-assign]

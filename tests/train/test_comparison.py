@@ -84,7 +84,7 @@ def test_two_processes_agree_and_take_turns(tmp_path: Path, tiny: list[str], low
     """The logits are 64 MiB here, everything else is small."""
     shape = json.loads((tmp_path / "tiny.json").read_text()) | {"vocab_size": 32_768}
     (tmp_path / "wide.json").write_text(json.dumps(shape))
-    size = options(**{"per_device_train_batch_size": 8, "seq-len": 64, "max-steps": 12, "workspace-mib": 8})
+    size = options(**{"per_device_train_batch_size": 8, "seq-len": 64, "max-steps": 12})
     file = tmp_path / "c.json"
     model = ["--model", tmp_path / "wide.json"]
     status, out, _ = lowtide(*tiny, *model, *size, "--compare", "--json", file)

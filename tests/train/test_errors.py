@@ -74,7 +74,6 @@ FROM_RANDOM_WEIGHTS: dict[str, tuple[Write, list[str]]] = {
     "output below a file": (output_below_a_file, ["output", "file/run (Not a directory)"]),
     "unwritable output": (given("--output", "/proc/run"), ["output", "/proc/run (No such file or directory)"]),
     "no steps": (given("--max-steps", "0"), ["max_steps", "at least 1", "got 0"]),
-    "workspace": (given("--workspace-mib", "0"), ["workspace_mib", "above 0"]),
     "not a number": (given("--max-steps", "many"), ["--max-steps", "many", "--help"]),
     "huge vocabulary": (given("--vocab-size", "99999999999"), ["vocab_size", "2**24"]),
     "empty name": (given("--model", ""), ["model", "not empty"]),
@@ -87,9 +86,6 @@ FROM_RANDOM_WEIGHTS: dict[str, tuple[Write, list[str]]] = {
     "budget without patch": (given("--memory-budget", "1GiB", "--no-patch"), ["memory_budget", "--no-patch"]),
     "budget": (given("--memory-budget", "much"), ["memory_budget", "40GiB", "'much'"]),
     "host alone": (given("--host-budget", "1GiB"), ["host_budget", "--memory-budget or --offload-states"]),
-    "disk alone": (given("--disk", "."), ["disk", "--policy or --host-budget beside it"]),
-    "disk without need": (given("--policy", "input", "--disk", "."), ["disk", "None where no layer offloads"]),
-    "no such disk": (given("--policy", "input", "--disk", "none"), ["disk", "a folder that can be written to"]),
     "budget for another optimizer": (
         given("--memory-budget", "1GiB", "--optim", "adafactor"),
         ["memory_budget", "adafactor", "--policy"],

@@ -5,7 +5,6 @@ The host is one beside the host here: what is used before its copy has come is N
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowtide.memory import Adapters, copies, offload, pinned, plan_memory
+from lowtide.memory import Adapters, copies, plan_memory
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.train import activations
 from lowtide.train.activations import OffloadStates, check_offload
@@ -183,32 +182,3 @@ def test_adapters_are_given_as_the_planner_takes_them(model_type: str) -> None:
     assert adapters == (numbers if model_type == "phi3" else Adapters(5, targets))
     plan = plan_memory(config, 64, 1, 1, dtype=torch.float32, adapters=adapters)
     assert plan.job.trained_adapters == numbers
-
-
-def test_a_disk_beside_a_policy(
-    tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the host has no room for is there, also in a resume from elsewhere; the run is the same to the bit."""
-    (tmp_path / "tiny.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 8}))
-    of_layer = 2 * 32 * SHAPE["hidden_size"] * 4
-    monkeypatch.setattr(pinned, "available_bytes", lambda: (1 << 30) + offload.ON_THE_WAY * of_layer)
-    applied, folders, reports = activations.apply_policy, list[Path](), list[Any]()
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        folders.append(Path(kwargs["disk"]).resolve())
-        reports.append(applied(*args, **kwargs))
-        return reports[-1]
-
-    monkeypatch.setattr(activations, "apply_policy", spy)
-    stock, away, disk = tmp_path / "stock", tmp_path / "away", tmp_path / "disk"
-    disk.mkdir()
-    lowtide.done(*tiny, "--output", stock)
-    monkeypatch.chdir(tmp_path)
-    lowtide.done(*tiny, "--policy", "input offloaded", "--disk", "disk", "--output", away)
-    assert losses(away) == losses(stock)
-    assert_same_weights(away / "model", stock / "model")
-    shutil.rmtree(away / "checkpoint-6")
-    monkeypatch.chdir(disk)
-    lowtide.done("train", "--resume_from_checkpoint", "true", "--output", away)
-    assert folders == [disk.resolve()] * 2
-    assert all(report.disk_bytes >= of_layer for report in reports)

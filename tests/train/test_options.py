@@ -21,7 +21,7 @@ from lowtide.cli.train import _config
 from lowtide.errors import ArgumentValueError
 from lowtide.train import settings
 from lowtide.train.config import TrainConfig
-from lowtide.train.options import _OLD, ALIASES, PRETRAINING, names, parse, words_of
+from lowtide.train.options import ALIASES, PRETRAINING, names, parse, words_of
 from lowtide.train.settings import _Parser, trainer_settings
 from train.conftest import Run
 
@@ -34,8 +34,6 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "misspelled with dashes": (["--gradient-acumulation-steps=4"], ["Did you mean --gradient_accumulation_steps?"]),
     "neither library's": (["--frobnicate"], ["--frobnicate: expected an option of lowtide train, TRL's SFTConfig or"]),
     "no option": (["."], ["arguments", "'.'"]),
-    "of an earlier version": (["--batch-size", "4"], ["Use --per_device_train_batch_size"]),
-    "an old value": (["--packing", "separate"], ["--packing: ", "Use --packing"]),
     "TRL's from random weights": (["--loss_type", "dft"], ["--loss_type", "got TRL's", "--model to fine-tune"]),
     "two names": (["--max_length", "8", "--seq-len", "9"], ["one of --max_length and --seq-len, got both"]),
     "two names, the other way": (["--seq_len=9", "--max-length=9"], ["--max_length", "--seq-len, got both"]),
@@ -97,16 +95,6 @@ for words in json.loads(sys.argv[1]):
     words = [words for words, _ in WRONG.values()]
     ended = subprocess.run([sys.executable, "-c", code, json.dumps(words)], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_each_option_of_an_earlier_version_names_one_of_now() -> None:
-    for name, hint in _OLD.items():
-        assert name not in names(fine_tunes=True) | set(ALIASES), f"{name} is an option"
-        for option in (word.strip(",") for word in hint.split() if word.startswith("--")):
-            known = option.removeprefix("--").replace("-", "_")
-            assert known in names(fine_tunes=True) | set(TrainConfig.__dataclass_fields__) | set(ALIASES), (name, known)
-        with pytest.raises(ArgumentValueError, match="one of an earlier version"):
-            parse({}, [f"--{name.replace('_', '-')}"])
 
 
 def test_the_names_are_those_of_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

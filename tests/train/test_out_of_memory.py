@@ -99,7 +99,6 @@ def advice(
     seq_len: int = 8192,
     padded: bool = False,
     four_bit: bool = False,
-    weights: int = 0,
     arguments: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> str:

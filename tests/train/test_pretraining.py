@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
-from lowtide.head.vocabulary_order import Report
 from lowtide.train import TrainConfig, prepare
 from lowtide.train.files import find_data
 from lowtide.train.monitor import Monitor, StepMetrics
@@ -150,18 +148,6 @@ def test_a_resumed_log_forgets_what_will_be_written_again_and_half_lines(tmp_pat
     state.global_step = 0
     monitor.on_train_begin(args, state, None)
     assert file.read_text() == "", "a run that begins again"
-
-
-def test_the_log_says_what_was_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    report = Report(0.25, 0.01, 1e-3, 2e-3, 3e-3, 5e-4, 7, 1)
-    monkeypatch.setattr("lowtide.train.monitor.last_report", lambda: report)
-    state = SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=9)
-    monitor = Monitor(StepMetrics(), file=tmp_path / "log.jsonl", console=Console(width=200))
-    monitor.on_log(SimpleNamespace(fp16=False), state, None, {"loss": 1.0})
-    (line,) = log(tmp_path)
-    found = {name: value for name, value in line.items() if name.startswith("skip")}
-    assert found == {"skip_share": 0.25, "skip_input_error": 2e-3, "skip_weight_error": 3e-3}
-    assert "25% of the tiles" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "called"), [("loss", "training loss"), ("grad_norm", "gradient norm")])

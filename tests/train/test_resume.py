@@ -202,32 +202,29 @@ def test_a_resumed_run_keeps_its_settings(
     assert sorted(finished.rglob("*")) == before
 
 
-PLANNED = {"memory_budget": "40GiB", "host_budget": "10GiB", "disk": "/"}
+PLANNED = {"memory_budget": "40GiB", "host_budget": "10GiB"}
 
 
 @pytest.mark.parametrize(
     ("began", "now", "left"),
     [
         (PLANNED, {"policy": "input/1"}, {}),
-        (PLANNED, {"policy": "16 x input/1 offloaded"}, {"disk": "/"}),
-        (PLANNED, {"memory_budget": "30GiB"}, {"host_budget": "10GiB", "disk": "/"}),
+        (PLANNED, {"memory_budget": "30GiB"}, {"host_budget": "10GiB"}),
         (PLANNED | {"offload_states": True}, {"policy": "all"}, {"host_budget": "10GiB"}),
         (PLANNED, {"policy": "all", "offload_states": True}, {"host_budget": "10GiB"}),
-        ({"policy": "input-offload", "disk": "/"}, {"policy": "all"}, {}),
-        ({"policy": "input-offload", "disk": "/"}, {"memory_budget": "40GiB"}, {}),
-        ({"policy": "input-offload", "disk": "/"}, PLANNED, PLANNED),
+        ({"policy": "input-offload"}, PLANNED, PLANNED),
     ],
 )
 def test_other_activations_than_the_run_began_with(
     began: dict[str, Any], now: dict[str, Any], left: dict[str, Any], tmp_path: Path
 ) -> None:
-    """They keep what they have a use for, of host memory and disk."""
+    """They keep what they have a use for, of host memory."""
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
     (checkpoint / "complete").touch()
     write_run_file(tmp_path, {"config": TrainConfig(**began).to_json(), "sequences": 1, "lowtide": ""})
     config, _ = resumed(TrainConfig(options={"resume_from_checkpoint": str(checkpoint)}, **now))
-    expected = {"policy": None, "memory_budget": None, "host_budget": None, "disk": None} | left | now
+    expected = {"policy": None, "memory_budget": None, "host_budget": None} | left | now
     assert {name: getattr(config, name) for name in expected} == expected
 
 

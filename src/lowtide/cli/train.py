@@ -53,9 +53,6 @@ examples:
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
       --parallel fsdp2 --lr 1e-5 --weight_decay 0.1
       eight GPUs that shard weights, gradients and optimizer states
-  torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
-      --tensor-parallel 2 --lr 1e-5
-      the same in pairs of GPUs that share each layer: tensor parallelism
   accelerate launch --config_file fsdp2.yaml --num_processes 8 -m lowtide train --model ./Llama-3.1-8B \\
       --data books/ --output my-run --lr 1e-5
       the same by accelerate, after lowtide train --parallel fsdp2 --write-launch-file fsdp2.yaml

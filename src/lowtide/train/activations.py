@@ -9,7 +9,6 @@ import torch
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.options import HeadOptions
 from lowtide.measure.units import gib, parse_gib
 from lowtide.memory import (
     ActivationPolicy,
@@ -40,7 +39,6 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 _LORA_A = ".lora_A."
-_NO_PLAN = "A --policy needs no plan."
 _MASKED = ("sdpa", "eager")  # transformers' implementations of attention that take a mask for packed documents
 
 
@@ -60,7 +58,6 @@ def plan_and_apply(run: RunState) -> None:
             model.config,
             budget_gib=parse_gib("memory_budget", config.memory_budget),
             host_gib=config.host_gib or 0,
-            options=HeadOptions(workspace_mib=config.workspace_mib),
             offload_states="auto" if config.offload_states else False,
             **planned_job(run),
         )
@@ -84,7 +81,6 @@ def planned_job(run: RunState) -> dict[str, Any]:
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
-        UnsupportedError: processes share layers, and the planner has whole layers alone.
     """
     args, model, batch = run.settings.args, run.model, run.batch
     weights = getattr(torch, str(run.settings.model.dtype), model.config.dtype)  # "auto": as the checkpoint has them
@@ -93,14 +89,10 @@ def planned_job(run: RunState) -> dict[str, Any]:
     # What the planner has several GPUs for; of other runs it plans one that has all the weights.
     by_plan = adapters is None and OPTIMIZERS[optimizer].shards and not run.config.host_gib
     sharded = by_plan and uses_fsdp() and reshards()
-    if run.config.group_size > 1:
-        expected = "processes that each run whole layers"
-        raise UnsupportedError(message("memory_budget", expected, "--tensor-parallel", _NO_PLAN))
-    several = {"gpus": args.world_size, "fsdp_layers": run.config.unit_layers}
     return {
         "seq_len": batch.seq_len,
         "batch_size": batch.rows,
-        **(several if sharded else {}),
+        **({"gpus": args.world_size} if sharded else {}),
         "optimizer": optimizer,
         "keep_gradients": args.gradient_accumulation_steps > 1,
         "adapters": adapters,

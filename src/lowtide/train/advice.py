@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.head.options import HeadOptions
 from lowtide.measure.resident import available_bytes, resident_bytes
 from lowtide.measure.units import gib
 from lowtide.memory.planner.adapters import PROJECTIONS
@@ -147,9 +146,6 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) 
     if settings.args.gradient_accumulation_steps > 1:
         words.append(f"--grad-accum {settings.args.gradient_accumulation_steps}")
     words += [f"--gpus {job.gpus} --parallel {job.parallel}"] if job.gpus > 1 else []
-    words += [f"--fsdp-layers {job.fsdp_layers}"] if job.fsdp_layers > 1 else []
-    if config.workspace_mib is not None:
-        words.append(f"--workspace-mib {config.workspace_mib:g}")
     if config.host_budget:
         words.append(f"--host {shlex.quote(config.host_budget)}")
         words += [] if config.offload_states else ["--no-offload-states"]
@@ -168,12 +164,7 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) 
 
 def _job(run: RunState) -> Job:
     gpu = find_gpu(None) if run.settings.args.device.type == "cuda" else GPUS["h100"]
-    return Job(
-        shape=read_shape(run.model.config),
-        gpu=gpu,
-        head=HeadOptions(workspace_mib=run.config.workspace_mib),
-        **planned_job(run),
-    )
+    return Job(shape=read_shape(run.model.config), gpu=gpu, **planned_job(run))
 
 
 def _memory(args: Any) -> tuple[int, str]:

@@ -92,12 +92,6 @@ class TrainConfig:
         metavar="N",
     )
     patch: bool = _setting(True, "use lowtide's loss and layers; --no-patch trains the stock model")
-    workspace_mib: float | None = _setting(None, "scratch memory of the loss in MiB; without it, chosen by lowtide")
-    skip: float | None = _setting(
-        None,
-        "the relative error that the loss's gradients may have, such as 5e-3, as in HeadOptions: they then skip tiles "
-        "of the softmax (Hopper GPUs in bfloat16)",
-    )
     memory_budget: str | None = _setting(
         None,
         "GPU memory for tensors, such as 40GiB: `lowtide plan` chooses what each layer saves for backward, so that the "
@@ -106,8 +100,8 @@ class TrainConfig:
     )
     host_budget: str | None = _setting(
         None,
-        "with --memory-budget: pinned host memory that layers may be offloaded into, with adapters frozen weights, "
-        "with --offload-states the optimizer states; with the latter alone: the most that it may take. Per process",
+        "with --memory-budget: pinned host memory that layers, and with --offload-states the optimizer states, may be "
+        "offloaded into; with the latter alone: the most that it may take. Per process",
         metavar="SIZE",
     )
     offload_states: bool = _setting(
@@ -121,12 +115,6 @@ class TrainConfig:
         "a mixture such as '12 x input/1, 4 x all/0'",
         metavar="POLICY",
     )
-    disk: str | None = _setting(
-        None,
-        "a folder on a fast disk of this machine (NVMe), for what host memory does not hold of what offloaded layers "
-        "save; with --policy or --host-budget",
-        metavar="DIR",
-    )
     parallel: Parallel = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
         "auto",
         "how the processes that torchrun starts share the model. ddp: each has all of it; fsdp2: weights, gradients "
@@ -135,35 +123,20 @@ class TrainConfig:
         "(DeepSpeed); zero3-offload: all three in host memory, the optimizer on the CPU. auto: what accelerate launch "
         "was configured for, else ddp",
     )
-    tensor_parallel: int | None = _setting(
-        None,
-        "processes that share each layer, as transformers plans it for the model: a group of N trains on the same "
-        "sequences, and FSDP2 shards over the groups. It divides the number of processes and the model's heads "
-        "(default: 1)",
-        metavar="N",
-    )
-    fsdp_layers: int | None = _setting(
-        None,
-        "with fsdp2, layers that are gathered, and whose gradients are reduced, together: more take less of the host's "
-        "time, and more memory (default: 1)",
-        metavar="N",
-    )
     lora_merge: bool = _setting(False, "besides the adapter, write the model with the adapter merged in, to DIR/merged")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"cli": False})
 
     def __post_init__(self) -> None:
-        for name in ("held_out", "max_steps", "tensor_parallel", "fsdp_layers"):
+        for name in ("held_out", "max_steps"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "a whole number of at least 1")
         self._require("early_stopping_patience", self.early_stopping_patience >= 0, "a whole number of at least 0")
         self._require("seq_len", self.seq_len is None or self.seq_len >= 2, "at least 2 tokens")
         self._require("vocab_size", 300 <= self.vocab_size <= 2**24, "from 300 (256 bytes and some merges) to 2**24")
-        for name in ("model", "tokenizer", "output", "policy", "memory_budget", "host_budget", "disk"):
+        for name in ("model", "tokenizer", "output", "policy", "memory_budget", "host_budget"):
             self._require(name, getattr(self, name) != "", "a name that is not empty")
         self._require("data", "" not in self.data, "names that are not empty")
         self._require("lr", self.lr is None or 0 < self.lr < math.inf, "a number above 0")
         self._require("parallel", self.parallel in get_args(Parallel), " or ".join(get_args(Parallel)))
-        self._require("workspace_mib", self.workspace_mib is None or self.workspace_mib > 0, "a number above 0")
-        self._require("skip", self.skip is None or 0 < self.skip < 1, "a number between 0 and 1")
         columns_of(self.columns)
         self._check_memory()
 
@@ -174,8 +147,6 @@ class TrainConfig:
             raise ArgumentValueError(message(given[0], expected, "both"))
         self._require("memory_budget", not self.memory_budget or self.patch, "a patched model: leave --no-patch out")
         alone = not self.memory_budget and not self.offload_states
-        offloads = self.policy is not None or (self.memory_budget and self.host_budget)
-        self._require("disk", self.disk is None or bool(offloads), "--policy or --host-budget beside it")
         self._require("host_budget", not (self.host_budget and alone), "--memory-budget or --offload-states beside it")
         if self.offload_states and self.memory_budget and not self.host_budget:
             expected, hint = "--host-budget beside it and --memory-budget", "The plan needs the host memory's size."
@@ -208,16 +179,6 @@ class TrainConfig:
         return None if given.lower() == "false" else given
 
     @property
-    def group_size(self) -> int:
-        """How many processes share each layer, and train on the same sequences."""
-        return self.tensor_parallel or 1
-
-    @property
-    def unit_layers(self) -> int:
-        """How many layers are one unit of FSDP2."""
-        return self.fsdp_layers or 1
-
-    @property
     def host_gib(self) -> float | None:
         """``host_budget`` in GiB."""
         return parse_gib("host_budget", self.host_budget) if self.host_budget else None
@@ -225,9 +186,8 @@ class TrainConfig:
     def absolute(self) -> TrainConfig:
         """Return the same with every path absolute, for a resume from another folder."""
         changed: dict[str, Any] = {"data": tuple(_absolute(path) for path in self.data)}
-        for name in ("tokenizer", "disk"):
-            if (path := getattr(self, name)) is not None:
-                changed[name] = _absolute(path)
+        if self.tokenizer is not None:
+            changed["tokenizer"] = _absolute(self.tokenizer)
         if self.model not in SHAPES:
             changed["model"] = _absolute(self.model)
         paths = {name: self.options.get(name) for name in ("chat_template_path", "deepspeed")}

@@ -40,9 +40,7 @@ class FineTuner(Measured, SFTTrainer):  # type: ignore[misc]
         loss, outputs = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
         if self.aux_loss_enabled and num_items_in_batch is not None and self.label_smoother is None:
             # the model adds its load-balancing loss once per batch, and Trainer scales it like a sum over tokens
-            processes = (
-                self.accelerator.num_processes // self.get_tp_size() if self.args.average_tokens_across_devices else 1
-            )
+            processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             batches = self.current_gradient_accumulation_steps if self.model.training else 1
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss * (1 / batches - processes)
         return (loss, outputs) if return_outputs else loss

@@ -21,7 +21,6 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.vocabulary_order import last_report
 from lowtide.measure.resident import (
     cuda_peak_bytes,
     peak_resident_bytes,
@@ -35,7 +34,6 @@ from lowtide.train.parallel import in_group
 from lowtide.train.result import WARM_STEPS
 
 _LINE_EVERY_SECONDS = 10.0
-SKIPPED = ("share", "input_error", "weight_error")  # of `lowtide.skip_report`
 
 
 @dataclass
@@ -157,8 +155,6 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             self._measure(state.global_step, logs["loss"])
             line["tokens_per_second"] = round(self.metrics.step_tokens[-1] / self.metrics.step_seconds[-1], 1)
             line["peak_bytes"] = self.metrics.peak_bytes
-            if (report := last_report()) is not None:  # of this rank
-                line |= {f"skip_{name}": getattr(report, name) for name in SKIPPED}
         if state.is_world_process_zero:
             self._print(state, line)
             self._write({"step": state.global_step, "time": round(time.time(), 3), **line})
@@ -193,7 +189,6 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             memory = self.metrics.peak_bytes if self.metrics.on_gpu else resident_bytes()
             left = time.strftime("%H:%M:%S", time.gmtime((state.max_steps - step) * self.metrics.median_step_seconds))
             text = f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s  {mib(memory):,.0f} MiB"
-            text += f"  {line['skip_share']:.0%} of the tiles" if "skip_share" in line else ""
             text += "" if last else f"  {left} left"
         elif "eval_loss" in line and not last:
             text = f"held-out loss {line['eval_loss']:.3f}"

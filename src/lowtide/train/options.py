@@ -36,42 +36,10 @@ ALIASES = {  # TRL's names of lowtide's short ones
     "max_length": "seq_len",
     "learning_rate": "lr",
 }
-_OLD = {  # options of earlier versions, and what to give now
-    "text_field": "--dataset_text_field",
-    "chat_template": "--chat_template_path",
-    "too_long": "--max_length, at which TRL truncates; drop longer rows from the data",
-    "batch_size": "--per_device_train_batch_size",
-    "grad_accum": "--gradient_accumulation_steps",
-    "warmup": "--warmup_steps, where a number below 1 is a share of the steps",
-    "weights": "--dtype",
-    "lora_rank": "--use_peft --lora_r",
-    "lora_targets": "--use_peft --lora_target_modules",
-    "attention": "--attn_implementation",
-    "resume": "--resume_from_checkpoint true",
-    "save_every": "--save_steps",
-    "keep": "--save_total_limit",
-    "eval_every": "--eval_strategy steps --eval_steps",
-    "eval_blocks": "--held-out",
-    "early_stop": "--early-stopping-patience",
-    "tensorboard": "--report_to tensorboard",
-    "no_progress": "--disable_tqdm true",
-    "trainer_args": "each of them as an option of its own, such as --weight_decay 0.1",
-    "no_check_data": "nothing: rows are checked while they are read",
-    "epochs": "--num_train_epochs",
-    "fp32": "--bf16 false",
-}
 _NOT_IN_A_FILE = {  # what --config cannot have
     **dict.fromkeys(("compare", "json", "config", "write_launch_file"), "Give it on the command line."),
     "env": "Set the environment's variables before the command.",
     "datasets": "Name files and folders with data: [...].",
-}
-_OLD_VALUES = {  # of options whose name is TRL's now, with another meaning
-    "packing": {
-        "joined": "--packing --packing_strategy wrapped",
-        "separate": "--packing",
-        "none": "--packing false",
-        "auto": "nothing",
-    },
 }
 
 
@@ -92,8 +60,8 @@ def parse(
     for name in in_file.keys() & _NOT_IN_A_FILE.keys():
         raise ArgumentValueError(message("--config", "options of training alone", name, _NOT_IN_A_FILE[name]))
     in_words = dict(_from_words(words))
-    for name, value in (in_file | in_words).items():
-        _check(name, value, fine_tunes=True)
+    for name in in_file | in_words:
+        _check(name, fine_tunes=True)
     own_in_file, file_options = _split({}, in_file)
     own_in_words, word_options = _split(own, in_words)
     return own_in_file | own_in_words | dict(own), file_options | word_options
@@ -105,16 +73,13 @@ def check_pretraining(options: Mapping[str, Any]) -> None:
     Raises:
         ArgumentValueError: there is one.
     """
-    for name, value in options.items():
-        _check(name, value, fine_tunes=False)
+    for name in options:
+        _check(name, fine_tunes=False)
 
 
-def _check(name: str, value: Any, *, fine_tunes: bool) -> None:
+def _check(name: str, *, fine_tunes: bool) -> None:
     """Raise where there is no such option."""
     own, known = set(TrainConfig.__dataclass_fields__) - {"options"}, names(fine_tunes=fine_tunes)
-    if hint := _OLD_VALUES.get(name, {}).get(str(value)) or (_OLD.get(name) if name not in own else None):
-        expected = "TRL's name of the option" if name in _OLD else "true or false"
-        raise ArgumentValueError(message(_flag(name), expected, "one of an earlier version", f"Use {hint}"))
     if name in own or name in ALIASES or known is None or name.removeprefix("no_") in known:
         return
     if not fine_tunes and (of_trl := names(fine_tunes=True)) and name.removeprefix("no_") in of_trl:

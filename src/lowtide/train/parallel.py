@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import ArgumentValueError, LowtideError, UnsupportedError, message
+from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.train.files import find_data
 
 if TYPE_CHECKING:
     from lowtide.train.config import TrainConfig
 
-AUTO, FSDP2 = "auto", "fsdp2"
-_BY_FSDP2 = (FSDP2, "fsdp2-zero2")
+AUTO = "auto"
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 # of accelerate's configurations, what a run does not have
@@ -63,25 +62,6 @@ def variables(name: str) -> dict[str, str]:
     return found
 
 
-def _check_groups(config: TrainConfig) -> None:
-    """Raise where the processes cannot share layers as ``--tensor-parallel`` says.
-
-    Raises:
-        ArgumentValueError: they cannot be divided into groups of that size.
-        UnsupportedError: the engine cannot shard what is left.
-    """
-    size, ranks = config.group_size, launched_ranks()
-    if ranks % size:
-        expected, got = f"a number of processes that {size} divides", f"{ranks} of them"
-        hint = f"Start them with torchrun --nproc-per-node {size * -(-ranks // size)}, or give --tensor-parallel 1."
-        raise ArgumentValueError(message("tensor_parallel", expected, got, hint))
-    deepspeed = uses_deepspeed() or config.options.get("deepspeed")
-    if size > 1 and (config.parallel not in (AUTO, *_BY_FSDP2) or deepspeed):
-        expected, got = "fsdp2 beside --tensor-parallel", "DeepSpeed" if deepspeed else config.parallel
-        hint = "Give --parallel fsdp2 under torchrun: accelerate shards such a model by FSDP2 alone."
-        raise UnsupportedError(message("parallel", expected, got, hint))
-
-
 def _of_config(given: Any) -> dict[str, str]:
     """Return the variables that `engine_line` and `zero_stage` read, for a DeepSpeed configuration or its file.
 
@@ -114,21 +94,13 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     for name in filter(_is_on, _UNKNOWN):
         hint = "Choose none of it in accelerate's configuration: DDP, FSDP2 and DeepSpeed's ZeRO work."
         raise ArgumentValueError(message("parallel", "an engine of lowtide train", f"{name}=true", hint))
-    _check_groups(config)
-    shares = config.group_size > 1
-    engine = FSDP2 if shares and config.parallel == AUTO and not _is_on(_USE_FSDP) else config.parallel
-    own = variables(engine) if engine != AUTO and launched_ranks() > 1 else {}
+    own = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
     if given := config.options.get("deepspeed"):
         own |= _of_config(given)
-    if shares:
-        own[_FIRST_READS] = "false"
     if given and config.parallel != AUTO:
         hint = "Name the engine in one place: leave one of them out."
         raise ArgumentValueError(message("parallel", "auto beside --deepspeed", config.parallel, hint))
     deepspeed = _USE_DEEPSPEED in own or uses_deepspeed()
-    if config.unit_layers > 1 and launched_ranks() > 1 and not (_USE_FSDP in own or _is_on(_USE_FSDP)):
-        hint = "Its units are FSDP2's: give --parallel fsdp2, or leave it out."
-        raise ArgumentValueError(message("fsdp_layers", "FSDP2", "DeepSpeed" if deepspeed else "DDP", hint))
     for name in (_USE_FSDP, _USE_DEEPSPEED):
         if config.parallel != AUTO and _is_on(name) and name not in own:
             hint = "Name the engine in one place: leave --parallel out, or start with torchrun."
@@ -213,19 +185,15 @@ def built_whole() -> Iterator[None]:
 
 def engine_line(config: TrainConfig) -> str | None:
     """Return how the processes of a run share the model, as a line to print; None for one process."""
-    ranks, size, name = launched_ranks(), config.group_size, config.parallel
+    ranks, name = launched_ranks(), config.parallel
     if ranks == 1:
         return None if name == AUTO else f"parallel one process, so nothing is sharded ({name})"
     if uses_deepspeed():
         stage, place = zero_stage(), os.environ.get(f"ACCELERATE_{_DEEPSPEED['offload_param_device']}")
         line = f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
         return line + {"cpu": ", weights in host memory", "nvme": ", weights on disk"}.get(place or "", "")
-    together = f", {config.unit_layers} layers at a time" if config.unit_layers > 1 else ""
-    if size > 1:
-        groups = f"FSDP2 over {ranks // size} groups, tensor parallelism" if ranks > size else "tensor parallelism"
-        return f"parallel {ranks} processes, {groups}: {size} share each layer{together}"
     if uses_fsdp():
-        gathered = together if reshards() else ", and weights stay gathered until backward ends"
+        gathered = "" if reshards() else ", and weights stay gathered until backward ends"
         return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are sharded{gathered}"
     return f"parallel {ranks} processes, DDP: each has the whole model"
 

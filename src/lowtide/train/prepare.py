@@ -22,7 +22,6 @@ from lowtide.train.parallel import first_does
 from lowtide.train.run_state import SEQ_LEN, RunState
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
-from lowtide.train.tensor_parallel import shard_layers
 from lowtide.train.tokenizer import as_loaded, check_template, load_tokenizer, set_chat_template, train_tokenizer
 from lowtide.train.tokens import Text, write_tokens
 
@@ -91,12 +90,10 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
     run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
     run.model.config.pad_token_id = pad
     first_does(lambda: check_model(run.model, seq_len=run.seq_len))  # another may have no weights
-    _shard_and_patch(run)
+    _patch(run)
     args.eval_on_start = run.checkpoint is None
     run.trainer = PreTrainer(
         metrics=run.metrics,
-        sizes=settings.sizes,
-        fsdp_layers=config.unit_layers,
         model=run.model,
         args=args,
         train_dataset=blocks,
@@ -130,7 +127,7 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
         dtype = getattr(torch, dtype)
     run.model = pretrained_model(folder, dtype=dtype, trust_remote_code=args.trust_remote_code, **kwargs)
     check_vocabulary(run.model.config, len(tokenizer))
-    _shard_and_patch(run)  # before TRL installs its own head, which calls the forward that it finds
+    _patch(run)  # before TRL installs its own head, which calls the forward that it finds
     args.model_init_kwargs = None  # done
     set_seed(args.seed)  # of the adapters: reading and patching a model may draw random numbers
     args.eval_on_start = run.checkpoint is None and parts["test"] is not None
@@ -138,8 +135,6 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
         run.trainer = FineTuner(
             stock=not config.patch,
             metrics=run.metrics,
-            sizes=settings.sizes,
-            fsdp_layers=config.unit_layers,
             model=run.model,
             args=args,
             train_dataset=parts["train"],
@@ -199,17 +194,11 @@ def _check_truncation(run: RunState, parts: Mapping[str, Any]) -> None:
         run.lines.append(f"dropped  {dropped:,} rows with nothing to train on in their first {run.seq_len} tokens")
 
 
-def _shard_and_patch(run: RunState) -> None:
-    settings = run.settings
-    if settings.sizes is not None:
-        if settings.args.bf16 or settings.args.fp16:
-            run.model.float()  # as accelerate's FSDP2 does, but not with weights that are sharded already
-        shard_layers(run.model, settings.sizes, settings.args.device.type)
+def _patch(run: RunState) -> None:
     if run.config.patch:
-        options = lowtide.HeadOptions(workspace_mib=run.config.workspace_mib, skip=run.config.skip)
-        run.patched = lowtide.patch(run.model, options=options)
+        run.patched = lowtide.patch(run.model)
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
-            run.patched_trl = lowtide.patch_trl(options=options)
+            run.patched_trl = lowtide.patch_trl()
 
 
 def _text(config: TrainConfig, settings: Settings, sources: Sources) -> Text:

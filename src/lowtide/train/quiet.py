@@ -21,10 +21,6 @@ def quiet_transformers() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     # transformers' save_pretrained reads the storage of each weight
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
-    # of layers that are shared by tensor parallelism, on whose outputs no model writes
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
-    # the norms and checkpoints of its shards, which are exchanged on each axis of the mesh
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # peft imports it wherever it is installed
     for name in ("bitsandbytes", "datasets", "accelerate", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,16 +1,13 @@
-"""What a resumed run takes over: its settings, and a checkpoint, which another engine may have written.
+"""What a resumed run takes over: its settings, and a checkpoint that the same engine has written.
 
-FSDP2 reads what one process or DDP wrote, and they what it wrote, though Trainer reads only what its own engine writes.
-Weights and optimizer states are whole in both formats; FSDP2's names the states by parameter, the other one numbers
-them in the optimizer's order. DeepSpeed's files are read by DeepSpeed alone, on as many processes as wrote them.
+One process and DDP read each other's checkpoints, FSDP2's with whole states any number of processes; DeepSpeed's are
+read on as many processes as wrote them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,7 +17,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.train.checkpoints import checkpoint_to_resume, checkpoints, read_run_file
 from lowtide.train.config import ACTIVATIONS, NEWEST_IF_ANY, TrainConfig
 from lowtide.train.model import pretrained_model
-from lowtide.train.parallel import first_does, is_first_rank, launched_ranks, uses_deepspeed, uses_fsdp, zero_stage
+from lowtide.train.parallel import launched_ranks, uses_deepspeed, uses_fsdp, zero_stage
 
 _WHOLE, _FSDP2, _SHARDS = "one process or DDP", "FSDP2", "FSDP2 with SHARDED_STATE_DICT"
 _FSDP_WEIGHTS = "pytorch_model_fsdp"  # accelerate's name of the file, or with its number of the folder of shards
@@ -71,13 +68,9 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
 
 
 def _without_use(before: TrainConfig, changed: dict[str, Any]) -> Iterator[str]:
-    """Yield the settings of host and disk that a run began with, where other activations have no use for them."""
-    budget, policy = changed["memory_budget"], changed["policy"] or ""
-    host = "host_budget" in changed or bool(before.host_budget)
-    if not budget and not changed.get("offload_states", before.offload_states):
+    """Yield the settings that a run began with, where other activations have no use for them."""
+    if not changed["memory_budget"] and not changed.get("offload_states", before.offload_states):
         yield "host_budget"
-    if not ("offload" in policy or (budget and host)):
-        yield "disk"
 
 
 def _check_kept(name: str, old: object, new: object) -> None:
@@ -95,9 +88,9 @@ def check_engine(checkpoint: Path) -> None:
         ArgumentValueError: another engine, DeepSpeed stage or number of processes wrote it.
     """
     wrote, now = _wrote(checkpoint), _now()
-    if wrote != now and {wrote, now} != {_WHOLE, _FSDP2}:
+    if wrote != now:
         expected = f"{wrote}, which wrote {checkpoint.name}"
-        hint = "Only one process, DDP and FSDP2 with FULL_STATE_DICT read each other's checkpoints."
+        hint = "Resume with the engine that the run began with."
         raise ArgumentValueError(message("parallel", expected, now, hint))
 
 
@@ -117,27 +110,6 @@ def check_states(checkpoint: Path) -> None:
         raise ArgumentValueError(message("--resume_from_checkpoint", "a complete checkpoint", got, hint))
 
 
-@contextlib.contextmanager
-def readable(checkpoint: Path, trainer: Any, staging: Path) -> Iterator[Path]:
-    """Give a checkpoint in the format that a trainer reads: itself, or a converted one while this lasts.
-
-    `check_engine` has let it pass, and the trainer's engine has not yet sharded the model. A converted one takes as
-    much room in ``staging`` as its weights and states.
-    """
-    wrote, now = _wrote(checkpoint), _now()
-    load_experts(checkpoint, trainer.model)
-    if wrote == now:
-        yield checkpoint
-        return
-    folder = staging / checkpoint.name
-    try:
-        first_does(lambda: _convert(checkpoint, folder, trainer, for_fsdp2=now == _FSDP2))
-        yield folder
-    finally:
-        if is_first_rank():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def load_experts(checkpoint: Path, model: Any) -> None:
     """Load the weights that files have by other names, such as one for each expert: Trainer leaves them out."""
     from safetensors import safe_open
@@ -149,7 +121,7 @@ def load_experts(checkpoint: Path, model: Any) -> None:
         with safe_open(file, framework="pt") as content:
             names |= set(content.keys())
     if model.state_dict().keys() - names:
-        model.load_state_dict(_weights(checkpoint, model))
+        model.load_state_dict(pretrained_model(checkpoint, alone=True).state_dict())
 
 
 def _wrote(checkpoint: Path) -> str:
@@ -179,41 +151,3 @@ def _deepspeed(stage: int | None, ranks: int) -> str:
         return "DeepSpeed ZeRO-0"
     # ZeRO-1 has the files of ZeRO-2
     return f"DeepSpeed ZeRO-{3 if stage == 3 else 2} on {ranks} processes"
-
-
-def _convert(checkpoint: Path, folder: Path, trainer: Any, *, for_fsdp2: bool) -> None:
-    """Write a checkpoint in the other format; files that both have are links."""
-    import torch
-
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for file in checkpoint.iterdir():
-        if file.name not in (f"{_FSDP_WEIGHTS}.bin", _FSDP_STATES, _WHOLE_STATES):
-            (folder / file.name).symlink_to(file.absolute())
-    before, after = (_WHOLE_STATES, _FSDP_STATES) if for_fsdp2 else (_FSDP_STATES, _WHOLE_STATES)
-    states = torch.load(checkpoint / before, weights_only=True, map_location="cpu", mmap=True)
-    names = _names(trainer)
-    key: dict[Any, Any] = dict(enumerate(names)) if for_fsdp2 else {name: i for i, name in enumerate(names)}
-    groups = [{**group, "params": [key[one] for one in group["params"]]} for group in states["param_groups"]]
-    torch.save({"state": {key[k]: v for k, v in states["state"].items()}, "param_groups": groups}, folder / after)
-    if for_fsdp2:
-        torch.save(_weights(checkpoint, trainer.model), folder / f"{_FSDP_WEIGHTS}.bin")
-
-
-def _names(trainer: Any) -> list[str]:
-    """Return the names of the parameters in the order in which the trainer's optimizer has them."""
-    of = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    optimizer = trainer.create_optimizer()
-    trainer.optimizer = None  # made anew, of the sharded parameters
-    return [of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _weights(checkpoint: Path, model: Any) -> dict[str, Any]:
-    """Return the weights of a checkpoint by their names in the model; of adapters those that are trained."""
-    if hasattr(model, "peft_config"):
-        from peft import load_peft_weights, set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, load_peft_weights(str(checkpoint), device="cpu"))
-        return {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
-    weights: dict[str, Any] = pretrained_model(checkpoint, alone=True).state_dict()
-    return weights

@@ -32,7 +32,7 @@ from lowtide.train.parallel import engine_of, first_does, in_group, launched_ran
 from lowtide.train.prepare import prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, check_states, load_experts, readable, resumed
+from lowtide.train.resuming import check_engine, check_states, load_experts, resumed
 from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
 from lowtide.train.shapes import model_folder
@@ -163,11 +163,10 @@ def _settings(one: RunState) -> Settings:
     sequences = checkpoints.read_run_file(one.output)["sequences"]
     settings = make()
     args = settings.args
-    rows = args.per_device_train_batch_size * settings.readers
+    rows = args.per_device_train_batch_size * args.world_size
     if sequences % rows:
         expected = f"a divisor of the run's {sequences} sequences per step"
-        readers = f"{settings.readers} {'processes' if settings.sizes is None else 'groups of processes'}"
-        got = f"{readers} with {args.per_device_train_batch_size} each"
+        got = f"{args.world_size} processes with {args.per_device_train_batch_size} each"
         hint = "Give another --per_device_train_batch_size, or start another number of processes."
         raise ArgumentValueError(message("--per_device_train_batch_size", expected, got, hint))
     batches = sequences // rows
@@ -184,8 +183,8 @@ def _train(one: RunState) -> None:
         if one.checkpoint is None:
             one.trainer.train()
         else:
-            with readable(one.checkpoint, one.trainer, one.output / checkpoints.STAGING) as folder:
-                one.trainer.train(resume_from_checkpoint=str(folder))
+            load_experts(one.checkpoint, one.trainer.model)
+            one.trainer.train(resume_from_checkpoint=str(one.checkpoint))
         best = one.trainer.state.best_model_checkpoint
         if best and one.settings.args.load_best_model_at_end and one.metrics.began:
             load_experts(Path(best), one.trainer.model)

@@ -19,7 +19,6 @@ from lowtide.train.config import TrainConfig
 from lowtide.train.files import why
 from lowtide.train.options import words_of
 from lowtide.train.parallel import keep_deepspeed, uses_deepspeed, uses_fsdp
-from lowtide.train.tensor_parallel import mesh_sizes
 
 _ALWAYS = {  # of every run
     "logging_steps": 1,
@@ -75,24 +74,17 @@ class Settings:
         args: transformers' TrainingArguments, or TRL's SFTConfig.
         model: TRL's ModelConfig, or `PretrainArguments`.
         keep: checkpoints to keep; None: all.
-        sizes: of the mesh with tensor parallelism; None without.
     """
 
     args: Any
     model: Any
     keep: int | None
-    sizes: Any = None
-
-    @property
-    def readers(self) -> int:
-        """How many processes, or groups of them, have sequences of their own."""
-        return int(self.args.world_size) // (self.sizes.tp_size if self.sizes else 1)
 
     @property
     def sequences(self) -> int:
         """The sequences of a step, of all processes together."""
         args = self.args
-        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * self.readers)
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     @property
     def product_dtype(self) -> str:
@@ -138,7 +130,7 @@ def trainer_settings(
     if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; several GPUs are torchrun's to start
         args._n_gpu = 1
     keep, args.save_total_limit = args.save_total_limit, None  # a checkpoint is removed once a newer one is complete
-    return Settings(args, model, keep, mesh_sizes(config.group_size, args.world_size))
+    return Settings(args, model, keep)
 
 
 def _check(config: TrainConfig, args: Any, model: Any) -> None:
@@ -158,21 +150,9 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     if args.gradient_checkpointing and (config.policy or config.memory_budget):
         expected, hint = "neither --policy nor --memory-budget beside it", "Layers would be recomputed twice."
         raise ArgumentValueError(message("--gradient_checkpointing", expected, "one of them", hint))
-    if config.unit_layers > 1 and args.gradient_checkpointing:
-        # before torch 2.13 FSDP2 took a layer's recompute in backward for a forward of its unit
-        expected, hint = "--policy input in place of --gradient_checkpointing", "It recomputes the same layers."
-        raise UnsupportedError(message("fsdp_layers", expected, str(config.fsdp_layers), hint))
     if getattr(model, "load_in_4bit", False) and model.dtype in ("auto", None):
         expected = "the dtype that the layers in 4 bits compute in, beside --load_in_4bit"
         raise ArgumentValueError(message("--dtype", expected, str(model.dtype), "Give --dtype bfloat16."))
-    if config.group_size > 1:
-        if config.skip:
-            hint = "Leave one of them out."
-            raise UnsupportedError(message("skip", "a whole vocabulary", "--tensor-parallel", hint))
-        for name in ("use_peft", "load_in_4bit", "load_in_8bit"):
-            if getattr(model, name, False):
-                hint = "FSDP2 alone takes it: leave --tensor-parallel out."
-                raise UnsupportedError(message("tensor_parallel", "a model that is trained whole", f"--{name}", hint))
     if args.optim in _WHOLE_PARAMETERS and uses_fsdp():
         hint = "Take adamw_torch_fused, adamw_torch, rmsprop or sgd, or --parallel ddp."
         raise UnsupportedError(message("--optim", "an optimizer that FSDP2 can shard", str(args.optim.value), hint))

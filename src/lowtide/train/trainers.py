@@ -12,29 +12,21 @@ from transformers import Trainer
 
 from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import correct_fsdp2
-from lowtide.train.tensor_parallel import gather_once, join_groups, share_layers, share_random_state
-from lowtide.train.units import put_together
 
 
 class Measured:
-    """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics.
-
-    ``sizes`` are those of the mesh on which `shard_layers` has sharded the model; None without tensor parallelism.
-    ``fsdp_layers`` are one unit of FSDP2.
-    """
+    """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics."""
 
     accelerator: Any
     args: Any
     model: Any
     state: Any
     control: Any
-    get_decay_parameter_names: Any
     label_smoother: Any
     processing_class: Any
-    gather_function: Any
 
-    def __init__(self, *, metrics: StepMetrics, sizes: Any = None, fsdp_layers: int = 1, **kwargs: Any) -> None:
-        self._metrics_of_run, self._sizes, self._fsdp_layers = metrics, sizes, fsdp_layers
+    def __init__(self, *, metrics: StepMetrics, **kwargs: Any) -> None:
+        self._metrics_of_run = metrics
         super().__init__(**kwargs)
         if self.label_smoother is not None:  # Trainer shifts by the name of the model's class, which FSDP2 changes
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
@@ -43,45 +35,7 @@ class Measured:
         """Make the accelerator, and correct what it makes of FSDP2."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         correct_fsdp2(self.accelerator)
-        if self._sizes is not None:
-            share_layers(self.accelerator, self._sizes)
-        if self._fsdp_layers > 1:
-            put_together(self.accelerator, self._fsdp_layers)
         self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
-
-    def get_tp_size(self) -> int:
-        """Return how many processes share each layer, which transformers 5.17 looks for elsewhere."""
-        return int(super().get_tp_size() if self._sizes is None else self._sizes.tp_size)  # type: ignore[misc]
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer, with the groups of parameters that one process has."""
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if self._sizes is not None:
-            decayed = set(self.get_decay_parameter_names(self.model))
-            join_groups(optimizer.param_groups, {p: name in decayed for name, p in self.model.named_parameters()})
-        return optimizer
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, with each group's losses once."""
-        if self._sizes is not None:
-            self.gather_function = partial(gather_once, self.accelerator)
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        if self._sizes is not None and checkpoint is not None:
-            share_random_state(self.accelerator)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count a batch's tokens for ``--include_num_input_tokens_seen``, those of a group once."""
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
-        read = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + read // self.get_tp_size()
-
-    def floating_point_ops(self, inputs: Any) -> float:
-        """Return this process's share of a batch's operations, which Trainer adds up over all processes."""
-        return float(super().floating_point_ops(inputs) / self.get_tp_size())  # type: ignore[misc]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step; none if a resumed run has done its steps: `Trainer` would do one more."""
@@ -92,14 +46,12 @@ class Measured:
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Return the number of labels that a step's loss is averaged over, at least 1: without any the loss is 0."""
-        if not self.args.average_tokens_across_devices:  # Trainer divides by the group's size, and adds up no ranks
-            batch_samples = batch_samples * self.get_tp_size()
         items = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
         return items.clamp(min=1) if isinstance(items, Tensor) else items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Count a batch's tokens and do the step."""
-        self._metrics_of_run.tokens += inputs["input_ids"].numel() * (self.args.world_size // self.get_tp_size())
+        self._metrics_of_run.tokens += inputs["input_ids"].numel() * self.args.world_size
         loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         self._metrics_of_run.own_loss = self._metrics_of_run.own_loss + loss
         return loss
