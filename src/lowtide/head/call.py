@@ -83,14 +83,6 @@ class Head(NamedTuple):
         return not any(t is not None and t.requires_grad for t in (self.weight_VD, self.bias_V))
 
     @property
-    def lacks_denominator(self) -> bool:
-        """Return whether gradients are stored before the division by the denominator.
-
-        Divided by N before GradScaler's factor is known, an fp16 gradient would sink below fp16's smallest numbers.
-        """
-        return torch.float16 in (self.input.dtype, self.weight_VD.dtype)
-
-    @property
     def options(self) -> HeadOptions:
         """Return how it trades memory for time; when gradients are computed is settled before."""
         return _options(self.workspace_mib, self.accumulate, self.backend, self.ignored_tokens, self.skip or None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.gradients import Gradients
+from lowtide.head.gradients import Gradients, stored_dtype
 from lowtide.head.lengths import padded
 from lowtide.head.matmul import clear_beside, matmul_into, narrow_in_place, narrow_view, slices
 from lowtide.head.plan import HeadPlan
@@ -211,7 +211,7 @@ class Chunks:
 
             weights = x_CD.new_ones(len(x_CD), dtype=head.wide) if outside is None else outside
             add_column_sums(g_CV, weights, into.bias_V)
-        rounded = head.ranks.alone and into.lift_N is None  # else it is summed over ranks, or lifted, before
+        rounded = head.ranks.alone  # else it is summed over ranks before
         if into.input_ND is not None and rounded and index is None:
             self.input_grad(g_CV, outside, into.input_ND[part])
         elif into.input_ND is not None:
@@ -275,16 +275,13 @@ def gradient_buffers(
 ) -> Gradients:
     """Return memory for the needed gradients of input, weight and bias, uninitialised where chunks will fill it.
 
-    ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet. An fp16 gradient is then
-    lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.
+    ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet.
     """
     x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
     if wanted[0]:
-        lifted, exp = stored and x.dtype == torch.float16, plan.backend == "exp"
-        into.lift_N = x.new_ones(head.tokens, dtype=wide) if lifted and not exp else None
         some = rows.index is not None and not head.ranks.spread  # the other hidden states are in no chunk
         new = x.new_zeros if some else x.new_empty
-        into.input_ND = new(head.tokens, D, dtype=wide if lifted and exp else x.dtype)
+        into.input_ND = new(head.tokens, D, dtype=stored_dtype(x.dtype) if stored else x.dtype)
     if wanted[1]:
         dtype = wide if plan.accumulate == "float32" else head.weight_VD.dtype
         into.weight_VD = (x.new_empty if plan.chunks else x.new_zeros)(V, D, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The gradients of a head: their memory, fp16's powers of two, and stored ones times the upstream gradient.
+"""The gradients of a head: their memory, and stored ones times the upstream gradient.
 
 The upstream gradient is read on its device, and costs nothing if it is 1.
 """
@@ -13,36 +13,24 @@ from torch import Tensor
 from lowtide.graph import node
 from lowtide.head.matmul import slices
 
-FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
-FP16_TOP_EXPONENT = 14  # the largest entry of what `lift_of` scales is below 2**14, a quarter of fp16's largest number
 
 
-def lift_of(highest: Tensor) -> Tensor:
-    """Return the power of two that brings ``highest``, a largest magnitude, to [2**13, 2**14), where fp16 is precise.
-
-    1 for 0, infinity and NaN.
-    """
-    exponent = torch.frexp(highest).exponent
-    lift = torch.exp2((FP16_TOP_EXPONENT - exponent).clamp(-126, 126).to(highest.dtype))
-    return lift.where((highest > 0) & highest.isfinite(), 1)
-
-
-def lift_of_rows(x_ND: Tensor) -> Tensor:
-    """Return `lift_of` for each row [N]."""
-    return lift_of(torch.linalg.vector_norm(x_ND, torch.inf, dim=1)) if x_ND.numel() else x_ND.new_ones(len(x_ND))
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a gradient waits for its upstream factor."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def weight_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
     """Return what fp16 hidden states times these factors are lifted by, so that they neither overflow nor underflow.
 
-    It brings the largest product of the factors to [2**-3, 2**-2) where kernels have left 2**-14 beside them.
+    It brings the largest product of the factors to 2**-2 where kernels have left 2**-14 beside them.
     """
     largest = factor.abs().amax() if factor.numel() else factor.new_ones(())
     for other in others:
         if other is not None:
             largest = largest * other.abs().amax()
-    return lift_of(largest) * (FP16_LIFT * 2.0 ** -(FP16_TOP_EXPONENT + 2))
+    return (2.0**12 / largest.clamp(min=2.0**-100)).where(largest.isfinite(), 1)
 
 
 @dataclass(kw_only=True)
@@ -50,17 +38,12 @@ class Gradients:
     """The gradients that a pass sums, each None if it is not needed."""
 
     input_ND: Tensor | None = None
-    lift_N: Tensor | None = None  # [N] wide: what each row of ``input_ND`` was multiplied with; None: nothing
     weight_VD: Tensor | None = None
     bias_V: Tensor | None = None
 
     def put_input(self, rows: slice | Tensor, wide_CD: Tensor) -> None:
-        """Write rows of the input's gradient, scaled up if requested: then ``wide_CD`` is changed in place."""
+        """Write rows of the input's gradient."""
         assert self.input_ND is not None
-        if self.lift_N is not None:
-            lift_C = lift_of_rows(wide_CD)
-            self.lift_N[rows] = lift_C
-            wide_CD.mul_(lift_C[:, None])
         if isinstance(rows, slice):
             self.input_ND[rows].copy_(wide_CD)
         else:

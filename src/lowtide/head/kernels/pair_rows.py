@@ -291,7 +291,7 @@ def pair_gradient(
     bfloat16 or float16 and shares no memory with them: then without ``factor_C``, for which its range is not enough.
     What lies between V and the next multiple of 8 becomes 0. ``numbers`` are from `pair_rows`, or "value" alone, which
     takes the rows' divergence: then the others are computed on the way. Return for a float16 gradient what each row is
-    still to be multiplied with [C], a power of two such that its values in memory are at most 2**14.
+    still to be multiplied with [C], such that its values in memory are at most 2**14.
     """
     assert out_CV.shape == pair.z_CV.shape
     assert factor_C is None or out_CV.dtype == torch.float32

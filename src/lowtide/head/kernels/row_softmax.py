@@ -49,12 +49,9 @@ def row_factor(bound, row, scale, factor_ptr, lift_ptr):  # type: ignore[no-unty
     factor = 1.0
     if lift_ptr is not None:
         bound *= tl.abs(scale)
-        # the least power of two that is no less; 1 where there is none: of 0, infinity or NaN
-        bits = tl.maximum(bound, 2.0**-100).to(tl.int32, bitcast=True)
-        power = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        power = tl.where((bound > 0.0) & (bound < 2.0**127), power, 1.0)
-        factor = FP16_TOP / power
-        tl.store(lift_ptr + row, power / FP16_TOP)
+        bound = tl.where((bound > 2.0**-100) & (bound < 2.0**100), bound, 1.0)  # else 0, infinite or NaN
+        factor = FP16_TOP / bound
+        tl.store(lift_ptr + row, bound / FP16_TOP)
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + row)
     return factor * scale
@@ -178,8 +175,7 @@ def softmax_rows(
     `torch.log_softmax`, and stay in their row. Nothing of the size of ``z_CV`` is allocated: a narrow gradient lies
     over the first half of each row's own bytes, ``z_CV.view(dtype)[:, :V]``; what is between V and the next multiple of
     8, of which row strides are multiples, may be anything, and becomes 0 with it. Of a float16 gradient the second
-    result is what each row is still to be multiplied with [C], a power of two such that values in memory are at most
-    2**14.
+    result is what each row is still to be multiplied with [C], such that values in memory are at most 2**14.
     """
     C, V = z_CV.shape
     class_weight_V, _, label_smoothing, _ = terms

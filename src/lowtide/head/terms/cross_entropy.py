@@ -80,7 +80,7 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
         into = gradient_buffers(head, rows, plan, wanted, stored=True)
         if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
             return torch.ones_like(loss.unit) if rows.kept is None else rows.kept.to(head.wide), into
-        return loss.unit if head.lacks_denominator else loss.divided(), into
+        return loss.divided(), into
 
     numbers = _run(head, loss, plan, factors if any(wanted) else None, None)
     loss_n = numbers["loss"] * loss.unit
@@ -100,7 +100,7 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
     kept_N = args.target.reshape(-1) != args.ignore_index
     kept = ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()
     unit_N = rows.among_all(loss.unit).clone() if per_token else None
-    return values | stored_gradients(head, into, denominator=denominator, input_factor_N=unit_N, kept=kept)
+    return values | stored_gradients(head, into, input_factor_N=unit_N, kept=kept)
 
 
 def backward(

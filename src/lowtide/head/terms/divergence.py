@@ -33,7 +33,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
     factor: Tensor | None = None
     if any(wanted):
         factor = torch.ones((), dtype=head.wide, device=head.input.device)
-        if denominator is not None and not head.lacks_denominator:
+        if denominator is not None:
             factor = factor / denominator
         factor = factor.expand(head.tokens)
         if args.mask is not None:  # a mean over nothing has a factor of infinity
@@ -50,7 +50,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
         return values
     # copies: an operator returns no memory of others
     kept = None if args.mask is None else (args.mask.clone(), args.mask.any())
-    return values | stored_gradients(head, into, denominator=denominator, input_factor_N=input_factor_N, kept=kept)
+    return values | stored_gradients(head, into, input_factor_N=input_factor_N, kept=kept)
 
 
 def backward(
