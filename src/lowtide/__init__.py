@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from lowtide.head.options import HeadOptions
     from lowtide.head.plan import HeadPlan, plan_divergence, plan_head
     from lowtide.head.ranks.shard import VocabShard
-    from lowtide.head.skipping import skip_report
     from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
     from lowtide.mlp.swiglu import swiglu_mlp
     from lowtide.models import PatchReport, patch, scoring, unpatch
     from lowtide.models.callback import PatchCallback
+    from lowtide.skip.report import skip_report
     from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
 __version__ = "0.1.0"
@@ -73,7 +73,7 @@ __getattr__, __dir__ = on_first_use(
         "lowtide.head.options": ("HeadOptions",),
         "lowtide.head.plan": ("HeadPlan", "plan_divergence", "plan_head"),
         "lowtide.head.ranks.shard": ("VocabShard",),
-        "lowtide.head.skipping": ("skip_report",),
+        "lowtide.skip.report": ("skip_report",),
         "lowtide.head.token_stats": ("TokenStats", "linear_logprobs", "linear_token_stats"),
         "lowtide.layers": (),
         "lowtide.losses": (),

@@ -41,8 +41,6 @@ def the_term_of_the_page() -> None:
         backend="torch",
         ignored_tokens="auto",
         skip=0.0,
-        skip_unbiased=False,
-        skip_seed=0,
         order=0,
         ranks=Ranks(shard, (N,), x.device, None, None, trained=True),
     )

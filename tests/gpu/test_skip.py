@@ -12,8 +12,8 @@ from torch import Tensor
 import lowtide
 from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from lowtide import HeadOptions
-from lowtide.head import vocabulary_order
 from lowtide.head.backends import skips_ignored
+from lowtide.skip import memory
 from support import relative_error
 
 ON_HOPPER = pytest.mark.skipif(
@@ -82,14 +82,11 @@ def check(x: Tensor, w: Tensor, y: Tensor, right: list[Tensor], b: Tensor | None
     return report
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_errors(size: tuple[int, int, int], unbiased: bool) -> None:
+def test_errors(size: tuple[int, int, int]) -> None:
     """Both gradients are as near as asked, and tiles are left out."""
     x, w, y = problem(*size)
-    report = check(
-        x, w, y, exact(x, w, y), options=HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased, workspace_mib=600)
-    )
+    report = check(x, w, y, exact(x, w, y), options=HeadOptions(skip=ACCEPTED, workspace_mib=600))
     assert report.share < 0.9
     check_dense(report)
 
@@ -121,24 +118,23 @@ def test_bias_and_scale() -> None:
     )
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_softcap(size: tuple[int, int, int], unbiased: bool) -> None:
+def test_softcap(size: tuple[int, int, int]) -> None:
     """A tile is chosen by its entries times the cap's slope, and the loss is of its exponentials."""
     x, w, y = problem(*size)
     cap = 15.0
     leaves = [t.detach().bfloat16().double().requires_grad_() for t in (x, w)]
     loss = torch.nn.functional.cross_entropy(cap * torch.tanh(leaves[0] @ leaves[1].T / cap), y)
     right = [loss.detach(), *torch.autograd.grad(loss, leaves)]
-    options = HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased, workspace_mib=600)
+    options = HeadOptions(skip=ACCEPTED, workspace_mib=600)
     report = check(x, w, y, right, options=options, softcap=cap)
     assert report.share < 0.95
     assert report.logit_error > 0 or len(x) * len(w) < FEW_TILES * 128 * 256
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("unbiased", "biased", "scale"), [(False, False, 1.0), (True, False, 1.0), (False, True, 0.7)])
-def test_a_value_for_each_token(size: tuple[int, int, int], unbiased: bool, biased: bool, scale: float) -> None:
+@pytest.mark.parametrize(("biased", "scale"), [(False, 1.0), (True, 0.7)])
+def test_a_value_for_each_token(size: tuple[int, int, int], biased: bool, scale: float) -> None:
     """Log-probabilities, whose upstream gradients backward alone knows: of both signs, and 0 at some tokens."""
     x, w, y = problem(*size)
     x, b = x * 0.9 / scale, torch.randn(len(w), device="cuda").bfloat16() * 0.2 if biased else None
@@ -159,7 +155,7 @@ def test_a_value_for_each_token(size: tuple[int, int, int], unbiased: bool, bias
     dense = [relative_error(one, other) for one, other in zip(call(None)[1], right, strict=True)]
     found_errors = []
     for _ in range(CALLS + 6):  # of the first 16 that skip each compares, from all of E
-        found, grads = call(HeadOptions(skip=ACCEPTED, skip_unbiased=unbiased, workspace_mib=600))
+        found, grads = call(HeadOptions(skip=ACCEPTED, workspace_mib=600))
         counts = (torch.arange(len(x), device="cuda") != 7) & (y >= 0)
         torch.testing.assert_close(found[counts].double(), each.detach()[counts], rtol=2e-4, atol=2e-3)
         assert not found[y < 0].any()
@@ -199,8 +195,7 @@ def test_a_value_for_each_token_without_waits_or_memory() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_what_the_gradient_of_the_logits_loses(unbiased: bool, reduction: str) -> None:
+def test_what_the_gradient_of_the_logits_loses(reduction: str) -> None:
     """It is what dense gradients of the logits differ by, beside what bfloat16 loses in a dense call; and a bound."""
     N, D, V = 500, 1024, 20003
     x, w, y = problem(N, D, V)
@@ -222,9 +217,9 @@ def test_what_the_gradient_of_the_logits_loses(unbiased: bool, reduction: str) -
 
     own = [t.norm() for t in lost(None)]
     for _ in range(CALLS):
-        known = vocabulary_order.known_order(parameter)
+        known = memory.known_of(parameter)
         order = None if known is None else known.order  # which the call may renew
-        of_logits, of_input, of_weight = lost(HeadOptions(skip=0.3, skip_unbiased=unbiased, workspace_mib=600))
+        of_logits, of_input, of_weight = lost(HeadOptions(skip=0.3, workspace_mib=600))
     report = lowtide.skip_report(parameter)
     assert report is not None
     assert order is not None
@@ -255,7 +250,7 @@ def test_the_same_bits() -> None:
     for _ in range(2):
         parameter, found = w.clone().requires_grad_(), []
         for _ in range(6):
-            options = HeadOptions(skip=ACCEPTED, skip_unbiased=True, workspace_mib=300)
+            options = HeadOptions(skip=ACCEPTED, workspace_mib=300)
             loss = lowtide.linear_cross_entropy(x, parameter, y, options=options)
             found += torch.autograd.grad(loss, (x, parameter))
         runs.append(found)

@@ -62,9 +62,7 @@ class Head(NamedTuple):
     backend: str
     ignored_tokens: str
     skip: float  # the error that the gradients may have: see `HeadOptions`; 0: none
-    skip_unbiased: bool
-    skip_seed: int
-    order: int  # the number of a `VocabularyOrder` whose tiles are skipped, or negative: watched; 0: none
+    order: int  # the number of what is remembered of a weight, where a call skips tiles; 0: it skips none
     ranks: Ranks | Alone  # which share the classes
 
     @property
@@ -145,9 +143,7 @@ def checked_call(
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
-    asked: tuple[Any, ...]
-    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0
-    asked = *asked, options.skip_unbiased, options.skip_seed, 0
+    asked = options.workspace_mib, options.accumulate, options.backend, options.ignored_tokens, options.skip or 0.0, 0
     softcap = check_softcap("softcap", softcap)
     return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
 

@@ -1,6 +1,7 @@
 """Which implementation runs for a call, on every rank the same, and when its gradients are computed."""
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ def skips_tokens(head: Head, backend: str) -> bool:
     if backend != "exp" or head.ignored_tokens != "skip" or head.ranks.spread:
         return False
     return head.ranks.limits.skips if isinstance(head.ranks, Ranks) else skips_ignored(head.input.device)
+
+
+def skipping() -> ModuleType:
+    """Return what leaves tiles out of gradients, for a call that requests it: the head's one import of that room."""
+    from lowtide.skip import seam
+
+    return seam
 
 
 def check_backend(head: Head, args: Args) -> None:

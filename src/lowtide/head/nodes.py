@@ -22,11 +22,10 @@ from lowtide.graph import (
     undisturbed,
 )
 from lowtide.head.call import Head, Wanted
-from lowtide.head.choice import check_backend
+from lowtide.head.choice import check_backend, skipping
 from lowtide.head.gradients import Gradients
 from lowtide.head.ignored import decided, kept_tokens
 from lowtide.head.ranks.parallel import Alone, Ranks, exchanges_between_ranks_run_in_eager
-from lowtide.head.skipping import skipping
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
 
 Values = dict[str, Tensor]
@@ -106,7 +105,7 @@ class Function:
     def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
         trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
         if head.skip and trained and torch.is_grad_enabled():
-            head = skipping(head)
+            head = skipping().begin(head)
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         if not (torch.is_grad_enabled() and trained):
             return self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]

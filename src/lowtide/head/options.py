@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Literal, cast, get_args
+from numbers import Real
+from typing import Literal, get_args
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
@@ -47,9 +47,6 @@ class HeadOptions:
             gradients' GEMMs then leave out tiles of the softmax that carry little, and put means in their place.
             Losses and log-probabilities stay exact. In bfloat16 on GPUs of compute capability 9.0; elsewhere an
             error. See `skip_report` and docs/skipping.md.
-        skip_unbiased: Whether a tile that would be left out stays at random, so that the gradients' mean over the
-            random numbers is exact: at the same error fewer tiles are left out, but steps average it out.
-        skip_seed: Seed of these numbers; the same calls draw the same.
 
     Raises:
         ArgumentValueError: A value that is none of these.
@@ -62,8 +59,6 @@ class HeadOptions:
     gradient: Gradient = "auto"
     ignored_tokens: IgnoredTokens = "auto"
     skip: float | None = None
-    skip_unbiased: bool = False
-    skip_seed: int = 0
 
     def __post_init__(self) -> None:
         mib: object = self.workspace_mib
@@ -72,28 +67,16 @@ class HeadOptions:
                 raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
             if not 0 < float(mib) < math.inf:
                 raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
-        self._check_skip()
+        error: object = self.skip
+        if error is not None and (isinstance(error, bool) or not isinstance(error, Real)):
+            raise ArgumentTypeError(message("skip", "a relative error or None", f"{error!r}"))
+        if error is not None and not 0 < float(error) < 1:
+            raise ArgumentValueError(message("skip", "a number above 0 and below 1, or None", f"{error!r}"))
         names = {"accumulate": Accumulate, "backend": Backend, "gradient": Gradient, "ignored_tokens": IgnoredTokens}
         for name, kind in names.items():
             allowed, got = get_args(kind), getattr(self, name)
             if got not in allowed:
                 raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))
-
-    def _check_skip(self) -> None:
-        error, seed, unbiased = cast(object, self.skip), cast(object, self.skip_seed), cast(object, self.skip_unbiased)
-        if error is not None and (isinstance(error, bool) or not isinstance(error, Real)):
-            raise ArgumentTypeError(message("skip", "a relative error or None", f"{error!r}"))
-        if error is not None and not 0 < float(error) < 1:
-            raise ArgumentValueError(message("skip", "a number above 0 and below 1, or None", f"{error!r}"))
-        if not isinstance(unbiased, bool):
-            raise ArgumentTypeError(message("skip_unbiased", "True or False", f"{unbiased!r}"))
-        if isinstance(seed, bool) or not isinstance(seed, Integral):
-            raise ArgumentTypeError(message("skip_seed", "a whole number", f"{seed!r}"))
-        if not -(2**63) <= int(seed) < 2**63:
-            raise ArgumentValueError(message("skip_seed", "a number of 64 bits", f"{seed!r}"))
-        if unbiased and error is None:
-            hint = "It says how tiles are skipped."
-            raise ArgumentValueError(message("skip_unbiased", "False without skip", "True", hint))
 
 
 def check_options(options: HeadOptions | None) -> HeadOptions:

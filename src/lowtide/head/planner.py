@@ -86,7 +86,7 @@ class Work(NamedTuple):
     token_bytes: int = 0  # for each of the N
     sum_row_bytes: int = 0  # for each where nothing but sums is computed
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
-    kept: bool = False  # tiles of E are skipped: see `kernels.kept_tiles`
+    kept: bool = False  # tiles of E are skipped: see the room skip
     skips: bool = False  # the device puts ignored tokens last: hidden states are gathered, in chunks in place of s x
     sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
 

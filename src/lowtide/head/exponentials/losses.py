@@ -18,15 +18,13 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.exponentials.even import Even
-from lowtide.head.exponentials.kept import see_rows
 from lowtide.head.exponentials.loops import Piece
 from lowtide.head.exponentials.row_losses import RowLosses
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import exp_rows, gradient_gemms_hopper
-from lowtide.head.kernels.exp_logits import ExpRows, Listed
+from lowtide.head.kernels.exp_logits import ExpRows
 from lowtide.head.kernels.exp_terms import finish_input_grad
 from lowtide.head.kernels.input_rows_hopper import InputRows
-from lowtide.head.kernels.kept_tiles import Targets
 from lowtide.head.lengths import padded
 from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
@@ -36,20 +34,17 @@ from lowtide.head.terms.loss import Loss, RowFactors
 class CrossEntropy(RowLosses):
     """A loss in either direction, its token weights left out; rows are in the order of ``ranks.order(plan)``."""
 
-    def __init__(self, head: Head, loss: Loss, plan: HeadPlan, order: Tensor | None = None) -> None:
-        """See `RowLosses`."""
-        super().__init__(head, loss, plan, order)
+    def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
+        super().__init__(head, loss, plan)
         self._even: Even | None = None  # label smoothing's part of the gradients
         self._has_factors = False  # whether there are the rows' factors, and what takes the gradients
         self._begun = False  # whether the weight's gradient holds something
         self._under_way: list[Callable[[Gradients], None]] = []  # sums of the input's over the ranks: write them
-        self._seen: Tensor | None = None  # the sums of the rows' probabilities, where they are to be seen
 
     def forward(self, factors: RowFactors | None) -> dict[str, Tensor]:
         """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factors`` add gradients.
 
-        ``factors`` is called while the first GEMM runs: the device should not wait for the host. Without them, where
-        backward is to skip tiles, also what it needs of all N tokens' "tiles", and the order of the "classes".
+        ``factors`` is called while the first GEMM runs: the device should not wait for the host.
         """
         plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
         if in_chunks and not (alone and factors is None):
@@ -58,24 +53,14 @@ class CrossEntropy(RowLosses):
         else:
             pieces = self.pieces(plan.sum_rows, plan.sum_rows)
         if factors is not None and in_chunks:
-            self._factors, self._rows = factors, max((piece.at.stop for piece in pieces), default=0)
-            self._e = self.weight_VD.new_empty(self._rows, padded(self.width))
-            self._s_C = self._new(self._rows)
-            if alone and self.count is not None:
-                new = self.weight_VD.new_empty if self.kept is None else self.weight_VD.new_zeros
-                self._x = new(self._rows, self.weight_VD.shape[1])
-            if self.kept is not None:
-                self.kept.allocate(self._rows)
-                if self.kept.compares:
-                    self._e.zero_()  # it is read whole
+            self._factors = factors
+            self._allocate(max((piece.at.stop for piece in pieces), default=0))
         order = None if in_chunks else self.ranks.reordered(plan, plan.sum_rows)
         y_n, own_n = (x if x is None or order is None else x[order] for x in (self.y_n, self.own_n))
         assert y_n is not None
         found = torch.empty(3, len(y_n), dtype=torch.float32, device=y_n.device)
         at_once = self._begin_all_targets(y_n)
         self._sums = self._new(max((p.part.stop - p.part.start for p in pieces), default=0), self.tiles)
-        if self.kept is not None and self._e is None:
-            self.kept.begin_saving(len(self._sums))
         begin_targets, begin_sums = partial(self._begin_targets, y_n, own_n, at_once), partial(self._begin_sums, found)
         stages: list[Callable[[Piece], Piece]] = [self.begin, begin_targets, begin_sums]
         if at_once is not None:  # nothing but sums is exchanged piece by piece: the first GEMM is not to wait
@@ -83,45 +68,35 @@ class CrossEntropy(RowLosses):
         for piece in self.in_stages(pieces, *stages, chunks=self._e is not None):
             if self._e is None:
                 self._finish(piece)
-                self._save(piece)
             else:
                 self._add_gradients(piece)
             del piece  # and with it its memory, when the next is made
         if order is not None:
             found = torch.empty_like(found).index_copy_(1, order, found)
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
-        if self.kept is not None and self._e is None:
-            numbers |= {"tiles": self.kept.saved, "classes": self.kept.order.clone()}
         if self._e is not None:
-            into = self._take_factors()  # also where there are no tokens
-            if self.kept is not None:
-                self.kept.end(into)
+            self._take_factors()  # also where there are no tokens
         elif factors is not None:
             del self._sums  # memory for the blocks
             self._views.clear()
             self.gradients(*factors(), numbers)
         return numbers
 
+    def _allocate(self, rows: int) -> None:
+        """Make a chunk's E of so many rows, whose gradients are computed too."""
+        self._rows, (_, D) = rows, self.weight_VD.shape
+        self._e = self.weight_VD.new_empty(rows, padded(self.width))
+        self._s_C = self._new(rows)
+        if self.ranks.alone and self.count is not None:
+            self._x = self.weight_VD.new_empty(rows, D)
+
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
-        if self.remembered is not None:  # what flows back to an ignored token may be NaN
-            factor_n = factor_n.where(self.y_n >= 0, 0)
         self._factor_n, self.known = factor_n, known
         self._begin_even(into)
         self._numbers = self._new(4 * self.plan.chunk_rows)
-        watched = self.remembered is not None and self.remembered.refreshes
-        self._seen = torch.zeros_like(self._new(self.width)) if watched else None
         self.recompute(into)
         self._put_even(add=True)
-        if self.kept is not None:
-            self.kept.end(into)
-        if self.remembered is not None and self._seen is not None:
-            see_rows(self.remembered, self._seen, self.y_n, None if self.kept is None else self.kept.order)
-
-    def sizes(self) -> Tensor:
-        """Return the rows' factors with the logits' scale and the targets' class weights, as gradients have them."""
-        sizes = self._factor_n if self.terms.scale is None else self._factor_n * self.terms.scale
-        return sizes if self.q_V is None else sizes * self.q_V[self.y_n.clamp(min=0)]
 
     def _begin_even(self, into: Gradients) -> None:
         """Begin label smoothing's part of the gradients, which stays out of the wide GEMMs."""
@@ -145,8 +120,6 @@ class CrossEntropy(RowLosses):
             self._factor_n, into = self._factors()
             self._has_factors, self._into, D, rows = True, into, self.weight_VD.shape[1], self._rows
             self._begin_even(into)
-            if self.kept is not None:
-                self.kept.take_factors(self.sizes())
             self._scaled = None
             if into.weight_VD is not None:
                 self._scaled = self.weight_VD.new_empty(rows, D) if self._x is None else self._x
@@ -161,28 +134,10 @@ class CrossEntropy(RowLosses):
         factor_C = self._factor_n[piece.part]
         self._add_even(piece)
         self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
-        if e_CV is not None and self.remembered is not None:
-            self._heed(piece, e_CV, into)
         if into.input_ND is not None:
             self._input_grad(piece, e_CV, factor_C, into)
         if piece.closes:
             self._close(into, piece, last=piece.part.stop == self.plan.rows)
-
-    def _heed(self, piece: Piece, e_CV: Tensor, into: Gradients) -> None:
-        """Find which tiles of a chunk are kept, and at times what its classes' mean probabilities are."""
-        assert self.remembered is not None
-        used, rows, kept = self.used(piece.part), piece.rows, self.kept
-        if self.remembered.refreshes:
-            sums = torch.zeros_like(self._new(self.width))
-            sizes = self.sizes()[piece.part]
-            exp_rows.add_column_sums(e_CV, (rows.s / sizes).where((rows.s != 0) & (sizes != 0), 0), sums, used)
-            see_rows(self.remembered, sums, piece.y_C, None if kept is None else kept.order)
-        if kept is not None:
-            if into.bias_V is not None:  # before E changes
-                exp_rows.add_column_sums(e_CV, rows.s, into.bias_V, used)
-            kept.find(Targets(piece.y_C, rows.s, rows.rest), kept.masses(self._sums[: len(e_CV)]), e_CV, used)
-            ends = None if into.input_ND is None else self.ends(piece, rows.s, rows.rest, into.input_ND)
-            kept.settle(e_CV, ends, None if self._scaled is None else self._scaled[piece.at])
 
     def ends(self, piece: Piece, s_C: Tensor, rest_C: Tensor, input_ND: Tensor) -> InputRows:
         """Return what ends the rows of a piece's input gradient."""
@@ -195,11 +150,7 @@ class CrossEntropy(RowLosses):
         assert into.input_ND is not None
         alone, product, rows = self.ranks.alone, self._product, piece.rows
         if self._x is not None and e_CV is not None:
-            ends, used = self.ends(piece, rows.s, rows.rest, into.input_ND), self.used(piece.part)
-            if self.kept is not None:
-                self.kept.input_grad(e_CV, ends, used)
-            else:
-                gradient_gemms_hopper.input_grad(e_CV, self.weight_VD, ends, self.room, used)
+            self._input_rows(piece, e_CV, self.ends(piece, rows.s, rows.rest, into.input_ND))
             return
         assert product is not None
         if not alone and piece.at.start == 0:
@@ -211,6 +162,10 @@ class CrossEntropy(RowLosses):
             self._finished_products(piece, e_CV, factor_C, out, to_C)
         if not alone:
             self._under_way.append(self.ranks.begin_sum(out, piece.part, self.index))
+
+    def _input_rows(self, piece: Piece, e_CV: Tensor, ends: InputRows) -> None:
+        """Write a piece's input gradient by one kernel."""
+        gradient_gemms_hopper.input_grad(e_CV, self.weight_VD, ends, self.room, self.used(piece.part))
 
     def _finished_products(
         self, piece: Piece, e_CV: Tensor, factor_C: Tensor, out: Tensor, to_C: Tensor | None
@@ -240,20 +195,14 @@ class CrossEntropy(RowLosses):
         """End a chunk with its last piece: the weight's product, while the input's are being summed over the ranks."""
         C, stop = piece.at.stop, piece.part.stop
         e_CV, chunk = self._e_of(slice(0, C)), slice(stop - C, stop)
-        if last and self.kept is None:  # before the product, so that of a single chunk it is written and not added
+        if last:  # before the product, so that of a single chunk it is written and not added
             self._begun = self._put_even(add=self._begun)
         if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
-            if self.kept is not None:
-                self.kept.weight_grad(e_CV, self._scaled[:C], into.weight_VD, self.used(chunk), add=self._begun)
-            else:
-                self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=self._begun)
-        if e_CV is not None and into.bias_V is not None and self.kept is None:
+            self.weight_product(chunk, e_CV, self._scaled[:C], into.weight_VD, add=self._begun)
+        if e_CV is not None and into.bias_V is not None:
             exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V, self.used(chunk))
         if last:
             self._wait_for_sums(into)
-            if self.kept is not None:
-                self.kept.see_sum(into)
-                self._put_even(add=True)
         self._begun = True
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
@@ -269,15 +218,10 @@ class CrossEntropy(RowLosses):
         s_C: Tensor = piece.rows[2]
         return s_C
 
-    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int, listed: Listed | None = None) -> None:
-        """See `Exponentials.fill`; where tiles are ``listed`` others need not be written."""
-        reference_C, coefficient_C, s_C = piece.rows[:3]
-        rows = ExpRows.of(reference_C, piece.y_C, None, coefficient_C, first_class)
-        self.exponentials(piece, w_BD, e_CB, rows, listed)
-        if self._seen is not None:
-            weight_C = torch.exp(reference_C - self.known["lse"][piece.part]).where(s_C != 0, 0)
-            sums = self._seen[first_class : first_class + len(w_BD)]
-            exp_rows.add_column_sums(e_CB, weight_C, sums, self.used(piece.part))
+    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
+        """See `Exponentials.fill`."""
+        reference_C, coefficient_C = piece.rows[:2]
+        self.exponentials(piece, w_BD, e_CB, ExpRows.of(reference_C, piece.y_C, None, coefficient_C, first_class))
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out: Tensor, to_C: Tensor | None) -> None:
         """See `Exponentials.finish_input`."""

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.exponentials.even import weighted_sum
-from lowtide.head.exponentials.kept import KeptTiles
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows
-from lowtide.head.kernels.exp_logits import NOT_STORED, ExpRows, Listed, Stored, exp_tile, shifted_exp_logits
+from lowtide.head.kernels.exp_logits import NOT_STORED, ExpRows, Stored, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports
 from lowtide.head.kernels.exp_terms import RowTerms
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
@@ -23,7 +22,6 @@ from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks.parallel import Alone
 from lowtide.head.rows import input_is_copied
 from lowtide.head.terms.loss import Loss
-from lowtide.head.vocabulary_order import numbered
 
 
 class RowLosses(Exponentials):
@@ -36,13 +34,7 @@ class RowLosses(Exponentials):
     _sums: Tensor  # of tiles of a piece's E
     _s_C: Tensor  # of a chunk's rows: what scales their gradients
 
-    def __init__(self, head: Head, loss: Loss, plan: HeadPlan, order: Tensor | None = None) -> None:
-        """``order``: that of the classes in forward, where backward skips tiles."""
-        self.remembered = numbered(abs(head.order)) if head.order else None
-        self.kept: KeptTiles | None = None
-        if self.remembered is not None and head.order > 0 and plan.kept:
-            self.kept = KeptTiles(self.remembered, head, order)
-            head, loss = self.kept.head, self.kept.loss(loss)
+    def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         super().__init__(head, plan, loss.rows)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
         assert not isinstance(softcap, Tensor)
@@ -50,8 +42,6 @@ class RowLosses(Exponentials):
         self.hopper = self.transform.is_plain and exp_logits_hopper.why_not_on(head.input.device) is None
         if self.hopper:
             self.config = configs.GemmConfig(columns=COLUMNS.value)
-        elif self.kept is not None:
-            self.config = configs.GemmConfig()
         self.tiles = tiles_across(self.width, self.config)
         self.y_n, self.q_V, self.own_n = loss.y, q, None if alone else loss.own_n
         uniform = None
@@ -65,6 +55,7 @@ class RowLosses(Exponentials):
             uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
         )  # fmt: skip
         self._views: dict[int, tuple[Tensor, ...]] = {}
+        self._of_stored: Tensor | None = None  # sums of rows of E as stored, of each tile, for a loss that skips some
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
         self._x: Tensor | None = None  # its hidden states, where they are gathered; s x takes their place
 
@@ -75,13 +66,11 @@ class RowLosses(Exponentials):
         """See `Exponentials.new_rows`."""
         return super().new_rows(piece) if self._x is None else self._x[piece.at]
 
-    def exponentials(
-        self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, listed: Listed | None = None
-    ) -> None:
-        """Write E of a piece and some classes, or its sums; where tiles are ``listed`` others need not be written."""
+    def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
+        """Write E of a piece and some classes, or its sums."""
         used = self.used(piece.part)
         if self.hopper:
-            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used, listed=listed)
+            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows, used=used)
             return
         transform = self.transform.of_classes(slice(rows.first_class, rows.first_class + len(w_VD)))
         gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, self.config, used=used)
@@ -96,8 +85,7 @@ class RowLosses(Exponentials):
         )  # fmt: skip
 
     def _stored(self, C: int) -> Stored:
-        """Return what takes the sums of E as stored, where tiles are skipped."""
-        return NOT_STORED if self.kept is None else self.kept.stored(C)
+        return NOT_STORED if self._of_stored is None else Stored(*self._of_stored[:, :C])
 
     def terms_of(self, piece: Piece) -> RowTerms:
         """Return the loss with the class weights of a piece's rows, where they are by row."""
@@ -187,13 +175,6 @@ class RowLosses(Exponentials):
             )  # fmt: skip
             if not shifted and (alone or e_CV is not None):
                 self._shifted(piece, e_CV, (True, False) if alone else (False,))
-
-    def _save(self, piece: Piece) -> None:
-        """Save what backward needs to skip tiles, if it does."""
-        if self.kept is not None:
-            assert self.index is not None
-            sums, to = self._sums[: len(piece.y_C)], self.index[piece.part]
-            self.kept.save(sums, piece.rows.miss, piece.y_C, to, self.used(piece.part))
 
     def _e_of(self, at: slice) -> Tensor | None:
         """Return E of some of the chunk's rows; None where there is none, or this rank has no classes."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.errors import TargetIndexError, UnsupportedError, message
 from lowtide.graph import is_last_backward
 from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
-from lowtide.head.choice import skips_tokens
+from lowtide.head.choice import skipping, skips_tokens
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients, weight_lift
 from lowtide.head.nodes import Function
@@ -24,7 +24,6 @@ from lowtide.head.rows import Rows, looks_at_numbers
 from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, RowFactors
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
-from lowtide.head.vocabulary_order import inverse_of, numbered
 
 ROWS_OF_STEP = 64  # of the GEMM that sums over the rows of a chunk: none is of two pieces
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
@@ -136,22 +135,16 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, factors: RowFactors | None, kno
     if plan.backend == "exp":
         from lowtide.head.exponentials.losses import CrossEntropy
 
-        numbers, order = Numbers(), numbered(abs(head.order)) if head.order and factors is not None else None
-        refreshes = order is not None and order.refreshes
+        exponentials: CrossEntropy
+        if keeps_tiles(head, plan):
+            exponentials = skipping().TiledCrossEntropy(head, loss, plan, known and known["classes"])
+        else:
+            exponentials = CrossEntropy(head, loss, plan)
         if known is None:
-            numbers = CrossEntropy(head, loss, plan).forward(factors)
-        elif factors is not None:
-            if keeps_tiles(head, plan):
-                from lowtide.head.exponentials.kept_backward import KeptBackward
-
-                KeptBackward(head, loss, plan, known["classes"]).gradients(*factors(), known)
-            else:
-                CrossEntropy(head, loss, plan).gradients(*factors(), known)
-        if order is not None:
-            order.dense += not plan.kept
-            if refreshes:
-                order.refresh(head.weight_VD)
-        return numbers
+            return exponentials.forward(factors)
+        if factors is not None:
+            exponentials.gradients(*factors(), known)
+        return {}
     factor_n, into = (loss.unit, Gradients()) if factors is None else factors()
     if plan.backend == "row":
         terms = loss.over_its_classes(RowLoss(head, loss))
@@ -205,11 +198,8 @@ def _plan(
         selection = select(y_N, V, args.ignore_index, weight_N, q, *of_shard)
         counted = selection.counted
         if keeps_tiles(head, plan):
-            from lowtide.head.exponentials.kept import sorted_rows
-
-            inverse = numbered(head.order).inverse if known is None else inverse_of(known["classes"])
-            assert inverse is not None
-            rows, y, unit = sorted_rows(rows, selection.y_N, selection.unit_N, inverse, plan.chunk_rows)
+            chosen = selection.y_N, selection.unit_N, plan.chunk_rows
+            rows, y, unit = skipping().sorted_rows(head, rows, *chosen, known and known["classes"])
         elif skips:
             y, unit, index, count = selection.valid_first()
             rows = replace(rows, index=index, count=count)

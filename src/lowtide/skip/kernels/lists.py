@@ -1,7 +1,7 @@
 """Lists of the tiles of E that are kept, from both sides, and each program's share of the products over them.
 
 C rows of a chunk, D hidden size, P tiles across the vocabulary, R tiles of rows. Flags [R, P] say which are kept: see
-`kept_tiles`. `kept_gemms_hopper` reads the lists.
+`choice`. `gemms_hopper` reads the lists.
 """
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import Listed
 from lowtide.head.kernels.gemm import ALL, Used, matrix
-from lowtide.head.kernels.kept_gemms_hopper import FIELDS, Lists, Shares
-from lowtide.head.kernels.kept_tiles import COLUMNS, ROWS, TILES, Targets, entries_of, home_of
 from lowtide.kernel_launch import Launcher, blocks_of, multiprocessors, power_of_2
+from lowtide.skip.kernels.choice import COLUMNS, ROWS, TILES, Targets, entries_of, home_of
+from lowtide.skip.kernels.gemms_hopper import FIELDS, Lists, Shares
 
 STEPS_OF_MEANS = tl.constexpr(256)  # tiles across whose means take as long in E' W as a kept tile
 
@@ -26,7 +26,7 @@ def _list_down(flags_ptr, lists, tile, R, P, BLOCK: tl.constexpr):  # type: igno
     for r in range(0, R, BLOCK):
         row = r + tl.arange(0, BLOCK)
         mask = (row < R)[:, None] & (at < P)[None, :]
-        keep = (tl.load(flags_ptr + row[:, None] * P + at[None, :], mask=mask, other=0) > 0).to(tl.int32)
+        keep = tl.load(flags_ptr + row[:, None] * P + at[None, :], mask=mask, other=0)
         place = count[None, :] + tl.cumsum(keep, 0) - 1
         rows = tl.broadcast_to(row[:, None], (BLOCK, TILES))
         tl.store(lists.down + at[None, :] * R + place, rows, mask=keep > 0)
@@ -40,7 +40,7 @@ def _list_across(flags_ptr, lists, e, targets, tile, used, C, P):  # type: ignor
     count = 0
     for p in range(0, P, TILES):
         at = p + tl.arange(0, TILES)
-        keep = (tl.load(flags_ptr + tile * P + at, mask=at < P, other=0) > 0).to(tl.int32)
+        keep = tl.load(flags_ptr + tile * P + at, mask=at < P, other=0)
         tl.store(lists.across + tile * P + count + tl.cumsum(keep, 0) - 1, at, mask=keep > 0)
         count += tl.sum(keep, 0)
     row, inside, home, y = home_of(targets, tile, used, C)
@@ -61,8 +61,7 @@ def _count(flags_ptr, lists, order_ptr, R, P, BLOCK: tl.constexpr):  # type: ign
         for p in range(0, P, TILES):
             at = p + tl.arange(0, TILES)
             mask = (row < R)[:, None] & (at < P)[None, :]
-            flags = tl.load(flags_ptr + row[:, None] * P + at[None, :], mask=mask, other=0)
-            count += tl.sum((flags > 0).to(tl.int32), 1)
+            count += tl.sum(tl.load(flags_ptr + row[:, None] * P + at[None, :], mask=mask, other=0), 1)
         tl.store(lists.across_count + row, count, mask=row < R)
         total += tl.sum(count, 0)
     tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""Which tiles of E a chunk's gradients keep, and what stands for the others; `kept_lists` says who computes what.
+"""Which tiles of E a chunk's gradients keep, and what stands for the others; `lists` says who computes what.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across it, R tiles of rows, g a token's factor, p its
 probabilities. E is unnormalised: with a row's s, ``s E = g p``. A tile counts for
@@ -9,10 +9,10 @@ probabilities. E is unnormalised: with a row's s, ``s E = g p``. A tile counts f
 that is left out, whose entries sum to m_i, stands m_i times the mean row of W in the tile, and in dW's rows of that
 tile s_i m_i x_i over the number of its classes. A target's entry in such a tile is added by itself.
 
-So the gradient of the logits loses as much, squared, as the q of these tiles sum to, and (2^j - 1)^2 times the q of a
-tile that counts 2^j times: see `multiply_drawn`. As many are left out, the smallest first, as this sum allows: it is at
-most a^2 times the squared norm of the chunk's gradient. Tiles are counted by q in BINS, eight to each power of two, of
-which all stay or none. A tile with the targets of MOST_TARGETS of its rows or more stays in any case.
+So the gradient of the logits loses as much, squared, as the q of these tiles sum to. As many are left out, the smallest
+first, as this sum allows: it is at most a^2 times the squared norm of the chunk's gradient. Tiles are counted by q in
+BINS, eight to each power of two, of which all stay or none. A tile with the targets of MOST_TARGETS of its rows or more
+stays in any case.
 """
 
 from typing import NamedTuple
@@ -49,8 +49,8 @@ class Targets(NamedTuple):
 class Choice(NamedTuple):
     """What `find_kept` writes of a chunk."""
 
-    flags: Tensor  # int32 [R P]: 0 where a tile is left out, 1 where it is kept, 1 + j where it counts 2^j times
-    mass_CP: Tensor  # what a row sums to in the tiles that are left out; less where they count several times
+    flags: Tensor  # int32 [R P]: 1 where a tile is kept, 0 where it is left out
+    mass_CP: Tensor  # what a row sums to in the tiles that are left out
     sums: Tensor  # float32 [3, R, P / TILES]: g p that is in this mass; squares of what is lost of s E, and of s E
 
 
@@ -113,8 +113,8 @@ def _weigh_tiles(  # type: ignore[no-untyped-def]
     tl.atomic_add(bins_ptr + (q.to(tl.int32, bitcast=True) >> BIN_BITS), 1, mask=counts & (at < P), sem="relaxed")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _least_kept(bins_ptr, whole_ptr, programs, accepted_ptr, DRAWN: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _least_kept(bins_ptr, whole_ptr, programs, accepted_ptr):  # type: ignore[no-untyped-def]
     """Return the q from which tiles stay: 0, so that all do, where the gradient is no number or too small to square."""
     whole = tl.zeros((TILES,), tl.float32)
     for first in range(0, programs, TILES):
@@ -128,23 +128,19 @@ def _least_kept(bins_ptr, whole_ptr, programs, accepted_ptr, DRAWN: tl.constexpr
     squared = allowed > programs * VANISHES  # else what rows lose may have vanished from q
     allowed = tl.where(squared & (allowed < float("inf")), allowed, -1.0)
     lost = tl.cumsum(tl.where(number > 0.0, number * end, 0.0), 0)
-    if DRAWN:  # from end / 4 to end once, and below as much as with end / 4, twice, and once more
-        lost = tl.reshape(lost, (128, 16))
-        power = tl.exp2(tl.arange(0, 128).to(tl.float32) - 63.0)[:, None]
-        lost = tl.reshape(tl.cumsum(lost / power, 0) * power, (2048,))
     fits = (lost <= allowed) & (bin < BINS)
     return (tl.sum(fits.to(tl.int32), 0) << BIN_BITS).to(tl.float32, bitcast=True)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["seed", "C", "P"])
+@triton.jit(do_not_specialize=["C", "P"])
 def _find_kept(  # type: ignore[no-untyped-def]
-    sums_ptr, stride, q_ptr, bins_ptr, accepted_ptr, targets, choice, mass_stride, used, seed, C, P
+    sums_ptr, stride, q_ptr, bins_ptr, accepted_ptr, targets, choice, mass_stride, used, C, P
 ):
     """A program per tile of rows and TILES tiles across."""
     tile = tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
-    least = _least_kept(bins_ptr, choice.sums + 2 * programs, programs, accepted_ptr, seed is not None)
+    least = _least_kept(bins_ptr, choice.sums + 2 * programs, programs, accepted_ptr)
     row, inside, _, _ = home_of(targets, tile, used, C)
     at_row = row.to(tl.int64)
     s = tl.load(targets.s + row, mask=inside, other=0.0)
@@ -154,62 +150,15 @@ def _find_kept(  # type: ignore[no-untyped-def]
     q = tl.load(q_ptr + tile * P + at, mask=at < P, other=-1.0)
     some = ~(q < 0.0)
     keep = ~(q < least) & some  # NaN is kept
-    flag = keep.to(tl.int32)
-    times = tl.where(keep, 1.0, 0.0)
-    if seed is not None:  # the largest power of two that is no more than the square root of q over the threshold
-        beyond = least / tl.maximum(tl.maximum(q, least * 2.0**-60), 2.0**-126)
-        halvings = tl.ceil(0.5 * tl.log2(tl.maximum(beyond, 1.0)))
-        draw = tl.rand(seed, (used.first // ROWS + tile) * P + at)
-        drawn = some & ~keep & (draw < tl.exp2(-halvings))
-        flag = tl.where(drawn, 1 + halvings.to(tl.int32), flag)
-        times = tl.where(drawn, tl.exp2(halvings), times)
-    tl.store(choice.flags + tile * P + at, flag, mask=at < P)
-    lost = tl.sum((1.0 - times) * (1.0 - times) * tl.where(keep | ~some, 0.0, q), 0)
-    mass *= 1.0 - times[None, :]
+    tl.store(choice.flags + tile * P + at, keep.to(tl.int32), mask=at < P)
+    lost = tl.sum(tl.where(keep | ~some, 0.0, q), 0)
+    mass = tl.where(keep[None, :], 0.0, mass)
     out = choice.mass_CP + at_row[:, None] * mass_stride + at[None, :]
     tl.store(out, mass.to(choice.mass_CP.dtype.element_ty), mask=(row < C)[:, None] & (at < P)[None, :])
     dropped = tl.sum(tl.sum(tl.where((s != 0.0)[:, None], mass * tl.abs(s)[:, None], 0.0), 1), 0)
     sums = choice.sums + tile * tl.num_programs(1) + tl.program_id(1)
     tl.store(sums, dropped)
     tl.store(sums + programs, lost)
-
-
-@Launcher
-@triton.jit(do_not_specialize=["C"])
-def _multiply_drawn(flags_ptr, e, y_ptr, C, P):  # type: ignore[no-untyped-def]
-    """A program per tile: those that were drawn times a power of two, which is exact, without the targets' entries."""
-    e_ptr, e_stride, V = e
-    flag = tl.load(flags_ptr + tl.program_id(0) * P + tl.program_id(1))
-    if flag > 1:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        mask = (row < C)[:, None] & (at < V)[None, :]
-        y = tl.load(y_ptr + row, mask=row < C, other=-1)
-        places = e_ptr + row.to(tl.int64)[:, None] * e_stride + at[None, :]
-        x = tl.load(places, mask=mask, other=0.0).to(tl.float32) * tl.exp2((flag - 1).to(tl.float32))
-        tl.store(places, tl.where(at[None, :] == y[:, None], 0.0, x).to(e_ptr.dtype.element_ty), mask=mask)
-
-
-@Launcher
-@triton.jit(do_not_specialize=["C"])
-def _leave_lost(flags_ptr, mass_ptr, mass_stride, e, y_ptr, C, P):  # type: ignore[no-untyped-def]
-    """A program per tile: of a drawn one E has been multiplied already."""
-    e_ptr, e_stride, V = e
-    p = tl.program_id(1)
-    flag = tl.load(flags_ptr + tl.program_id(0) * P + p)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = p * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < C)[:, None] & (at < V)[None, :]
-    y = tl.load(y_ptr + row, mask=row < C, other=-1)
-    places = e_ptr + row.to(tl.int64)[:, None] * e_stride + at[None, :]
-    if flag == 1:
-        x = tl.zeros((ROWS, COLUMNS), tl.float32)
-    else:
-        mass = tl.load(mass_ptr + row.to(tl.int64) * mass_stride + p, mask=row < C, other=0.0).to(tl.float32)
-        part = tl.where(flag == 0, 1.0, tl.exp2(1.0 - flag) - 1.0)  # 1 / 2^j - 1
-        x = tl.load(places, mask=mask, other=0.0).to(tl.float32) * part
-        x = tl.where(at[None, :] == y[:, None], 0.0, x) - (mass / classes_in(p, V))[:, None]
-    tl.store(places, tl.where((y >= 0)[:, None], x, 0.0).to(e_ptr.dtype.element_ty), mask=mask)
 
 
 @Launcher
@@ -282,13 +231,11 @@ def _put_back(sum_ptr, shared_ptr, order_ptr, out_ptr, D, BLOCK: tl.constexpr): 
 
 def find_kept(
     sums_CP: Tensor, squares_CP: Tensor, e_CV: Tensor, targets: Targets, accepted: Tensor, choice: Choice,
-    used: Used = ALL, seed: int | None = None,
+    used: Used = ALL,
 ) -> None:  # fmt: skip
     """Choose the tiles that are kept: the others lose at most ``accepted`` (float32 [1]) of the chunk's gradient.
 
-    With a ``seed`` another tile stays with a probability of 2^-j, at most the square root of q over the least that is
-    kept, and is flagged 1 + j: see `multiply_drawn`. What is lost is then as much in the mean. Of E the targets'
-    entries are read, where ``targets`` do not have them.
+    Of E the targets' entries are read, where ``targets`` do not have them.
     """
     C, P = sums_CP.shape
     grid = (blocks_of(C, ROWS.value), blocks_of(P, TILES.value))
@@ -297,23 +244,9 @@ def find_kept(
         sums_CP, squares_CP, sums_CP.stride(0), matrix(e_CV), targets, q, bins, choice.sums[2], used, C, P, num_warps=8
     )
     _find_kept[grid](
-        sums_CP, sums_CP.stride(0), q, bins, accepted, targets, choice, choice.mass_CP.stride(0), used, seed, C, P,
+        sums_CP, sums_CP.stride(0), q, bins, accepted, targets, choice, choice.mass_CP.stride(0), used, C, P,
         num_warps=8,
     )  # fmt: skip
-
-
-def multiply_drawn(flags: Tensor, e_CV: Tensor, targets: Targets) -> None:
-    """Multiply the tiles that stay at random by one over their probability."""
-    C, P = len(e_CV), blocks_of(e_CV.shape[1], COLUMNS.value)
-    _multiply_drawn[(blocks_of(C, ROWS.value), P)](flags, matrix(e_CV), targets.y, C, P, num_warps=8)
-
-
-def leave_lost(choice: Choice, e_CV: Tensor, targets: Targets) -> None:
-    """Replace E, as `multiply_drawn` leaves it, by what it is less what stands for it."""
-    C, P = choice.mass_CP.shape
-    _leave_lost[(blocks_of(C, ROWS.value), P)](
-        choice.flags, choice.mass_CP, choice.mass_CP.stride(0), matrix(e_CV), targets.y, C, P, num_warps=8
-    )
 
 
 def add_targets(targets: Targets, scaled_CD: Tensor, out_VD: Tensor, used: Used = ALL) -> None:

@@ -1,7 +1,7 @@
 """The gradients' GEMMs on Hopper over the tiles of E that are kept.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary, R tiles of rows. A tile of E has 128 rows
-and 256 columns; which are kept, and what stands for the others, says `kept_tiles`:
+and 256 columns; which are kept, and what stands for the others, says `choice`:
 
     input_grad:   out = finish(E' W + m mean)    E' with zeros in the other tiles, m [C, P] what these hold in each row,
                                                  mean [P, D] the mean row of W in each tile across
@@ -10,7 +10,7 @@ and 256 columns; which are kept, and what stands for the others, says `kept_tile
 Both are the kernels of `gradient_gemms_hopper` with sums that run over lists. The producer warp alone reads the lists;
 the consumers only count the steps.
 
-E' W has few tiles and long sums of unlike lengths. `kept_lists.list_kept` gives every program as much: tiles of its own
+E' W has few tiles and long sums of unlike lengths. `lists.list_kept` gives every program as much: tiles of its own
 as far as that goes, and parts of others' sums. A program that gave something away finishes its tile when the others'
 parts are there. Those come from programs with smaller numbers, which the device starts first and which wait for nobody:
 it is never left waiting.
@@ -48,7 +48,7 @@ from lowtide.kernel_launch import Launcher, multiprocessors
 DEPTH = gl.constexpr(64)
 PER_COLUMN_TILE = gl.constexpr(4)  # steps of the sum over the vocabulary
 PER_ROW_TILE = gl.constexpr(2)  # steps of the sum over tokens
-FIELDS = gl.constexpr(8)  # of a program's record: see `kept_lists.list_kept`
+FIELDS = gl.constexpr(8)  # of a program's record: see `lists.list_kept`
 
 
 class Lists(NamedTuple):
@@ -61,7 +61,7 @@ class Lists(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Who computes which part of E' W, int32: see `kept_lists.list_kept`."""
+    """Who computes which part of E' W, int32: see `lists.list_kept`."""
 
     records: Tensor  # [programs, FIELDS]
     parts: Tensor  # [programs, 4]: (tile, begin, end, whose) of each part that is computed for another program

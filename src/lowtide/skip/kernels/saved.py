@@ -6,7 +6,7 @@ the target, p the probabilities (with a soft cap times ``1 - (z / softcap)**2``,
     saved [N, 2, P]:    sum of p,    sum of p^2 - (sum of p)^2 / 256
 
 (256, or the number of classes in the last tile). In backward E is p times a factor of each row, from 1 to 2: see
-`exp_rows.prepare_rows`. The tiles that are kept then follow from these numbers: see `kept_tiles`.
+`exp_rows.prepare_rows`. The tiles that are kept then follow from these numbers: see `choice`.
 """
 
 import triton
@@ -17,8 +17,8 @@ from lowtide.head.kernels.elementary import expm1
 from lowtide.head.kernels.exp_logits import Stored
 from lowtide.head.kernels.exp_terms import block_of
 from lowtide.head.kernels.gemm import ALL, Used, counted_rows
-from lowtide.head.kernels.kept_tiles import classes_in
 from lowtide.kernel_launch import Launcher
+from lowtide.skip.kernels.choice import classes_in
 
 
 @Launcher

@@ -1,0 +1,84 @@
+"""The errors of gradients from some tiles of E, measured by random signs beside those from all tiles.
+
+N tokens, C rows of a chunk, D hidden size, V vocabulary, P tiles across it, k columns of signs. With R [D, k] of
+independent signs the mean square of the rows of ``dX R`` is k times that of dX, and so is it of what dX is off by. For
+``dX R = s (E (W R))`` and ``dW R = E^T (S R)`` E is read twice, and no GEMM is run again.
+"""
+
+import torch
+from torch import Tensor
+
+from lowtide.head.kernels.input_rows_hopper import InputRows
+from lowtide.head.matmul import matmul_into
+from lowtide.skip.kernels.choice import COLUMNS, Targets
+
+SIGNS = 16
+
+
+class Comparison:
+    """Of one call, chunk by chunk; all classes are in the order of the tiles."""
+
+    def __init__(self, w_VD: Tensor, tokens: int) -> None:
+        random, (V, D) = torch.Generator(w_VD.device).manual_seed(0), w_VD.shape
+        signs = torch.randint(0, 2, (D, SIGNS), generator=random, device=w_VD.device) * 2 - 1
+        self._signs = signs.to(w_VD.dtype)
+        self._weight = self._mixed(w_VD)
+        self._parts = _in_two(self._weight, w_VD.dtype)
+        self._input = torch.zeros(tokens, SIGNS, dtype=torch.float32, device=w_VD.device)  # from all tiles
+        self._sum = w_VD.new_empty(V, 2 * SIGNS, dtype=torch.float32)
+        self._begun = False
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return ``x R`` in float32."""
+        out = x.new_empty(len(x), SIGNS, dtype=torch.float32)
+        matmul_into(x, self._signs.to(x.dtype), out, add=False)
+        return out
+
+    def see_input(self, e_CV: Tensor, targets: Targets, ends: InputRows) -> None:
+        """Take a chunk's part of dX."""
+        both = self._weight.new_empty(len(e_CV), 2 * SIGNS)
+        matmul_into(e_CV, self._parts, both, add=False)
+        y, s = targets.y.clamp(min=0).long(), targets.s[:, None]
+        right = (both[:, :SIGNS] + both[:, SIGNS:] + targets.rest[:, None] * self._weight[y]) * s
+        right = right.where(((targets.y >= 0) & (targets.s != 0))[:, None], 0)
+        if ends.uniform is not None and ends.factor is not None:
+            even = ends.factor * ends.share * (1 if ends.scale is None else ends.scale)
+            even = even.where(targets.y >= 0, 0)
+            right = right - even[:, None] * (ends.uniform @ self._signs.float())
+        assert ends.to is not None
+        self._input.index_copy_(0, ends.to.long(), right)
+
+    def see_weight(self, e_CV: Tensor, targets: Targets, scaled_CD: Tensor) -> None:
+        """Take a chunk's part of dW."""
+        mixed = self._mixed(scaled_CD).where((targets.y >= 0)[:, None], 0)  # the rest may be an earlier chunk's
+        matmul_into(e_CV.t(), _in_two(mixed, scaled_CD.dtype), self._sum, add=self._begun)
+        self._begun = True
+
+    def errors(self, input_ND: Tensor | None, sum_VD: Tensor | None, shared_PD: Tensor | None) -> Tensor:
+        """Return what dX and dW are off by, relative [2]: 0 where there is none, no number where it is 0.
+
+        ``sum_VD`` is dW of all chunks, without what the rows of each tile share.
+        """
+        off_input = off_weight = self._input.new_zeros(())
+        if input_ND is not None:
+            off_input = _relative(self._mixed(input_ND), self._input)
+        if sum_VD is not None and shared_PD is not None:
+            (V, P), columns = (len(sum_VD), len(shared_PD)), COLUMNS.value
+            size = torch.full((P, 1), float(columns), device=sum_VD.device)
+            size[-1] -= P * columns - V
+            found = self._mixed(sum_VD)
+            found += (shared_PD @ self._signs.float() / size).repeat_interleave(columns, 0)[:V]
+            off_weight = _relative(found, self._sum[:, :SIGNS].add_(self._sum[:, SIGNS:]))
+        return torch.stack((off_input, off_weight))
+
+
+def _relative(found: Tensor, right: Tensor) -> Tensor:
+    """Return the error of ``found``, in its memory: there are as many rows as classes."""
+    relative: Tensor = torch.linalg.vector_norm(found.sub_(right)) / torch.linalg.vector_norm(right)
+    return relative
+
+
+def _in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return two matrices side by side, of ``dtype``, that add up to ``x``."""
+    first = x.to(dtype)
+    return torch.cat((first, (x - first.float()).to(dtype)), 1)

@@ -1,0 +1,196 @@
+"""What is remembered of a weight between calls: the threshold, the order of its classes, and whether skipping pays.
+
+V classes. The threshold T is what a call's tiles may lose of the gradient of the logits, relative. It is
+steered by the errors of dX and dW, which some calls measure. All of it is on the device; the host never waits: how many
+tiles a call kept it reads AFTER calls later, when the number has arrived long ago.
+"""
+
+import math
+from collections.abc import Callable, MutableMapping
+from itertools import count
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowtide.head.host_numbers import host_memory, sent
+
+FIRST = 0.012  # the first threshold, over the error that is accepted
+NEAR = 0.92  # of what is accepted, what is aimed at
+SHARED = (0.8e-3, 1.4e-3)  # errors of bfloat16 in dX and dW that a comparison does not see
+LEAST, MOST = 1e-4, 2.0  # the threshold over the error that is accepted
+FALLS, GROWS_AT_FIRST = 0.5, 2.0  # of the threshold, from one comparison to the next, at most
+NEARLY, GROWS = 1.2, 1.1  # the growth below which it is nearly found, and what it grows by at most from then on
+CAREFUL = 0.6  # the power of what it would grow by, were errors in proportion to it: they may grow faster
+BELOW = 1.03  # the threshold over what calls of many tiles lose: all of a bin stay, or none
+SMALL = 5.0  # the threshold over the first one, up to which it grows where a call loses nothing, which says little
+COMPARED = 17  # the first passes, which are all compared, and of later ones one in so many: each micro-batch's turn
+PAYS = 0.65  # the share of tiles below which a call that skips is faster
+PROBE = 31  # calls, of which one skips where that does not pay: odd, for each micro-batch in turn
+AFTER = 4  # calls
+EVERY = 64  # passes after which the order is made anew, and before at the powers of two
+MEMORY = 0.8  # of the running mean of probabilities
+
+
+class Report(NamedTuple):
+    """What the last call that skipped did.
+
+    Attributes:
+        share: Of the tiles of 128 tokens by 256 classes, those that were computed, from 0 to 1.
+        dropped_mass: The mean over tokens, by their factors, of the probability in tiles that were not, with a soft cap
+            times its slope.
+        logit_error: ``||G' - G|| / ||G||`` of this call, G the gradient with respect to the logits and G' what stands
+            for it; no number where G is 0. See docs/skipping.md.
+        input_error: ``||dX - dX'|| / ||dX'||``, with dX' from all tiles, as the last comparison measured it.
+        weight_error: The same of dW.
+        threshold: The most that the next call's ``logit_error`` may be.
+        calls: With this weight and ``skip``, so far.
+        dense: Those of them that skipped nothing.
+    """
+
+    share: float
+    dropped_mass: float
+    logit_error: float
+    input_error: float
+    weight_error: float
+    threshold: float
+    calls: int
+    dense: int
+
+
+class Remembered:
+    """What is remembered of one weight."""
+
+    sums: Tensor  # float32 [3, .] of the last pass: see `kernels.choice.Choice`
+    factors: Tensor  # float32: the sum of its rows' factors
+
+    def __init__(self, accepted: float, number: int, V: int, device: torch.device) -> None:
+        self.order = torch.arange(-1, V, dtype=torch.int32, device=device)  # V, and the classes in order
+        self.order[0] = V
+        self.probabilities: Tensor | None = None  # float32 [V]: the mean of tokens'
+        self.accepted, self.number = accepted, number
+        self.calls = self.skipped = 0  # calls, and those that skipped
+        self.passes = 0  # that skipped: several calls may come before the backward pass of each
+        self.threshold = torch.full((1,), FIRST * accepted, dtype=torch.float32, device=device)
+        self.grows = torch.full_like(self.threshold, GROWS_AT_FIRST)
+        self.errors = torch.zeros(2, dtype=torch.float32, device=device)  # of dX and dW, as measured last
+        self.total = torch.zeros(2, dtype=torch.int32, device=device)  # tiles kept, and all, of the last pass
+        self._pays = True
+        self._host_total = host_memory(2, dtype=torch.int32)
+        self._arriving: tuple[int, Callable[[], None]] | None = None  # the call whose `total` is, and a wait for it
+
+    def accept(self, error: float) -> None:
+        """Take the error that a call accepts: where it is smaller, the threshold falls with it."""
+        if error != self.accepted:
+            self.threshold = self.threshold * min(1.0, error / self.accepted)
+            self.accepted = error
+
+    def begin(self) -> bool:
+        """Begin a call; return whether it skips tiles: also where the threshold is still far from what it will be."""
+        n = self.calls
+        self.calls += 1
+        if self._arriving is not None and n >= self._arriving[0] + AFTER:
+            self._arriving[1]()
+            kept, tiles = self._host_total.tolist()
+            self._pays, self._arriving = kept < PAYS * tiles, None
+        return self._pays or self.passes < COMPARED or n % PROBE == 0
+
+    @property
+    def sees(self) -> bool:
+        """Whether the present pass sums its tokens' probabilities, from which the order is made anew."""
+        return self.passes & (self.passes - 1) == 0 or self.passes % EVERY == 0
+
+    def see(self, total_V: Tensor) -> None:
+        """Take what tokens' probabilities sum to: the classes are in the order of their running mean."""
+        mean = total_V / total_V.sum().clamp(min=1e-30)
+        self.probabilities = mean if self.probabilities is None else self.probabilities.lerp(mean, 1 - MEMORY)
+        classes = self.probabilities.argsort(descending=True, stable=True)
+        self.order = torch.cat((self.order[:1], classes.int()))
+
+    @property
+    def compares(self) -> bool:
+        """Whether the present pass measures its errors, as each does that skips where that does not pay."""
+        return self.passes < COMPARED or self.passes % COMPARED == 0 or not self._pays
+
+    def end(self, sums: Tensor, factors: Tensor, errors: Tensor | None) -> None:
+        """End a pass that skipped, with the errors that it measured."""
+        self.sums, self.factors = sums, factors
+        if errors is not None:
+            found = adapted(self.threshold, self.grows, errors, self.lost(), self.accepted)
+            known = errors.isfinite().all()
+            before = self.threshold, self.grows, self.errors
+            self.threshold, self.grows, self.errors = (
+                x.where(known, y) for x, y in zip((*found, errors), before, strict=True)
+            )
+        self.passes += 1
+        if self._arriving is None:
+            self._arriving = self.calls - 1, sent(self.total, self._host_total)
+
+    def lost(self) -> Tensor:
+        """Return what the last pass lost of the gradient of the logits, relative."""
+        _, lost, whole = self.sums.sum(1)
+        return torch.sqrt(lost / whole)
+
+    def report(self) -> Report | None:
+        """Return what the last call that skipped did, None before it; the host waits for the device."""
+        if not self.passes:
+            return None
+        kept, tiles = self.total.tolist()
+        mass, of_logits = float(self.sums[0].sum() / self.factors), float(self.lost())
+        of_input, of_weight = self.errors.tolist()
+        share, dense = kept / max(1, tiles), self.calls - self.skipped
+        return Report(share, mass, of_logits, of_input, of_weight, float(self.threshold), self.calls, dense)
+
+
+def adapted(threshold: Tensor, grows: Tensor, errors: Tensor, lost: Tensor, accepted: float) -> tuple[Tensor, Tensor]:
+    """Return the threshold changed by the errors of dX and dW [2], so that neither is above what is accepted.
+
+    And what it may grow by next time: little, once it is nearly found, for other calls may be unlike the one that is
+    compared. Where a call lost less than it might have, as its tiles are few, it is aimed at from what was lost; where
+    nothing was lost it grows only while it is small.
+    """
+    allowed = [max((NEAR * accepted) ** 2 - shared**2, (LEAST * accepted) ** 2) for shared in SHARED]
+    aimed = torch.minimum(math.sqrt(allowed[0]) / errors[0], math.sqrt(allowed[1]) / errors[1])
+    small = threshold < SMALL * FIRST * accepted
+    aimed = torch.where(small | (lost == 0), aimed, aimed * BELOW * lost / threshold)
+    change = aimed.where(aimed < 1, aimed**CAREFUL)
+    value = threshold * torch.minimum(change, torch.where(small | (lost > 0), grows, 1)).clamp(min=FALLS)
+    return value.clamp(LEAST * accepted, MOST * accepted), torch.where(~small & (change < NEARLY), GROWS, grows)
+
+
+# of each leaf: what is remembered by the place of a weight in it
+_remembered: MutableMapping[Tensor, dict[tuple[object, ...], Remembered]] = WeakTensorKeyDictionary()
+_by_number: WeakValueDictionary[int, Remembered] = WeakValueDictionary()
+_numbers = count(1)
+
+
+def remembered_of(weight: Tensor, accepted: float) -> Remembered:
+    """Return what is remembered of a weight, made at the first call."""
+    known = known_of(weight)
+    if known is None:
+        known = Remembered(accepted, next(_numbers), len(weight), weight.device)
+        _remembered.setdefault(leaf_of(weight), {})[_place(weight)] = _by_number[known.number] = known
+    known.accept(accepted)
+    return known
+
+
+def known_of(weight: Tensor) -> Remembered | None:
+    """Return what is remembered of a weight, None before the first call that may skip tiles."""
+    found: Remembered | None = _remembered.get(leaf_of(weight), {}).get(_place(weight))
+    return found
+
+
+def leaf_of(weight: Tensor) -> Tensor:
+    """Return the tensor that outlives a call: views may be made in each."""
+    return weight if weight._base is None else weight._base
+
+
+def _place(weight: Tensor) -> tuple[object, ...]:
+    return weight.device, weight.shape, weight.stride(), weight.storage_offset()
+
+
+def numbered(number: int) -> Remembered:
+    """Return the one of this number: operators take no objects."""
+    return _by_number[number]

@@ -1,0 +1,49 @@
+"""What the head takes from this room: the one file of it that the head imports, and that no file of the room does."""
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import UnsupportedError, message
+from lowtide.head.backends import skips_ignored
+from lowtide.head.call import Head
+from lowtide.head.rows import Rows
+from lowtide.skip.losses import TiledCrossEntropy
+from lowtide.skip.memory import leaf_of, numbered, remembered_of
+from lowtide.skip.order import rows_by_target
+
+__all__ = ["OPERANDS", "TiledCrossEntropy", "begin", "sorted_rows"]
+
+OPERANDS = torch.bfloat16
+
+
+def begin(head: Head) -> Head:
+    """Begin a call; return its head, with the number of what is remembered of its weight where it skips tiles."""
+    reasons = {
+        "its kernels are for GPUs of compute capability 9.0 and Triton 3.6 or newer": (
+            not skips_ignored(head.input.device)
+        ),
+        f"its kernels take bfloat16, and the operands are {head.dtype}": head.dtype != OPERANDS,
+        "the weight gets no gradient": not head.weight_VD.requires_grad,
+        "the weight is a result of the call, of which nothing is remembered; give the parameter or a view of it": (
+            not leaf_of(head.weight_VD).is_leaf
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            hint = f"No tile is skipped: {reason}."
+            raise UnsupportedError(message("options", "skip=None", f"skip={head.skip}", hint))
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return head
+    known = remembered_of(head.weight_VD, head.skip)
+    return head._replace(order=known.number, ignored_tokens="skip") if known.begin() else head
+
+
+def sorted_rows(
+    head: Head, rows: Rows, y_N: Tensor, unit_N: Tensor, chunk_rows: int, order: Tensor | None
+) -> tuple[Rows, Tensor, Tensor]:
+    """Return the rows in the order in which a loss that skips takes them, their targets, and what they count.
+
+    ``order``: of the classes, which forward has saved for backward; None: in forward.
+    """
+    order = numbered(head.order).order if order is None else order
+    return rows_by_target(rows, y_N, unit_N, order, chunk_rows)
