@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import SavedAttention, contexts_under_compile
 from lowtide.memory.copies import run_in_eager
-from lowtide.memory.groups import Group, check_holds_weights
+from lowtide.memory.groups import Group, check_layer
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.saved import Store, stay, tensors_in
@@ -72,9 +72,12 @@ def run_layer(
         return forward(*args, **kwargs)
     key, hidden = _hidden_states(state.name, args, kwargs)
     run = _of_hidden_states(forward, key, args, kwargs)
+    offloader = state.offloader
     if state.group is not None:
-        return _run_in_group(layer, state, state.group, run, hidden)
-    return _checkpointed(state, run, hidden) if state.offloader is None else _offloaded(state, run, hidden)
+        check_layer(layer, state.name)
+        begin = (lambda: stay) if offloader is None else lambda: offloader.begin(moves=state.moves).put
+        return state.group.run(run, hidden, partial(_checkpointed, state), begin, first=state.first)
+    return _checkpointed(state, run, hidden) if offloader is None else _offloaded(state, offloader, run, hidden)
 
 
 def _checkpointed(state: LayerState, run: Run, hidden: Tensor, store: Store = stay) -> Any:
@@ -99,32 +102,12 @@ def _checkpointed(state: LayerState, run: Run, hidden: Tensor, store: Store = st
 
 # Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.
 @run_in_eager
-def _offloaded(state: LayerState, run: Run, hidden: Tensor) -> Any:
+def _offloaded(state: LayerState, offloader: Offloader, run: Run, hidden: Tensor) -> Any:
     """Run a layer with what it saves in host memory."""
-    assert state.offloader is not None
-    put = state.offloader.begin(moves=state.moves).put
+    put = offloader.begin(moves=state.moves).put
     # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
     with saved_tensors_hooks(lambda x: put(x) if x.numel() else stay(x), lambda get: get()):
         return _checkpointed(state, run, hidden, put)
-
-
-def _run_in_group(layer: nn.Module, state: LayerState, group: Group, run: Run, hidden: Tensor) -> Any:
-    """Run a layer of which, with others, one input is saved."""
-    if torch.compiler.is_compiling():
-        _refuse_compile(state.name)
-    check_holds_weights(layer, state.name)
-    offloader = state.offloader
-    if state.first:
-        group.close()
-    begin = (lambda: stay) if offloader is None else lambda: offloader.begin(moves=state.moves).put
-    return group.run(run, hidden, partial(_checkpointed, state), begin)
-
-
-@run_in_eager  # so that it is called where the compiler runs, and raises there
-def _refuse_compile(name: str) -> None:
-    """Raise for a compiled layer of a group."""
-    hint = "Take every=1 for compiled layers, or compile their parts (layer.mlp.compile())."
-    raise UnsupportedError(message(name, "a layer in eager, with every > 1", "one under torch.compile", hint))
 
 
 def double_recompute(name: str) -> UnsupportedError:

@@ -1,4 +1,4 @@
-"""A tensor that is saved for backward where it is, with the check of its version that autograd makes of its own."""
+"""Tensors of a layer, and how one is saved for backward where it is, with autograd's own check of its version."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, tuple | list | dict):
         for value in values.values() if isinstance(values, dict) else values:
             yield from tensors_in(value)
+
+
+def hidden_states_of(outputs: Any) -> Tensor | None:
+    """Return the hidden states among what a layer returns: the first floating-point tensor."""
+    return next((x for x in tensors_in(outputs) if x.is_floating_point()), None)
 
 
 def stay(tensor: Tensor) -> Get:
