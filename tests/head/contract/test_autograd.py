@@ -38,7 +38,7 @@ from head.contract.cases import (
 )  # fmt: skip
 from lowtide import HeadOptions
 from lowtide.errors import LowtideError, UnsupportedError
-from support import assert_near, in_float64, relative_error
+from support import assert_near, every_pair, in_float64, relative_error
 
 RECOMPUTED = {name: mode for name, mode in MODES.items() if not mode.stored}
 every_recomputed = pytest.mark.parametrize("mode", RECOMPUTED.values(), ids=RECOMPUTED)
@@ -84,9 +84,7 @@ def test_every_subset_of_inputs_frozen(mode: Mode, dtype: torch.dtype) -> None:
                 assert relative_error(grad, want[n]) < near, (n, needed)
 
 
-@every_mode
-@pytest.mark.parametrize("upstream", [1.0, -3.0])
-@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@every_pair(mode=MODES.values(), upstream=[1.0, -3.0], dtype=[torch.float32, *NARROW])
 def test_a_retained_graph_gives_the_same_twice(mode: Mode, upstream: float, dtype: torch.dtype) -> None:
     kwargs = mode.arguments(dtype=dtype)
     leaves = [kwargs[n] for n in trained(kwargs)]
@@ -211,9 +209,11 @@ def test_inside_a_checkpoint(mode: Mode, reentrant: bool) -> None:
         torch.testing.assert_close(leaf.grad, e)
 
 
-@every_mode
-@pytest.mark.parametrize("keep", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
-@pytest.mark.parametrize("early_stop", [True, False])
+@every_pair(
+    mode=MODES.values(),
+    keep=[CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE],
+    early_stop=[True, False],
+)
 def test_inside_a_selective_checkpoint(mode: Mode, keep: CheckpointPolicy, early_stop: bool) -> None:
     """Backward meets the stored gradients first, and may not scale in place what is then looked up again."""
     kwargs = mode.arguments()
@@ -232,11 +232,7 @@ def test_inside_a_selective_checkpoint(mode: Mode, keep: CheckpointPolicy, early
         torch.testing.assert_close(g, e)
 
 
-@every_mode
-@pytest.mark.parametrize(
-    ("dtype", "inputs", "weights"),
-    [(dtype, wide, wide == (dtype == torch.bfloat16)) for dtype in NARROW for wide in (True, False)],
-)
+@every_pair(mode=MODES.values(), dtype=NARROW, inputs=[True, False], weights=[True, False])
 def test_autocast(mode: Mode, dtype: torch.dtype, inputs: bool, weights: bool) -> None:
     """Operands are rounded to autocast's dtype; each gradient comes in the dtype of what it belongs to."""
     own = {"out": "light " + mode.choice.get("out", "token")} if mode.name == "linear_apply" else {}
