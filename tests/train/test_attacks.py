@@ -74,32 +74,6 @@ def test_a_folders_template_brings_its_tokens(tune: Tune, lowtide: Run, tmp_path
     assert "expected no new tokens beside adapters" in err
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
-def test_a_merged_model_has_both_sides_of_an_untied_embedding(
-    module: str, tune: Tune, pretrained: Path, lowtide: Run, tmp_path: Path
-) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    arguments = tune(use_peft=True, lora_modules_to_save=module, **{"lora-merge": True})
-    lowtide.done(*arguments, "--output", tmp_path / "run")
-    base = AutoModelForCausalLM.from_pretrained(pretrained)
-    adapted = PeftModel.from_pretrained(base, str(tmp_path / "run" / "model")).eval()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged").eval()
-    ids = torch.arange(20)[None]
-    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("stops", [{"early-stopping-patience": 1}, {"load_best_model_at_end": True}])
-def test_the_best_model_is_saved_where_it_is_evaluated(
-    stops: dict[str, object], tune: Tune, lowtide: Run, tmp_path: Path
-) -> None:
-    arguments = tune(eval_strategy="epoch", **{**stops, "max-steps": 50})
-    out = lowtide.done(*arguments, "--output", tmp_path / "run")
-    assert "best  " in out
-
-
 def test_rows_that_truncation_leaves_nothing_of_are_reported(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
     rows = [{"prompt": "p" * (200 if i % 2 else 3), "completion": "c"} for i in range(20)]
     half = write_rows(tmp_path / "half.jsonl", rows)

@@ -211,23 +211,17 @@ def test_a_mixture_of_experts_has_the_auxiliary_loss_that_trl_gives_it(
     assert (patched[1] - none[1] > 0.2) == ("label_smoothing_factor" not in more), "which TRL leaves out there, too"
 
 
-def test_adapters_are_saved_and_merged(tune: Tune, pretrained: Path, lowtide: Run, tmp_path: Path) -> None:
+def test_adapters_are_saved(tune: Tune, pretrained: Path, lowtide: Run, tmp_path: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     output = tmp_path / "out"
-    arguments = tune(**LORA, lora_alpha=12, **{"lora-merge": True}, learning_rate=0.02)
-    out = lowtide.done(*arguments, "--output", output)
+    out = lowtide.done(*tune(**LORA, lora_alpha=12, learning_rate=0.02), "--output", output)
     assert "adapters 0.00 M parameters are trained" in out
-    assert f"merged           {output / 'merged'}" in out
-    base = AutoModelForCausalLM.from_pretrained(pretrained)
+    stock, base = (AutoModelForCausalLM.from_pretrained(pretrained) for _ in range(2))
     adapter = PeftModel.from_pretrained(base, str(output / "model"))
-    merged = AutoModelForCausalLM.from_pretrained(output / "merged")
     ids = torch.arange(20)[None]
-    stock = AutoModelForCausalLM.from_pretrained(pretrained)(ids).logits
-    assert torch.allclose(merged(ids).logits, adapter(ids).logits, atol=1e-5)
-    assert not torch.allclose(merged(ids).logits, stock, atol=1e-3)
-    assert AutoTokenizer.from_pretrained(output / "merged").chat_template
+    assert not torch.allclose(adapter(ids).logits, stock(ids).logits, atol=1e-3)
 
 
 def test_the_first_screen_shows_what_is_trained_on(tune: Tune, lowtide: Run, tmp_path: Path) -> None:

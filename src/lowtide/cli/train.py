@@ -39,7 +39,7 @@ examples:
       --max-steps 2000 --output my-run
       go on training a pretrained model on the text files in a folder
   lowtide train --model ./Llama-3.2-1B-Instruct --data chats.jsonl --seq-len 4096 --lr 2e-4 --num_train_epochs 2 \\
-      --assistant_only_loss --use_peft --lora_r 16 --lora-merge --dtype bfloat16 --output my-adapter
+      --assistant_only_loss --use_peft --lora_r 16 --dtype bfloat16 --output my-adapter
       adapters on conversations, loss on the assistant's turns only
   lowtide train --config run.yaml --lr 1e-5
       options from a file, which the command line overrides

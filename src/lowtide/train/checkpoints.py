@@ -20,12 +20,12 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.train.claim import LOCK
 from lowtide.train.config import DEFAULT_ROOT, NEWEST_IF_ANY
 from lowtide.train.files import RUN_FILE, why
 from lowtide.train.parallel import in_group
 
 MODEL = "model"
-MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
 TOKENS = "tokens.bin"
 COMPLETE = "complete"  # in a checkpoint, written last
@@ -110,7 +110,7 @@ def new_output(output: str | None, stamp: str) -> Path:
     expected = "a folder that is new or empty"
     try:
         found = {p.name for p in path.iterdir()} if path.is_dir() else set()
-        found = {name for name in found if not name.startswith(_TRIAL)}  # of another rank
+        found = {name for name in found if name != LOCK and not name.startswith(_TRIAL)}  # of another rank
         unfinished = [name for name in found - _LEFTOVERS if not _CHECKPOINT.fullmatch(name)]
         if found & {RUN_FILE, _RUN_FILE_ASIDE, TOKENS, f"{TOKENS}.part"} and not unfinished and not checkpoints(path):
             return path  # a run that ended before its first checkpoint

@@ -85,12 +85,6 @@ class TrainConfig:
     held_out: int = _setting(
         64, "rows (pre-training: sequences) to evaluate on and never to train on; at most a tenth", fixed=True
     )
-    early_stopping_patience: int = _setting(
-        0,
-        "stop after this many evaluations in a row without a better held-out loss, and save the best model (needs "
-        "--eval_strategy); 0: never",
-        metavar="N",
-    )
     patch: bool = _setting(True, "use lowtide's loss and layers; --no-patch trains the stock model")
     memory_budget: str | None = _setting(
         None,
@@ -123,13 +117,11 @@ class TrainConfig:
         "(DeepSpeed); zero3-offload: all three in host memory, the optimizer on the CPU. auto: what accelerate launch "
         "was configured for, else ddp",
     )
-    lora_merge: bool = _setting(False, "besides the adapter, write the model with the adapter merged in, to DIR/merged")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"cli": False})
 
     def __post_init__(self) -> None:
         for name in ("held_out", "max_steps"):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "a whole number of at least 1")
-        self._require("early_stopping_patience", self.early_stopping_patience >= 0, "a whole number of at least 0")
         self._require("seq_len", self.seq_len is None or self.seq_len >= 2, "at least 2 tokens")
         self._require("vocab_size", 300 <= self.vocab_size <= 2**24, "from 300 (256 bytes and some merges) to 2**24")
         for name in ("model", "tokenizer", "output", "policy", "memory_budget", "host_budget"):

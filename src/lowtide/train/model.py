@@ -170,11 +170,3 @@ def _from_settings(settings: dict[str, Any], where: str) -> Any:
     except Exception as error:  # transformers' checks of configs have no common base
         expected, hint = "a config that transformers accepts", "Fix the config, or take a built-in name."
         raise ArgumentValueError(message("model", expected, f"{where}: {why(error)}", hint)) from error
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype that the config in a pretrained model's folder names; float32 where it names none."""
-    file = folder / "config.json"
-    settings = json.loads(file.read_text()) if file.is_file() else {}
-    found = getattr(torch, str(settings.get("dtype") or settings.get("torch_dtype")), None)
-    return found if isinstance(found, torch.dtype) else torch.float32

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from lowtide.measure.units import mib
-from lowtide.train.checkpoints import MERGED
-from lowtide.train.config import TrainConfig
 from lowtide.train.model import count
 from lowtide.train.parallel import engine_line
 
@@ -48,7 +45,7 @@ def show_start(console: Console, run: RunState) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def show_result(console: Console, result: TrainResult, config: TrainConfig) -> None:
+def show_result(console: Console, result: TrainResult) -> None:
     """Print a run's numbers."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(min_width=_NAMES)
@@ -62,9 +59,6 @@ def show_result(console: Console, result: TrainResult, config: TrainConfig) -> N
         console.print(f"best             step {result.best}: {text}", highlight=False, markup=False, soft_wrap=True)
     if result.saved:
         console.print(f"saved            {result.saved}", highlight=False, markup=False, soft_wrap=True)
-        if config.lora_merge:
-            merged = Path(result.saved).parent / MERGED
-            console.print(f"merged           {merged}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _result_rows(result: TrainResult) -> list[tuple[str, str]]:

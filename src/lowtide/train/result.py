@@ -36,7 +36,7 @@ class TrainResult:
         calls_materialised: losses for which the logits were built.
         seconds: the whole run.
         saved: the folder of the model; None where nothing is saved.
-        best: with early stopping, the step whose model that is.
+        best: with ``--load_best_model_at_end``, the step whose model that is.
         dtype: that the GEMMs ran in.
         steps_seconds: each step this process ran, the warm-up included.
     """

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_callback import PrinterCallback
@@ -26,7 +25,6 @@ from lowtide.train.claim import claimed
 from lowtide.train.config import TrainConfig
 from lowtide.train.ending import SaveAndStop, Terminated, is_lost_rank, lost_rank
 from lowtide.train.files import find_data, why
-from lowtide.train.model import pretrained_model, stored_dtype
 from lowtide.train.monitor import Monitor
 from lowtide.train.parallel import engine_of, first_does, in_group, launched_ranks, leave_group
 from lowtide.train.prepare import prepare
@@ -35,7 +33,6 @@ from lowtide.train.result import TrainResult
 from lowtide.train.resuming import check_engine, check_states, load_experts, resumed
 from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
-from lowtide.train.shapes import model_folder
 
 _HUB = ("huggingface_hub", "httpx")  # modules of its client's errors, and of its connection's
 
@@ -135,7 +132,7 @@ def _trained_there(one: RunState, console: Console) -> TrainResult | Terminated:
     saved = _save_model(one) if one.saves else None
     result = _measured(one, saved)
     if reports:
-        show_result(console, result, config)
+        show_result(console, result)
     return result
 
 
@@ -147,10 +144,6 @@ def _callbacks(one: RunState, console: Console) -> Iterator[Any]:
     else:
         yield Monitor(one.metrics, console=progress, file=one.output / checkpoints.LOG_FILE)
         yield Complete(one.settings.keep)
-    if one.config.early_stopping_patience:
-        from transformers import EarlyStoppingCallback
-
-        yield EarlyStoppingCallback(one.config.early_stopping_patience)
 
 
 def _settings(one: RunState) -> Settings:
@@ -207,7 +200,7 @@ def _train(one: RunState) -> None:
 
 
 def _save_model(one: RunState) -> Path:
-    """Write the model, and the merged one if requested, push it if requested, and return where it is."""
+    """Write the model, push it if requested, and return where it is."""
     trainer, final = one.trainer, one.output / checkpoints.MODEL
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
@@ -218,27 +211,10 @@ def _save_model(one: RunState) -> Path:
         trainer.accelerator.wait_for_everyone()
 
     write_folder(final, write, publish=one.settings.args.should_save)
-    if one.config.lora_merge and one.settings.args.should_save:
-        write_folder(one.output / checkpoints.MERGED, lambda folder: _merge(one, final, folder))
     trainer.accelerator.wait_for_everyone()
     if one.settings.args.push_to_hub:
         trainer.push_to_hub(commit_message="Model save", revision=one.settings.args.hub_revision)
     return final
-
-
-def _merge(one: RunState, adapter: Path, folder: Path) -> None:
-    """Write the base with an adapter merged in, summed in float32, in the dtype that the base is stored in."""
-    from peft import PeftModel
-
-    base = model_folder(one.config.model)
-    assert base is not None
-    model = pretrained_model(base, dtype=torch.float32, alone=True)
-    merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    if not merged.config.get_text_config().tie_word_embeddings:  # peft unties where an adapter trained one side
-        # else the weight of the other side is not saved
-        merged.all_tied_weights_keys, merged._keys_to_ignore_on_save = {}, None
-    merged.to(stored_dtype(base)).save_pretrained(folder)
-    one.trainer.processing_class.save_pretrained(folder)
 
 
 def _measured(one: RunState, saved: Path | None) -> TrainResult:

@@ -156,8 +156,6 @@ def _check(config: TrainConfig, args: Any, model: Any) -> None:
     if args.optim in _WHOLE_PARAMETERS and uses_fsdp():
         hint = "Take adamw_torch_fused, adamw_torch, rmsprop or sgd, or --parallel ddp."
         raise UnsupportedError(message("--optim", "an optimizer that FSDP2 can shard", str(args.optim.value), hint))
-    if config.lora_merge and not getattr(model, "use_peft", False):
-        raise ArgumentValueError(message("lora_merge", "--use_peft beside it", "none"))
 
 
 def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) -> dict[str, Any]:
@@ -187,12 +185,7 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
         steps = int(options.get("max_steps", own["max_steps"]))
         own["warmup_steps"] = -(-steps // round(1 / _WARMUP)) if steps > 0 else _WARMUP
     evaluates = str(options.get("eval_strategy", "no")) != "no"
-    if config.early_stopping_patience:
-        if not evaluates:
-            expected, hint = "--eval_strategy beside it", "Such as --eval_strategy steps --eval_steps 50."
-            raise ArgumentValueError(message("early_stopping_patience", expected, "none", hint))
-        own |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    if evaluates and (config.early_stopping_patience or _is_on(options.get("load_best_model_at_end"))):
+    if evaluates and _is_on(options.get("load_best_model_at_end")):
         # every model that may be the best is saved
         own["save_strategy"] = options["eval_strategy"]
         own["save_steps"] = options.get("eval_steps", own["eval_steps"])
