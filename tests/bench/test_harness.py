@@ -9,35 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, CannotError, Column, Row, Run, Table, answers, reason_in
+from lowtide.bench.config import MlpBenchConfig
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, CannotError, Column, Row, Run, Table, reason_in
 from lowtide.bench.results import Files, replace, short_gpu
 from lowtide.errors import ArgumentValueError
 
 TABLE = Table(
     (Column("who", "name", "<8"), Column("T", "tokens", "5")),
-    (Column("ms", "ms", "7.2f"), Column("twice", lambda row: 2 * row["ms"], "9,.0f"), Column("gone", "none", "6.1f")),
+    (Column("ms", "ms", "7.2f"), Column("twice", lambda row: 2 * row.get("ms", 0), "9,.0f"), Column("-", "x", "6.1f")),
     lambda row: [row["note"]] if "note" in row else [],
 )
 
 
 def test_a_table_has_a_width_for_each_column() -> None:
-    assert TABLE.header == "who         T     ms    twice  gone\n"
+    assert TABLE.header == "who         T     ms    twice     -\n"
     row: Row = {"name": "lowtide", "tokens": 64, "ms": 1234.5}
     assert TABLE.line(row) == "lowtide    641234.50    2,469\n"
     assert TABLE.line({**row, "note": "a", "failed": "b"}) == "lowtide    641234.50    2,469        a; b\n"
     assert TABLE.line({"name": "naive", "tokens": 64, "cannot": "not here"}) == "naive      64  not here\n"
-    assert Column("kept", "kept", "").width == 0
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (CannotError("not this"), "not this"),
-        (ModuleNotFoundError("No module named 'x'"), "ModuleNotFoundError: No module named 'x'"),
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nlots"), OUT_OF_MEMORY),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), OUT_OF_MEMORY),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), OUT_OF_MEMORY),
         (AssertionError(), "AssertionError"),
         (RuntimeError("first\nsecond"), "RuntimeError: first"),
         (RuntimeError("long " * 1000), f"RuntimeError: {'long ' * 37}…"),
@@ -49,18 +45,8 @@ def test_what_a_peer_raises_is_its_row(error: Exception, reason: str) -> None:
         raise error
     unable = isinstance(error, CannotError)
     assert row == ({"cannot": reason, "unsupported": True} if unable else {"failed": reason})
-    assert len(reason) <= 200
     with pytest.raises(KeyboardInterrupt), reason_in(row):
         raise KeyboardInterrupt
-
-
-def test_a_device_that_no_longer_computes_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    assert answers(torch.device("cpu"))
-    monkeypatch.setattr(torch, "zeros", fail)
-    assert not answers(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("last", "status"), [({"failed": "broken"}, 1), ({"ms": 2.0}, 0)])
@@ -75,28 +61,13 @@ def test_a_run_writes_each_row_and_has_a_status(last: Row, status: int, tmp_path
             known.append(len(json.loads(run.files.json.read_text())["rows"]))
 
     benchmark = Benchmark(measure=measure)
-    run = benchmark.run(LayersBenchConfig(device="cpu", output=str(tmp_path)), said.append)
+    run = benchmark.run(MlpBenchConfig(device="cpu", output=str(tmp_path)), said.append)
     assert (run.status, known, len(run.rows)) == (status, [1, 2], 2)
     (file,) = tmp_path.iterdir()
-    assert file.name.endswith("-layers-cpu.json")
+    assert file.name.endswith("-mlp-float32-cpu.json")
     assert {"command", "date", "commit", "machine", "rows"} == set(json.loads(file.read_text()))
     assert said[0] == "naive       8  no\n"
     assert said[-1] == f"written: {file}\n"
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_an_interrupted_run_names_the_file_that_it_has_written(rows: int, tmp_path: Path) -> None:
-    said: list[str] = []
-
-    def measure(run: Run[Any]) -> None:
-        for _ in range(rows):
-            run.add({"name": "naive", "tokens": 8, "failed": "no"}, [], TABLE)
-        raise KeyboardInterrupt
-
-    benchmark = Benchmark(measure=measure, failed=lambda _: True)
-    with pytest.raises(KeyboardInterrupt):
-        benchmark.run(LayersBenchConfig(device="cpu", output=str(tmp_path)), said.append)
-    assert sum(text.startswith("written: ") for text in said) == len(list(tmp_path.iterdir())) == rows
 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
@@ -122,23 +93,13 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         replace(target, write)
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_folder_that_cannot_be_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentValueError, match="output: expected a folder"):
-        Files.prepare(str(tmp_path / "file"), "day-head", None)
+        Files.prepare(str(target), "day-head", None)
 
 
 @pytest.mark.parametrize(
     ("name", "short"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA GeForce RTX 4090", "4090"),
-        ("Some Device", "device"),
-        (None, "cpu"),
-    ],
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "4090"), ("Some Device", "device"), (None, "cpu")],
 )
 def test_gpus_in_file_names(name: str | None, short: str) -> None:
     assert short_gpu(name) == short

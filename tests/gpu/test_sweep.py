@@ -1,4 +1,4 @@
-"""The sweep of the head on a GPU, small: every peer has a row, and the same command goes on."""
+"""The sweep of the head on a GPU, small: every peer has a row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from lowtide.bench.config import SweepBenchConfig
-from lowtide.bench.way import CHUNKED
+from lowtide.bench.config import HEAD_PEERS
 from lowtide.cli import main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -21,15 +20,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def test_every_peer_has_a_row(tmp_path: Path) -> None:
     lines = ["--tokens", "512", "1024", "--hidden", "none", "--vocab", "8192", "16384", "--reps", "1"]
     lines = ["--shape", "1024,512,8192", *lines, "--dtype", "bfloat16"]
-    assert main(["bench", "sweep", *lines, "--seconds", "0.1", "--output", str(tmp_path)]) == 0
     assert main(["bench", "sweep", *lines, "--output", str(tmp_path)]) == 0
     told = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert told["finished"]
     assert len(told["points"]) == 3
     for point in told["points"]:
         rows = {row["name"]: row for row in point["rows"]}
-        assert set(rows) == set(SweepBenchConfig.usual_peers)
-        for name in ("lowtide", "naive", *rows.keys() & set(CHUNKED)):
+        assert set(rows) == set(HEAD_PEERS)
+        for name in ("lowtide", "naive", "checkpoint-8", "torchtune-8"):
             assert rows[name]["tflops"] > 0, rows[name]
             assert rows[name]["busy_tflops"] > 0
             assert rows[name]["busy_share"] == pytest.approx(rows[name]["busy_limit_ms"] / rows[name]["busy_ms"])

@@ -1,21 +1,19 @@
-"""The settings of the benchmarks of single operations: each field's default and meaning, and each one's help."""
+"""The settings of the benchmarks: each field's default and meaning, and each one's help."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lowtide.bench.settings import PeerSettings, Precision, RunSettings, ShapeSettings, numbers, setting
-from lowtide.bench.shapes import APPLY, BATCHES, EXPERTS, MLPS, PAIRS, TOKENS, Shape
+from lowtide.bench.settings import PeerSettings, Precision, RunSettings, Sdpa, ShapeSettings, numbers, setting
 from lowtide.bench.shapes import HEADS as SHAPES
-from lowtide.bench.way import HEADS
+from lowtide.bench.shapes import MLPS, TOKENS, Shape
+from lowtide.bench.way import HEADS, LOWTIDE, LOWTIDE_COMPILED
+from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 
 HEAD_PEERS = (
-    "lowtide", "lowtide-float32-head", "lowtide-liger-memory", "naive", "compile", "torch-4096", "liger", "liger-large",
-    "cce", "cce-exact", *HEADS,
+    "lowtide", "lowtide-liger-memory", "naive", "compile", "liger", "liger-large", "cce", "cce-exact", *HEADS,
 )  # fmt: skip
-TOKEN_COUNTS = tuple(2**k for k in range(10, 19))
 AXES = {"tokens": "N", "hidden": "D", "vocab": "V"}  # of the sweep, by option
 AROUND = tuple(2.0**k for k in range(-4, 3))  # times the shape's own size, where no sizes are given
 NONE = "none"
@@ -48,7 +46,7 @@ class HeadBenchConfig(ErrorSettings):
         "--shape all": "the table of all named shapes",
         "--shape 4096,2048,50304 --only lowtide liger --no-error": "your own shape, two peers, times and peaks only",
         "--no-table --settings": "other uses of the loss, each beside its own limit",
-        "--no-table --tokens all": "from 1024 to 262144 tokens",
+        "--no-table --tokens 1024 16384 262144": "other numbers of tokens",
         "--shape 1024,256,8192 --skip compile --device cpu": "a quick run without a GPU",
     }
 
@@ -60,16 +58,15 @@ class HeadBenchConfig(ErrorSettings):
         False, "also measure float32 accumulation, autocast, reduction none, a frozen head, no gradient, and a soft cap"
     )
     tokens: tuple[str, ...] = setting(
-        (), "also measure lowtide with these numbers of tokens in place of N; all: 1024 to 262144", metavar="N"
+        (), "also measure lowtide with these numbers of tokens in place of N", metavar="N"
     )
     table: bool = setting(True, "leave out the peers' table and measure only what other options request")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("workspace_mib", all(0 < v < math.inf for v in self.sweep_mib), "numbers above 0")
-        self._require("workspace_mib", self.sweep or not self.workspace_mib, "--sweep beside it")
-        self._require("tokens", all(n > 0 for n in self.token_counts), "whole numbers above 0, or all")
-        anything = self.table or self.sweep or self.settings or self.tokens
+        sweep_mib, token_counts = self.sweep_mib, self.token_counts  # which checks them
+        self._require("workspace_mib", self.sweep or not sweep_mib, "--sweep beside it")
+        anything = self.table or self.sweep or self.settings or token_counts
         self._require("table", bool(anything), "--sweep, --settings or --tokens beside --no-table")
 
     @property
@@ -80,28 +77,22 @@ class HeadBenchConfig(ErrorSettings):
     @property
     def token_counts(self) -> tuple[int, ...]:
         """The numbers of tokens."""
-        return TOKEN_COUNTS if "all" in self.tokens else numbers("tokens", self.tokens, int)
+        return numbers("tokens", self.tokens, int)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepBenchConfig(PeerSettings):
     """Rate, peak memory and errors of linear + cross entropy, forward and backward, over the number of tokens N, the
     hidden size D and the vocabulary V, each with the other two fixed: lowtide bench head, shape by shape, drawn as nine
-    panels. The rate is 6NDV over the time for every peer. An estimate of the run's time is printed first. The result is
-    written after each row: the same command continues a run that was interrupted.
+    panels. The rate is 6NDV over the time for every peer. The result is written after each row.
     """
 
     benchmark, summary = "sweep", "the same over tokens, hidden size and vocabulary"
     exit_1 = "lowtide itself failed, other than by running out of memory"
-    usual_peers = (
-        "lowtide", "naive", "compile", "liger", "cce", "torch", "torch-cutedsl", "auto-chunker", "trl", "quack",
-        "liger-sm90", "checkpoint-8", "checkpoint-compile-8", "forward-8", "forward-triton-8", "torchtune-8",
-    )  # fmt: skip
-    known: ClassVar = {"peers": HEAD_PEERS, "shapes": SHAPES.named, "usual": usual_peers}
+    known: ClassVar = {"peers": HEAD_PEERS, "shapes": SHAPES.named}
     examples: ClassVar = {
         "": "around 16384 tokens, hidden size 2048, vocabulary 131072",
         "--tokens 1024 2048 4096 8192 --hidden 512 1024 2048 --vocab 8192 32768 131072": "your own lines",
-        "--shape gemma-2b --hidden none --only lowtide liger --seconds 60": "two lines, as far as a minute goes",
         "--shape 256,64,2048 --skip compile --device cpu": "a quick run without a GPU",
     }
 
@@ -114,23 +105,13 @@ class SweepBenchConfig(PeerSettings):
     )
     hidden: tuple[str, ...] = setting((), "hidden sizes D, in the same way", metavar="D")
     vocab: tuple[str, ...] = setting((), "sizes of the vocabulary V, in the same way", metavar="V")
-    only: tuple[str, ...] = setting(
-        (), "measure these out of {peers} (default: {usual})", metavar="PEER", known="peers"
-    )
     error: bool = setting(True, "do not compute the errors of losses and gradients")
-    seconds: float | None = setting(
-        None, "do not start a shape that would end later; the same command continues from there", metavar="S"
-    )
-    fresh: bool = setting(False, "start over where the folder has an unfinished result of the same sweep")
     warm: int = setting(2, "rounds that do not count", last=True, least=0)
     reps: int = setting(4, "rounds that count; each runs every peer once, beside the limit", last=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for axis in AXES:
-            self._require(axis, all(size > 0 for size in self.sizes(axis)), "whole numbers above 0, or none")
         self._require("tokens", bool(self.shapes), "one line that is not none")
-        self._require_positive("seconds")
 
     @property
     def center(self) -> Shape:
@@ -152,11 +133,6 @@ class SweepBenchConfig(PeerSettings):
         lines = ({**center, letter: size} for axis, letter in AXES.items() for size in self.sizes(axis))
         found = {SHAPES.one(",".join(map(str, sizes.values()))): sizes for sizes in lines}
         return tuple(sorted(found, key=lambda shape: (found[shape] != center, shape.flops(1))))
-
-    @property
-    def continued_by(self) -> dict[str, Any]:
-        """The settings that a run has to share to continue this one."""
-        return {name: value for name, value in self.recorded().items() if name not in ("seconds", "fresh")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +157,8 @@ class StatsBenchConfig(TokenBenchConfig):
     choice = TOKENS
     known: ClassVar = {
         "peers": (
-            "lowtide", "lowtide-float32-head", "lowtide-trl-memory", "naive", "compile", "trl", "trl-vocabulary",
-            "verl-style", "liger-grpo", "liger-scaled", "quack", "cce-exact", "torch", "torch-cutedsl", "auto-chunker",
-            "checkpoint-8", "checkpoint-compile-8", "torchtune-8",
+            "lowtide", "lowtide-trl-memory", "naive", "compile", "trl", "liger-grpo", "liger-scaled", "quack",
+            "cce-exact", "torch", "checkpoint-8",
         ),
         "works": (
             "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward",
@@ -195,124 +170,6 @@ class StatsBenchConfig(TokenBenchConfig):
         "--work logprob-entropy --only lowtide trl": "one table with two peers",
         "--shape 64,32,1000 --device cpu --skip compile": "a quick run without a GPU",
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DivergenceBenchConfig(TokenBenchConfig):
-    """Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
-    forward KL, reverse KL and JSD(0.5), of lowtide and every peer that can be imported, interleaved in one process with
-    the limit: the bare GEMMs of both sides' logits and the student's two gradients. lowtide's first row is of the mean,
-    lowtide-none of a value per token. Peaks,
-    errors and rows are those of lowtide bench stats.
-    """
-
-    benchmark, summary = "divergence", "distance from a teacher"
-    choice = PAIRS
-    known: ClassVar = {
-        "peers": (
-            "lowtide", "lowtide-none", "lowtide-float32", "lowtide-trl-memory", "naive", "compile", "checkpoint", "trl",
-            "liger-jsd", "liger-chunked", "liger-kl",
-        ),
-        "works": ("forward-kl", "reverse-kl", "jsd"),
-    }  # fmt: skip
-    examples: ClassVar = {
-        "--shape all": "a Llama of 8B teaches one of 1B, and one of its own size",
-        "--shape 8192,1024,151936,2560 --work jsd": "your own shape: tokens, student's D, vocabulary, teacher's D",
-        "--shape 64,32,1000,48 --device cpu --skip compile liger-chunked": "a quick run without a GPU",
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContrastiveBenchConfig(TokenBenchConfig):
-    """Time, peak memory and errors of the contrastive loss of Q queries among K keys, forward and backward, from
-    normalised embeddings: in-batch, and with a mask of 1% of the keys; of lowtide and every peer that can be imported,
-    interleaved in one process with the limit, the three bare GEMMs. cached-mnrl is the loss step of
-    sentence-transformers' CachedMultipleNegativesRankingLoss in its mini-batches of 32 queries. Peaks, errors and rows
-    are those of lowtide bench stats.
-    """
-
-    benchmark, summary = "contrastive", "InfoNCE without the similarities"
-    choice = BATCHES
-    known: ClassVar = {
-        "peers": ("lowtide", "naive", "compile", "checkpoint", "cached-mnrl", "cached-mnrl-1024"),
-        "works": ("in-batch", "masked"),
-    }
-    examples: ClassVar = {
-        "": "65536 queries and keys with every peer",
-        "--shape 32768,768,65536 --only lowtide cached-mnrl --no-error": "a hard negative for each query, two peers",
-        "--shape 256,64,512 --device cpu --skip compile": "a quick run without a GPU",
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApplyBenchConfig(ShapeSettings):
-    """Peak memory, time and errors of functions of the logits, forward and backward: with all logits in float32, and
-    with linear_apply in two chunks, in its default chunks, and with one result per token. Peaks are above the inputs
-    and include the gradients; errors of the value and of the gradients (hidden states, weight, bias) are against
-    autograd on GEMMs in a wider dtype.
-    """
-
-    benchmark, summary = "apply", "any function of the logits"
-    exit_1 = "linear_apply failed"
-    choice = APPLY
-    known: ClassVar = {"functions": ("cross-entropy", "focal", "entropy", "top-k")}
-    examples: ClassVar = {
-        "--shape all": "4 x 4096 tokens, hidden size 4096, vocabulary 128256; and 64 x 512 tokens, 768, 32000",
-        "--shape 256,64,4096 --device cpu": "a quick run without a GPU",
-        "--no-table --train --grpo": "50 steps of a Llama of 1B, with the stock loss and linear_apply; then with GRPO",
-    }
-
-    only: tuple[str, ...] = setting((), "these functions alone: {functions}", metavar="FUNCTION", known="functions")
-    table: bool = setting(True, "leave out the functions' table and only train")
-    train: bool = setting(False, "also train a Llama with the stock loss and with linear_apply, from the same weights")
-    grpo: bool = setting(False, "the same with GRPO's objective, on all logits and with linear_apply")
-    model: str = setting(
-        "auto",
-        "shape of that Llama, as in lowtide train --model; auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
-        metavar="NAME",
-    )
-    steps: int = setting(50, "of training", least=1)
-    batch: int = setting(4, "sequences of a training step", least=1)
-    seq_len: int = setting(1024, "tokens of a sequence", least=8)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require("table", self.table or self.train or self.grpo, "--train or --grpo beside --no-table")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayersBenchConfig(RunSettings):
-    """Time and bandwidth of what stands between a decoder layer's GEMMs, forward and backward: RMS normalisation, the
-    same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own fused operation) and
-    Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "saved" is what
-    autograd saves for backward beyond inputs and the residual stream.
-    """
-
-    benchmark, summary = "layers", "norm and rotary embedding"
-    exit_1 = "lowtide failed"
-    known: ClassVar = {
-        "ops": ("norm", "add-norm", "rotary"),
-        "names": ("lowtide", "F.rms_norm", "liger", "compile", "eager"),
-    }
-    examples: ClassVar = {
-        "": "65536 tokens of a Llama-3.2-1B",
-        "--hidden 4096 --head-dim 128": "of a Llama-3-8B",
-        "--tokens 256 --hidden 64 --device cpu": "a quick run without a GPU",
-    }
-
-    op: tuple[str, ...] = setting((), "these operations alone: {ops}", metavar="OP", known="ops")
-    only: tuple[str, ...] = setting((), "these peers alone: {names}", metavar="PEER", known="names")
-    tokens: int = setting(65536, "N", least=64)
-    hidden: int = setting(2048, "D, of the norms", least=1)
-    heads: int = setting(32, "of the queries", least=1)
-    kv_heads: int = setting(8, "of the keys", least=1)
-    head_dim: int = setting(64, "of a head; all of it is rotated", least=2)
-    warm: int = setting(3, "rounds that do not count", last=True, least=0)
-    reps: int = setting(10, "rounds that count; each runs all peers of an operation once", last=True, least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require("head_dim", self.head_dim % 2 == 0, "an even number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,18 +192,62 @@ class MlpBenchConfig(PeerSettings, ShapeSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsBenchConfig(PeerSettings, ShapeSettings):
-    """Time and memory of a mixture's experts, forward and backward with a fixed routing, at both levels of lowtide's
-    and of every peer that can be imported, interleaved in one process with the limit: the bare grouped GEMMs, 6, or 7
-    where gate and up are recomputed. gpt-oss-20b has its limits, biases and layout. Figures as in lowtide bench mlp. A
-    peer that fails is a row with the reason.
+class StepBenchConfig(RunSettings):
+    """Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by stock
+    transformers, with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy; and by
+    stock transformers with a loss of lowtide bench head, torchtune's with compiled layers too. A peer's layers are
+    checkpointed; NAME-attention saves attention's output, NAME-all saves everything. Each way is a process of its own.
+    The last column is the time over that of the first way.
     """
 
-    benchmark, summary, stem = "experts", "a mixture's experts", "{benchmark}-{dtype}"
-    choice = EXPERTS
-    known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "liger", "grouped_mm", "eager")}
-    examples: ClassVar = {
-        "--shape all": "a layer of Qwen3-30B-A3B and of gpt-oss-20b, at 16384 tokens",
-        "--shape 4096,2048,1408,64,6 --skip eager": "your own sizes, without the loop over experts",
-        "--shape 64,32,24,8,2 --device cpu": "a quick run without a GPU",
+    benchmark, summary = "step", "a training step, end to end"
+    exit_1 = "lowtide itself failed, other than by running out of memory"
+    known: ClassVar = {
+        "ways": (
+            *(f"{who}{saved}" for who in ("liger", "stock") for saved in ("", "-attention", "-all")),
+            *(f"{who}{saved}" for who in ("compile", *HEADS) for saved in ("", "-all")),
+            NONE,
+        )
     }
+    examples: ClassVar = {
+        "": "a Llama-3.2-1B at three lengths",
+        "--tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn": "layers of two policies",
+        "--tokens 32768 --policy 10xattention-mlp0+6xall@states": "idle optimizer states in host memory",
+        "--tokens 8192 --model llama-3-8b --peer torchtune-8 torchtune-8-all": "losses that users write",
+        "--model lowtide-small --tokens 64 --device cpu --peer stock --policy all input": "a quick run without a GPU",
+    }
+
+    tokens: tuple[str, ...] = setting((), "lengths of a sequence (default: 8192 32768 65536)", metavar="T")
+    peer: tuple[str, ...] = setting(
+        ("liger", "liger-attention", "stock", "compile"), "these peers: {ways}", metavar="PEER", known="ways"
+    )
+    policy: tuple[str, ...] = setting(
+        ("input", "attention", "all-mlp1", "all"),
+        f"lowtide with these policies: {FORM}; {STATES_FORM}",
+        metavar="POLICY",
+    )
+    compile_layers: bool = setting(False, "lowtide with each policy a second time, each layer through torch.compile")
+    sdpa: Sdpa = setting("auto", "attention's kernel, the same for all; auto: as PyTorch chooses")  # noqa: RUF009
+    model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
+    layers: int | None = setting(None, "this many layers instead of the model's: a run in less time", least=1)
+    batch: int = setting(1, "sequences of a step", least=1)
+    warm: int = setting(2, "steps that do not count", last=True, least=0)
+    reps: int = setting(4, "steps that count; the median is taken", last=True, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("tokens", all(n > 1 for n in self.lengths), "whole numbers above 1")
+        for text in self.policy:
+            parse_policies(split_states(text)[0])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of a sequence."""
+        return tuple(sorted(numbers("tokens", self.tokens, int))) or (8192, 32768, 65536)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Who is measured: the peers, then lowtide with each policy, then the same with compiled layers."""
+        ours = (LOWTIDE, LOWTIDE_COMPILED) if self.compile_layers else (LOWTIDE,)
+        named = (f"{name}:{text}" for name in ours for text in self.policy)
+        return (*(peer for peer in self.peer if peer != NONE), *named)

@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import re
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -24,11 +19,9 @@ from lowtide.bench.settings import Settings
 from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.options import HeadOptions
-from lowtide.measure.child import ChildResult
 from lowtide.measure.failures import is_out_of_memory
 
 REASON_LENGTH = 200
-_LOOK_SECONDS = 0.5  # between looks for new rows of a child process
 OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
 
 Row = dict[str, Any]
@@ -36,7 +29,6 @@ Row = dict[str, Any]
 Say = Callable[[str], object]
 C = TypeVar("C", bound=Settings)
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 
 class CannotError(Exception):
@@ -45,13 +37,12 @@ class CannotError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to compute what a table's cases request.
+    """An implementation that is measured.
 
     Attributes:
         name: of its row.
         build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
-        install: what to install for it, where that is not the package alone.
         options: lowtide's options for the case's head, where it has a plan to be recorded; None for every other peer.
         gemms: per layer of an MLP, that it cannot do without.
     """
@@ -59,22 +50,15 @@ class Peer:
     name: str
     build: Callable[[Any], Any]
     package: str = ""
-    install: str = ""
     options: Callable[[Any], HeadOptions] | None = None
     gemms: int = 9
 
     def built(self, case: Any) -> Any:
         """Return ``build(case)``; a failed import is a `CannotError` that says what to install."""
-        with self.imports():
-            return self.build(case)
-
-    @contextlib.contextmanager
-    def imports(self) -> Iterator[None]:
-        """Turn a failed import of the block into that `CannotError`."""
         try:
-            yield
+            return self.build(case)
         except ImportError as error:
-            hint = f". pip install '{self.install or self.package}'" if self.package else ""
+            hint = f". pip install {self.package}" if self.package else ""
             raise CannotError(f"{type(error).__name__}: {error}{hint}") from error
 
 
@@ -89,20 +73,10 @@ def needs_cuda(device: torch.device) -> None:
         raise CannotError("runs on GPUs only")
 
 
-def compiled(function: F, options: dict[str, Any] | None = None) -> F:
+def compiled(function: F) -> F:
     """Return a function under torch.compile, for the shapes of its first call."""
     torch.compiler.reset()  # else the second case is compiled for any shape, which is slower
-    return cast("F", torch.compile(function, dynamic=False, options=options))
-
-
-def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
-    """Return what calls a function several times, all but the first launched while the GPU is busy, as in training."""
-
-    def run() -> None:
-        for _ in range(times):
-            function()
-
-    return run
+    return cast("F", torch.compile(function, dynamic=False))
 
 
 @dataclass(frozen=True)
@@ -117,17 +91,12 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Characters; 0 where the format has none."""
-        found = re.search(r"[1-9]\d*", self.format)
-        return int(found[0]) if found else 0
-
-    def of(self, row: Row) -> Any:
-        """Return a row's value, None where it has none."""
-        return self.value(row) if callable(self.value) else row.get(self.value)
+        """Characters."""
+        return int(re.sub(r"\..*|\D", "", self.format))
 
     def text(self, row: Row) -> str:
         """Return a row's value as text."""
-        value = self.of(row)
+        value = self.value(row) if callable(self.value) else row.get(self.value)
         return " " * self.width if value is None else format(value, self.format)
 
 
@@ -139,26 +108,25 @@ class Table:
         heads: columns that every row has, also one that failed.
         figures: columns of a row that was measured, which has the first of them.
         notes: more about a row that was measured.
-        reason: why a row has no figures, or lacks some; None where it has all.
     """
 
     heads: tuple[Column, ...]
     figures: tuple[Column, ...]
     notes: Callable[[Row], Iterable[str]] = lambda _: ()
-    reason: Callable[[Row], str | None] = lambda row: row.get("failed") or row.get("cannot")
 
     @property
     def header(self) -> str:
         """The line of titles."""
-        heads = "".join(f"{c.title:{'<' if c.format.startswith('<') else '>'}{c.width}}" for c in self.heads)
-        return heads + "".join(f"{c.title:>{c.width}}" for c in self.figures) + "\n"
+        titles = [
+            f"{c.title:{'<' if c.format.startswith('<') else '>'}{c.width}}" for c in (*self.heads, *self.figures)
+        ]
+        return "".join(titles) + "\n"
 
     def line(self, row: Row) -> str:
         """Return a row as text: its figures, or why there are none."""
-        text = "".join(column.text(row) for column in self.heads)
-        reason = self.reason(row)
-        if self.figures[0].of(row) is None:
-            return f"{text}{'  ' if len(self.heads) > 1 else ''}{reason or ''}".rstrip() + "\n"
+        text, reason = "".join(column.text(row) for column in self.heads), row.get("failed") or row.get("cannot")
+        if not self.figures[0].text(row).strip():
+            return f"{text}  {reason}\n"
         text += "".join(column.text(row) for column in self.figures)
         notes = "; ".join([*self.notes(row), *([reason] if reason else [])])
         return f"{text}  {notes}".rstrip() + "\n"
@@ -206,19 +174,6 @@ def own_failure(row: Row) -> bool:
     return "failed" in row and any(str(row.get(key)).startswith(LOWTIDE) for key in ("name", "way", "peer"))
 
 
-def cannot_run(config: Settings, rows: Iterable[Row]) -> dict[str, str]:
-    """Return who was requested by name and cannot run here at all, each with the reason."""
-    requested = config.requested()
-    reasons: dict[str, str] = {}
-    for row in rows:
-        name = row.get("name") or row.get("way")
-        if name in requested and not row.get("unsupported"):
-            requested = requested - {name}
-        elif name in requested:
-            reasons.setdefault(name, row.get("failed") or row["cannot"])
-    return {name: reason for name, reason in reasons.items() if name in requested}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[C]):
     """A benchmark.
@@ -258,64 +213,19 @@ class Benchmark(Generic[C]):
         finally:  # what is known was written, also before Ctrl-C
             if run.files.json.exists():
                 say(f"written: {run.files.json}\n")
-        unable = cannot_run(config, run.rows)
-        for name, reason in unable.items():
-            say(f"requested explicitly, but cannot run here: {name}: {reason}\n")
-        run.status = int(bool(unable) or any(map(self.failed, run.rows)))
+        run.status = int(any(map(self.failed, run.rows)))
         return run
 
 
 @contextlib.contextmanager
 def matmul_precision(name: str | None) -> Iterator[None]:
     """Set the precision of float32 GEMMs; None: leave it."""
-    if name is None:
-        yield
-        return
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
+    torch.set_float32_matmul_precision(name or before)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def append(row: Row, file: Path) -> None:
-    """Add a row to the file of a child's rows."""
-    with file.open("a") as out:
-        out.write(json.dumps(row) + "\n")
-
-
-def add_rows(run: Callable[[Path], T], add: Callable[[Row], object]) -> T:
-    """Return ``run(file)``, which runs children to their end; each row that they append goes to ``add`` at once.
-
-    The rows that were known are added, too, where ``run`` raises, as it does on Ctrl-C.
-    """
-    over = threading.Event()
-
-    def follow() -> None:
-        known, last = 0, False
-        while not last:
-            last = over.wait(_LOOK_SECONDS)
-            text = file.read_text() if file.exists() else ""
-            rows = text[: text.rfind("\n") + 1].splitlines()  # whole lines alone
-            for row in rows[known:]:
-                add(json.loads(row))
-            known = len(rows)
-
-    with tempfile.TemporaryDirectory(prefix="lowtide-rows-") as folder, ThreadPoolExecutor(1) as beside:
-        file = Path(folder) / "rows.jsonl"
-        following = beside.submit(follow)
-        try:
-            return run(file)
-        finally:
-            over.set()
-            following.result()
-
-
-def why_ended(child: ChildResult) -> str:
-    """Return how a child ended that has left no value: its status, and the last line of its errors."""
-    lines = child.stderr.strip().splitlines()
-    return f"the process ended with status {child.returncode}" + "".join(f": {line[:200]}" for line in lines[-1:])
 
 
 @contextlib.contextmanager
@@ -327,7 +237,7 @@ def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
     try:
         yield
     except CannotError as error:
-        row |= {cannot: reason_of(error), "unsupported": True}
+        row |= {cannot: str(error), "unsupported": True}
     except Exception as error:
         row["failed"] = reason_of(error)
 
@@ -336,8 +246,6 @@ def reason_of(error: Exception) -> str:
     """Return an error as one line that is not too long."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    if isinstance(error, CannotError):
-        return str(error)
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
@@ -348,15 +256,6 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def answers(device: torch.device) -> bool:
-    """Return whether a device still computes: an illegal access by a kernel takes the GPU from a process."""
-    try:
-        torch.zeros(1, device=device).item()
-    except RuntimeError:
-        return False
-    return True
 
 
 def chosen_device(name: str) -> torch.device:

@@ -50,28 +50,51 @@ TABLE = Table(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
-    """Hidden states [N, D], the weights of each layer, and the last output's gradient [N, D]."""
+class Measured:
+    """A module's hidden states ``x`` [N, D] and the gradient [N, D] of its output; subclasses have the weights."""
 
-    shape: MlpShape
+    shape: Any
     x: Tensor
-    weights: list[tuple[Tensor, Tensor, Tensor]]
     upstream: Tensor
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What gets a gradient: the hidden states and each weight."""
-        return [self.x, *(w for layer in self.weights for w in layer)]
+        """What gets a gradient."""
+        raise NotImplementedError
 
-    @property
-    def bytes(self) -> int:
-        """Size of the leaves."""
-        return sum(t.nbytes for t in self.leaves)
+    def forward(self, layer: Any) -> Tensor:
+        """Return the output."""
+        raise NotImplementedError
+
+    def bare(self, gemms: int) -> Callable[[], None]:
+        """Return a function that runs the GEMMs that a step cannot do without."""
+        raise NotImplementedError
 
     def clear(self) -> None:
         """Drop the gradients."""
         for leaf in self.leaves:
             leaf.grad = None
+
+    def step(self, layer: Any) -> None:
+        """Run forward and backward, from no gradients."""
+        self.clear()
+        self.add(layer)
+
+    def add(self, layer: Any) -> None:
+        """Run forward and backward, which adds to the gradients that are there."""
+        self.forward(layer).backward(self.upstream)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Measured):
+    """Gated MLPs, one after another, with the weights of each."""
+
+    weights: list[tuple[Tensor, Tensor, Tensor]]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The hidden states and each weight."""
+        return [self.x, *(w for layer in self.weights for w in layer)]
 
     def forward(self, layer: Layer) -> Tensor:
         """Return the last layer's output."""
@@ -79,15 +102,6 @@ class Stack:
         for weights in self.weights:
             x = layer(x, *weights)
         return x
-
-    def step(self, layer: Layer) -> None:
-        """Run forward and backward, from no gradients."""
-        self.clear()
-        self.add(layer)
-
-    def add(self, layer: Layer) -> None:
-        """Run forward and backward, which adds to the gradients that are there."""
-        self.forward(layer).backward(self.upstream)  # type: ignore[no-untyped-call]
 
     def bare(self, gemms: int) -> Callable[[], None]:
         """Return a function that runs the GEMMs that a step cannot do without: 9 per layer, or 11, two of them twice.
@@ -172,8 +186,8 @@ MLP_PEERS = by_name(
 )
 
 
-def row_of(peer: Peer, stack: Any, config: ShapeSettings) -> Row:
-    """Return a peer's row for a `Stack`, or what has its attributes, measured interleaved with the bare GEMMs.
+def row_of(peer: Peer, stack: Measured, config: ShapeSettings) -> Row:
+    """Return a peer's row, measured interleaved with the bare GEMMs.
 
     A row has the peer's ``name`` and its ``gemms`` per layer, and ``limit_ms``, their time in the same rounds;
     ``forward_ms``, the median time of forward with a graph, ``ms``, that of forward and backward, and ``backward_ms``,
@@ -202,13 +216,14 @@ def row_of(peer: Peer, stack: Any, config: ShapeSettings) -> Row:
         row |= {"forward_ms": forward, "backward_ms": both - forward, "ms": both, "limit_ms": limit}
         row |= {"over": both / limit - 1, "spread": timings["step"].spread}
         row |= {"kept_mib": mib(kept), "kept_bytes": kept / (shape.N * shape.layers), "peak_mib": mib(peak)}
-        row |= {"all_gb": (peak + stack.bytes) / 1e9, "again_gb": (again + 2 * stack.bytes) / 1e9}
+        size = sum(t.nbytes for t in stack.leaves)
+        row |= {"all_gb": (peak + size) / 1e9, "again_gb": (again + 2 * size) / 1e9}
     stack.clear()
     release(device)
     return row
 
 
-def measure_on(make: Callable[..., Any], peers: Mapping[str, Peer], run: Run[Any]) -> None:
+def measure_on(make: Callable[..., Measured], peers: Mapping[str, Peer], run: Run[Any]) -> None:
     """Measure the peers on what ``make`` returns for each shape."""
     config = run.config
     run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}

@@ -45,10 +45,11 @@ def setting(
     return field(default=default, metadata=about)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A dataclass of settings that checks itself: whole numbers, names and choices as their fields say.
+    """Settings that check themselves: whole numbers, names and choices as their fields say.
 
-    Its docstring is the description in ``--help``.
+    The docstring of a class of settings is the description in ``--help``.
 
     Attributes:
         benchmark: the name of the subcommand.
@@ -59,7 +60,6 @@ class Settings:
         program: the command; ``{benchmark}`` stands for that name.
         stem: of the result file's name, after the date; ``{dtype}`` stands for the dtype.
         folders: options that say where files are written: in no result, and in no command that repeats a run.
-        by_name: the option that names who is measured; empty: none does.
 
     Raises:
         ArgumentValueError: a value that no run could use.
@@ -73,24 +73,23 @@ class Settings:
     program: ClassVar[str] = "lowtide bench {benchmark}"
     stem: ClassVar[str] = "{benchmark}"
     folders: ClassVar[Sequence[str]] = ("output",)
-    by_name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):  # type: ignore[arg-type]
-            name, value = each.name, getattr(self, each.name)
-            least = each.metadata["least"]
-            if least is not None and value is not None:
-                self._require(name, value >= least, f"a whole number of at least {least}")
-            if each.metadata["known"]:
-                known = tuple(self.known[each.metadata["known"]])
+        hints = get_type_hints(type(self))
+        for each in dataclasses.fields(self):
+            name, value, about = each.name, getattr(self, each.name), each.metadata
+            if about["least"] is not None and value is not None:
+                self._require(name, value >= about["least"], f"a whole number of at least {about['least']}")
+            if about["known"]:
+                known = tuple(self.known[about["known"]])
                 self._require(name, set(value) <= set(known), f"names out of {', '.join(known)}")
+            if get_origin(hints[name]) is Literal:
+                choices = get_args(hints[name])
+                self._require(name, value in choices, " or ".join(choices))
             if name == "output":
                 self._require(name, value != "", "a name that is not empty")
             if name == "seed":  # NumPy's largest, and one seed beyond it is used
                 self._require(name, value < 2**32 - 1, "a whole number below 2**32 - 1")
-        for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal:
-                self._require(name, getattr(self, name) in get_args(kind), " or ".join(get_args(kind)))
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> Self:
@@ -110,7 +109,7 @@ class Settings:
     def command(self) -> str:
         """Return the command that repeats the run: the settings that differ from their defaults."""
         words = self.program.format(benchmark=self.benchmark).split()
-        for each in sorted(dataclasses.fields(self), key=lambda each: each.metadata["last"]):  # type: ignore[arg-type]
+        for each in sorted(dataclasses.fields(self), key=lambda each: each.metadata["last"]):
             value, flag = getattr(self, each.name), "--" + each.name.replace("_", "-")
             if value == each.default or each.name in self.folders:
                 continue
@@ -120,26 +119,15 @@ class Settings:
                 words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
         return shlex.join(words)
 
-    def requested(self) -> set[str]:
-        """Return who is to be measured by an explicit request; nobody where the option was left at its default."""
-        default = {each.name: each.default for each in dataclasses.fields(self)}  # type: ignore[arg-type]
-        names = getattr(self, self.by_name) if self.by_name else ()
-        return set() if self.by_name and names == default[self.by_name] else set(names)
-
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
             got = getattr(self, name)
             text = " ".join(got) or "none" if isinstance(got, tuple) else repr(got)
             raise ArgumentValueError(message(name, expected, text))
 
-    def _require_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        self._require(name, value is None or 0 < value < math.inf, "a number above 0")
-
     def chosen(self, key: str) -> tuple[str, ...]:
         """Return the known names that an option has chosen, or all where it has none, in the order of the tables."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        names = next(getattr(self, each.name) for each in fields if each.metadata["known"] == key)
+        names = next(getattr(self, each.name) for each in dataclasses.fields(self) if each.metadata["known"] == key)
         return tuple(name for name in self.known[key] if not names or name in names)
 
 
@@ -175,7 +163,6 @@ class ShapeSettings(RunSettings):
 
     def __init_subclass__(cls) -> None:
         """Add the names of the shapes to those that the help has."""
-        super().__init_subclass__()
         if choice := cls.__dict__.get("choice"):
             groups = ", ".join((*choice.groups, "all"))
             about = f"{', '.join(choice.named)}; {groups}; or numbers {choice.numbers} (default: {choice.usual})"
@@ -193,14 +180,7 @@ class ShapeSettings(RunSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings(RunSettings):
-    """What benchmarks have that measure peers by name; ``known`` has all as ``peers``, in the table's order.
-
-    Those of ``usual_peers`` are measured without --only; empty: all.
-    """
-
-    usual_peers: ClassVar[Sequence[str]] = ()
-    by_name = "only"
-    exit_1 = "lowtide itself failed, or a peer of --only cannot run here"
+    """What benchmarks have that measure peers by name; ``known`` has all as ``peers``, in the table's order."""
 
     only: tuple[str, ...] = setting((), "measure these alone: {peers}", metavar="PEER", known="peers")
     skip: tuple[str, ...] = setting((), "leave these out", metavar="PEER", known="peers")
@@ -212,16 +192,17 @@ class PeerSettings(RunSettings):
     @property
     def peers(self) -> tuple[str, ...]:
         """The names of those that are measured, in the table's order."""
-        usual = self.only or self.usual_peers or self.known["peers"]
-        return tuple(name for name in self.known["peers"] if name in usual and name not in self.skip)
+        return tuple(name for name in self.chosen("peers") if name not in self.skip)
 
 
 def numbers(name: str, texts: Iterable[str], kind: type) -> tuple[Any, ...]:
-    """Return a setting's texts as ints or floats; `ArgumentValueError` where one of them is none."""
+    """Return a setting's texts as finite ints or floats above 0; else `ArgumentValueError`."""
     found = []
     for text in texts:
         try:
             found.append(kind(text))
         except ValueError:
             raise ArgumentValueError(message(name, "numbers", repr(text))) from None
+    if not all(0 < value < math.inf for value in found):
+        raise ArgumentValueError(message(name, f"{'whole ' if kind is int else ''}numbers above 0", " ".join(texts)))
     return tuple(found)

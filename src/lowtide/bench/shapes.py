@@ -1,4 +1,4 @@
-"""The shapes that are measured, by name or as numbers: output layers, with a teacher's, gated MLPs, experts."""
+"""The shapes that are measured, by name or as numbers: output layers and gated MLPs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from lowtide.errors import ArgumentValueError, message
-
-ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -37,18 +35,6 @@ class Shape(Sizes):
 
 
 @dataclass(frozen=True)
-class PairShape(Shape):
-    """A student's output layer, and the hidden size of its teacher."""
-
-    teacher_D: int
-
-    @property
-    def teacher(self) -> Shape:
-        """The teacher's output layer."""
-        return dataclasses.replace(self, D=self.teacher_D)
-
-
-@dataclass(frozen=True)
 class MlpShape(Sizes):
     """Gated MLPs of one size, one after another: hidden size D, intermediate size F."""
 
@@ -64,59 +50,7 @@ class MlpShape(Sizes):
         return self.batch * self.seq
 
 
-@dataclass(frozen=True)
-class ExpertsShape(Sizes):
-    """A mixture's layer: N tokens, hidden size D, width F of each of E experts, of which a token visits K."""
-
-    N: int
-    D: int
-    F: int
-    E: int
-    K: int
-
-    layers = 1
-
-
-S = TypeVar("S", Shape, PairShape, MlpShape, ExpertsShape)
-
-
-def _by_name(*shapes: S) -> dict[str, S]:
-    return {shape.name: shape for shape in shapes}
-
-
-SHAPES = _by_name(
-    Shape("llama-1b", 16384, 2048, 131072),  # a Llama-3.2-1B's head, its vocabulary rounded up to 2**17
-    Shape("gemma-2b", 8192, 2304, 256000),
-    Shape("llama-8b", 16384, 4096, 128256),
-    Shape("small-32k", 32768, 768, 32000),
-    Shape("qwen-4k", 8192, 4096, 151936),
-    Shape("qwen-248k", 16384, 2048, 248320),  # Qwen3.5's vocabulary
-    Shape("gemma-262k", 8192, 2560, 262144),  # Gemma 3's
-)
-APPLY_SHAPES = _by_name(
-    Shape("4x4096", 4 * 4096, 4096, 128256),  # the published exercise: batch, tokens; hidden 4096, vocabulary 128K
-    Shape("64x512", 64 * 512, 768, 32000),  # and its notebook's
-)
-PAIR_SHAPES = _by_name(
-    PairShape("llama-8b-to-1b", 8192, 2048, 128256, 4096),
-    PairShape("llama-8b-to-8b", 4096, 4096, 128256, 4096),
-)
-BATCH_SHAPES = _by_name(
-    Shape("batch-64k", 65536, 1024, 65536),  # queries, size of the embeddings, keys
-    Shape("batch-16k", 16384, 768, 16384),
-)
-PUBLISHED = (
-    MlpShape("published-1", 16, 128, 512, 2048, 2),
-    MlpShape("published-2", 32, 128, 512, 2048, 2),
-    MlpShape("published-3", 8, 512, 1024, 4096, 3),
-    MlpShape("published-4", 16, 512, 1024, 4096, 3),
-    MlpShape("published-5", 4, 1024, 4096, 16384, 5),
-)
-MODELS = tuple(
-    MlpShape(f"{name}-{tokens >> 10}k", 1, tokens, D, F, 1)
-    for name, D, F in (("llama-8b", 4096, 14336), ("llama-70b", 8192, 28672))
-    for tokens in (8192, 32768)
-)
+S = TypeVar("S", bound=Sizes)
 
 
 @dataclass(frozen=True)
@@ -133,7 +67,7 @@ class Choice(Generic[S]):
 
     def read(self, text: str) -> tuple[S, ...]:
         """Return the shape of a name, the shapes of a group, or that of numbers; else `ArgumentValueError`."""
-        groups = {**self.groups, ALL: tuple(self.named.values())}
+        groups = {**self.groups, "all": tuple(self.named.values())}
         return groups[text] if text in groups else (self.one(text, *groups),)
 
     def one(self, text: str, *others: str) -> S:
@@ -143,26 +77,38 @@ class Choice(Generic[S]):
         sizes = [size.strip() for size in text.split(",")]
         whole = all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes)
         if not whole or len(sizes) != len(dataclasses.fields(self.kind)) - 1:
-            names = ", ".join((*self.named, *others))
-            expected = f"{names}, or numbers above 0: {self.numbers}".removeprefix(", or ")
+            expected = f"{', '.join((*self.named, *others))}, or numbers above 0: {self.numbers}"
             raise ArgumentValueError(message("shape", expected, repr(text)))
         return self.kind(",".join(sizes), *map(int, sizes))
 
 
+def _by_name(*shapes: S) -> dict[str, S]:
+    return {shape.name: shape for shape in shapes}
+
+
+SHAPES = _by_name(
+    Shape("llama-1b", 16384, 2048, 131072),  # a Llama-3.2-1B's head, its vocabulary rounded up to 2**17
+    Shape("gemma-2b", 8192, 2304, 256000),
+    Shape("llama-8b", 16384, 4096, 128256),
+    Shape("small-32k", 32768, 768, 32000),
+    Shape("qwen-4k", 8192, 4096, 151936),
+    Shape("qwen-248k", 16384, 2048, 248320),  # Qwen3.5's vocabulary
+    Shape("gemma-262k", 8192, 2560, 262144),  # Gemma 3's
+)
+PUBLISHED = (  # the table of a published exercise
+    MlpShape("published-1", 16, 128, 512, 2048, 2),
+    MlpShape("published-2", 32, 128, 512, 2048, 2),
+    MlpShape("published-3", 8, 512, 1024, 4096, 3),
+    MlpShape("published-4", 16, 512, 1024, 4096, 3),
+    MlpShape("published-5", 4, 1024, 4096, 16384, 5),
+)
+MODELS = tuple(
+    MlpShape(f"{name}-{tokens >> 10}k", 1, tokens, D, F, 1)
+    for name, D, F in (("llama-8b", 4096, 14336), ("llama-70b", 8192, 28672))
+    for tokens in (8192, 32768)
+)
 HEADS = Choice(Shape, "N,D,V", "llama-1b", SHAPES)
 TOKENS = dataclasses.replace(HEADS, usual="qwen-4k")
-APPLY = Choice(Shape, "N,D,V", "4x4096", APPLY_SHAPES)
-PAIRS = Choice(PairShape, "N,D,V,D of the teacher", "llama-8b-to-1b", PAIR_SHAPES)
-BATCHES = Choice(Shape, "Q,D,K", "batch-64k", BATCH_SHAPES)
-EXPERTS = Choice(
-    ExpertsShape,
-    "tokens,hidden,intermediate,experts,experts per token",
-    "qwen3-30b-a3b",
-    _by_name(
-        ExpertsShape("qwen3-30b-a3b", 16384, 2048, 768, 128, 8),
-        ExpertsShape("gpt-oss-20b", 16384, 2880, 2880, 32, 4),
-    ),
-)
 MLPS = Choice(
     MlpShape,
     "batch,seq,hidden,intermediate,layers",

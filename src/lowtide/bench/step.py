@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import (
     OUT_OF_MEMORY,
     Benchmark,
@@ -19,15 +18,10 @@ from lowtide.bench.harness import (
     Row,
     Run,
     Table,
-    add_rows,
-    append,
     own_failure,
     reason_in,
-    reason_of,
     release,
-    why_ended,
 )
-from lowtide.bench.train_config import StepBenchConfig
 from lowtide.bench.way import Way
 from lowtide.bench.ways import SDPA, attention_of, build_way, config_of, language_part, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
@@ -53,57 +47,39 @@ COLUMNS = (
 )
 
 
-def measure_way(way: str, settings: dict[str, Any], file: str) -> None:
-    """Append the rows of a way to a file as they are known; `run_child` calls it."""
-    for row in rows_of(way, StepBenchConfig.read(settings)):
-        append(row, Path(file))
+def rows_of(way: str, settings: dict[str, Any]) -> list[Row]:
+    """Return a row for each length: seconds, peak and losses of a step, or the reason; `run_child` calls it.
 
-
-def rows_of(way: str, config: StepBenchConfig) -> Iterator[Row]:
-    """Yield a row for each length: seconds, peak and losses of a step, or the reason; none runs after one that did not
-    fit.
+    No length is measured after one that did not fit.
     """
-    why, unsupported = None, False  # why nothing is measured any more
-    try:
-        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-        policy, states = split_states(way)
-        built = build_way(Way.named(policy), config.model, dtype, device, seed=config.seed, layers=config.layers)
-        if config.sdpa != "auto" and attention_of(built) != SDPA:
-            raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(built)}", config.sdpa))
-        optimizer = make_optimizer("adamw", list(built.parameters()))
-        if states is not None:
-            offload_optimizer(optimizer, built, **states)
-    except (CannotError, UnsupportedError) as error:
-        why, unsupported = reason_of(error), True
-    except Exception as error:
-        why = reason_of(error)
+    config, rows, failed = StepBenchConfig.read(settings), list[Row](), Row()
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    policy, states = split_states(way)
+    with reason_in(failed):
+        try:
+            model = build_way(Way.named(policy), config.model, dtype, device, seed=config.seed, layers=config.layers)
+            if config.sdpa != "auto" and attention_of(model) != SDPA:
+                raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(model)}", config.sdpa))
+            optimizer = make_optimizer("adamw", list(model.parameters()))
+            if states is not None:
+                offload_optimizer(optimizer, model, **states)
+        except UnsupportedError as error:
+            raise CannotError(str(error)) from error
     for tokens in config.lengths:
-        row: Row = {"tokens": tokens}
-        if why is None:
+        row: Row = {"tokens": tokens, **failed}
+        if not failed:
             with reason_in(row):
-                row |= steps(built, optimizer, config, tokens, config.batch, warm=config.warm, reps=config.reps)
+                row |= steps(model, optimizer, config, tokens)
             if row.get("failed") == OUT_OF_MEMORY:
-                why = OUT_OF_MEMORY
+                failed = {"failed": OUT_OF_MEMORY}
             optimizer.zero_grad(set_to_none=True)  # what a step that failed has left
-        else:
-            row["failed"] = why
-        if unsupported:
-            row["unsupported"] = True
-        yield row
+        rows.append(row)
+    return rows
 
 
-def steps(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    config: StepBenchConfig,
-    tokens: int,
-    batch: int,
-    *,
-    warm: int,
-    reps: int,
-) -> dict[str, Any]:
-    """Return seconds, tokens per second, memory and losses of training steps on random tokens, ``batch`` sequences."""
-    device = torch.device(config.device)
+def steps(model: Any, optimizer: torch.optim.Optimizer, config: StepBenchConfig, tokens: int) -> dict[str, Any]:
+    """Return seconds, tokens per second, memory and losses of training steps on random tokens."""
+    device, batch = torch.device(config.device), config.batch
     generator = torch.Generator().manual_seed(config.seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []
@@ -113,10 +89,10 @@ def steps(
 
     release(device)
     with contextlib.nullcontext() if config.sdpa == "auto" else sdpa_kernel(_KERNELS[config.sdpa]):
-        for _ in range(warm):
+        for _ in range(config.warm):
             step()
         reset_cuda_peak()
-        timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
+        timing = time_side_by_side({"step": step}, device, warm=0, reps=config.reps)["step"]
     return {
         "seconds": timing.median_ms / 1e3,
         "spread": timing.spread,
@@ -145,17 +121,13 @@ def measure(run: Run[StepBenchConfig]) -> None:
     run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}, attention by {config.sdpa}\n{table.header}")
 
     for way in config.ways:
-        known: list[Row] = []
-
-        def add(row: Row, way: str = way, known: list[Row] = known) -> None:
+        ended = run_child(rows_of, way, run.settings, env=ALLOCATOR)
+        last = (ended.stderr.strip().splitlines() or [""])[-1][:200]
+        died = {"failed": f"the process ended with status {ended.returncode}: {last}"}
+        for row in ended.value or [{"tokens": tokens, **died} for tokens in config.lengths]:
             if "seconds" in row:
                 first.setdefault(row["tokens"], row["seconds"])
-            known.append(row)
             run.add({"way": way, **row}, rows, table)
-
-        ended = add_rows(lambda file, way=way: run_child(measure_way, way, run.settings, str(file), env=ALLOCATOR), add)  # type: ignore[misc]
-        for tokens in config.lengths[len(known) :]:  # it died
-            add({"tokens": tokens, "failed": why_ended(ended)})
 
 
 STEP = Benchmark(

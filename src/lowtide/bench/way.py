@@ -2,8 +2,8 @@
 
 The implementations: ``stock`` is unmodified transformers; ``compile`` the same with each layer and the loss through
 torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched; ``lowtide-compile`` patched, each layer through
-torch.compile. Those of `HEADS` are ``stock`` with another loss, a
-peer of ``lowtide bench head``, from the hidden states; torchtune's with each layer through torch.compile too.
+torch.compile. Those of `HEADS` are ``stock`` with another loss, a peer of ``lowtide bench head``, from the hidden
+states; torchtune's with each layer through torch.compile too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from lowtide.memory.policy import parse_policies
 STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
 LOWTIDE_COMPILED = f"{LOWTIDE}-{COMPILE}"
 CHUNKS = 8  # of tokens, in the forms that users write
-TUNE_CHUNKS = (1, 2, 4, CHUNKS, 16)
-TORCH, TORCH_CUTE, AUTO_CHUNKER, TRL = "torch", "torch-cutedsl", "auto-chunker", "trl"
-QUACK, LIGER_SM90 = "quack", "liger-sm90"
-CHECKPOINT, CHECKPOINT_COMPILED = f"checkpoint-{CHUNKS}", f"checkpoint-compile-{CHUNKS}"
-FORWARD, FORWARD_TRITON = f"forward-{CHUNKS}", f"forward-triton-{CHUNKS}"
-TORCHTUNE = {f"torchtune-{chunks}": chunks for chunks in TUNE_CHUNKS}
-CHUNKED = (CHECKPOINT, CHECKPOINT_COMPILED, FORWARD, FORWARD_TRITON, *TORCHTUNE)
-HEADS = (TORCH, TORCH_CUTE, AUTO_CHUNKER, TRL, QUACK, LIGER_SM90, *CHUNKED)
+TORCH, TRL, QUACK, LIGER_SM90 = "torch", "trl", "quack", "liger-sm90"
+CHECKPOINT, CHECKPOINT_COMPILED, TORCHTUNE = (
+    f"{form}-{CHUNKS}" for form in ("checkpoint", "checkpoint-compile", "torchtune")
+)
+HEADS = (TORCH, TRL, QUACK, LIGER_SM90, CHECKPOINT, CHECKPOINT_COMPILED, TORCHTUNE)
 OURS = (LOWTIDE, LOWTIDE_COMPILED)
 IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, *OURS, *HEADS)
-GPU_ALONE = (LIGER, TORCH_CUTE, QUACK, LIGER_SM90, FORWARD_TRITON)
+GPU_ALONE = (LIGER, QUACK, LIGER_SM90)
 NEEDS = {  # an implementation's module, and what to install for it
     LIGER: ("liger_kernel", "liger-kernel"),
     LIGER_SM90: ("liger_kernel", "liger-kernel[cutedsl]"),
@@ -68,7 +65,7 @@ class Way:
     @property
     def compiles_layers(self) -> bool:
         """Whether each layer goes through torch.compile."""
-        return self.impl in (COMPILE, LOWTIDE_COMPILED, *TORCHTUNE)
+        return self.impl in (COMPILE, LOWTIDE_COMPILED, TORCHTUNE)
 
     @classmethod
     def named(cls, name: str) -> Way:

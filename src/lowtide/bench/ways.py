@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowtide.bench.chunked_losses import IGNORED
-from lowtide.bench.loss_peers import Loss, loss_on
+from lowtide.bench.loss_peers import IGNORED, Loss, loss_on
 from lowtide.bench.way import COMPILE, HEADS, LIGER, OURS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory import ActivationPolicy, apply_policy
@@ -40,15 +38,11 @@ def language_part(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     expected, got = "a causal language model", f"a {config.model_type}"
-    if getattr(config, "is_encoder_decoder", False):
-        hint = "Sequence-to-sequence models are not measured."
-        raise ArgumentValueError(message("model", expected, got, hint))
     try:
         text = config.get_text_config()
     except ValueError as error:  # it has several
-        hint = "Give the config of the one to be measured."
-        raise ArgumentValueError(message("model", expected, f"{got} with several parts for text", hint)) from error
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ArgumentValueError(message("model", expected, f"{got} with several parts for text")) from error
+    if getattr(config, "is_encoder_decoder", False) or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ArgumentValueError(message("model", expected, got, "Other models are not measured."))
     encodes = type(text) in MODEL_FOR_MASKED_LM_MAPPING or text.model_type == "bert-generation"
     if encodes and not getattr(text, "is_decoder", False):  # causal only with is_decoder
@@ -171,19 +165,11 @@ def _set_way(model: Any, way: Way) -> None:
         set_loss(model, loss_on(way.impl, model.get_output_embeddings().weight))
     if way.impl == COMPILE:
         model.loss_function = torch.compile(model.loss_function, dynamic=False)  # from the logits on
-    if way.compiles_layers:  # one by one, checkpointed from outside
-        for layer in find_stack(model).layers.values():
-            compiled = torch.compile(layer.forward, dynamic=False)
-            layer.forward = compiled if policy.keep == "all" else Checkpointed(compiled, policy)
-    elif policy.keep != "all":
-        enable_checkpointing(model, _checkpoint_arguments(policy))
-
-        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return Checkpointed(function, policy)(*args, **kwargs)
-
-        for module in model.modules() if policy.offload else ():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = run
+    for layer in find_stack(model).layers.values():
+        if way.compiles_layers:
+            layer.forward = torch.compile(layer.forward, dynamic=False)
+        if policy.keep != "all":
+            layer.forward = Checkpointed(layer.forward, policy)
 
 
 def compile_layers(model: Any) -> None:
@@ -228,34 +214,23 @@ def set_loss(model: Any, loss: Loss) -> None:
     model.forward = lambda **batch: CausalLMOutputWithPast(loss=hidden_loss(loss, **batch))
 
 
-def enable_checkpointing(model: Any, settings: dict[str, Any]) -> None:
-    """Switch transformers' own checkpointing of layers on."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(settings)  # the former name in transformers 5.23 and later
-
-
 class Checkpointed:
     """A layer's forward, ``function``, under PyTorch's checkpoint, which saves by a peer's policy."""
 
     def __init__(self, function: Callable[..., Any], policy: ActivationPolicy) -> None:
-        self.function = function
-        self._policy = policy
+        self.function, self._offload = function, policy.offload
+        self._more: dict[str, Any] = {"context_fn": _saving_attention} if policy.keep == "attention" else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; what the checkpoint saves lies in host memory if the policy offloads."""
         # save_on_cpu moves what checkpoint itself saves: inside of it other hooks take the rest
-        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._policy.offload else nullcontext():
-            return checkpoint(self.function, *args, **_checkpoint_arguments(self._policy), **kwargs)
+        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self._offload else nullcontext():
+            return checkpoint(self.function, *args, use_reentrant=False, **self._more, **kwargs)
 
 
-def _checkpoint_arguments(policy: ActivationPolicy) -> dict[str, Any]:
-    if policy.keep == "input":
-        return {"use_reentrant": False}
-    aten = torch.ops.aten
-    saved = [
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    ]
-    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, saved)}
+def _saving_attention() -> Any:
+    def decide(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        attention = "scaled_dot_product" in str(op)
+        return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]

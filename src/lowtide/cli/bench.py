@@ -8,16 +8,17 @@ import textwrap
 from collections.abc import Mapping
 from importlib import import_module
 
-from lowtide.bench import config as operations
-from lowtide.bench import train_config as models
+from lowtide.bench import config as configs
 from lowtide.bench.settings import Settings
 from lowtide.cli.parser import OneLineParser, add_options, given, say
 
 BENCHMARKS: tuple[type[Settings], ...] = (
-    operations.HeadBenchConfig, operations.SweepBenchConfig, operations.StatsBenchConfig,
-    operations.DivergenceBenchConfig, operations.ContrastiveBenchConfig, operations.ApplyBenchConfig,
-    operations.LayersBenchConfig, models.StepBenchConfig, operations.MlpBenchConfig, operations.ExpertsBenchConfig,
-)  # fmt: skip
+    configs.HeadBenchConfig,
+    configs.SweepBenchConfig,
+    configs.StatsBenchConfig,
+    configs.MlpBenchConfig,
+    configs.StepBenchConfig,
+)
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab"}  # options that say how large a run is
 _ABOUT = """\
 Measure lowtide beside every peer that can be imported here, in one run. The figures are printed, and written with the

@@ -1,43 +1,68 @@
-"""The benchmark of fused experts: forward, backward, what is saved and the peak, beside peers and the bare GEMMs.
+"""Time and memory of a mixture's experts, forward and backward with a fixed routing, beside peers and the bare GEMMs.
 
-N tokens, each visiting K of E experts, S = N K rows, D hidden size, F width of an expert.
+    python benchmarks/experts.py --shape all
+
+N tokens, each visiting K of E experts, D hidden size, F width of an expert. gpt-oss-20b has its limits, biases and
+layout. The figures are those of lowtide bench mlp; the limit is 6 bare grouped GEMMs, or 7 where gate and up are
+recomputed.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from script import main
 from torch import Tensor, nn
 
 from lowtide.bench.harness import Benchmark, CannotError, Peer, by_name, needs_cuda
-from lowtide.bench.mlp import measure_on
-from lowtide.bench.shapes import ExpertsShape
-from lowtide.bench.way import LOWTIDE
+from lowtide.bench.mlp import Measured, measure_on
+from lowtide.bench.settings import PeerSettings, ShapeSettings
+from lowtide.bench.shapes import Choice, Sizes
 from lowtide.mlp.expert_call import Form
 from lowtide.mlp.experts import experts_mlp
 from lowtide.mlp.groups import Groups, sorted_by_expert
 
 Layer = Callable[[], Tensor]
 GPT_OSS = Form("silu", limit=7.0, alpha=1.702, shift=1.0, joined="interleaved")
-# Of each form, transformers' module and its config.
-_MODULES = {False: ("qwen3_moe", "Qwen3Moe"), True: ("gpt_oss", "GptOss")}
+
+
+@dataclass(frozen=True)
+class ExpertsShape(Sizes):
+    N: int
+    D: int
+    F: int
+    E: int
+    K: int
+
+    layers = 1
+
+
+NAMED = {
+    "qwen3-30b-a3b": ExpertsShape("qwen3-30b-a3b", 16384, 2048, 768, 128, 8),
+    "gpt-oss-20b": ExpertsShape("gpt-oss-20b", 16384, 2880, 2880, 32, 4),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class ExpertsConfig(PeerSettings, ShapeSettings):
+    benchmark, program, stem = "experts", "python benchmarks/{benchmark}.py", "{benchmark}-{dtype}"
+    choice = Choice(ExpertsShape, "tokens,hidden,intermediate,experts,experts per token", "qwen3-30b-a3b", NAMED)
+    known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "liger", "grouped_mm", "eager")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Measured):
     """Hidden states [N, D], the routing, the experts' weights, and the output's gradient [N, D]."""
 
-    shape: ExpertsShape
-    x: Tensor
     ids: Tensor  # [N, K]
     routing: Tensor  # [N, K]
     weights: tuple[Tensor | None, ...]  # gate_up, down and their biases
-    upstream: Tensor
 
     @property
     def is_gpt_oss(self) -> bool:
@@ -46,31 +71,10 @@ class Mixture:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What gets a gradient."""
         return [self.x, self.routing, *(w for w in self.weights if w is not None)]
 
-    @property
-    def bytes(self) -> int:
-        """Size of the leaves."""
-        return sum(t.nbytes for t in self.leaves)
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        for leaf in self.leaves:
-            leaf.grad = None
-
     def forward(self, layer: Layer) -> Tensor:
-        """Return the output."""
         return layer()
-
-    def step(self, layer: Layer) -> None:
-        """Run forward and backward, from no gradients."""
-        self.clear()
-        self.add(layer)
-
-    def add(self, layer: Layer) -> None:
-        """Run forward and backward, which adds to the gradients that are there."""
-        layer().backward(self.upstream)  # type: ignore[no-untyped-call]
 
     def bare(self, gemms: int) -> Callable[[], None]:
         """Return a function that runs the grouped GEMMs of a step, on rows that are there: 6, or 7 with one twice."""
@@ -130,7 +134,7 @@ def _transformers(implementation: str) -> Callable[[Mixture], Layer]:
     """Return what builds transformers' own module, which computes with the mixture's weights."""
 
     def build(mixture: Mixture) -> Layer:
-        folder, family = _MODULES[mixture.is_gpt_oss]
+        folder, family = ("gpt_oss", "GptOss") if mixture.is_gpt_oss else ("qwen3_moe", "Qwen3Moe")
         package = f"transformers.models.{folder}"
         config_class = getattr(importlib.import_module(f"{package}.configuration_{folder}"), f"{family}Config")
         module_class = getattr(importlib.import_module(f"{package}.modeling_{folder}"), f"{family}Experts")
@@ -160,11 +164,14 @@ def _liger(mixture: Mixture) -> Layer:
 
 
 EXPERTS_PEERS = by_name(
-    Peer(f"{LOWTIDE}-0", _lowtide(0), gemms=6),
-    Peer(f"{LOWTIDE}-1", _lowtide(1), gemms=7),
+    Peer("lowtide-0", _lowtide(0), gemms=6),
+    Peer("lowtide-1", _lowtide(1), gemms=7),
     Peer("liger", _liger, "liger-kernel", gemms=6),
     Peer("grouped_mm", _transformers("grouped_mm"), "transformers", gemms=6),
     Peer("eager", _transformers("eager"), "transformers", gemms=6),
 )
 
 EXPERTS = Benchmark(measure=partial(measure_on, make_mixture, EXPERTS_PEERS), peers=EXPERTS_PEERS)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERTS, ExpertsConfig, __doc__))

@@ -1,0 +1,139 @@
+"""Time, peak memory and errors of the contrastive loss of Q queries among K keys, forward and backward.
+
+    python benchmarks/contrastive.py --shape 65536,1024,65536
+
+From normalised embeddings, in-batch and with a mask of 1% of the keys. cached-mnrl is the loss step of
+sentence-transformers' CachedMultipleNegativesRankingLoss, in its mini-batches of 32 queries and in larger ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from script import main
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lowtide import linear_contrastive
+from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled
+from lowtide.bench.problem import PLAIN, ROWS, Problem, Setting, blocks
+from lowtide.bench.shapes import Choice, Shape
+from lowtide.bench.task import Function, Task, Values, token_benchmark
+
+TEMPERATURE = 0.05  # sentence-transformers' scale of 20
+LIKENESS = 0.5  # cosine of a query and its key: at that temperature among 65,536 keys a loss of about 1 to 2
+MASKED = 0.01  # share of the keys that a mask leaves out
+NAMED = {"batch-64k": Shape("batch-64k", 65536, 1024, 65536), "batch-16k": Shape("batch-16k", 16384, 768, 16384)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveConfig(TokenBenchConfig):
+    benchmark, program = "contrastive", "python benchmarks/{benchmark}.py"
+    choice = Choice(Shape, "Q,D,K", "batch-64k", NAMED)
+    known: ClassVar = {
+        "peers": ("lowtide", "naive", "compile", "checkpoint", "cached-mnrl", "cached-mnrl-1024"),
+        "works": ("in-batch", "masked"),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveTask(Task):
+    """The mean loss of queries whose positive is the key of the same number, and both sides' gradients."""
+
+    mask: Tensor | None
+
+
+def loss_of(similarities: Tensor, y: Tensor, mask: Tensor | None, reduction: str = "mean") -> Tensor:
+    """Return the loss of all similarities [n, K], which are not divided by the temperature yet."""
+    z = similarities / TEMPERATURE
+    return F.cross_entropy(z if mask is None else z.masked_fill(mask, -torch.inf), y, reduction=reduction)
+
+
+def tasks(run: Run[ContrastiveConfig], shape: Shape) -> Iterator[ContrastiveTask]:
+    """Yield the requested works on random queries [Q, D] and keys [K, D], each key like the query of its number."""
+    generator = torch.Generator(run.device).manual_seed(run.config.seed)
+    x, w = (torch.randn(rows, shape.D, device=run.device, generator=generator) for rows in (shape.N, shape.V))
+    both = min(shape.N, shape.V)
+    w[:both].mul_((1 - LIKENESS**2) ** 0.5).add_(x[:both], alpha=LIKENESS)
+    x, w = (F.normalize(t).to(run.dtype) for t in (x, w))
+    y = torch.arange(shape.N, device=run.device)
+    batch = Problem(shape=shape, setting=PLAIN, dtype=run.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    for work in run.config.chosen("works"):
+        head = batch.in_setting(Setting(name=f"InfoNCE, {work}, forward and backward"))
+        mask = None
+        if work == "masked":
+            mask = torch.empty(shape.N, shape.V, device=run.device, dtype=torch.bool)
+            for rows in blocks(shape.N, ROWS):
+                mask[rows] = torch.rand(mask[rows].shape, device=run.device, generator=generator) < MASKED
+            mask.fill_diagonal_(False)
+
+        def values_of(z: Tensor, rows: slice, mask: Tensor | None = mask) -> Values:
+            return {"loss": loss_of(z, y[rows], None if mask is None else mask[rows], "none")}
+
+        yield ContrastiveTask(head=head, names=("loss",), upstream={"loss": head.g}, values_of=values_of, mask=mask)
+
+
+Contrastive = Callable[[Tensor, Tensor], Tensor]  # of queries and keys
+
+
+def _naive(x: Tensor, w: Tensor, y: Tensor, mask: Tensor | None, reduction: str = "mean") -> Tensor:
+    return loss_of((x @ w.T).float(), y, mask, reduction)
+
+
+def _checkpointed(task: ContrastiveTask) -> Contrastive:
+    y, mask = task.head.y, task.mask
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        parts = [
+            checkpoint(_naive, x[rows], w, y[rows], None if mask is None else mask[rows], "sum", use_reentrant=False)
+            for rows in blocks(len(x), ROWS)
+        ]
+        return torch.stack(parts).sum() / len(x)
+
+    return loss
+
+
+def _cached(mini_batch_size: int, task: ContrastiveTask) -> Contrastive:
+    """Return the second step of `CachedMultipleNegativesRankingLoss`, which computes loss and gradients at once."""
+    if task.mask is not None:
+        raise CannotError("has no mask")
+    losses: Any = importlib.import_module("sentence_transformers.losses")
+    util: Any = importlib.import_module("sentence_transformers.util")
+    settings = {"scale": 1 / TEMPERATURE, "similarity_fct": util.dot_score, "mini_batch_size": mini_batch_size}
+    module = losses.CachedMultipleNegativesRankingLoss([None], **settings)  # its model makes the embeddings
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        value: Tensor = module.calculate_loss([[x], [w]], with_backward=True)
+        return value.detach().requires_grad_()  # as its forward does
+
+    return loss
+
+
+def _peer(name: str, make: Callable[[ContrastiveTask], Contrastive], package: str = "") -> Peer:
+    def build(task: ContrastiveTask) -> Function:
+        function = make(task)
+        return lambda: {"loss": function(task.head.x, task.head.w)}
+
+    return Peer(name, build, package)
+
+
+PEERS = by_name(
+    _peer("lowtide", lambda task: partial(linear_contrastive, temperature=TEMPERATURE, mask=task.mask)),
+    _peer("naive", lambda task: partial(_naive, y=task.head.y, mask=task.mask)),
+    _peer("compile", lambda task: partial(compiled(_naive), y=task.head.y, mask=task.mask)),
+    _peer("checkpoint", _checkpointed),  # naive in chunks of 1024 queries, recomputed in backward
+    _peer("cached-mnrl", partial(_cached, 32), "sentence-transformers"),
+    _peer("cached-mnrl-1024", partial(_cached, 1024), "sentence-transformers"),
+)
+CONTRASTIVE = token_benchmark(tasks, PEERS)
+
+if __name__ == "__main__":
+    sys.exit(main(CONTRASTIVE, ContrastiveConfig, __doc__))

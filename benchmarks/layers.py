@@ -1,0 +1,168 @@
+"""Time and bandwidth of what stands between a decoder layer's GEMMs, forward and backward.
+
+    python benchmarks/layers.py --hidden 4096 --head-dim 128
+
+RMS normalisation, the same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own
+fused operation) and Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "saved" is
+what autograd saves for backward beyond inputs and the residual stream.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from script import main
+from torch import Tensor
+
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, compiled, reason_in, release
+from lowtide.bench.settings import RunSettings, setting
+from lowtide.bench.task import relative_error
+from lowtide.layers import add_rms_norm, rms_norm, rotary
+from lowtide.measure.timing import time_side_by_side
+from lowtide.measure.units import mib
+
+EPS = 1e-5
+CALLS = 8  # of a timed run: all but the first are launched while the GPU is busy, as in training
+Function = Callable[..., Any]
+TABLE = Table(
+    (Column("", "peer", "<16"),),
+    (
+        Column("forward ms", "forward_ms", "12.3f"), Column("GB/s", "forward_gb_per_s", "7.0f"),
+        Column("both ms", "ms", "10.3f"), Column("GB/s", "gb_per_s", "7.0f"), Column("saved MiB", "kept_mib", "11.1f"),
+        Column("error", "error", "9.1e"),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersConfig(RunSettings):
+    benchmark, program = "layers", "python benchmarks/{benchmark}.py"
+    tokens: int = setting(65536, "N", least=64)
+    hidden: int = setting(2048, "D, of the norms", least=1)
+    heads: int = setting(32, "of the queries", least=1)
+    kv_heads: int = setting(8, "of the keys", least=1)
+    head_dim: int = setting(64, "of a head, even; all of it is rotated", least=2)
+
+
+def eager_norm(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    wide = x.float()
+    return (w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype),)
+
+
+def eager_add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return *eager_norm(r + x, w), r + x
+
+
+def eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return x * cos.unsqueeze(1) + torch.cat((-x[..., half:], x[..., :half]), -1) * sin.unsqueeze(1)
+
+    return rotated(q), rotated(k)
+
+
+def liger(module: str, function: str) -> Function:
+    found: Function = getattr(importlib.import_module(f"liger_kernel.transformers.{module}"), function)
+    return found
+
+
+PEERS: dict[str, dict[str, Callable[[], Function]]] = {  # by operation; a maker imports its peer
+    "norm": {
+        "lowtide": lambda: lambda x, w: (rms_norm(x, w, EPS, rounding="before_weight"),),
+        "F.rms_norm": lambda: lambda x, w: (F.rms_norm(x, w.shape, w, EPS),),
+        "liger": lambda: lambda x, w: (liger("functional", "liger_rms_norm")(x, w, EPS, 0.0, "llama", False),),
+        "compile": lambda: compiled(eager_norm),
+        "eager": lambda: eager_norm,
+    },
+    "add-norm": {
+        "lowtide": lambda: lambda x, r, w: add_rms_norm(x, r, w, EPS, rounding="before_weight"),
+        "liger": lambda: lambda *xs: liger("functional", "liger_fused_add_rms_norm")(*xs, EPS, 0.0, "llama", False),
+        "compile": lambda: compiled(eager_add_norm),
+        "eager": lambda: eager_add_norm,
+    },
+    "rotary": {
+        "lowtide": lambda: rotary,
+        "compile": lambda: compiled(eager_rotary),
+        "eager": lambda: eager_rotary,
+        "liger": lambda: liger("rope", "liger_rotary_pos_emb"),  # last: it rotates its inputs in place
+    },
+}
+EXACT: dict[str, Function] = {"norm": eager_norm, "add-norm": eager_add_norm, "rotary": eager_rotary}
+
+
+def rows_of(op: str, inputs: tuple[Tensor, ...], moved: tuple[int, int], run: Run[LayersConfig]) -> list[Row]:
+    """Return a row for each peer of an operation, all interleaved; ``moved``: bytes of forward and of backward."""
+    rows: list[Row] = []
+    trained = [t for t in inputs if t.requires_grad]
+    exact = EXACT[op](*(t.detach()[..., :64, :].double() if t.dim() > 1 else t.detach().double() for t in inputs))
+    timed: dict[str, Callable[[], object]] = {}
+    for peer, build in PEERS[op].items():
+        row: Row = {"op": op, "peer": peer}
+        rows.append(row)
+        with reason_in(row):
+            function, saved = build(), dict[int, int]()
+
+            def see(t: Tensor, saved: dict[int, int] = saved) -> Tensor:
+                saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                return t
+
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+                outs = function(*inputs)
+            streams = {t.untyped_storage().data_ptr() for t in (*inputs, *outs[1:])}
+            row["kept_mib"] = mib(sum(size for where, size in saved.items() if where not in streams))
+            row["error"] = relative_error(outs[0][..., :64, :].double(), exact[0])
+            upstream = [torch.randn_like(out) for out in outs]
+
+            def forward(f: Function = function) -> object:
+                return [f(*inputs) for _ in range(CALLS)]
+
+            def both(f: Function = function, g: list[Tensor] = upstream) -> object:
+                return [torch.autograd.grad(f(*inputs), trained, g) for _ in range(CALLS)]
+
+            both()
+            timed |= {f"{peer} forward": forward, peer: both}
+        release(run.device)
+    times = time_side_by_side(timed, run.device, warm=run.config.warm, reps=run.config.reps)
+    for row in rows:
+        if "failed" not in row:
+            row["forward_ms"], row["ms"] = (times[row["peer"] + of].median_ms / CALLS for of in (" forward", ""))
+            row["forward_gb_per_s"] = moved[0] / row["forward_ms"] / 1e6
+            row["gb_per_s"] = sum(moved) / row["ms"] / 1e6
+    return rows
+
+
+def measure(run: Run[LayersConfig]) -> None:
+    config, rows = run.config, run.result.setdefault("rows", [])
+    run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
+    N, D, d = config.tokens, config.hidden, config.head_dim
+    generator = torch.Generator(run.device).manual_seed(config.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=run.device).to(run.dtype).requires_grad_()
+
+    x, r, w = random(N, D), random(N, D), random(D)
+    q, k = (random(1, N, H, d).detach().transpose(1, 2).requires_grad_() for H in (config.heads, config.kv_heads))
+    angles = torch.arange(N, device=run.device)[:, None] * 1e-2 ** torch.linspace(0, 2, d // 2, device=run.device)
+    table = torch.cat((angles, angles), -1)[None]
+    cos, sin = table.cos().to(run.dtype), table.sin().to(run.dtype)
+    row, heads = x.nbytes, q.nbytes + k.nbytes
+    for op, inputs, moved in (
+        ("norm", (x, w), (2 * row, 3 * row)),
+        ("add-norm", (x, r, w), (4 * row, 4 * row)),
+        ("rotary", (q, k, cos, sin), (2 * heads, 2 * heads)),
+    ):
+        run.say(f"\n{op}, {run.dtype_name}\n{TABLE.header}")
+        for measured in rows_of(op, inputs, moved, run):
+            run.add(measured, rows, TABLE)
+
+
+LAYERS = Benchmark(measure=measure, packages=["liger-kernel"])
+
+if __name__ == "__main__":
+    sys.exit(main(LAYERS, LayersConfig, __doc__))
