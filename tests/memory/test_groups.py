@@ -254,19 +254,6 @@ def test_compiled_layers_are_refused(whole: bool, ids: Tensor) -> None:
         model(ids)
 
 
-def test_weights_that_are_gathered_for_a_layers_turn_are_refused(ids: Tensor) -> None:
-    model = Plain()
-    apply_policy(model, every(2))
-
-    class FSDPModule:
-        pass
-
-    layer = model.blocks[0]
-    layer.__class__ = type("Sharded", (FSDPModule, type(layer)), {})
-    with pytest.raises(UnsupportedError, match=r"^blocks\.0: expected with every > 1 a layer that holds its weights"):
-        model(ids)
-
-
 def test_batches_of_nothing() -> None:
     model = Plain()
     apply_policy(model, every(2))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from distributed import launch
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from memory.models import (
@@ -241,23 +240,6 @@ def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) ->
         step(model, ids)
     ran = sum(event.name == "aten::_scaled_dot_product_flash_attention_for_cpu" for event in seen.events())
     assert ran == (2 if policy is ATTENTION else 4)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
-def test_a_patched_model_compiled_whole_with_numbers_as_variables(llama: Any, ids: Tensor) -> None:
-    """What layers share may not become a variable of the first one's checkpoint."""
-    model, stock = (llama(num_hidden_layers=2, use_cache=False) for _ in range(2))
-    lowtide.patch(model)
-    apply_policy(model, INPUT)
-    torch.compile(model.model, fullgraph=True, backend="eager", dynamic=True)(ids).last_hidden_state.sum().backward()
-    stock.model(ids).last_hidden_state.sum().backward()
-    for p, other in zip(model.model.parameters(), stock.model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
-def test_fsdp2_on_two_ranks() -> None:
-    launch.check_all(Path(__file__).with_name("two_ranks.py"), 2)
 
 
 def test_the_report(llama: Any) -> None:
