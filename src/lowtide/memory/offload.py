@@ -34,21 +34,14 @@ class _Item:
         self._side, self._pool, self._buffer = side, pool, buffer
         self._seen, self._changed, self._device = version(tensor), False, tensor.device
         strides = tensor.stride() if copies.is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        self._nbytes, self._layout = tensor.nbytes, (tensor.dtype, tensor.shape, strides)
-        self._host = self._in(buffer)
+        self._host = buffer.memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
         self._tensor = detached(tensor)
         self._stream = side.stream()  # on which the device's memory was made, and is used again when it is freed
         self._done = side.copy_out(self._host, self._tensor)  # the last copy, whichever way
 
     def __del__(self) -> None:
         self.let_go()
-        self._buffer.used = self._done
         self._pool.give(self._buffer)
-
-    def _in(self, buffer: Buffer) -> Tensor:
-        """Return the part of a buffer that has the tensor's values."""
-        dtype, shape, strides = self._layout
-        return buffer.memory[: self._nbytes].view(dtype).as_strided(shape, strides)
 
     def let_go(self) -> None:
         """Free the device's memory as soon as no copy needs it."""
@@ -63,9 +56,7 @@ class _Item:
         """Begin to copy to the device, unless it is there."""
         if self._tensor is None:
             self._stream = self._side.stream()
-            self._tensor = torch.empty_strided(
-                self._host.shape, self._host.stride(), dtype=self._host.dtype, device=self._device
-            )
+            self._tensor = torch.empty_like(self._host, device=self._device, pin_memory=False)
             self._done = self._side.copy_back(self._tensor, self._host)  # let_go has waited for the way out
             self._seen = version(self._tensor)
 

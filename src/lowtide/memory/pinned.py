@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +44,6 @@ class Buffer:
 
     def __init__(self, slot: int, memory: Tensor, unpin: Callable[[Tensor], None]) -> None:
         self.slot, self.memory = slot, memory
-        self.used: Any = None  # the event of the device's last copy, from it or into it
         # Not at exit: the process's memory goes then anyway, and the device's driver may be gone before.
         weakref.finalize(self, unpin, memory).atexit = False
 
@@ -82,13 +80,13 @@ class HostPool:
         self._closed = False
         self._lock = threading.RLock()  # a graph may die, and return a buffer, while this thread is inside
 
-    def check(self, needed: int, what: str, freed: int = 0) -> None:
-        """Raise unless the pool may hold ``needed`` bytes in all, while ``freed`` others of the host's are freed.
+    def check(self, needed: int, what: str) -> None:
+        """Raise unless the pool may hold ``needed`` bytes in all.
 
         Raises:
             UnsupportedError: It may not: the bytes, the budget and what to do.
         """
-        limit, sharers = self._limit(freed)
+        limit, sharers = self._limit()
         if needed <= limit:
             return
         whose = "host_gib" if limit == self._limit_bytes else "what the host has free, less 1 GiB"
@@ -97,10 +95,9 @@ class HostPool:
         expected = f"{gib_text(needed)} GiB of host memory for {what}"
         raise UnsupportedError(message("host_gib", expected, got, self._hint))
 
-    def _limit(self, freed: int = 0) -> tuple[float, int]:
+    def _limit(self) -> tuple[float, int]:
         """Return the most that the pool may hold, and how many processes share what the host has free."""
         free = available_bytes()
-        free += freed if free else 0
         # Without a limit, the processes that a launcher started on this machine share what is free.
         sharers = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1) if self._limit_bytes is None else 1
         host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None
