@@ -34,7 +34,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> None:
-    apply_checks._passed.clear()
+    apply_checks._compared.clear()
 
 
 def ways(dtype: torch.dtype, cut: bool = False) -> tuple[dict[str, Callable[[], Tensor]], tuple[Tensor, ...]]:

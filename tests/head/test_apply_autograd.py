@@ -208,12 +208,12 @@ def test_a_closed_over_tensor_that_needs_a_gradient(mode: dict[str, Any], form: 
         linear_apply(fn, x, w, y, **mode)
 
 
-def test_a_closed_over_tensor_is_named_by_its_shape_and_not_what_it_was_made_of() -> None:
+def test_a_closed_over_tensor_is_named_by_the_shape_of_its_leaf() -> None:
     """Also where one result alone knows it, and where it is the hidden states."""
     x, w, _, _ = head(9, 5, 13)
     outside, hidden = torch.rand(7, 3, requires_grad=True).sum(0), x.tanh()
     fns: dict[str, Callable[[Tensor], Any]] = {
-        r"\[3\]": lambda z: (z.sum(-1), outside.sum() * torch.ones(len(z))),
+        r"\[7, 3\]": lambda z: (z.sum(-1), outside.sum() * torch.ones(len(z))),
         r"\[9, 5\]": lambda z: z.sum(-1) * hidden.mean(),
     }
     for shape, fn in fns.items():

@@ -12,7 +12,7 @@ from lowtide.arguments import check_dense, check_device, check_flag, check_name,
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.graph import keep_stored, node, take_stored
 from lowtide.head.call import check_mask, checked_call
-from lowtide.head.function.checks import check_rows_are_independent
+from lowtide.head.function.checks import plan_comparison
 from lowtide.head.function.chunk import FunctionTerms
 from lowtide.head.function.function import UserFunction, compiled, current_autocast, isolated
 from lowtide.head.gradients import scaled, times
@@ -53,11 +53,15 @@ def linear_apply(
     is freed after each piece. `HeadOptions.workspace_mib` bounds both, counting 8 tensors of a piece's logits for the
     intermediates of ``fn``.
 
-    ``fn`` must treat each token by itself, for any number of rows. It is called several times, on a few rows first.
+    ``fn`` must treat each token by itself, for any number of rows: what it returns for a token may depend on the
+    token's logits, its rows of ``token_args`` and ``params``, not on other tokens or on how many there are. The first
+    time that its code (of a module: its class) gets arguments of these shapes, results for a few rows of the first
+    chunk are compared with those for their two halves, unless it draws random numbers; on a GPU the host waits for
+    that, once. There is no comparison in a CUDA graph's capture. Coupling that it does not show is undefined.
 
     Args:
         fn: The function. It may draw random numbers from PyTorch's default generators, and change its logits in place,
-            but not its other arguments. Coupled tokens are detected by a comparison with itself on a few rows.
+            but not its other arguments.
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
         linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
         token_args: Tensors [..., *], their first axes those of ``input``; ``fn`` gets them as [C, *]. Those that
@@ -88,9 +92,9 @@ def linear_apply(
 
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; results of ``fn`` with a wrong leading size;
-            a result for some tokens that depends on others, among them a mean with ``out="sum"``; results that are
-            not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that it
-            changes in place; ranks that share a vocabulary and got other arguments. Also a `ValueError`.
+            a result for some tokens that is seen to depend on others, among them a mean with ``out="sum"``; results
+            that are not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that
+            it changes in place; ranks that share a vocabulary and got other arguments. Also a `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
         UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, an ``fn`` that
             torch.compile cannot compile, options that an arbitrary function cannot have; also a `RuntimeError`.
@@ -190,7 +194,7 @@ def _forward(ctx: Any, *args: Any) -> Any:
     store = any(needed) and not function.per_token and function.gradient != "recompute"
     with isolated(tensors[0].device):
         terms = FunctionTerms(function, tensors, needed)
-        check_rows_are_independent(terms)
+        plan_comparison(terms)
         ctx.stores = terms.forward(store=store)
         stored = terms.gradients() if ctx.stores else []
     ctx.function, ctx.states = function, terms.states

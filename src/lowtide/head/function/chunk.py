@@ -5,7 +5,7 @@ V_r classes of it on this rank. Where the vocabulary is sharded, ranks exchange 
 rows of its share of them, and only that rank calls the function on these; the gradient goes back the same way.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,7 @@ class FunctionTerms(Terms):
         self._leaves: list[Tensor | None] = []
         self._dtypes: list[torch.dtype | None] = []
         self.differentiable: list[bool] = []
+        self.compare: Callable[[Tensor, Tensor], None] | None = None  # gets the first chunk's logits and its tokens
         self.states: list[RandomState | None] = []  # before each piece that draws random numbers
         self._into: Gradients | None = None
         self._of_leaves: list[Tensor | None] = []
@@ -134,6 +135,10 @@ class FunctionTerms(Terms):
     def _run(self, z: Tensor, part: slice, given: Sequence[Tensor | None] | None) -> None:
         """Call the function on a chunk's rows, for its results or the gradient that ``given`` upstream ones make."""
         own_cV, index, chosen, start = self._own_rows(z, part)
+        if self.compare is not None:
+            compare, self.compare = self.compare, None
+            tokens = torch.arange(start, start + len(own_cV), device=z.device)
+            compare(own_cV, tokens if index is None else index[tokens])
         pieces = list(slices(len(own_cV), evenly(len(own_cV), self.plan.piece_rows)))
         if not pieces and self.spec is None:
             pieces = [slice(0, 0)]  # what the function makes of no rows at all tells dtypes and shapes

@@ -3,13 +3,11 @@
 c rows of a piece of a chunk, V vocabulary.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -66,7 +64,6 @@ def evaluate(
         if run is not function.plain:
             for tensor in (z, *args):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         watched = [t for t in (*params, *args) if not t.is_inference()]
         versions = [t._version for t in watched]
         states = (*function.autocast, *current_autocast(z_cV.device))
@@ -90,7 +87,7 @@ def evaluate(
     leaves, spec = pytree.tree_flatten(returned)
     leaves = [_checked(leaf, z_cV, function.per_token) for leaf in leaves]
     if function.graph:
-        _refuse_strangers(leaves, {id(t) for t in (*params, *args)}, edge, began)
+        _refuse_strangers(leaves, {id(t) for t in (*params, *args)}, edge)
     return leaves, spec, edge
 
 
@@ -118,33 +115,18 @@ def _checked(leaf: object, z_cV: Tensor, per_token: bool) -> Tensor | None:
     return leaf
 
 
-def _refuse_strangers(
-    leaves: Sequence[Tensor | None], known: set[int], logits: GradientEdge | None, began: int
-) -> None:
-    """Raise where the results' graph reaches a tensor that is no ``known`` argument: its gradient would be lost.
-
-    The call made the nodes from number ``began`` on; numbers count up within a thread.
-    """
-    todo: list[Any] = [
-        get_gradient_edge(leaf)[:2] if leaf.grad_fn is None else (leaf.grad_fn, leaf.output_nr)
-        for leaf in leaves
-        if leaf is not None and leaf.requires_grad
-    ]
+def _refuse_strangers(leaves: Sequence[Tensor | None], known: set[int], logits: GradientEdge | None) -> None:
+    """Raise where the results' graph reaches a leaf that is no ``known`` argument: its gradient would be lost."""
+    todo: list[Any] = [get_gradient_edge(leaf).node for leaf in leaves if leaf is not None and leaf.requires_grad]
     seen: set[Any] = set() if logits is None else {logits.node}
     while todo:
-        at, output = todo.pop()
+        at = todo.pop()
         if at in seen:
             continue
         seen.add(at)
-        before, stranger = at.next_functions, None
-        if not before and at.name().endswith("AccumulateGrad"):
-            stranger = None if id(at.variable) in known else at.variable
-        elif at._sequence_nr() < began:
-            stranger = at._input_metadata[output]
-        else:
-            todo += [edge for edge in before if edge[0] is not None]
-        if stranger is not None:
-            got = f"one of shape {list(stranger.shape)} from outside, whose gradient would be lost"
+        todo += [node for node, _ in at.next_functions if node is not None]
+        if at.name().endswith("AccumulateGrad") and id(at.variable) not in known:
+            got = f"one from outside, made from a leaf of shape {list(at.variable.shape)}, whose gradient would be lost"
             hint = (
                 "Pass it in params=(...,), or in token_args if it has a row for each token; fn gets it as an argument."
                 " Detach it if it needs no gradient."
@@ -198,26 +180,10 @@ def isolated(device: torch.device) -> Iterator[None]:
             hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
-_COMPILED: "WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]" = WeakKeyDictionary()
-_COMPILED_OBJECTS: deque[tuple[Callable[..., Any], Callable[..., Any]]] = deque(maxlen=8)  # few: it keeps them alive
-
-
+@lru_cache(maxsize=8)  # which keeps them alive
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fn`` compiled, the same object each time."""
-    if hasattr(fn, "_torchdynamo_orig_callable"):
-        return fn
-    if isinstance(fn, FunctionType):
-        if fn not in _COMPILED:
-            # a copy with the same cells: the compiled function must not reference the cache's key
-            twin = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-            twin.__kwdefaults__ = fn.__kwdefaults__
-            _COMPILED[fn] = torch.compile(twin)
-        return _COMPILED[fn]
-    for known, run in _COMPILED_OBJECTS:
-        if known is fn or (isinstance(fn, MethodType) and known == fn):
-            return run
-    _COMPILED_OBJECTS.append((fn, torch.compile(fn)))
-    return _COMPILED_OBJECTS[-1][1]
+    return torch.compile(fn)
 
 
 def random_state(device: torch.device) -> RandomState:
