@@ -41,14 +41,16 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-slow: $(VENV)/.test
-	$(pytest) --durations 20 --slow $(ARGS)
+# Beside the pinned transformers, in a folder, the release that `pip install` brings today.
+next := $(VENV)-next
+slow: $(VENV)/.test $(next)/.transformers
+	LOWTIDE_TRANSFORMERS=$(next) $(pytest) --durations 20 --slow $(ARGS)
 	$(if $(ARGS),,$(MAKE) oldest)
 
 # A second environment has the oldest torch that pyproject.toml allows, and the oldest transformers and peft for training.
 # Compilers differ most between versions of torch, and what its graph holds, which checkpoints build on.
 compiled := tests/models/test_compiled.py tests/head/contract/test_compile.py
-recomputed := tests/memory/test_recompute.py tests/memory/test_groups.py tests/memory/test_layers_of_users.py
+recomputed := tests/memory/test_families.py tests/memory/test_groups.py
 oldest: $(VENV)-oldest/.test
 	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --dist worksteal $(or $(ARGS),tests/train tests/trl_patch $(compiled) $(recomputed))
 
@@ -56,7 +58,7 @@ docs: $(VENV)/.test
 	$(VENV)/bin/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest site build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(next) site build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +75,11 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(pip) --editable '.[test]'
+	@touch $@
+
+$(next)/.transformers: $(VENV)/.torch
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEELS) --no-deps --upgrade --target $(next) \
+	    'transformers==5.24.*'
 	@touch $@
 
 oldest := $(shell sed -nE 's/^(train|peft) = .*"(transformers|peft)>=([0-9.]+)".*/"\2==\3.*"/p' pyproject.toml)

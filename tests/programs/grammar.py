@@ -158,6 +158,8 @@ class Writer:
     def forward(self) -> None:
         weights, texts = zip(*(entry.split(" | ", 1) for entry in STATEMENTS[self.forwards]), strict=True)
         text = self.random.choices(texts, [int(weight) for weight in weights])[0]
+        while self.recomputes and "functional_call" in text:  # a recompute has the module's own weights
+            text = self.random.choices(texts, [int(weight) for weight in weights])[0]
         self.labelled = re.search(r"(?<![a-z_])labels=y|, y\)", text) is not None
         self.differentiable = "no_grad" not in text.split("out =")[0][-20:] and "inference" not in text
         self.add(f"{text}\nz = out.logits\nyz, C = y[:, -z.size(1):], z.size(-1)", *self.contexts())
