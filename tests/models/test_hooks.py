@@ -170,21 +170,18 @@ def of_all_modules(model, stock):
     return nn_module.register_module_forward_hook(lambda m, args, out: out * 2 if m in heads else None).remove
 
 
-def of_the_class(name):
-    def change(model, stock):
-        heads, before = (model.lm_head, stock.lm_head), getattr(nn.Module, name)
+def of_the_class(model, stock):
+    heads, before = (model.lm_head, stock.lm_head), nn.Module.__call__
 
-        def call(self, *args, **kwargs):
-            result = before(self, *args, **kwargs)
-            return result * 2 if any(self is head for head in heads) else result
+    def call(self, *args, **kwargs):
+        result = before(self, *args, **kwargs)
+        return result * 2 if any(self is head for head in heads) else result
 
-        setattr(nn.Module, name, call)
-        return lambda: setattr(nn.Module, name, before)
-
-    return change
+    nn.Module.__call__ = call
+    return lambda: setattr(nn.Module, "__call__", before)
 
 
-@pytest.mark.parametrize("change", [of_all_modules, of_the_class("__call__"), of_the_class("_call_impl")])
+@pytest.mark.parametrize("change", [of_all_modules, of_the_class])
 def test_what_is_put_around_all_modules_runs_once(change, patched, batch):
     model, stock, report = patched("llama", mlp=False)
     undo = change(model, stock)
