@@ -346,6 +346,7 @@ def test_metrics(settings: dict[str, Any], built: int, patched: Any, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("settings", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
     """With evaluation, which gathers the logits that the graph returned."""

@@ -185,28 +185,9 @@ def test_unpatch_refuses_a_model_changed_on_top(patched):
     assert type(model.lm_head) is nn.Linear
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [  # each model and each backend once; the other pairs are slow
-        ("llama", "eager"),
-        ("gemma2", "aot_eager"),
-        pytest.param("llama", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("gemma2", "eager", marks=pytest.mark.slow),
-    ],
-)
-def test_torch_compile_is_right(name, backend, patched, batch):
-    model, stock, _ = patched(name, settings={"num_hidden_layers": 1})  # each layer is traced anew
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(2):
-        assert_same_training(model, stock, batch, through=compiled)
-    torch.testing.assert_close(compiled(**batch).logits, stock(**batch).logits)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's
 @pytest.mark.parametrize("where", ["model", pytest.param("model.norm", marks=pytest.mark.slow), "lm_head"])
 def test_torch_compile_with_breaks_is_right(where, patched, batch):
-    # behind a break at the head each function is traced anew: the body's are a case of their own
     model, stock, report = patched("gemma2", settings={"num_hidden_layers": int(where != "lm_head")})
     module = model.get_submodule(where)
     stock_forward = type(module).forward

@@ -600,14 +600,6 @@ def test_compiled_layers_stay_fused(both, batch):
     expect_calls(report, 2)
 
 
-@pytest.mark.filterwarnings("ignore:lowtide.patch. the logits are built:UserWarning")
-def test_a_compiled_model_is_right(both, batch):
-    model, stock, _ = both(HEADS["all"], settings={"num_hidden_layers": 1})
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    assert_same_training(model, stock, batch, through=compiled)
-
-
 def test_a_compiled_mlp_with_dropout_runs_its_own_code(both, ran):
     model, stock, _ = both(lora(target_modules=["up_proj"], lora_dropout=0.5))
     mlp, expected = (m.get_base_model().model.layers[0].mlp for m in (model, stock))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
@@ -25,7 +24,6 @@ _HOOKS_THAT_DO_NOT_READ = ("torch.distributed.", "torch.nn.parallel.", "torch.ut
 # accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
 _ACCELERATE = "accelerate.hooks"
 _MOVES = ("AlignDevicesHook", "CpuOffload")
-_FORGETS = torch.__version__ < "2.12"  # in a checkpoint, to recompute what autograd functions save
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 _CALL, _LINEAR = nn.Module.__call__, nn.Linear.forward  # as PyTorch has them
@@ -146,15 +144,6 @@ def _kind(hook: object) -> str:
     return f"{type(hook).__module__}.{type(hook).__qualname__}"
 
 
-def is_under_compile() -> bool:
-    """Whether this runs in a region that ``torch.compile`` traces, or between the graphs of one.
-
-    There no eager lazy logits are made, which dynamo cannot trace; see `traced_logits` for those that it can.
-    """
-    # Between two graphs of a region the code runs eagerly, and only the callback tells that the next frame is compiled.
-    return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
-
-
 def is_function_mode_active() -> bool:
     """Whether a ``TorchFunctionMode`` reads, or changes, what functions do.
 
@@ -202,43 +191,12 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
     for p in parameters:
         if type(p) is not nn.Parameter:
             return False
-    if torch.compiler.is_compiling():
-        return not is_exporting() and not _loses_a_checkpoint()
-    return (
+    return torch.compiler.is_compiling() or (
         not is_function_mode_active()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
     )
-
-
-def is_exporting() -> bool:
-    """Whether torch.export traces.
-
-    By the flag: within a graph, compilers before PyTorch 2.13 take `torch.compiler.is_exporting` for True.
-    """
-    return torch.compiler._is_exporting_flag
-
-
-def _loses_a_checkpoint() -> bool:
-    """Whether torch.compile traces what a checkpoint runs, and would save what fused parts save in it."""
-    inside = False
-    if _FORGETS:
-        from torch._dynamo.comptime import comptime
-
-        comptime(_look_for_a_checkpoint)
-    return inside
-
-
-def _look_for_a_checkpoint(context: Any) -> None:
-    """While torch.compile traces `_loses_a_checkpoint`: set its ``inside``."""
-    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    tracer, around = tx.output.current_tracer, []
-    while tracer is not None:
-        around.append(type(tracer.source_target).__name__)
-        tracer = tracer.parent
-    constant = type(tx.symbolic_locals["inside"])
-    tx.symbolic_locals["inside"] = constant.create("TagActivationCheckpoint" in around)
 
 
 def has_nothing_to_save(x: object) -> bool:

@@ -61,7 +61,6 @@ class HeadCall:
         self.fused = False
         self.built = False
         self.passed = False  # something with a graph was computed past the logits
-        self.stale = False  # changed since, by the graph of torch.compile that had this call
         self.row_scores: list[Any] = []  # of all rows, as computed for the first of them: see `row_scores`
         self.hooked = False  # a gradient hook is on logits that are built
         self.weight_dtype = head.weight.dtype
@@ -226,7 +225,7 @@ class HeadCall:
 
         def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
             # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-            if self.stale or (_state(self.tensors) != self._state and not hasattr(head, "_hf_hook")):
+            if _state(self.tensors) != self._state and not hasattr(head, "_hf_hook"):
                 raise UnsupportedError(CHANGED)
             with self.as_in_forward(self.tensors):
                 return work(head, forward, hidden)

@@ -63,11 +63,8 @@ def undecorated(forward: Any) -> FunctionType | None:
     return forward if isinstance(forward, FunctionType) else None
 
 
-def redecorated(forward: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the decorators that `undecorated` finds around ``forward``, around ``inner`` instead."""
-    if not hasattr(forward, "__wrapped__"):
-        return inner
-    below = redecorated(forward.__wrapped__, inner)
+def redecorated(forward: Any, below: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decorator that `undecorated` finds around a function, around ``below`` instead."""
     cells = (CellType(below) if cell.cell_contents is forward.__wrapped__ else cell for cell in forward.__closure__)
     return copied(forward, forward.__globals__, tuple(cells))
 

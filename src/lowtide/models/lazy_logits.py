@@ -3,6 +3,7 @@
 Legend: hidden [..., D], logits [..., V].
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import eval_frame
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -191,15 +191,13 @@ def _of_version(saved: tuple[Tensor, int | None]) -> Tensor:
     return tensor
 
 
-def _keep_from_compiling(function: Any) -> None:
-    """Have torch.compile neither trace a function nor compile what it calls; it runs between two graphs."""
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "lazy logits of lowtide.patch: pass logits.clone() for a graph without breaks"
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
-
-
-_keep_from_compiling(vars(LazyLogits)["__torch_function__"].__func__)
+@functools.cache
+def keep_from_compiling() -> None:
+    """Have torch.compile run what is done with lazy logits between two graphs. Loads the compiler."""
+    why = "lazy logits of lowtide.patch: pass logits.clone() for a graph without breaks"
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        function = torch.compiler.disable(vars(LazyLogits)[name].__func__, reason=why)  # type: ignore[no-untyped-call]
+        setattr(LazyLogits, name, classmethod(function))
 
 
 def _found(*trees: Any) -> list[LazyLogits]:

@@ -7,14 +7,13 @@ classes change, and `LossState` is the patched model's state.
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
@@ -23,20 +22,25 @@ from lowtide.models import eligibility, parallel_style
 from lowtide.models.adapters import saved_layers, saved_module
 from lowtide.models.head_call import HeadCall, HeadWork
 from lowtide.models.head_kinds import head_call, why_not_linear, with_what
-from lowtide.models.instance import give_class, is_on_top, part_of, take_class_back, with_forward
+from lowtide.models.instance import (
+    PROBED,
+    give_class,
+    is_on_top,
+    part_of,
+    redecorated,
+    take_class_back,
+    undecorated,
+    with_forward,
+)
 from lowtide.models.lazy_logits import LazyLogits
-from lowtide.models.report import FUSED, NOT_CALLED, ONE_TOKEN, WITHOUT_LABELS, Counter, PatchReport
-from lowtide.models.traced_calls import call_of_head, call_of_model, is_one_token
+from lowtide.models.probe import StockForward
+from lowtide.models.report import NOT_CALLED, ONE_TOKEN, WITHOUT_LABELS, PatchReport
 
 STATE = "_lowtide_patch"
 LOSS = "loss"
 _FUSED = "the loss that follows is computed without logits; they are built where anything else reads them"
 
 # Why logits are built at every step of a training run, and what to do.
-_COMPILED = (
-    "torch.compile left the model's own forward to Python, between graphs",
-    "Compile its layers instead: for layer in model.model.layers: layer.compile()",
-)
 _REPLICA = ("torch.nn.DataParallel called a replica of the model", "Use DistributedDataParallel")
 _GIVE_LABELS = (
     "Give it the labels too, or num_items_in_batch if you compute the loss from outputs.logits yourself; for TRL's "
@@ -44,15 +48,20 @@ _GIVE_LABELS = (
 )
 
 
-class LossState(Counter):
+_NOT_TRACED = (
+    "the forward of a model after lowtide.patch runs in eager, and what it calls is compiled: use layer.compile() for "
+    "layer in model.model.layers, or lowtide.unpatch(model) for one graph or torch.export"
+)
+
+
+class LossState:
     """The state of a patched model: one attribute of the instance."""
 
     scoring = False  # as `patch` was given it
     scoring_blocks = 0  # of `scoring`, that are open
-    scores = False  # calls without labels have lazy logits too; torch.compile would recompile for each number of blocks
+    scores = False  # calls without labels have lazy logits too
 
     def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
-        super().__init__()
         self.report, self.options, self.warned = report, options, False
         self.head: nn.Module | None = None
         self.heads: list[nn.Module] = []  # it, and others of modules_to_save that have a class of ours
@@ -64,19 +73,6 @@ class LossState(Counter):
         """Set what `patch` was given as ``scoring`` and how many blocks of `scoring` are open."""
         self.scoring, self.scoring_blocks = patched, blocks
         self.scores = patched or blocks > 0
-
-    def adopt(self, model: nn.Module) -> None:
-        """Give the output embedding that ``model`` has now lazy logits."""
-        adopt_head(model, self)
-
-    def count_traced(self, why: str) -> None:
-        """Count a call in a compiled graph, by the reason for building its logits."""
-        if why == FUSED:
-            self.report.count_fused()
-        elif why == WITHOUT_LABELS:
-            self.count_built(WITHOUT_LABELS, _GIVE_LABELS)
-        else:
-            self.report.count_materialised(why)
 
     def count_built(self, why: str, hint: str) -> None:
         """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
@@ -141,73 +137,102 @@ def adopt_head(model: Any, state: LossState) -> None:
     state.report.add("loss", name, outcome, patched=state.why_not is None)
 
 
-@contextmanager
-def _logits_awaited(model: nn.Module, *, scores: bool) -> Iterator[None]:
-    """Let the head return lazy logits inside, unless the report has a reason against it; ``scores``: without labels."""
-    state: LossState = vars(model)[STATE]
-    adopt_head(model, state)
-    why_not = state.why_not
-    if why_not is not None:
-        state.report.count_materialised(why_not)
-    token = _awaiting.set(_Awaited(state, scores) if why_not is None else None)
-    calls = state.head_calls
-    try:
-        yield
-    finally:
-        _awaiting.reset(token)
-        if state.gathered is not None:  # there was no loss
-            state.gathered.let_go()
-            state.gathered = None
-    if why_not is None and state.head_calls == calls:
-        state.report.count_materialised(NOT_CALLED)
+class _Running(NamedTuple):
+    """A forward of a patched model, from `_begin` to `_end`."""
+
+    state: LossState
+    token: Token[_Awaited | None] | None  # of `_awaiting`; None: the head returns real logits
+    head_calls: int  # before it
+    is_replica: bool
+
+
+class _EagerForward(StockForward):
+    """The forward of a model's class, and the same one of which torch.compile compiles only what it calls."""
+
+    def record(self) -> None:
+        """Make the eager forward: its decorators are functions of their own, each left out by itself."""
+        if self.is_replaced():
+            super().record()
+            self.eager = self.forward if undecorated(self.forward) is None else _eager(self.forward)
+
+
+def _eager(forward: Any) -> Any:
+    if hasattr(forward, "__wrapped__"):
+        forward = redecorated(forward, _eager(forward.__wrapped__))
+    return _not_compiled(forward, recursive=False)
 
 
 def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     """Return what a patched model does differently from ``base``."""
     names = list(inspect.signature(base.forward).parameters)
     labels_at = [(name, names.index(name) - 1 if name in names else None) for name in eligibility.LABELS]
+    probed = _EagerForward(base)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        awaited = any(
+    def is_awaited(args: Any, kwargs: Any) -> bool:
+        return any(
             kwargs.get(name) is not None or (at is not None and len(args) > at and args[at] is not None)
             for name, at in labels_at
         )
+
+    begin = _not_compiled(lambda model, args, kwargs: _begin(model, is_awaited(args, kwargs)))
+    end = _not_compiled(_end)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch.compile would compile any function that is called here without being left out.
         if STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and not eligibility.is_exporting():
-            state: LossState = vars(self)[STATE]
-            return call_of_model(
-                self,
-                state,
-                lambda model: base.forward(model, *args, **kwargs),
-                awaited=awaited or state.scores,
-                scores=not awaited and state.scores,
-            )
-        lazy = awaited or vars(self)[STATE].scores
-        if eligibility.is_under_compile() or not lazy or getattr(self, "_is_replica", False):
-            return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
-        with _logits_awaited(self, scores=not awaited):
-            return base.forward(self, *args, **kwargs)
+        run = probed.eager if base.forward is probed.forward else base.forward
+        running, completed = begin(self, args, kwargs), False
+        try:
+            outputs = run(self, *args, **kwargs)
+            completed = True
+        finally:
+            end(running, completed)
+        return outputs
 
-    return with_forward(base, forward)
+    attributes = with_forward(base, forward, **{PROBED: probed})
+    attributes["forward"] = _not_compiled(forward, recursive=False)
+    del attributes["forward"].__wrapped__  # as in `with_forward`
+    loss = getattr(base, "loss_function", None)
+    if isinstance(loss, property) and loss.fget is not None:
+        get = loss.fget
+        attributes["loss_function"] = property(_not_compiled(lambda model: _not_compiled(get(model))), loss.fset)
+    return attributes
 
 
-def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the stock ``forward``'s outputs; count a training step that builds logits, as each such step would."""
-    if not model.training or not torch.is_grad_enabled() or eligibility.is_exporting():
-        return forward(*args, **kwargs)
+def _not_compiled(function: Callable[..., Any], *, recursive: bool = True) -> Any:
+    """Return a function that torch.compile leaves out; if not ``recursive``, it compiles what the function calls."""
+    return torch.compiler.disable(function, recursive=recursive, reason=_NOT_TRACED)  # type: ignore[no-untyped-call]
+
+
+def _begin(model: nn.Module, awaited: bool) -> _Running:
+    """Let the head return lazy logits until `_end`, where a loss is awaited or the model scores."""
     state: LossState = vars(model)[STATE]
-    if not eligibility.is_under_compile():
+    is_replica = getattr(model, "_is_replica", False)
+    lazy = (awaited or state.scores) and not is_replica
+    if lazy or (model.training and torch.is_grad_enabled()):
         adopt_head(model, state)
-    calls = state.head_calls
-    outputs = forward(*args, **kwargs)
-    if eligibility.is_under_compile():  # between two graphs, where the head is in one
-        state.count_built(*_COMPILED)
-    elif getattr(model, "_is_replica", False):  # it returns outputs by C++, which cannot read lazy tensors
-        state.count_built(*_REPLICA)
-    elif state.head_calls != calls:
-        state.count_built(WITHOUT_LABELS, _GIVE_LABELS)
-    return outputs
+    if not lazy:
+        return _Running(state, None, state.head_calls, is_replica)
+    if state.why_not is not None:
+        state.report.count_materialised(state.why_not)
+    awaits = _Awaited(state, scores=not awaited) if state.why_not is None else None
+    return _Running(state, _awaiting.set(awaits), state.head_calls, is_replica)
+
+
+def _end(running: _Running, completed: bool) -> None:
+    """Count a call that built the logits, or did not call the head; a training step without labels builds them."""
+    state, token, head_calls, is_replica = running
+    if token is not None:
+        _awaiting.reset(token)
+        if state.gathered is not None:  # there was no loss
+            state.gathered.let_go()
+            state.gathered = None
+        if completed and state.why_not is None and state.head_calls == head_calls:
+            state.report.count_materialised(NOT_CALLED)
+    elif completed and state.head_calls != head_calls:
+        # a replica returns outputs by C++, which cannot read lazy tensors
+        state.count_built(*(_REPLICA if is_replica else (WITHOUT_LABELS, _GIVE_LABELS)))
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
@@ -234,8 +259,6 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             return base.__call__(self, *args, **kwargs)
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return call_of_head(self, functools.partial(base.forward, self), (input, *args), kwargs)
         if type(input) is HeadWork:
             end_forward_alone(self)
             state = _awaited_by(self)
@@ -244,7 +267,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
                 state.gathered = None
             return input.work(self, functools.partial(parallel_style.run_stock, self, base.forward), *args)
         state = _awaited_by(self)
-        if state is None and self.training and torch.is_grad_enabled() and not eligibility.is_under_compile():
+        if state is None and self.training and torch.is_grad_enabled():
             logits = base.forward(self, input, *args, **kwargs)
             owner = _owners.get(self, lambda: None)()
             if owner is not None and owner.head is self and logits.requires_grad:
@@ -255,7 +278,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         state.head_calls += 1
         scores = _scores()
         call: HeadCall | str = ONE_TOKEN
-        if not (scores and is_one_token(input)):
+        if not (scores and _is_one_token(input)):
             call = head_call(self, (input, *args), kwargs, state.report, state.options)
         if isinstance(call, str):
             state.report.count_materialised(call)
@@ -265,12 +288,18 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         call.scores = scores
         return LazyLogits.of(call)
 
-    return {"__call__": call, "forward": forward}
+    functions = {"__call__": call, "forward": forward}
+    return {name: _not_compiled(function) for name, function in functions.items()}
+
+
+def _is_one_token(hidden: object) -> bool:
+    """Whether hidden states [..., T, D] are of one token of each sequence, as in generation."""
+    return isinstance(hidden, Tensor) and hidden.dim() > 1 and hidden.shape[-2] == 1
 
 
 def _awaited_by(head: nn.Module) -> LossState | None:
     """Return the state of the model that calls its own ``head`` for lazy logits, None for any other call."""
-    awaited = None if eligibility.is_under_compile() else _awaiting.get()
+    awaited = _awaiting.get()
     return awaited.state if awaited is not None and awaited.state.head is head else None
 
 

@@ -15,6 +15,7 @@ from lowtide.head.options import HeadOptions, check_options
 from lowtide.models import eligibility, parallel_style
 from lowtide.models.adapters import saved_layers
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
+from lowtide.models.lazy_logits import keep_from_compiling
 from lowtide.models.lazy_operations import look_up
 from lowtide.models.loss_part import LOSS, STATE, LossState, adopt_head, is_free, model_overrides
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
@@ -195,6 +196,7 @@ def _patch_loss(target: Any, state: LossState, outer: nn.Module) -> None:
             state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
             return
         give_class(target, LOSS, model_overrides)
+    keep_from_compiling()
     look_up()
     if is_on_top(target):
         adopt_head(target, state)  # it may have got adapters since, or lost them

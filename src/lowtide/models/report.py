@@ -1,11 +1,8 @@
 """What `lowtide.patch` did to a model, and what happened to the logits since."""
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakValueDictionary
 
 
 @dataclass(frozen=True)
@@ -96,63 +93,7 @@ class PatchReport:
         return "\n".join(text)
 
 
-_numbers = itertools.count()
-_counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
-
-# Reasons for building logits, and what stands for none.
-FUSED = ""
+# Reasons for building logits.
 NOT_CALLED = "the output embedding was not called; what the loss was computed from is unknown"
 ONE_TOKEN = "one token of each sequence, as in generation"
 WITHOUT_LABELS = "the model was called in training without labels, shift_labels and num_items_in_batch"
-
-
-class Counter:
-    """Base of an object whose ``count_traced(why)`` traced code calls, by its ``key``; a copy gets one of its own."""
-
-    def __init__(self) -> None:
-        self.key = str(next(_numbers))
-        _counters[self.key] = self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        Counter.__init__(self)
-
-
-def counter_of(key: str) -> Any:
-    """Return the `Counter` with this key, None if it is gone."""
-    return _counters.get(key)
-
-
-def count_when_run(key: str, why: str) -> None:
-    """While torch.compile traces: have the `Counter` with this key count each run of the graph.
-
-    Without a graph break, and without a guard on the counts. ``why`` is a reason for building logits, or `FUSED`.
-    """
-    from torch._dynamo.comptime import comptime
-
-    comptime(_allow)
-    _count(key, why)
-    comptime(_move_out)
-
-
-def _count(key: str, why: str) -> None:
-    counter = _counters.get(key)
-    if counter is not None:
-        counter.count_traced(why)
-
-
-def _allow(_: Any) -> None:
-    """Have calls of `_count` moved behind the graph, as those that log may be."""
-    from torch._dynamo import config
-
-    functions: set[Any] = config.reorderable_logging_functions
-    functions.add(_count)
-
-
-def _move_out(context: Any) -> None:
-    """Have a call that is traced inside another function run where the outermost ends: torch 2.13 drops it."""
-    tracer = context._ComptimeContext__tx
-    outermost = tracer.output.root_tx
-    if outermost is not tracer:
-        outermost.debug_locals.extend(tracer.debug_locals)
-        tracer.debug_locals.clear()

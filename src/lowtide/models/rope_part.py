@@ -200,7 +200,12 @@ class _Rotating(StockForward):
             # Without the module's name torch.compile looks names up here, and not in the module.
             own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
             own |= {name: _rotation(own[name], *form) for name, form in self._forms}
-            self.rotating = redecorated(self.forward, copied(stock, own, stock.__closure__))
+            self.rotating = _around(self.forward, copied(stock, own, stock.__closure__))
+
+
+def _around(forward: Any, rotating: Any) -> Any:
+    """Return ``rotating`` beneath the decorators of ``forward``."""
+    return redecorated(forward, _around(forward.__wrapped__, rotating)) if hasattr(forward, "__wrapped__") else rotating
 
 
 def _rotation(
