@@ -128,20 +128,8 @@ def what_is_exchanged() -> None:
 
 
 def errors() -> None:
-    """What differs between ranks is an error on all of them, where the host may look."""
     W, rank, group = _world()
-    if DEVICE != "cpu":
-        return
     own = _own(_problem(Q, None, masked=False), Q)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"keys": own["keys"] if rank else torch.cat((own["keys"], own["keys"]))}, "keys: expected the same on every"),
-        ({"queries": own["queries"][: Q - rank]}, "queries: expected the same on every rank"),
-        ({"symmetric": rank == 0}, "symmetric: expected the same"),
-        ({"keys": own["keys"] if rank else own["keys"].detach()}, "requires grad of keys: expected the same"),
-    ]
-    for kwargs, match in wrong:
-        with pytest.raises(ArgumentValueError, match=match):
-            linear_contrastive(**own | kwargs, group=group)
     with pytest.raises(ArgumentValueError, match=rf"mask: expected shape \[{Q}, {W * Q}\]"):
         linear_contrastive(**own, mask=torch.zeros(Q, Q) > 0, group=group)
     alone = dist.new_group([0])

@@ -18,11 +18,11 @@ from lowtide.arguments import (
     refuse_transforms,
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError, message
+from lowtide.graph import node
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_head, checked_call
 from lowtide.head.choice import choose_gradient
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.head.ranks.exchange import classes_of_all_rows
-from lowtide.head.ranks.gathered import check_same, gathered_rows
+from lowtide.head.ranks.exchange import begin_gather, begin_scattered_sum, classes_of_all_rows
 from lowtide.head.ranks.parallel import exchanges_between_ranks_run_in_eager
 from lowtide.head.ranks.shard import group_of
 from lowtide.head.rows import looks_at_numbers
@@ -69,10 +69,11 @@ def linear_contrastive(
             queries that have the key as theirs, and whose mask is ``mask.T``. Keys without a query are left out. It
             costs as much again; with ``positives`` it computes one row for each positive of a query, and with a mask
             besides it has a bool tensor [Q, Q * P].
-        group: A `torch.distributed` process group whose ranks have Q queries and K keys each. The keys are those of all
-            ranks, in their order: ``positives`` are ids among W * K, ``mask`` is [Q, W * K], and with None query i has
-            its rank's key i. The second direction of ``symmetric`` is of the keys of this rank's queries, among the
-            queries of all ranks. Gradients flow back to the ranks that keys and queries come from.
+        group: A `torch.distributed` process group whose ranks have Q queries and K keys each, with gradients recorded
+            on all or on none; ranks that differ hang or fail in the exchange. The keys are those of all ranks, in their
+            order: ``positives`` are ids among W * K, ``mask`` is [Q, W * K], and with None query i has its rank's key
+            i. The second direction of ``symmetric`` is of the keys of this rank's queries, among the queries of all
+            ranks. Gradients flow back to the ranks that keys and queries come from.
         options: Memory and implementation: see `HeadOptions`.
 
     Returns:
@@ -110,19 +111,15 @@ def _contrastive(
     group = None if group is None else group_of(group)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     Q, K = len(queries), len(keys)
-    if group is not None:
-        trained = [torch.is_grad_enabled() and x.requires_grad for x in (queries, keys)]
-        facts = {"requires_grad_of_keys": trained[1], "requires_grad_of_queries": trained[0] and symmetric}
-        check_same(group, queries.device, queries=Q, keys=K, hidden_size=keys.shape[1], symmetric=symmetric, **facts)
     _check_positives(queries, positives, K, ranks * K)
     _check_mask(queries, mask, ranks * K)
     scale = _scale_of(temperature, queries)
-    all_keys = keys if group is None else gathered_rows(keys, group)
+    all_keys = _of_all_ranks(keys, group)
     y = rank * K + torch.arange(Q, device=queries.device) if positives is None else positives.long()
     loss = _mean_over_positives(_call(queries, all_keys, scale, options), y, mask)
     if not symmetric or not Q:
         return loss
-    all_queries = queries if group is None else gathered_rows(queries, group)
+    all_queries = _of_all_ranks(queries, group)
     own = rank * Q + torch.arange(Q, device=queries.device)
     if mask is not None:
         mask = _mask_of_keys(mask, positives, Q, K, group)
@@ -130,13 +127,33 @@ def _contrastive(
         call = _call(keys[:Q], all_queries, scale, options)
         return (loss + _cross_entropy(call, CrossEntropyArgs(own, ignore_index=NONE, mask=mask))) / 2
     y = y.view(Q, -1)
-    every = y if group is None else gathered_rows(y, group)
-    target, counts, ids = _of_pairs(y, every, own, ranks * K)
+    target, counts, ids = _of_pairs(y, _of_all_ranks(y, group), own, ranks * K)
     # not index_select, whose gradient is summed in no fixed order on a GPU
     call = _call(F.embedding(ids, all_keys), all_queries, scale, options)
     share = torch.where(counts > 0, 1 / counts.clamp(min=1).to(call[0].wide), 0)
     args = CrossEntropyArgs(target, token_weight=share, num_items=share.sum(), ignore_index=NONE, mask=mask)
     return (loss + _cross_entropy(call, args)) / 2
+
+
+def _of_all_ranks(x: Tensor, group: Any) -> Tensor:
+    """Return all ranks' rows [W * R, ...] of ``x`` [R, ...], whose gradient is the sum of all ranks', rounded once."""
+    if group is None:
+        return x
+    gathered: Tensor = _GATHERED.apply(x, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _gather(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    ctx.group, ctx.dtype = group, x.dtype
+    return begin_gather(x, group).get().flatten(0, 1)
+
+
+def _sum_to_each(ctx: Any, upstream: Tensor) -> Any:
+    wide = upstream.to(torch.promote_types(ctx.dtype, torch.float32)).contiguous()
+    return [begin_scattered_sum(wide, ctx.group).get().to(ctx.dtype)], ()
+
+
+_GATHERED = node("GatheredRows", "the gathered keys", _gather, _sum_to_each)
 
 
 def _call(input: Tensor, weight: Tensor, scale: float | Tensor, options: HeadOptions) -> Call:
@@ -191,7 +208,7 @@ def _mask_of_keys(mask: Tensor, positives: Tensor | None, Q: int, K: int, group:
         columns = mask.view(Q, ranks, K)[..., :Q].flatten(1) if ranks > 1 else mask[:, :Q]
     else:
         y = positives.view(Q, -1)
-        ids = (y if group is None else gathered_rows(y, group)).flatten().long()
+        ids = _of_all_ranks(y, group).flatten().long()
         columns = mask[:, ids.clamp(0, ranks * K - 1)]
         for of_query in y.unbind(1):
             columns &= of_query[:, None] != ids
@@ -207,8 +224,7 @@ def _check_operands(queries: Tensor, keys: Tensor) -> None:
             hint = "Pass .to_local(), and the ranks that have the other keys as group."
             raise ArgumentTypeError(message(name, "a plain tensor", "a DTensor", hint))
         if tensor.dim() != 2:
-            shape = f"shape [{name[0].upper()}, D]"
-            raise ArgumentValueError(message(name, shape, str(list(tensor.shape))))
+            raise ArgumentValueError(message(name, f"shape [{name[0].upper()}, D]", str(list(tensor.shape))))
     check_head(queries, keys, None, NAMES)
     if not len(keys):
         raise ArgumentValueError(message("keys", "at least one", str(list(keys.shape))))
@@ -230,26 +246,22 @@ def _check_positives(queries: Tensor, positives: Tensor | None, own_keys: int, k
         expected = f"shape [{Q}] or [{Q}, P] with P above 0, as queries is {list(queries.shape)}"
         raise ArgumentValueError(message("positives", expected, str(list(positives.shape))))
     check_device("positives", positives, queries, NAMES[0])
-    if not looks_at_numbers(queries.device) or torch.compiler.is_compiling() or type(positives) is not Tensor:
-        return
-    ids = positives.long()  # in an unsigned dtype -1 is a large number
-    wrong = (ids < NONE) | (ids >= keys)
-    if wrong.any():
-        where = wrong.nonzero()[0]
-        got = f"{int(ids[tuple(where)])} at {where.tolist()}"
-        raise TargetIndexError(message("positives", f"ids from 0 to {keys - 1}, or -1 for padding", got))
+    if looks_at_numbers(queries.device) and not torch.compiler.is_compiling() and type(positives) is Tensor:
+        ids = positives.long()  # in an unsigned dtype -1 is a large number
+        wrong = ((ids < NONE) | (ids >= keys)).nonzero()
+        if len(wrong):
+            got = f"{int(ids[tuple(wrong[0])])} at {wrong[0].tolist()}"
+            raise TargetIndexError(message("positives", f"ids from 0 to {keys - 1}, or -1 for padding", got))
 
 
 def _check_mask(queries: Tensor, mask: Tensor | None, keys: int) -> None:
-    if mask is None:
-        return
-    if check_tensor("mask", mask).dtype != torch.bool:
-        expected = "a bool tensor, True where a key is left out"
-        raise ArgumentTypeError(message("mask", expected, str(mask.dtype)))
-    if mask.shape != (len(queries), keys):
-        expected = f"shape [{len(queries)}, {keys}], queries and keys"
-        raise ArgumentValueError(message("mask", expected, str(list(mask.shape))))
-    check_device("mask", mask, queries, NAMES[0])
+    if mask is not None:
+        if check_tensor("mask", mask).dtype != torch.bool:
+            raise ArgumentTypeError(message("mask", "a bool tensor, True where a key is left out", str(mask.dtype)))
+        if mask.shape != (len(queries), keys):
+            expected = f"shape [{len(queries)}, {keys}], queries and keys"
+            raise ArgumentValueError(message("mask", expected, str(list(mask.shape))))
+        check_device("mask", mask, queries, NAMES[0])
 
 
 def _scale_of(temperature: float | Tensor, queries: Tensor) -> float | Tensor:
