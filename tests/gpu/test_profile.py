@@ -34,7 +34,15 @@ def profile(folder: Path, *arguments: object) -> dict[str, Any]:
 
 def test_the_recording_is_the_allocators_count(tmp_path: Path) -> None:
     told = profile(
-        tmp_path, "--impl", "stock", "lowtide:input", "lowtide:attention-offload", "lowtide:all", "--steps", 2
+        tmp_path,
+        "--impl",
+        "stock",
+        "lowtide:input",
+        "lowtide:attention-offload",
+        "lowtide:all",
+        "--steps",
+        2,
+        "--snapshot",
     )
     losses = []
     for row in told["implementations"]:

@@ -11,8 +11,8 @@ _DESCRIPTION = """\
 Run a few training steps of a model with random weights by each implementation, each in its own process, and show where
 memory and time go: memory over the time of a step, all implementations in one plot with the phases labelled (forward of
 each layer, head, backward, optimizer); the peak by owner (weights, gradients, optimizer, activations by layer, head,
-transients); time by phase, TFLOP/s, MFU. Writes DIR/<date>-profile-<gpu>.json, .png and .html (one page that opens
-offline), for each implementation a trace (perfetto.dev) and, on a GPU, PyTorch's memory snapshot
+transients); time by phase, TFLOP/s, MFU. Writes DIR/<date>-profile-<gpu>.json, .png and .html (the tables and the plot
+on one page), for each implementation a trace (perfetto.dev) and with --snapshot, on a GPU, PyTorch's memory snapshot
 (pytorch.org/memory_viz). An implementation that runs out of memory is drawn up to that point. Exit status 1 if lowtide
 itself failed for another reason than lack of memory."""
 
@@ -26,8 +26,6 @@ examples:
       checkpoints in host memory, and adapters
   lowtide profile --model llama-3-8b --seq-len 32768 --policy input-offload --offload-params --impl stock,liger,lowtide
       full training, parameters and optimizer in host memory
-  lowtide profile --impl lowtide --seq-len 16384 --include stock.json
-      beside an earlier run of the same job
   lowtide profile --impl stock lowtide:input "lowtide:8xattention+8xall" --seq-len 16384
       a different policy for each half of the layers"""
 

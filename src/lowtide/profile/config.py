@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lowtide.bench.settings import Device, Dtype, Settings, setting
 from lowtide.bench.way import GPU_ALONE, IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.measure.output_files import check_output_files
-from lowtide.measure.plots import NO_PLOT
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM
 from lowtide.train.shapes import SHAPES
@@ -24,8 +20,6 @@ Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum
 Fsdp = Literal["none", "zero2", "zero3"]
 AUTO = "auto"
 FULL = "zero3"
-NOBODY = "none"
-_FILES = ("json", "png", "html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +31,6 @@ class ProfileConfig(Settings):
     """
 
     benchmark, program = "profile", "lowtide profile"
-    folders = ("output", *_FILES)
 
     model: str = setting(
         AUTO,
@@ -49,7 +42,7 @@ class ProfileConfig(Settings):
     impl: tuple[str, ...] = setting(
         ("stock", "lowtide"),
         f"which of {', '.join(IMPLEMENTATIONS)}, separated by commas or spaces; NAME:POLICY for one with its own "
-        "policy, may be repeated; none: none of them",
+        "policy, may be repeated",
         metavar="NAME",
     )
     seq_len: int = setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU", least=0)
@@ -60,9 +53,6 @@ class ProfileConfig(Settings):
         "Peers support all, attention, input (layer checkpointing), attention-offload and input-offload (checkpoints "
         "in host memory)",
         metavar="POLICY",
-    )
-    include: tuple[str, ...] = setting(
-        (), "json files of earlier runs, shown beside the new one; with --impl none, only these", metavar="FILE"
     )
     optimizer: Optimizer = setting("adamw", "the optimizer; adamw: PyTorch's fused one")  # noqa: RUF009
     lora: int = setting(0, "train adapters of this rank on all linear layers but the last, all else frozen", least=0)
@@ -81,12 +71,8 @@ class ProfileConfig(Settings):
     dtype: Dtype = setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
     seed: int = setting(0, "of weights and tokens", last=True, least=0)
-    trace: bool = setting(True, "leave out the profiler's trace, and the memory snapshot of a GPU", last=True)
-    json: str | None = setting(
-        None, "file for the results; default: a dated name in --output", metavar="FILE", last=True
-    )
-    png: str | None = setting(None, "file for the plot; default: the same", metavar="FILE", last=True)
-    html: str | None = setting(None, "file for the page; default: the same", metavar="FILE", last=True)
+    trace: bool = setting(True, "leave out the profiler's trace", last=True)
+    snapshot: bool = setting(False, "also write PyTorch's memory snapshot of a GPU (pytorch.org/memory_viz)", last=True)
     output: str = setting(".", "folder for all files", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
@@ -94,15 +80,13 @@ class ProfileConfig(Settings):
         self._require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
         if self.memory_limit is not None:
             self._require("memory_limit", self.memory_limit_gib > 0, "a size above 0")
-        for name in _FILES:
-            self._require(name, getattr(self, name) != "", "a name that is not empty")
         self._require("gpus", self.gpus == 1 or self.sharding != "none", "1, or --fsdp zero2 or zero3 beside it")
         if self.offload_params:
             self._require("fsdp", self.fsdp != "zero2", "none or zero3 with --offload-params")
             hint = "Its states have no kernel for the CPU's memory."
             if self.optimizer == "adamw-8bit":
                 raise ArgumentValueError(message("optimizer", "another with --offload-params", self.optimizer, hint))
-        assert self.ways or self.include
+        assert self.ways
 
     @property
     def memory_limit_gib(self) -> float:
@@ -121,7 +105,7 @@ class ProfileConfig(Settings):
         Raises:
             ArgumentValueError: An unknown name or policy, a name twice, or a policy for none of them.
         """
-        between = rf",(?=\s*(?:{'|'.join(IMPLEMENTATIONS)}|{NOBODY})\b|\s*$)"  # a policy has commas of its own
+        between = rf",(?=\s*(?:{'|'.join(IMPLEMENTATIONS)})\b|\s*$)"  # a policy has commas of its own
         words = [word.strip() for text in self.impl for word in re.split(between, text) if word.strip()]
         common, own = "input", {}
         for text in (*self.policy, *words):
@@ -137,8 +121,6 @@ class ProfileConfig(Settings):
             else:
                 raise ArgumentValueError(message("policy", "NAME=POLICY with a name of --impl", repr(text)))
         ways: dict[str, Way] = {}
-        if words == [NOBODY] and self.include:
-            return ways
         for word in words:
             impl, _, policy = word.partition(":")
             if word in ways:
@@ -148,33 +130,11 @@ class ProfileConfig(Settings):
             raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", "nothing"))
         return ways
 
-    @cached_property
-    def earlier(self) -> list[dict[str, Any]]:
-        """The results in the included files.
-
-        Raises:
-            ArgumentValueError: A file that cannot be read, or holds something else, or a name twice.
-        """
-        expected, results = "a json file of lowtide profile", []
-        for name in self.include:
-            try:
-                result = json.loads(Path(name).expanduser().read_text())
-            except (OSError, ValueError) as error:
-                raise ArgumentValueError(message("include", expected, f"{name} ({error})")) from error
-            if not isinstance(result, dict) or not {"settings", "implementations", "machine", "model"} <= result.keys():
-                raise ArgumentValueError(message("include", expected, name))
-            results.append(result)
-        names = [*(row["name"] for result in results for row in result["implementations"]), *self.ways]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            hint = "Call one of them NAME:POLICY."
-            raise ArgumentValueError(message("include", "each name once", f"{', '.join(twice)} twice", hint))
-        return results
-
     def check_here(self) -> None:
         """Raise where files or packages are missing.
 
         Raises:
-            ArgumentValueError: There is no such model or included file, or a file cannot be written.
+            ArgumentValueError: There is no such model.
             UnsupportedError: A package is not installed, or ``device`` is a CPU and another option needs a GPU.
         """
         for way in self.ways.values():
@@ -183,15 +143,12 @@ class ProfileConfig(Settings):
         for name, package, install in (
             ("lora", self.lora and "peft", "pip install peft."),
             ("optimizer", bitsandbytes, "pip install bitsandbytes, or take another."),
-            ("png", self.png is not None and "matplotlib", NO_PLOT),
         ):
             if package and importlib.util.find_spec(package) is None:
                 raise UnsupportedError(message(name, f"the package {package} to be installed", "none", install))
         if self.device == "cpu":
             self.check_device("cpu", gpus=0)
-        check_output_files(**{name: getattr(self, name) for name in _FILES})
         super().check_here()
-        assert len(self.earlier) == len(self.include)
 
     def check_device(self, kind: str, *, gpus: int) -> None:
         """Raise an `UnsupportedError` where an option needs a GPU, or more of them than there are."""

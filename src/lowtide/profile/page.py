@@ -1,55 +1,39 @@
-"""A profile as one page of HTML that needs nothing else: data, script and style are in it."""
+"""A profile as one static page of HTML that needs nothing else: the plot, and the tables."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
-from importlib.resources import files
+import base64
+from html import escape
 from pathlib import Path
+from typing import Any
 
-from lowtide.profile.owners import OWNERS
-from lowtide.profile.phases import KINDS, Label
-from lowtide.profile.tables import Line, label_of, largest, line_colors, peaks, times, title_of, unit_of
+from lowtide.profile.tables import Cells, largest, layers, peaks, times, title_of
 
-
-def write_page(file: Path, profile_json: str) -> None:
-    """Write the page of a profile; it holds the json file's text unmodified."""
-    result = json.loads(profile_json)
-    rows, time = result["implementations"], times(result)
-    peak, layer = peaks(result)
-    ends = [", ".join(map(_loss, (row["losses"][0], row["losses"][-1]))) for row in time.rows]
-    time.lines.append(Line("loss, first and last step", ends))
-    sheets = {"peak": peak, "layer": layer, "time": time}
-    names = {
-        "title": title_of(result),
-        "owners": _labels(OWNERS),
-        "kinds": _labels(KINDS),
-        "colors": line_colors(rows),
-        "labels": [label_of(row) for row in rows],
-        "unit": unit_of(rows),
-        "tables": {name: {"head": sheet.head, "lines": sheet.lines} for name, sheet in sheets.items()},
-        "largest": [largest(row) for row in peak.rows],
-    }
-    source = files("lowtide.profile")
-    parts = {
-        "STYLE": source.joinpath("page.css").read_text(encoding="utf-8"),
-        "NAMES": _embedded(json.dumps(names)),
-        "DATA": _embedded(profile_json),
-        "SCRIPT": source.joinpath("page.js").read_text(encoding="utf-8"),
-    }
-    page = source.joinpath("page.html").read_text(encoding="utf-8")
-    file.write_text(re.sub(r"/\*([A-Z]+)\*/", lambda mark: parts[mark[1]], page), encoding="utf-8")
+_HEAD = """\
+<!DOCTYPE html>
+<meta charset="utf-8">
+<title>lowtide profile</title>
+<style>
+body { font: 14px sans-serif; margin: 2em }
+img { max-width: 100% }
+table { margin: 2em 0; border-spacing: 1.5em 0.2em }
+td, th { text-align: right; font-weight: normal }
+tr :first-child { text-align: left }
+</style>
+"""
 
 
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+def write_page(file: Path, result: dict[str, Any], plot: Path | None) -> None:
+    """Write the page of a profile, with the PNG of `lowtide.profile.plot`; None: without it."""
+    parts = [_HEAD, f"<pre>{escape(title_of(result))}</pre>\n"]
+    if plot is not None:
+        data = base64.b64encode(plot.read_bytes()).decode()
+        parts.append(f'<img alt="memory over the time of a step" src="data:image/png;base64,{data}">\n')
+    blocks = [largest(row, most=8) for row in result["implementations"] if "peak" in row]
+    parts += map(_table, (peaks(result), layers(result), times(result), *blocks))
+    file.write_text("".join(parts), encoding="utf-8")
 
 
-def _labels(labels: Mapping[str, Label]) -> list[dict[str, str]]:
-    return [{"id": name, "text": label.text, "color": label.color} for name, label in labels.items()]
-
-
-def _embedded(text: str) -> str:
-    """Return json for a script element: nothing in it can end the element."""
-    return text.replace("<", "\\u003c")
+def _table(cells: Cells) -> str:
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)
+    return "<table>\n" + "".join(f"<tr>{row}</tr>\n" for row in rows) + "</table>\n"

@@ -20,6 +20,7 @@ from lowtide.profile.phases import END, Phase, PhaseMarks, with_whole_recomputes
 
 _MARK = "lowtide mark: "
 _STEP = "lowtide step"
+_range = torch._C._profiler._RecordFunctionFast  # record_function is an operator, which a selective checkpoint counts
 _ENGINE = "autograd::engine::evaluate_function: "
 
 
@@ -74,8 +75,7 @@ def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
 
     def mark(what: Phase | set[int]) -> None:
         marked.append(what)
-        # not by an operator, which a selective checkpoint would count
-        with torch._C._profiler._RecordFunctionFast(f"{_MARK}{len(marked) - 1}"):
+        with _range(f"{_MARK}{len(marked) - 1}"):
             pass
 
     def on_begin(phase: Phase) -> None:
@@ -89,7 +89,7 @@ def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
     profiler = allocation_profiler()
     try:
         # The tree of some versions lacks an event that no operation surrounds: what Python frees between two of them.
-        with profiler, torch._C._profiler._RecordFunctionFast(_STEP):
+        with profiler, _range(_STEP):
             yield recording
     finally:
         marks.on_begin, marks.on_weights = before, lambda _: None

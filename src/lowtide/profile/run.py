@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Row, Run, chosen_device
-from lowtide.bench.results import Files, replace
+from lowtide.bench.results import replace
 from lowtide.bench.way import OURS, Way
 from lowtide.bench.ways import language_part
-from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.errors import LowtideError
 from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
 from lowtide.measure.plots import NO_PLOT
 from lowtide.memory.planner.gpus import DEFAULT as ANY_GPU
@@ -36,43 +36,24 @@ from lowtide.train.model import model_config
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 GPU_MODEL, GPU_TOKENS, CPU_TOKENS = "llama-3.2-1b", 8192, 1024
-_OWN = ("json", "png", "html", "output", "impl", "policy", "fsdp", "include")  # settings of this process alone
-_SAME_JOB = (
-    "model", "seq_len", "batch_size", "dtype", "device", "optimizer", "lora", "offload_params", "sharding", "gpus",
-)  # fmt: skip
-_SAME_MACHINE = ("gpu", "cpu", "torch", "transformers")
+_OWN = ("output", "impl", "policy", "fsdp")  # settings of this process alone
 
 
 def _check(config: ProfileConfig) -> None:
     config.check_here()
-    if config.ways:
-        config.check_device(chosen_device(config.device).type, gpus=torch.cuda.device_count())
-        _language_model(config)
+    config.check_device(chosen_device(config.device).type, gpus=torch.cuda.device_count())
+    _language_model(config)
 
 
 def _measure(run: Run[ProfileConfig]) -> None:
-    """Measure each implementation, show the included ones beside them, and write the plot and the page."""
-    config = run.config
-    if config.ways:
-        _describe_job(run)
-    else:
-        first = config.earlier[0]
-        gpu = first["machine"]["gpu"] if first["settings"]["device"] == "cuda" else None
-        run.files = Files.prepare(config.output, f"{first['date']}-profile", gpu)
-        run.result = {**first, "command": config.command()}
-    stem = run.files.json.with_suffix("")
-    if config.json is not None:
-        run.files = Files(Path(config.json))
+    """Measure each implementation, and write the plot and the page."""
+    _describe_job(run)
     rows: list[Row] = []
     run.result["implementations"] = rows
-    included = _included_rows(run.result, config.earlier)
-    if config.earlier:
-        run.result["included"] = [*run.result.get("included", ()), *(other["command"] for other in config.earlier)]
     run.say(f"{title_of(run.result)}\n\n{ROWS.header}")
-    for row in included:
-        run.add(row, rows, ROWS)
-    for name, way in config.ways.items():
-        ended = _in_children(way, run.result["settings"], f"{stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}")
+    for name, way in run.config.ways.items():
+        stem = f"{run.files.json.with_suffix('')}-{re.sub('[^A-Za-z0-9.]+', '-', name)}"
+        ended = _in_children(way, run.result["settings"], stem)
         row = {"name": name, "impl": way.impl, "policy": way.policy, **_result(ended)}
         add_rates(row, run.result["step_tflop"], run.result["peak_tflops"])
         run.add(row, rows, ROWS)
@@ -103,7 +84,7 @@ def _describe_job(run: Run[ProfileConfig]) -> None:
     run.result |= {
         "settings": settings,
         "model": {
-            "name": title_name(name) + inside,
+            "name": (name if name in SHAPES else Path(name).resolve().stem) + inside,
             "model_type": text.model_type,
             **{size: getattr(text, size, None) for size in sizes},
         },
@@ -122,38 +103,6 @@ def _language_model(config: ProfileConfig) -> tuple[Any, Any]:
     name = _model_name(config, cuda=chosen_device(config.device).type == "cuda")
     whole = model_config(name, vocab_size=TrainConfig.vocab_size)
     return whole, language_part(whole)
-
-
-def title_name(model: str) -> str:
-    """Return a model's name in titles: its built-in name, else that of its folder or file."""
-    path = Path(model).expanduser()
-    if model in SHAPES or not path.exists():
-        return model
-    if path.is_file() and path.name != "config.json":
-        return path.stem
-    path = path.resolve()
-    return path.parent.name if path.is_file() else path.name
-
-
-def _included_rows(result: Mapping[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the implementations of earlier profiles, with a note if they ran on another machine or version.
-
-    Raises:
-        ArgumentValueError: One of them measured another job, so nothing in it can be compared.
-    """
-    rows = []
-    for other in earlier:
-        for name in _SAME_JOB:
-            here, there = result["settings"][name], other["settings"].get(name)
-            if here != there:
-                raise ArgumentValueError(message("include", f"a profile with {name} {here}, as now", there))
-        machine, theirs = result["machine"], other["machine"]
-        differs = [f"{name} {theirs.get(name)}" for name in _SAME_MACHINE if theirs.get(name) != machine.get(name)]
-        for row in other["implementations"]:
-            notes = [row["note"]] if "note" in row else []
-            notes += [f"measured on {', '.join(differs)}"] if differs else []
-            rows.append({**row, "note": "; ".join(notes)} if notes else row)
-    return rows
 
 
 def step_flop(
@@ -240,17 +189,18 @@ def _result(ended: list[ChildResult]) -> dict[str, Any]:
 
 
 def _write_pages(run: Run[ProfileConfig]) -> None:
-    """Write the json, the plot and the page, and print their paths; the harness prints the json's."""
-    config, result = run.config, run.result
-    run.save()
-    page = Path(config.html) if config.html is not None else run.files.json.with_suffix(".html")
-    plot = Path(config.png) if config.png is not None else run.files.json.with_suffix(".png")
+    """Write the plot and the page, and print their paths; the harness prints the json's."""
+    plot: Path | None = run.files.json.with_suffix(".png")
     if importlib.util.find_spec("matplotlib") is None:
         run.say(f"no plot: matplotlib is not installed. {NO_PLOT}\n")
-    elif any("peak" in row for row in result["implementations"]):
-        replace(plot, lambda at: draw_profile(at, result))
+        plot = None
+    elif plot is not None and any("peak" in row for row in run.result["implementations"]):
+        replace(plot, lambda at: draw_profile(at, run.result))
         run.say(f"written: {plot}\n")
-    replace(page, lambda at: write_page(at, run.files.json.read_text()))
+    else:
+        plot = None
+    page = run.files.json.with_suffix(".html")
+    replace(page, lambda at: write_page(at, run.result, plot))
     run.say(f"written: {page}\n")
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gzip
 import math
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -20,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
@@ -154,8 +151,9 @@ class Steps:
         if self.device.type == "cuda":
             result |= {"allocated_gib": gib(cuda_peak_bytes()), "reserved_gib": gib(cuda_reserved_bytes())}
         losses = [value if math.isfinite(value) else None for value in (loss.item() for loss in self.losses)]
-        files = settings["trace"] and self.rank == 0  # every rank takes the same steps, and the first one writes
-        slowed = self._record(result, f"{stem}-snapshot.pickle" if files else None, timed)
+        first = self.rank == 0  # every rank takes the same steps, and the first one writes
+        snapshot = first and settings["snapshot"] and self.device.type == "cuda"
+        slowed = self._record(result, f"{stem}-snapshot.pickle" if snapshot else None, timed)
         result |= {"losses": losses, "parameters": sum(p.numel() for p in self.model.parameters())}
         result["attention"] = attention_of(self.model)
         own = f"attention is the model's own ({result['attention']}), not PyTorch's fused one"
@@ -165,7 +163,7 @@ class Steps:
         if failed:
             return {**result, "failed": failed}
         if settings["trace"]:
-            self._trace(f"{stem}-trace.json.gz" if files else None, result["files"])
+            self._trace(f"{stem}-trace.json.gz" if first else None, result["files"])
         steps_ms = [sum(ms for _, ms in step) for step in timed]
         tokens = settings["seq_len"] * settings["batch_size"] * settings["gpus"]
         seconds = statistics.median_low(steps_ms) / 1e3
@@ -198,14 +196,20 @@ class Steps:
         self._clean()
         known = known_before(self.model, self.optimizer, [self.ids, *self.losses], self.device)
         files: dict[str, str] = {}
-        of_gpu = snapshot if self.device.type == "cuda" else None
-        with _snapshot(of_gpu, files), self.clock() as own, record(self.marks, self.device) as recording:
+        if snapshot is not None:
+            # No stacks of frees: the one of a tensor that is freed while an exception ends an autograd function, as it
+            # does where a checkpoint has recomputed enough, makes PyTorch lose the exception.
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, context="alloc", stacks="python")
+        with self.clock() as own, record(self.marks, self.device) as recording:
             try:
                 self.step()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 self.see_gradients()
+        if snapshot is not None:
+            torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
+            files["snapshot"] = Path(snapshot).name
         known.gradients = self.gradients
         known.states = set(storages(optimizer_tensors(self.optimizer), self.device))
         self._clean()
@@ -227,17 +231,11 @@ class Steps:
         if file is None:
             self.step()
             return
-        plain = Path(file.removesuffix(".gz"))
-        cuda = self.device.type == "cuda"
-        with profile(use_kineto=True, use_device="cuda" if cuda else None) as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             self.step()
-            if cuda:
+            if self.device.type == "cuda":
                 torch.cuda.synchronize()
-        assert profiler.kineto_results is not None
-        profiler.kineto_results.save(str(plain))
-        with plain.open("rb") as source, gzip.open(file, "wb", compresslevel=5) as target:
-            shutil.copyfileobj(source, target)
-        plain.unlink()
+        profiler.export_chrome_trace(file)
         files["trace"] = Path(file).name
 
 
@@ -272,23 +270,6 @@ def missed_frees(result: dict[str, Any]) -> str | None:
         f"the recording has a peak of {result['peak']['gib']:.2f} GiB where the allocator counted {counted:.2f}: frees "
         "were missed, so its plot and its owners' shares are too large. The allocator's count is right"
     )
-
-
-@contextlib.contextmanager
-def _snapshot(file: str | None, files: dict[str, str]) -> Iterator[None]:
-    """Write PyTorch's memory snapshot of the block, for pytorch.org/memory_viz."""
-    if file is None:
-        yield
-        return
-    # No stacks of frees: the one of a tensor that is freed while an exception ends an autograd function, as it does
-    # where a checkpoint has recomputed enough, makes PyTorch lose the exception.
-    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, context="alloc", stacks="python")
-    try:
-        yield
-    finally:
-        torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        files["snapshot"] = Path(file).name
 
 
 def _gpu_now() -> torch.cuda.Event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowtide.bench.harness import Column, Table
 from lowtide.bench.way import OURS
@@ -13,6 +13,7 @@ from lowtide.profile.owners import OWNERS
 from lowtide.profile.phases import KINDS
 
 Row = dict[str, Any]
+Cells = list[list[str]]
 _RATES = {"forward": "layers, forward", "head": "head, both ways", "backward": "layers, backward", "step": "step"}
 _OWN = ("#0b5fa5", "#12a5c4", "#5b3fa0", "#1b8f5a", "#1f2f66", "#6fa8d6")
 _OTHERS = ("#c4561c", "#b58900", "#a32a6b", "#7a4a2b", "#e0849b", "#5d5d1a")
@@ -64,98 +65,84 @@ def title_of(result: Row) -> str:
     )
 
 
-class Line(NamedTuple):
-    """A line of a `Sheet`: its title, a text per implementation, the title's colour, and whether it is a total."""
-
-    title: str
-    texts: Sequence[str]
-    color: str | None = None
-    total: bool = False
-
-
-class Sheet(NamedTuple):
-    """A table with a column per implementation; ``head`` is the title of its titles."""
-
-    head: str
-    rows: Sequence[Row]
-    lines: list[Line]
-
-    def __str__(self) -> str:
-        names = [self.head, *(row["name"] for row in self.rows)]
-        return table([names, *([line.title, *line.texts] for line in self.lines)])
-
-
-def peaks(result: Row) -> tuple[Sheet, Sheet]:
-    """Return the peaks by owner, and the activations at them by layer."""
+def peaks(result: Row) -> Cells:
+    """Return the peaks by owner."""
     rows = [row for row in result["implementations"] if "peak" in row]
     unit, scale = unit_of(rows)
     at_peak = [row["peak"] for row in rows]
-
-    def sizes(parts: Iterable[Row], name: str) -> list[str]:
-        return [_number(each[name] * scale) if name in each else "" for each in parts]
-
-    owners = [each["owners_gib"] for each in at_peak]
     lines = [
-        *(Line(label.text, sizes(owners, owner), label.color) for owner, label in OWNERS.items()),
-        Line("sum", sizes(at_peak, "gib"), total=True),
-        Line("of the first", [f"{each['gib'] / at_peak[0]['gib']:.3f}" for each in at_peak]),
-        Line("reached in", [each["phase"] for each in at_peak]),
-        Line("by the allocator", sizes(rows, "allocated_gib")),
-        Line("held by it", sizes(rows, "reserved_gib")),
-        Line("", ["out of memory" if "failed" in row else "" for row in rows]),
+        *([label.text, *_sizes((each["owners_gib"] for each in at_peak), key, scale)] for key, label in OWNERS.items()),
+        ["sum", *_sizes(at_peak, "gib", scale)],
+        ["of the first", *(f"{each['gib'] / at_peak[0]['gib']:.3f}" for each in at_peak)],
+        ["reached in", *(each["phase"] for each in at_peak)],
+        ["by the allocator", *_sizes(rows, "allocated_gib", scale)],
+        ["held by it", *_sizes(rows, "reserved_gib", scale)],
+        ["", *("out of memory" if "failed" in row else "" for row in rows)],
     ]
-    names = dict.fromkeys(name for each in at_peak for name in each["activations_gib"])
-    layers = [dict.fromkeys(names, 0.0) | each["activations_gib"] for each in at_peak]
-    by_layer = Sheet(f"activations, {unit}", rows, [Line(name, sizes(layers, name)) for name in names])
-    return Sheet(f"peak, {unit}", rows, _filled(lines)), by_layer
+    return _table(f"peak, {unit}", rows, lines)
 
 
-def times(result: Row) -> Sheet:
+def layers(result: Row) -> Cells:
+    """Return the activations at the peaks by layer."""
+    rows = [row for row in result["implementations"] if "peak" in row]
+    unit, scale = unit_of(rows)
+    found = [row["peak"]["activations_gib"] for row in rows]
+    names = dict.fromkeys(name for each in found for name in each)
+    return _table(f"activations, {unit}", rows, [[name, *_sizes(found, name, scale)] for name in names])
+
+
+def times(result: Row) -> Cells:
     """Return the times by phase, and the FLOP/s."""
     rows = [row for row in result["implementations"] if "seconds" in row]
-
-    def numbers(group: str, name: str) -> list[str]:
-        return [_number(row[group].get(name, 0.0)) if group in row else "" for row in rows]
-
+    phases, rates = ([row.get(group, {}) for row in rows] for group in ("time_by_kind_ms", "tflops"))
     lines = [
-        *(Line(label.text, numbers("time_by_kind_ms", kind), label.color) for kind, label in KINDS.items()),
-        Line("step", [_number(row["seconds"] * 1e3) for row in rows], total=True),
-        Line("of the first", [f"{row['seconds'] / rows[0]['seconds']:.3f}" for row in rows]),
-        Line("tokens/s", [f"{row['tokens_per_s']:,.0f}" for row in rows]),
-        *(Line(f"TFLOP/s: {text}", numbers("tflops", name)) for name, text in _RATES.items()),
-        Line(
+        *([label.text, *_sizes(phases, kind)] for kind, label in KINDS.items()),
+        ["step", *(_number(row["seconds"] * 1e3) for row in rows)],
+        ["of the first", *(f"{row['seconds'] / rows[0]['seconds']:.3f}" for row in rows)],
+        ["tokens/s", *(f"{row['tokens_per_s']:,.0f}" for row in rows)],
+        *([f"TFLOP/s: {text}", *_sizes(rates, name)] for name, text in _RATES.items()),
+        [
             f"of {result['peak_tflops'] or 0:.0f} TFLOP/s (MFU)",
-            [f"{row['mfu']:.1%}" if "mfu" in row else "" for row in rows],
-        ),
+            *(f"{row['mfu']:.1%}" if "mfu" in row else "" for row in rows),
+        ],
+        ["loss, first step", *(_loss(row["losses"][0]) for row in rows)],
+        ["loss, last step", *(_loss(row["losses"][-1]) for row in rows)],
     ]
-    return Sheet("time, ms", rows, _filled(lines))
+    return _table("time, ms", rows, lines)
 
 
-def _filled(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines with a text."""
-    return [line for line in lines if any(line.texts)]
-
-
-def largest(row: Row) -> list[list[str]]:
-    """Return the largest blocks at an implementation's peak, after the titles of the columns."""
-    blocks = row["peak"]["largest"]
+def largest(row: Row, most: int = 5) -> Cells:
+    """Return the largest blocks at an implementation's peak."""
+    blocks = row["peak"]["largest"][:most]
     unit, scale = _unit(blocks[0]["gib"] if blocks else 1.0)
     return [
-        [f"largest at the peak, {unit}", "", "allocated in", "counted as"],
-        *([one["operation"], _number(one["gib"] * scale), one["phase"], OWNERS[one["owner"]].text] for one in blocks),
+        [f"{row['name']}: largest at the peak, {unit}", "", "allocated in", "counted as"],
+        *(
+            [one["operation"][:48], _number(one["gib"] * scale), one["phase"], OWNERS[one["owner"]].text]
+            for one in blocks
+        ),
     ]
+
+
+def _table(head: str, rows: Sequence[Row], lines: Iterable[list[str]]) -> Cells:
+    """Return the cells of a table with a column per implementation, without lines that are empty; none without rows."""
+    return [[head, *(row["name"] for row in rows)], *(line for line in lines if any(line[1:]))] if rows else []
+
+
+def _sizes(parts: Iterable[Row], name: str, scale: float = 1.0) -> list[str]:
+    return [_number(each[name] * scale) if name in each else "" for each in parts]
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def tables(result: Row) -> str:
-    """Return the peak by owner, the time by phase, and the five largest blocks at each peak."""
-    (peak, _), time = peaks(result), times(result)
-    parts = [str(peak)] if peak.rows else []
-    if time.rows:
-        parts.append(f"{time}\nno TFLOP/s: {result['flop_note']}" if result["flop_note"] else str(time))
-    for row in peak.rows:
-        (title, *head), *blocks = largest(row)
-        cells = [[f"{row['name']}: {title}", *head], *([one[:48], *rest] for one, *rest in blocks[:5])]
-        parts.append(table(cells, left=(0, 2, 3)))
+    """Return the peak by owner, the time by phase, and the largest blocks at each peak."""
+    parts = [table(cells) for cells in (peaks(result), times(result)) if cells]
+    if result["flop_note"] and parts:
+        parts.append(f"no TFLOP/s: {result['flop_note']}")
+    parts += [table(largest(row), left=(0, 2, 3)) for row in result["implementations"] if "peak" in row]
     return "\n" + "\n\n".join(parts) + "\n\n" if parts else "\n"
 
 
