@@ -116,15 +116,15 @@ def _nothing(_: object) -> Any:
 
 def random_state_and_autocast(hidden: Tensor) -> Callable[[], AbstractContextManager[None]]:
     """Return what makes contexts with PyTorch's random state and autocast as they are now."""
-    kind, cpu, (devices, states) = hidden.device.type, torch.get_rng_state(), get_device_states(hidden)
-    kinds = filter(torch.amp.is_autocast_available, {"cpu", kind})
-    casts = [(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in kinds]
+    device_type, cpu, (devices, states) = hidden.device.type, torch.get_rng_state(), get_device_states(hidden)
+    kinds = filter(torch.amp.is_autocast_available, {"cpu", device_type})
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
-        with torch.random.fork_rng(devices, device_type=kind), contextlib.ExitStack() as stack:
+        with torch.random.fork_rng(devices, device_type=device_type), contextlib.ExitStack() as stack:
             torch.set_rng_state(cpu)
-            set_device_states(devices, states, device_type=kind)
+            set_device_states(devices, states, device_type=device_type)
             for cast in casts:
                 # Casts of weights that a cache would hold have no graph here; backward may run under autocast too.
                 stack.enter_context(torch.autocast(*cast, cache_enabled=False))

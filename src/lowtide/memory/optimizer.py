@@ -127,8 +127,8 @@ class OptimizerOffload:
         self._in_closure = False
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
-        for each in (self._hooks, self._gradient_hooks):
-            weakref.finalize(self, _remove, each).atexit = False
+        for hooks in (self._hooks, self._gradient_hooks):
+            weakref.finalize(self, _remove, hooks).atexit = False
         self._look(optimizer)
         for k, layer in enumerate(layers):
             self._hooks.append(layer.register_forward_pre_hook(_Hook(self._forward, k), prepend=True))
@@ -165,8 +165,8 @@ class OptimizerOffload:
         with self.lock:
             self.bring_back()
             self._clear()
-            for each in (self._hooks, self._gradient_hooks):
-                _remove(each)
+            for hooks in (self._hooks, self._gradient_hooks):
+                _remove(hooks)
             optimizer = self.owner()
             if optimizer is not None and vars(optimizer).get(_HANDLE) is self:
                 del vars(optimizer)[_HANDLE], vars(optimizer)[_GET_STATE]
@@ -335,12 +335,12 @@ class _Hook:
 
     Args:
         method: The method; None: it calls nothing.
-        given: What the method is called with behind the optimizer.
+        args: What the method is called with behind the optimizer.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
+    def __init__(self, method: Callable[..., Any] | None = None, *args: int) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
-        self._given = given
+        self._args = args
 
     @copies.run_in_eager
     def __call__(self, *called_with: Any) -> Any:
@@ -349,7 +349,7 @@ class _Hook:
         if optimizer is None:
             return None
         with method.__self__.lock:
-            return method(optimizer, *self._given, *called_with)
+            return method(optimizer, *self._args, *called_with)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
