@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
@@ -182,3 +182,8 @@ def refuse_transforms(
         return
     hint = f"Call .backward() or torch.autograd.grad on its result, or {way}: {instead}."
     raise UnsupportedError(message(function, "reverse-mode autograd", got, hint))
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the hooks that run with a module's calls: before forward, after it, and the two of backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks

@@ -201,7 +201,6 @@ def test_a_quantised_head_scores_evaluates_and_compiles(quantised, batch):
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
     expect_calls(report, 3)
-    assert "weight is a Params4bit, not a plain Parameter" in str(report)
 
 
 @pytest.mark.parametrize("skip", [(), ("lm_head",)], ids=len)

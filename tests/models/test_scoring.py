@@ -16,7 +16,6 @@ from lowtide.measure.allocations import track_allocations
 from lowtide.models import lazy_results, row_scores
 from lowtide.models.instance import part_of
 from lowtide.models.lazy_logits import LazyLogits
-from lowtide.models.steps import ReturnedLogprobs, Step
 from models.conftest import DYNAMO, assert_same_training, expect_calls, types_of
 
 V = 97
@@ -238,60 +237,6 @@ def test_anything_else_builds_logits_as_stock_does(read, pair, batch):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     assert report.calls_materialised == 1
     assert sum(report.why_materialised.values()) == 1
-
-
-COMPARED = {
-    "rank": lambda lp, ids: (lp[0] > lp[0].gather(-1, ids[0, :, None])).sum(-1),
-    "rank of some": lambda lp, ids: (lp[:, 3:7] > lp[:, 3:7].gather(-1, ids[:, 3:7, None])).sum(-1),
-    "rank among copies": lambda lp, ids: (
-        (part := lp[:1].expand(2, -1, -1).chunk(2)[1]) > part.gather(-1, ids[:1, :, None])
-    ).sum(-1),
-    "the same twice": lambda lp, ids: (
-        lp[1, 2:9].gather(-1, ids[1, 2:9, None]) == lp[1].gather(-1, ids[1, :, None])[2:9]
-    ),
-    "highest": lambda lp, ids: lp[0] >= lp[0].gather(-1, lp[0].argmax(-1, keepdim=True)),
-    "rank of masked rows": lambda lp, ids: (lp[ids > 40] > lp[ids > 40].gather(-1, ids[ids > 40][:, None])).sum(-1),
-}
-
-
-@pytest.mark.parametrize("compare", COMPARED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_read_and_then_built_compare_as_in_stock(dtype, compare, pair, batch):
-    model, stock = pair("llama", dtype)
-    ids = batch["input_ids"]
-    with lowtide.scoring(model.eval()), torch.no_grad():
-        got = COMPARED[compare](model(input_ids=ids).logits.log_softmax(-1), ids)
-        assert torch.equal(got, COMPARED[compare](stock.eval()(input_ids=ids).logits.log_softmax(-1), ids))
-
-
-ROUNDED_BEFORE = {
-    "gathered": lambda z, ids: z.log_softmax(-1).gather(-1, ids[..., None]),
-    "cross entropy": lambda z, ids: F.cross_entropy(z.transpose(1, 2), ids, reduction="none"),
-}
-
-
-@pytest.mark.parametrize("read", ROUNDED_BEFORE)
-def test_log_probabilities_that_were_rounded_are_not_put_into_those_of_more_bits(read, build, batch):
-    model, ids = build("llama", torch.bfloat16).eval(), batch["input_ids"]
-    with lowtide.scoring(model), torch.no_grad():
-        expected, z = (model(input_ids=ids).logits for _ in range(2))
-        assert ROUNDED_BEFORE[read](z, ids).dtype == torch.bfloat16
-        logprobs = z.float().log_softmax(-1)
-        got, expected = (x.gather(-1, ids[..., None]) for x in (logprobs, expected.float().log_softmax(-1)))
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-        z = model(input_ids=ids).logits
-        ROUNDED_BEFORE[read](z, ids)
-        assert (z.float().log_softmax(-1).exp().sum(-1) - 1).abs().max() < 1e-5
-
-
-def test_log_probabilities_of_copies_are_not_put_into_one_row():
-    """Which of them it would be is not determined on a GPU."""
-    returned = ReturnedLogprobs(torch.Size([2]))
-    steps = (Step(torch._C.TensorBase.log_softmax, (-1,)),)
-    copies = Step(torch.Tensor.expand, (2, -1), lambda x: x[:1].expand(2, -1), repeats=True)
-    returned.add((*steps, copies), torch.tensor([[3], [4]]), torch.tensor([[-5.0], [-6.0]]), sign=1)
-    logits = torch.randn(2, V)
-    assert torch.equal(returned.replay(logits, steps), logits.log_softmax(-1))
 
 
 def large(build, dtype=torch.float32):

@@ -19,7 +19,7 @@ import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
-    "errors", "lazy", "arguments", "swap", "code", "measure", "kernel_launch", "graph", "head", "skip",
+    "errors", "lazy", "arguments", "swap", "measure", "kernel_launch", "graph", "head", "skip",
     "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "stacks", "train", "bench", "profile",
     "cli", "__main__",
 ]  # fmt: skip

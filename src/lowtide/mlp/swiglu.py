@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowtide.arguments import check_device, check_index, operand_dtype, refuse_transforms, why_not_local
-from lowtide.code import MODULE_HOOKS
+from lowtide.arguments import check_device, check_index, hooks_of, operand_dtype, refuse_transforms, why_not_local
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.mlp.call import Adapter, Projection, SwigluCall, Wanted, backward_flop, forward_flop, projections_flop
 from lowtide.mlp.operators import Flop, Operators, Passes
@@ -220,7 +219,7 @@ def why_not_plain(projection: object) -> str | None:
         return f"it is a {type(projection).__name__}"
     if type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__:
         return f"it is a {type(projection).__name__} with a forward of its own"
-    if any(getattr(projection, kind) for kind in MODULE_HOOKS):
+    if any(map(len, hooks_of(projection))):
         return "it has hooks, which would not run"
     return None
 

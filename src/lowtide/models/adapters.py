@@ -18,7 +18,7 @@ from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.packed import Weight
 from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.four_bit import is_four_bit, packed_weight, rounds_input, why_not_packed
-from lowtide.models.instance import BASE
+from lowtide.models.instance import BASE, children_of, parameters_of
 from lowtide.models.probe import agree, linear, outcome, random, twin_of
 
 _IN, _OUT = 6, 5  # of the twins
@@ -72,7 +72,7 @@ def adapted_linear(module: nn.Module, *, four_bit: bool = False) -> AdaptedLinea
     found = _active(kept, four_bit)
     if isinstance(found, str):
         return found
-    base: Any = kept._modules["base_layer"]
+    base: Any = children_of(kept)["base_layer"]
     dropouts = tuple(adapter.dropout for adapter in found)
     return AdaptedLinear(base, found, (*around, kept, *dropouts), four_bit and is_four_bit(base))
 
@@ -81,7 +81,7 @@ def saved_layers(module: nn.Module | None) -> list[nn.Module]:
     """Return the modules that a layer of modules_to_save may call; [] of any other."""
     if module is None or not _is_saved(module):
         return []
-    children: Any = module._modules
+    children: Any = children_of(module)
     return [children["original_module"], *children["modules_to_save"].children()]
 
 
@@ -101,12 +101,12 @@ def saved_module(module: nn.Module) -> nn.Module | str:
 
 
 def _is_saved(module: nn.Module) -> bool:
-    return "original_module" in module._modules and "modules_to_save" in module._modules
+    return "original_module" in children_of(module) and "modules_to_save" in children_of(module)
 
 
 def is_lora(module: nn.Module) -> bool:
     """Whether the module's children have the names of a LoRA layer's."""
-    return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))
+    return all(name in children_of(module) for name in ("base_layer", "lora_A", "lora_B"))
 
 
 def _kind(module: nn.Module) -> str:
@@ -129,7 +129,7 @@ def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
     why_not = _why_not_class(lora, _LORA, _why_not_lora)
     if why_not is not None:
         return why_not
-    children = lora._modules  # `lora.base_layer` would be slow: modules are found by __getattr__
+    children = children_of(lora)  # `lora.base_layer` would be slow: modules are found by __getattr__
     base = children["base_layer"]
     why_not = _why_not_base(base, "is LoRA on a {}, not on a plain torch.nn.Linear", four_bit)
     if why_not is not None:
@@ -138,7 +138,7 @@ def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
         return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else ()
     if lora.merged:
         return ()
-    a_s, b_s, dropouts = (children[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
+    a_s, b_s, dropouts = (children_of(children[name]) for name in ("lora_A", "lora_B", "lora_dropout"))
     found = []
     for name in lora.active_adapters:
         if name not in a_s:
@@ -148,7 +148,7 @@ def _active(lora: Any, four_bit: bool) -> tuple[LowRankAdapter, ...] | str:
         scale = lora.scaling[name]
         if type(dropouts[name]) not in (nn.Dropout, nn.Identity):
             return f"drops by a {type(dropouts[name]).__name__}"
-        if type(scale) not in (int, float) or a_s[name]._parameters.get("bias") is not None:
+        if type(scale) not in (int, float) or parameters_of(a_s[name]).get("bias") is not None:
             return "has an adapter of another form than LoRA's"
         found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], scale))
     if found and not getattr(lora, "cast_input_dtype_enabled", True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
-from lowtide.arguments import is_autocast_on
+from lowtide.arguments import hooks_of, is_autocast_on
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
@@ -27,8 +27,6 @@ _MOVES = ("AlignDevicesHook", "CpuOffload")
 # The arguments of a forward with which it computes a loss.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 _CALL, _LINEAR = nn.Module.__call__, nn.Linear.forward  # as PyTorch has them
-# The attributes of a module with the hooks that run with its calls.
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
@@ -90,7 +88,7 @@ def why_not_now(head: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = Non
         return "hidden states and output embedding differ in dtype"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "a torch.func transform or forward-mode differentiation is active"
-    if torch._C._get_tracing_state() is not None:
+    if is_traced():
         return "the model is being traced"
     return why_not_call(head)
 
@@ -107,8 +105,9 @@ def why_not_call(head: nn.Module) -> str | None:
     style = style_of(head)
     if isinstance(style, str):
         return f"the output embedding {style}"
-    of_all = [hook for kind in _MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
-    for hook in own_hooks(head) + of_all:
+    of_all = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
+    of_gradients = (nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks)
+    for hook in (hook for hooks in (*hooks_of(head), *of_all, *of_gradients) for hook in hooks.values()):
         module = defining_module(hook)
         if not module.startswith(_HOOKS_THAT_DO_NOT_READ):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
@@ -144,6 +143,11 @@ def _kind(hook: object) -> str:
     return f"{type(hook).__module__}.{type(hook).__qualname__}"
 
 
+def is_traced() -> bool:
+    """Whether torch.jit.trace runs this."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
 def is_function_mode_active() -> bool:
     """Whether a ``TorchFunctionMode`` reads, or changes, what functions do.
 
@@ -158,8 +162,7 @@ def is_function_mode_active() -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook of the module's own reads its calls. Those of ZeRO-3 only gather weights."""
-    before, after = module._forward_pre_hooks, module._forward_hooks  # written out: many modules, at each call
-    if not any((before, after, module._backward_hooks, module._backward_pre_hooks)):
+    if not any(hooks_of(module)):
         return False
     return not all(defining_module(hook).startswith(HOOKS) for hook in own_hooks(module))
 
@@ -174,7 +177,7 @@ def plain_class(module: nn.Module) -> type:
 
 def own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks on a module's own calls, forward and backward."""
-    return [hook for kind in _MODULE_HOOKS for hook in getattr(module, kind).values()]
+    return [hook for hooks in hooks_of(module) for hook in hooks.values()]
 
 
 FEW = 2**23  # values: 2048 tokens of 4096
@@ -195,7 +198,7 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
         not is_function_mode_active()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
+        and not is_traced()
     )
 
 
@@ -209,7 +212,7 @@ def has_nothing_to_save(x: object) -> bool:
     if torch.is_grad_enabled():
         return False
     # No tensor: an error of the model's own. A trace would record the reading of a size.
-    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or is_traced():
         return True
     return x.numel() <= FEW or x.is_cpu
 

@@ -23,7 +23,7 @@ from lowtide.mlp.expert_call import Form
 from lowtide.mlp.experts import experts_mlp
 from lowtide.models import probe
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
-from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
+from lowtide.models.instance import PROBED, children_of, parameters_of, part_of, why_not_forward, with_forward
 
 LEVEL = "checkpoint_level"
 ATTRIBUTES = {LEVEL: 0}  # of a patched module, with their first values
@@ -36,7 +36,7 @@ _SETTING = "_experts_implementation"  # in the config
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether the module owns weights of all experts, gate and up in one or, without a gate, up alone."""
-    own = module._parameters
+    own = parameters_of(module)
     found = [own.get(name) for name in (*_WEIGHTS, "up_proj")]
     deep = [weight is not None and len(shape_of(weight)) == 3 for weight in found]
     return deep[1] and (deep[0] or deep[2])
@@ -45,13 +45,16 @@ def is_candidate(module: nn.Module) -> bool:
 def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays unmodified."""
     others = _others(module)
-    if module._parameters.get(_WEIGHTS[0]) is None:
+    if parameters_of(module).get(_WEIGHTS[0]) is None:
         return "gate and up of its experts are not one weight, gate_up_proj"
     children = ((child.parameters(), child.buffers()) for child in others)
-    beside = [*(name for name in module._parameters if name not in _NAMES), *module._buffers]
+    beside = [
+        *(name for name in parameters_of(module) if name not in _NAMES),
+        *dict(module.named_buffers(recurse=False)),
+    ]
     if beside or any(True for states in children for state in states for _ in state):
         return "it has weights or buffers beside those of its experts"
-    if any(p is not None and p.dtype not in FLOATS for p in module._parameters.values()):
+    if any(p is not None and p.dtype not in FLOATS for p in parameters_of(module).values()):
         return "its weights are quantised"
     if not are_plain_linears((), others):
         return "a child has hooks or a forward of its own"
@@ -62,7 +65,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
         return why_not
     if len(inspect.signature(base.forward).parameters) != 4:
         return "its forward does not take hidden states, the experts of each token and their weights"
-    transposed = _is_transposed(*(shape_of(module._parameters[name]) for name in _WEIGHTS))  # type: ignore[arg-type]
+    transposed = _is_transposed(*(shape_of(parameters_of(module)[name]) for name in _WEIGHTS))  # type: ignore[arg-type]
     if transposed is None:
         return "the shapes of its weights are not those of gate and up together, and down"
     formula = _formula(module, base, transposed)
@@ -74,14 +77,16 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[Any, ...]] | str:
     found = probe.settings_of((module, *others), but=LEVEL, all_of=True)
     extra = [] if math.isinf(form.limit) else [f"limited to {form.limit:g}"]
     what = ", ".join((form.activation, *extra))
-    count = shape_of(module._parameters[_WEIGHTS[1]])[0]  # type: ignore[arg-type]
+    count = shape_of(parameters_of(module)[_WEIGHTS[1]])[0]  # type: ignore[arg-type]
     text = f"its {count} experts run by grouped GEMMs ({what}), which keep gate and up"
     return text, (form, transposed, keeps, double, choice, types, found)
 
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
     """Return the children: the activation, as a rule. Parametrised weights (peft's LoRA) are read as such."""
-    return tuple(child for name, child in module._modules.items() if child is not None and name != "parametrizations")
+    return tuple(
+        child for name, child in children_of(module).items() if child is not None and name != "parametrizations"
+    )
 
 
 def _is_transposed(gate_up: Sequence[int], down: Sequence[int]) -> bool | None:
@@ -98,15 +103,15 @@ def _formula(module: nn.Module, base: Any, transposed: bool) -> tuple[Form, bool
 
     And whether it keeps the weights' dtype under autocast, and whether it computes float64 in float64.
     """
-    E = shape_of(module._parameters[_WEIGHTS[1]])[0]  # type: ignore[arg-type]
+    E = shape_of(parameters_of(module)[_WEIGHTS[1]])[0]  # type: ignore[arg-type]
     shapes: list[tuple[int, ...]] = [(2 * _WIDE, _HIDDEN), (_HIDDEN, _WIDE), (2 * _WIDE,), (_HIDDEN,)]
     if transposed:
         shapes[:2] = [shape[::-1] for shape in shapes[:2]]
     weights: list[Tensor | None] = [
-        None if module._parameters.get(name) is None else probe.random(E, *shape, seed=i + 1)
+        None if parameters_of(module).get(name) is None else probe.random(E, *shape, seed=i + 1)
         for i, (name, shape) in enumerate(zip(_NAMES, shapes, strict=True))
     ]
-    children = {name: copy.deepcopy(child) for name, child in module._modules.items() if child is not None}
+    children = {name: copy.deepcopy(child) for name, child in children_of(module).items() if child is not None}
     children.pop("parametrizations", None)
     twin = probe.twin_of(module, base, modules=children, parameters={})
     K = min(2, E)

@@ -17,7 +17,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import why_not_call
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
-from lowtide.models.steps import LogitArguments, ReturnedLogprobs, Step, replay, rows_of
+from lowtide.models.steps import LogitArguments, Step, replay, rows_of
 
 CHANGED = (
     "logits: expected the hidden states and the output embedding as the forward pass left them, got ones changed since "
@@ -65,7 +65,6 @@ class HeadCall:
         self.hooked = False  # a gradient hook is on logits that are built
         self.weight_dtype = head.weight.dtype
         self.partitioned = any(map(is_partitioned, self.tensors))  # by ZeRO-3
-        self.returned = ReturnedLogprobs(hidden.shape[:-1])
         tensors = self.tensors
         self._found = tensors if self.partitioned else None
         self._state = _state(tensors)
@@ -112,7 +111,7 @@ class HeadCall:
         with self._modes(grad_mode=grad_mode, inference=self._inference):
             logits = self._run(work)
             with torch.inference_mode(inference):
-                return self.returned.replay(logits, steps)
+                return replay(logits, steps)
 
     def view(self, base: Tensor, step: Step, *, grad_mode: bool, inference: bool) -> Tensor:
         """Return a view of real logits, as it would have been taken in the modes of that time."""

@@ -22,6 +22,7 @@ from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora
 from lowtide.models.eligibility import are_plain_linears, why_not_class, why_not_lazy, why_not_now
 from lowtide.models.four_bit import gemm_dtype, is_four_bit, is_here, kind_of, packed_weight, rounds_input
 from lowtide.models.head_call import Forward, HeadCall
+from lowtide.models.instance import children_of
 from lowtide.models.parallel_style import Style, is_sharded_along, style_aside, style_of, why_not_agreed
 from lowtide.models.report import PatchReport
 from lowtide.models.steps import Step, rows_of
@@ -36,7 +37,7 @@ def why_not_linear(head: nn.Module | None) -> str | None:
     found = None if head is None else adapted_linear(head, four_bit=True)
     if isinstance(found, AdaptedLinear) and head is not None and is_lora(head) and style_of(found.base) is not None:
         return _LORA_SHARDED
-    if isinstance(found, str) and head is not None and rounds_input(head._modules.get("base_layer") or head):
+    if isinstance(found, str) and head is not None and rounds_input(children_of(head).get("base_layer") or head):
         found += " (list it in llm_int8_skip_modules to train without logits)"
     return found if isinstance(found, str) else None
 

@@ -51,6 +51,16 @@ def why_not_forward(module: nn.Module, base: Any, inputs: int | None = None) -> 
     return None
 
 
+def children_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's children by name; to read one as an attribute is slow."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters by name, those that are None too; a parametrised one is not among them."""
+    return module._parameters
+
+
 def undecorated(forward: Any) -> FunctionType | None:
     """Return the function beneath decorators of transformers, such as ``deprecate_kwarg``, or None.
 

@@ -18,8 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError, message
+from lowtide.models.eligibility import is_traced
 from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
 from lowtide.models.recorded_logits import RecordedLogits, too_late
+from lowtide.models.steps import TensorBase
+
+_as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which lazy logits are what their storage says
 
 # These hook and read a module's outputs for the gradients of parameters, and do the same with the loss.
 _DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.", "deepspeed.")
@@ -73,7 +77,7 @@ class LazyLogits(RecordedLogits):
         """
         if self.detached is None:
             return self
-        with torch._C.DisableTorchFunctionSubclass():
+        with _as_plain():
             function: Any = getattr(type(self.grad_fn), "_forward_cls", None)
         return self.detached if getattr(function, "__module__", "").startswith(HOOKS) else self
 
@@ -82,7 +86,7 @@ class LazyLogits(RecordedLogits):
 
         Then autograd has to see this tensor, not the logits themselves, which have no graph.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with _as_plain():
             return self.requires_grad and not self.grad_mode
 
     def _node(self, reader: str) -> Any:
@@ -93,7 +97,7 @@ class LazyLogits(RecordedLogits):
         Raises:
             UnsupportedError: PyTorch's own code is about to hook it, and it is too late.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with _as_plain():
             node = self.grad_fn
         if reader.startswith(_DISTRIBUTED) or (node is None and not self.is_cut) or self._has_another_graph():
             return node
@@ -124,7 +128,7 @@ class LazyLogits(RecordedLogits):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch._C._get_tracing_state() is not None:  # it follows memory, and there is none
+        if is_traced():  # it follows memory, and there is none
             raise UnsupportedError(
                 "logits: expected a tensor with memory in torch.jit.trace, got logits of a patched model that were not "
                 "built. Pass logits.clone(), made before."
@@ -140,7 +144,7 @@ class LazyLogits(RecordedLogits):
             func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
         )
         if not has_no_graph and any(lazy._has_another_graph() for lazy in lazies):
-            with torch._C.DisableTorchFunctionSubclass():
+            with _as_plain():
                 return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
         lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
         distributed = func in _GRADIENT_HOOKS and _is_distributed(args)
@@ -150,7 +154,7 @@ class LazyLogits(RecordedLogits):
             if func == _REQUIRES_GRAD and lazy.is_cut:
                 return True
             if func in _METADATA or distributed or (func == _BASE and lazy.viewed is None):
-                with torch._C.DisableTorchFunctionSubclass():
+                with _as_plain():
                     return func(*args, **kwargs)
             if func in OPERATIONS and lazy._can_record(args, kwargs):
                 with torch.set_grad_enabled(lazy.grad_mode and torch.is_grad_enabled()):
@@ -279,7 +283,7 @@ _OF_DTENSOR = frozenset(("device_mesh", "placements", "to_local", "full_tensor",
 _METADATA: frozenset[Any] = frozenset(
     [
         *(
-            getattr(torch._C.TensorBase, name).__get__
+            getattr(TensorBase, name).__get__
             for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda",
                          "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize")
         ),
@@ -289,9 +293,9 @@ _METADATA: frozenset[Any] = frozenset(
     ]
 )  # fmt: skip
 
-_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
-_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
-_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
+_GRAD_FN: Any = vars(TensorBase)["grad_fn"].__get__
+_BASE: Any = vars(TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
+_REQUIRES_GRAD: Any = vars(TensorBase)["requires_grad"].__get__
 _GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
 _DETACH: frozenset[Any] = frozenset([Tensor.detach, torch.detach])
 _GRAD: Any = torch.autograd.grad

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import TensorBase
 from torch.nn.parallel.distributed import _DDPSink
 
 from lowtide.models.lazy_results import argmax, cross_entropy, gather, gives, is_last, logsumexp, nll_loss, row_sum
 from lowtide.models.recorded_logits import RecordedLogits
-from lowtide.models.steps import DTYPES, Step
+from lowtide.models.steps import DTYPES, Step, TensorBase
 
 
 def _shown(meta: Tensor, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -38,14 +37,10 @@ def _recorded(
     of_hidden: Callable[[Tensor], Tensor] | None = None,
     *,
     view: bool = False,
-    repeats: bool = False,
 ) -> Any:
-    """Record ``function(logits, *args)``; ``of_hidden`` does the same to hidden states, if it moves or selects rows.
-
-    ``repeats``: it may select a row more than once.
-    """
+    """Record ``function(logits, *args)``; ``of_hidden`` does the same to hidden states, if it moves or selects rows."""
     like = _shown(input.meta(), function, args)
-    return NotImplemented if like is None else input.then(Step(function, args, of_hidden, repeats), like, view=view)
+    return NotImplemented if like is None else input.then(Step(function, args, of_hidden), like, view=view)
 
 
 def _unary(function: Callable[..., Tensor], *, view: bool = False) -> Callable[..., Any]:
@@ -150,8 +145,7 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
             return NotImplemented
         rows = like.shape[:-1]
         step = Step(reshape, args, lambda x: x.reshape(*rows, x.shape[-1]), keeps_rows=True)
-        # ``_is_view`` is always False in inference mode.
-        view = bool(like.untyped_storage()._cdata == meta.untyped_storage()._cdata)
+        view = like.untyped_storage() is meta.untyped_storage()  # a reshape may copy
         return input.then(step, like, view=view)
 
     return apply
@@ -239,7 +233,7 @@ def _expand(input: RecordedLogits, *sizes: Any) -> Any:
     if any(type(size) is not int for size in sizes) or not sizes or sizes[-1] not in (-1, input.shape[-1]):
         return NotImplemented
     rows = sizes[:-1]
-    return _recorded(input, TensorBase.expand, sizes, lambda x: x.expand(*rows, x.shape[-1]), view=True, repeats=True)
+    return _recorded(input, TensorBase.expand, sizes, lambda x: x.expand(*rows, x.shape[-1]), view=True)
 
 
 def _masked(input: RecordedLogits, mask: Tensor) -> Any:

@@ -12,9 +12,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import TensorBase
 
-from lowtide.arguments import is_autocast_on, is_dtensor
+from lowtide.arguments import is_autocast_on
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
@@ -31,7 +30,7 @@ from lowtide.models.row_scores import (
     rounded,
     row_scores,
 )
-from lowtide.models.steps import NO_CLASS, LogitArguments, Step, fold
+from lowtide.models.steps import LogitArguments, Step, TensorBase, fold
 
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
 
@@ -62,9 +61,6 @@ def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
         folded = fold(steps)
         if folded is None or folded.normalised is not of_logprobs or folded.sign != 1:
             return NotImplemented
-        each = reduction == "none" and weight is None and label_smoothing == 0  # then they are log-probabilities
-        if each and input.call.built:
-            return NotImplemented
 
         def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
             compute = adapted_cross_entropy if "adapters" in kwargs else linear_cross_entropy
@@ -74,11 +70,7 @@ def _loss(*, of_logprobs: bool) -> Callable[..., Any]:
             return result if reduction != "none" else result.reshape(target.shape)
 
         result: Tensor = input.call.without_logits(steps, folded, loss)
-        result = result.to(gives(input, lambda z: F.cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
-        if each and not is_dtensor(result):
-            classes = target.where(target != ignore_index, NO_CLASS)
-            input.call.returned.add(steps, classes[..., None], result[..., None], sign=-1)
-        return result
+        return result.to(gives(input, lambda z: F.cross_entropy(z, z.new_zeros(1, dtype=torch.int64))))
 
     return apply
 
@@ -99,7 +91,7 @@ def _fold_rows(input: RecordedLogits) -> LogitArguments | None:
 
 
 def gather(input: RecordedLogits, dim: Any, index: Any) -> Any:
-    """Log-probabilities of some classes of each row, and not logits: those are compared with what is built."""
+    """Log-probabilities of some classes of each row, and not logits: those are what building gives."""
     folded = _fold_rows(input)
     if folded is None or not folded.normalised or input.call.built or not is_last(input, dim):
         return NotImplemented
@@ -121,9 +113,7 @@ def gather(input: RecordedLogits, dim: Any, index: Any) -> Any:
         assert logit is not None
         return logit - scores.lse_of(input)
 
-    result = _of_rows(input, folded, logprobs, input.dtype, keepdim=one)
-    input.call.returned.add(input.steps, index, result, sign=folded.sign)
-    return result
+    return _of_rows(input, folded, logprobs, input.dtype, keepdim=one)
 
 
 def row_sum(input: RecordedLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -190,7 +180,8 @@ def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
 def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: tuple[Step, ...]) -> Tensor:
     """Return a statistic of rows of logits as they are in their own dtype: it is compared with these, or has ties."""
     z = rounded(logits, dtype, steps)
-    return TensorBase.logsumexp(z, -1) if name == "lse" else TensorBase.argmax(z, -1)
+    values: Tensor = TensorBase.logsumexp(z, -1) if name == "lse" else TensorBase.argmax(z, -1)
+    return values
 
 
 def _of_rows(

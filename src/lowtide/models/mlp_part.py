@@ -22,7 +22,7 @@ from lowtide.models import probe
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
 from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_ordinary
 from lowtide.models.four_bit import gemm_dtype, is_four_bit, is_here, kind_of
-from lowtide.models.instance import PROBED, part_of, why_not_forward, with_forward
+from lowtide.models.instance import PROBED, children_of, part_of, why_not_forward, with_forward
 from lowtide.models.parallel_mlp import is_cut_over, is_hooked, mesh_of_mlp, run_sharded
 from lowtide.models.parallel_style import why_not_agreed
 
@@ -88,7 +88,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, str, tuple[type,
 
 def _names(mlp: nn.Module) -> tuple[str, ...]:
     """Return the names of the projections: of gate, up and down, or of gate and up together and down."""
-    return _PROJECTIONS if mlp._modules.get(_JOINED[0]) is None else _JOINED
+    return _PROJECTIONS if children_of(mlp).get(_JOINED[0]) is None else _JOINED
 
 
 def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
@@ -119,7 +119,7 @@ def _parameters(layers: tuple[AdaptedLinear, ...]) -> list[Tensor]:
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
     """Return the children beside the projections: the activation, as a rule."""
-    children, names = module._modules.items(), _names(module)
+    children, names = children_of(module).items(), _names(module)
     return tuple(child for name, child in children if name not in names and child is not None)
 
 
@@ -209,7 +209,7 @@ def _drops(mlp: Any) -> bool:
 
 def _may_drop(projection: nn.Module) -> bool:
     """Whether a projection may drop: a quick check, for generating with adapters."""
-    dropouts = projection._modules.get("lora_dropout")
+    dropouts = children_of(projection).get("lora_dropout")
     if dropouts is None:
         return type(projection) is not nn.Linear and not is_four_bit(projection)
     return any(module.training and type(module) is nn.Dropout for module in dropouts.children())

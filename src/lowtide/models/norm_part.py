@@ -16,7 +16,7 @@ from lowtide.layers import rms_norm
 from lowtide.layers.norm import checked_rms_norm
 from lowtide.models import probe
 from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
-from lowtide.models.instance import PROBED, why_not_forward, with_forward
+from lowtide.models.instance import PROBED, children_of, parameters_of, why_not_forward, with_forward
 from lowtide.models.parallel_style import is_parallel_hook
 
 _EPSILONS = ("variance_epsilon", "eps")
@@ -27,8 +27,10 @@ _EQUAL = 0.97  # of the values in a narrow dtype: another order of rounding chan
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether the module owns one weight of one axis and an epsilon, as RMS norms do."""
-    weight = module._parameters.get("weight")
-    owns_more = module._modules or module._buffers or len(module._parameters) != 1
+    weight = parameters_of(module).get("weight")
+    owns_more = (
+        children_of(module) or any(True for _ in module.buffers(recurse=False)) or len(parameters_of(module)) != 1
+    )
     return weight is not None and len(shape_of(weight)) == 1 and not owns_more and _epsilon(module) is not None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.models.head_call import HeadCall
-from lowtide.models.steps import Step
+from lowtide.models.steps import Step, TensorBase
 
 _RETAIN_OR_UNPATCH = (
     "Where you compute the loss, call logits.retain_grad() first, and they are built. Where the model does, call "
@@ -69,12 +69,12 @@ class RecordedLogits(Tensor):
 
         ``view``: whether the result shares these logits' memory.
         """
-        grad_mode = self.grad_mode and torch.is_grad_enabled() and step.function is not torch._C.TensorBase.detach
+        grad_mode = self.grad_mode and torch.is_grad_enabled() and step.function is not TensorBase.detach
         parent = None if view or not grad_mode else self
         while parent is not None:  # also of what a view is a view of, from which it is built
             parent.has_children, parent = True, parent.viewed
         child = self._make(self.call, (*self.steps, step), like, self if view else None, grad_mode=grad_mode)
-        child.detached = self if step.function is torch._C.TensorBase.detach else None
+        child.detached = self if step.function is TensorBase.detach else None
         child.is_cut = view and not grad_mode and self.requires_grad and child.detached is None
         return child
 

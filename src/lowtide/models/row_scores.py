@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import TensorBase
 
 from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import linear_token_stats
 from lowtide.models.recorded_logits import RecordedLogits
-from lowtide.models.steps import LogitArguments, Step, replay, rows_of, same_steps
+from lowtide.models.steps import LogitArguments, Step, TensorBase, replay, rows_of, same_steps
 
 _ROWS_OF_A_PASS = 256  # a GEMM of so many rows takes about as long as reading the weight
 
