@@ -182,6 +182,7 @@ def test_the_variables_of_accelerate_launch_are_the_option(made: Runs, tmp_path:
     assert [list(spied(out, "result")) for out in ended.out] == [list(spied(out, "result")) for out in other.out]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_and_a_killed_rank(made: Runs, tmp_path: Path) -> None:
     """torchrun, which accelerate starts, ends the others; killed while it saves, more likely than not: it always does.
 

@@ -47,11 +47,16 @@ def how(output: Path) -> str:
     return f"Resume with: lowtide train --resume_from_checkpoint true --output {output}\n"
 
 
-def engines(*names: str) -> list[object]:
-    return [pytest.param(name, marks=[needs_deepspeed] if "zero" in name else [], id=name) for name in names]
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", ["pretrain ddp 0", "tune fsdp2 1", "tune shards 2"])
+def engines(first: str, *names: str) -> list[object]:
+    """Return cases as parameters, all but the first of which are slow tests."""
+    slow = [pytest.param(name, marks=[SLOW, *([needs_deepspeed] * ("zero" in name))], id=name) for name in names]
+    return [pytest.param(first, id=first), *slow]
+
+
+@pytest.mark.parametrize("case", engines("tune fsdp2 1", "pretrain ddp 0", "tune shards 2"))
 def test_a_rank_killed_in_a_step_and_two_of_three_go_on(case: str, made: Runs, tmp_path: Path) -> None:
     case, rank = case[:-2], int(case[-1])
     output, alone = tmp_path / "run", made.folder / f"{case.split()[0]}-six"
@@ -70,7 +75,9 @@ def test_a_rank_killed_in_a_step_and_two_of_three_go_on(case: str, made: Runs, t
     assert_same(output, alone)
 
 
-@pytest.mark.parametrize("case", engines("pretrain zero2", "tune zero3"))
+@SLOW
+@needs_deepspeed
+@pytest.mark.parametrize("case", ["pretrain zero2", "tune zero3"])
 def test_deepspeed_goes_on_with_as_many_ranks(case: str, made: Runs, tmp_path: Path) -> None:
     """Its files are for that number, as the error says."""
     output = tmp_path / "run"
@@ -86,6 +93,7 @@ def test_deepspeed_goes_on_with_as_many_ranks(case: str, made: Runs, tmp_path: P
     assert_same(output, made.of(case.split()[0], "one")[0])
 
 
+@SLOW
 @pytest.mark.parametrize("case", engines("pretrain ddp", "tune zero2"))
 def test_no_rank_waits_longer_than_the_timeout(case: str, made: Runs, tmp_path: Path) -> None:
     """For one that is there and does nothing; zero2 has process groups of its own."""
@@ -152,6 +160,7 @@ def test_a_loss_of_one_rank_that_is_not_finite(case: str, made: Runs, tmp_path: 
         assert_same(output, made.of(case.split()[0], "one")[0])
 
 
+@SLOW
 def test_without_checkpoints_no_model_is_saved_whose_last_loss_is_not_finite(made: Runs, tmp_path: Path) -> None:
     output, more = tmp_path / "run", ["--logging_steps", 10, "--save_strategy", "no"]
     ended = train(made, "pretrain ddp", output, "nan 1 4", *more)
@@ -160,6 +169,7 @@ def test_without_checkpoints_no_model_is_saved_whose_last_loss_is_not_finite(mad
     assert not (output / "model").exists()
 
 
+@SLOW
 @pytest.mark.parametrize(("nodes", "fault"), [(1, "kill 1 3"), (2, "node 1 3")])
 def test_elastic_torchrun_goes_on_by_itself(nodes: int, fault: str, made: Runs, tmp_path: Path) -> None:
     """After a rank's end with as many, after a node's loss with those that are left."""
