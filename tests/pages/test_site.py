@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -108,6 +109,25 @@ def test_every_public_name_is_in_the_reference(site: Path, pages: dict[Path, Htm
         for name in names:
             assert f"{module}.{name}" in pages[page].anchors, f"{module}.{name}"
             assert f"{module}.html#{module}.{name}" in index, f"{module}.{name}"
+
+
+def test_figures_are_shown_and_result_files_are_there(site: Path, pages: dict[Path, Html]) -> None:
+    figure = "benchmarks/results/2026-11-26-head-h100-llama-1b.png"
+    assert figure in pages[site / "index.html"].loaded
+    assert (site / figure).read_bytes() == (ROOT / figure).read_bytes()
+    assert "benchmarks/results/2026-11-26-head-h100.json" in pages[site / "algorithm.html"].links
+
+
+def test_few_result_files_and_each_is_linked_and_says_how_it_was_measured() -> None:
+    linked = {name for page in PAGES for name in re.findall(r"benchmarks/results/([\w.-]+)", page.read_text())}
+    files = {file.name: file for file in (ROOT / "benchmarks" / "results").iterdir()}
+    assert linked == set(files)
+    assert len(files) <= 25
+    for name, file in files.items():
+        if name.endswith(".json"):
+            result = json.loads(file.read_text())
+            assert result["command"], name
+            assert "torch" in result["machine"], name
 
 
 def test_a_public_name_is_a_link_and_another_librarys_word_is_not(site: Path) -> None:
