@@ -30,8 +30,13 @@ ROOT = Path(__file__).parents[1]
 LOGGER = logging.getLogger("mkdocs.hooks")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)")
 CODE = re.compile(r"<(pre|a|h\d)\b.*?</\1>|<code>(?P<name>[\w.]+)(\(\))?</code>", re.DOTALL)
-PAGES_OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-GENERATED = ("changelog.md", "contributing.md")
+PAGES_OF_THE_ROOT = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "LOG.md": "log.md",
+}
+GENERATED = ("changelog.md", "contributing.md", "log.md")
 REFERENCE = "reference/"
 OTHERS_WORDS = {"shift_labels", "train"}  # an argument of transformers' models, a room: no link where they stand alone
 
