@@ -168,20 +168,6 @@ def test_lists_and_tables_begin_after_an_empty_line(page: Path) -> None:
         assert not starts_table, f"{above}\n{line}"
 
 
-<<<<<<< HEAD
-=======
-def test_the_figures_of_the_limits_are_those_of_the_pages() -> None:
-    """They stand twice, so that the page can be honest on its own: once a page has newer ones, this one must too."""
-    rows = [line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if re.match(r"\| .*\]\(\w", line)]
-    assert len(rows) >= 6
-    for row in rows:
-        (page,) = re.findall(r"\]\(([\w-]+\.md)", row)
-        shown = (ROOT / "docs" / page).read_text().replace(",", "")
-        for figure in re.findall(r"\d+(?:\.\d+)?", row.replace(",", "").split("|", 2)[2]):
-            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", shown), f"{figure} is not in {page}"
-
-
->>>>>>> 32776b8d (Docs: the log is a page of the site; a test counts result files and what each says)
 BREAKS = {  # what is added to a page, and what the build then says
     "docs/head.md": ("[How](nowhere.md)", "nowhere.md"),
     "docs/mlp.md": ("[How](plan.md#nowhere)", "does not contain an anchor '#nowhere'"),
