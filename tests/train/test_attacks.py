@@ -117,7 +117,7 @@ def test_random_weights_are_trained_on_the_column_that_is_named(
     for more, expected in (
         (["--columns", "prompt=body"], "columns: expected text=COLUMN, from random weights, got prompt."),
         (["--dtype", "auto"], "(choose from 'float32', 'bfloat16', 'float16')"),
-        ([], "Name it with --dataset_text_field."),
+        ([], "no column 'text', but body"),
     ):
         assert expected in lowtide.refused(*arguments, *more, "--output", tmp_path / "b")
 

@@ -16,7 +16,7 @@ import pytest
 from chat_data import CHATML, byte_tokenizer
 from lowtide.errors import ArgumentValueError
 from lowtide.train import rows as room
-from lowtide.train.files import find_data
+from lowtide.train.files import Source, Sources, find_data
 from lowtide.train.rows import Notes, describe, load_rows
 
 datasets = pytest.importorskip("datasets")
@@ -140,12 +140,11 @@ def test_columns_that_the_user_names_win(columns: dict[str, str], row: Row, expe
     assert load(jsonl(tmp_path / "a.jsonl", row), columns=columns, text_field="q")[0] == [expected]
 
 
-@pytest.mark.parametrize("source", ["json", "csv", "tsv", "parquet", "saved", "splits", "hub"])
+@pytest.mark.parametrize("source", ["json", "csv", "tsv", "parquet", "saved", "splits"])
 def test_rows_of_every_kind_of_file(source: str, tmp_path: Path) -> None:
     rows: list[Row] = [{"prompt": f'é{i},\n"{i}"', "completion": f"00{i}"} for i in range(5)]
     path = tmp_path / f"a.{source}"
     given = datasets.Dataset.from_list(rows)
-    name = str(path)
     if source == "json":
         path.write_text(json.dumps(rows))
     elif source in ("csv", "tsv"):
@@ -157,28 +156,29 @@ def test_rows_of_every_kind_of_file(source: str, tmp_path: Path) -> None:
         given.to_parquet(path)
     elif source == "saved":
         given.save_to_disk(path)
-    elif source == "splits":
-        datasets.DatasetDict(test=given.select([0]), train=given).save_to_disk(path)
     else:
-        name = "org/name"
-        folder = tmp_path / "hf" / "hub" / "datasets--org--name" / "snapshots" / "1" / "data"
-        folder.mkdir(parents=True)
-        given.to_parquet(folder / "train-00000.parquet")
-        given.select([0]).to_parquet(folder / "test-00000.parquet")
-    assert load(name)[0] == rows
+        datasets.DatasetDict(test=given.select([0]), train=given).save_to_disk(path)
+    assert load(str(path))[0] == rows
 
 
-def test_configurations_of_a_hub_dataset(tmp_path: Path) -> None:
-    folder = tmp_path / "hf" / "hub" / "datasets--name" / "snapshots" / "1"
+def test_a_dataset_of_the_hub_is_loaded_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local folder stands for the repository: `datasets` takes one by the same call."""
+    folder = tmp_path / "org" / "name"
     folder.mkdir(parents=True)
     lines = [f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("one", "two")]
     (folder / "README.md").write_text("---\nconfigs:\n" + "".join(lines) + "---\n")
     for name in ("one", "two"):
         jsonl(folder / f"{name}.jsonl", {"text": name})
-    assert load("name:two")[0] == [{"text": "two"}]
-    assert "['one', 'two']" in error_of("name")
-    (folder / "1.py").write_text("")
-    assert f"{folder} (Dataset scripts are no longer supported" in error_of("name:one")
+    sources = find_data(["org/name:two", "org/name", "org/other"]).files
+    monkeypatch.chdir(tmp_path)
+
+    def texts(source: Source) -> list[Row]:
+        return list(load_rows(Sources((source,)), columns={}, text_field="text")[0])
+
+    assert texts(sources[0]) == [{"text": "two"}]
+    for source, why in zip(sources[1:], (r"\['one', 'two'\]", "HF_HUB_OFFLINE=0"), strict=True):
+        with pytest.raises(ArgumentValueError, match=why):
+            texts(source)
 
 
 def test_keys_that_parquet_adds_are_left_out(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_bad_row_is_one_error_with_its_line(name: str, at: int, tmp_path: Path
     path = jsonl(tmp_path / "a.jsonl", *[good] * at, row, good)
     found = error_of(path)
     assert why in found
-    assert f"line {at + 1} (byte {at * (len(json.dumps(good)) + 1)}) of {path}" in found
+    assert f"line {at + 1} of {path}" in found
 
 
 def test_a_failed_call_leaves_nothing_that_the_next_takes_for_whole(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_failed_call_leaves_nothing_that_the_next_takes_for_whole(tmp_path: Pa
 
     refused = {"2999"}
     for _ in range(2):
-        assert f"line 3,000 (byte 49873) of {path}: not this one" in error_of(path, check=check)
+        assert f"line 3,000 of {path}: not this one" in error_of(path, check=check)
     refused.clear()
     assert len(load(path, check=check)[0]) == 3000
     refused.add("1")
@@ -304,7 +304,7 @@ def test_rows_of_two_kinds_are_an_error_that_names_both(
     first: Row, second: Row, nouns: tuple[str, str], tmp_path: Path
 ) -> None:
     paths = [jsonl(tmp_path / f"{i}.jsonl", row) for i, row in enumerate((first, second))]
-    places = [f"{noun} in line 1 (byte 0) of {path}" for noun, path in zip(nouns, paths, strict=True)]
+    places = [f"{noun} in line 1 of {path}" for noun, path in zip(nouns, paths, strict=True)]
     assert f"got {places[0]} and {places[1]}. Train on them in separate runs." in error_of(*paths)
 
 

@@ -42,6 +42,14 @@ def framed(before: str = "", after: str = "") -> Any:
     return tokenizer
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `datasets` stores rows, for this test alone."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 @pytest.fixture
 def tokenizer() -> Any:
     return framed()
@@ -295,12 +303,8 @@ def test_a_large_vocabulary_takes_four_bytes(data: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
-def test_tables_are_read_in_ranges_of_rows(
-    kind: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_read_in_ranges_of_rows(kind: str, tokenizer: Any, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "a").mkdir()
     rows = [{"body": f"row {i}"} for i in range(777)]
     table = datasets.Dataset.from_list(rows)
@@ -333,14 +337,12 @@ def test_text_that_is_too_short_or_has_no_such_field(tmp_path: Path, tokenizer: 
     assert (header["held_out"], header["train"]) == (0, 1)
     path = path.rename(path.with_suffix(".jsonl"))
     for row, got in [
-        ({"body": "x"}, "line 2 (byte 14) of {} with the fields body"),
-        ({"text": 1}, "another value in line 2 (byte 14) of {}"),
-        ({}, "with the fields none"),
+        ({"body": "x"}, "line 2 of {}: no column 'text', but body"),
+        ({"text": 1}, "line 2 of {}: text that is no text but 1"),
     ]:
         path.write_text('{"text": "x"}\n' + json.dumps(row) + "\n")
         found = error_of(tmp_path / "x", tmp_path / "a", tokenizer)
-        assert f"expected a text in the field 'text' of each row, got {got.format(path)}" in found or got in found
-        assert "Name it with --dataset_text_field. Conversations need a pretrained model" in found
+        assert got.format(path) in found
 
 
 def test_a_tokenizer_is_trained_on_text_that_is_not_held_out(data: Path, tmp_path: Path) -> None:
@@ -365,7 +367,7 @@ def test_the_sample_of_a_tokenizer_is_limited(data: Path, monkeypatch: pytest.Mo
 
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     cases = {
-        "gone": "which is no folder",
+        "gone": "a folder with a tokenizer in the Hugging Face format, got .*gone",
         "empty": "a folder with a tokenizer in the Hugging Face format, got",
         "endless": "an end-of-text token, got none in",
     }

@@ -20,7 +20,7 @@ SUBCOMMANDS = {
 }
 
 EXTRAS = {  # of packages without which lowtide imports
-    **dict.fromkeys(("transformers", "accelerate", "tokenizers", "psutil", "yaml", "rich"), "train"),
+    **dict.fromkeys(("transformers", "huggingface_hub", "accelerate", "tokenizers", "psutil", "yaml", "rich"), "train"),
     **dict.fromkeys(("trl", "datasets"), "train,trl"),
     "peft": "train,peft",
 }

@@ -14,6 +14,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import NEWEST_IF_ANY, TrainConfig
 from lowtide.train.files import find_data
 from lowtide.train.options import check_pretraining, parse
+from lowtide.train.quiet import stay_offline
 from lowtide.train.shapes import SHAPES, config_file
 
 _DESCRIPTION = """\
@@ -110,6 +111,7 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> TrainConfig:
     """Return the run's config, checked as far as that takes no library; a resumed run's data is in its folder."""
     settings, options = parse(own, arguments.unknown, arguments.config)
     config = TrainConfig(**settings, options=options)
+    stay_offline(pushes=str(options.get("push_to_hub", "false")).lower() == "true")
     if config.resumes_from in (None, NEWEST_IF_ANY):
         if config.model not in SHAPES:
             config_file(config.model)
@@ -120,11 +122,10 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> TrainConfig:
 
 
 def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
-    from lowtide.train.parallel import is_first_rank
-    from lowtide.train.quiet import quiet_transformers, stay_offline
-
-    stay_offline(pushes=str(config.options.get("push_to_hub", "false")).lower() == "true")
     from rich.console import Console
+
+    from lowtide.train.parallel import is_first_rank
+    from lowtide.train.quiet import quiet_transformers
 
     console = Console()
     if "transformers" not in sys.modules and is_first_rank():

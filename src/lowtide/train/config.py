@@ -14,7 +14,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import parse_policies
 from lowtide.train.rows import COLUMNS
-from lowtide.train.shapes import DEFAULT, SHAPES, model_folder
+from lowtide.train.shapes import DEFAULT, SHAPES, pretrained_name
 
 DEFAULT_ROOT = Path("lowtide-runs")
 NEWEST_IF_ANY = "auto"  # as --resume_from_checkpoint: a new run where --output has none, for commands that are repeated
@@ -156,8 +156,8 @@ class TrainConfig:
     @property
     def fine_tunes(self) -> bool:
         """Whether the model has pretrained weights."""
-        folder = model_folder(self.model)
-        return folder is not None and any((folder / weights).is_file() for weights in _WEIGHTS)
+        found = pretrained_name(self.model)
+        return isinstance(found, str) or (found is not None and any((found / name).is_file() for name in _WEIGHTS))
 
     @property
     def named_columns(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Finding a run's data and models on this machine, and reading text and lines, before anything heavy is imported.
+"""Finding a run's data on this machine, before anything heavy is imported, and reading text and lines.
 
 A name given with ``--data`` is a file, a folder that is searched, a folder that ``Dataset.save_to_disk`` wrote, or a
-dataset of the Hugging Face Hub (``org/name`` or ``org/name:config``) in the local cache. Nothing is downloaded.
+dataset of the Hugging Face Hub (``org/name`` or ``org/name:config``), which `datasets` loads.
 """
 
 from __future__ import annotations
@@ -22,48 +22,25 @@ from lowtide.errors import ArgumentValueError, did_you_mean, message
 RUN_FILE = "run.json"  # in a folder that `lowtide train` wrote
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "saved", "hub"]
 _KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-}
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+}  # fmt: skip
 _PROBE = 8192  # bytes read to recognise a format
 _CUT_SEARCH = 4096  # text without a line end in so many bytes is cut between two characters
-_HUB_NAME = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?::([\w.-]+))?")
-_PATH = re.compile(r"[./~]|.*\.[A-Za-z]\w*$|.*/.*/")  # rows.jsonl is a path, org/OpenHermes-2.5 a name
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+))?")
+_SUFFIX = re.compile(r".*\.[A-Za-z]\w*")  # data/rows.jsonl is a path, org/OpenHermes-2.5 a name
 _STDLIB_SUFFIXES = (".py", ".txt", ".rst")
 # Its tests hold text in broken encodings on purpose; the others are no part of the standard library, or not text.
 _STDLIB_SKIP = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 
 
 @dataclass(frozen=True)
-class Place:
-    """The beginning of a line: a file and a byte. As text it has the line's number, which is counted only then."""
-
-    path: Path
-    byte: int
-
-    def __str__(self) -> str:
-        left, lines = self.byte, 1
-        try:
-            with self.path.open("rb") as file:
-                while left > 0 and (read := file.read(min(left, 2**20))):
-                    lines, left = lines + read.count(b"\n"), left - len(read)
-        except OSError:  # the file was removed meanwhile
-            return f"the line at byte {self.byte} of {self.path}"
-        return f"line {lines:,} (byte {self.byte}) of {self.path}"
-
-
-@dataclass(frozen=True)
 class Source:
-    """One file, or one folder that holds a dataset.
+    """One file, a folder that holds a dataset, or a dataset of the Hub.
 
     Attributes:
-        path: of the file or folder.
+        path: of the file or folder; of a "hub" dataset its name.
         kind: the format: "text", "jsonl", "json" (a list of rows), "csv" (.tsv too), "parquet", "saved" (a folder that
-            `Dataset.save_to_disk` wrote) or "hub" (a snapshot in the Hub's cache).
+            `Dataset.save_to_disk` wrote) or "hub".
         config: the configuration of a "hub" dataset; None: its only one.
     """
 
@@ -73,23 +50,20 @@ class Source:
 
     @cached_property
     def size(self) -> int:
-        """Bytes, when they were first counted."""
+        """Bytes, when they were first counted; 0 of a "hub" dataset."""
         return sum(stat.st_size for _, stat in self.stats())
 
-    @property
-    def is_table(self) -> bool:
-        """Whether `datasets` reads it."""
-        return self.kind not in ("text", "jsonl")
-
     def stats(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield the files it consists of, with their sizes and times.
+        """Yield the files it consists of, with their sizes and times; of a "hub" dataset none.
 
         Raises:
             ArgumentValueError: a file was removed since it was found.
         """
-        inside = (Path(where, name) for where, _, names in sorted(os.walk(self.path)) for name in sorted(names))
+        if self.kind == "hub":
+            return
+        files = sorted(self.path.rglob("*")) if self.kind == "saved" else [self.path]
         try:
-            yield from ((path, path.stat()) for path in (inside if self.kind in ("saved", "hub") else [self.path]))
+            yield from ((path, path.stat()) for path in files)
         except OSError as error:
             raise unreadable(self.path, error) from error
 
@@ -113,20 +87,15 @@ class Sources:
 
     @property
     def is_text(self) -> bool:
-        """Whether all files are text, none of them rows."""
+        """Whether all files are text, none of them rows, for which `datasets` is needed."""
         return all(file.kind == "text" for file in self.files)
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether `datasets` reads any of them."""
-        return any(file.is_table for file in self.files)
 
     def fingerprint(self, *arguments: object) -> str:
         """Return a digest of all files' names, sizes and times of change, and of the arguments' representations."""
         digest = hashlib.sha256(repr(arguments).encode(errors="surrogatepass"))
         for source in self.files:
             for path, stat in source.stats():
-                entry = f"\0{source.config}\0{path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+                entry = f"\0{path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}"
                 digest.update(entry.encode(errors="surrogateescape"))
         return digest.hexdigest()
 
@@ -139,64 +108,35 @@ def find_data(paths: Sequence[str]) -> Sources:
     is taken once.
 
     Raises:
-        ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or holds no data; or a Hub
-            dataset is not in the cache.
+        ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or holds no data.
     """
     if not paths:
         return Sources(tuple(_standard_library()))
-    found, skipped = dict[Path, Source](), 0
+    found, skipped = dict[tuple[Path, str | None], Source](), 0
     for name in paths:
         path = Path(os.path.expanduser(name))  # noqa: PTH111 (it leaves an unknown home)
         try:
-            sources, others = _search(path) if os.path.lexists(path) else ([_from_hub(name, path)], 0)
+            sources, others = _search(path) if os.path.lexists(path) else ([_of_hub(name, path)], 0)
         except OSError as error:
             raise unreadable(path, error) from error
         skipped += others
         for source in sources:
-            found.setdefault(source.path.resolve(), source)
+            found.setdefault((source.path.resolve(), source.config), source)
     return Sources(tuple(found.values()), skipped)
 
 
-def _hub_cache() -> Path:
-    """Return the folder of huggingface_hub's downloads, by the same environment variables."""
-    env = os.environ
-    home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    folder = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    return Path(os.path.expandvars(os.path.expanduser(folder)))  # noqa: PTH111 (it leaves an unknown home)
-
-
-def hub_snapshot(name: str, kind: Literal["models", "datasets"]) -> Path | None:
-    """Return the folder of ``org/name`` or ``name`` in the Hub's local cache; None: it is not there.
-
-    It is the snapshot of the branch main; if only other revisions were downloaded, the newest snapshot.
-    """
-    if not _HUB_NAME.fullmatch(name) or ":" in name:
-        return None
-    folder = _hub_cache() / "--".join([kind, *name.split("/")])
-    snapshots = sorted(folder.glob("snapshots/*/"), key=lambda path: path.stat().st_mtime_ns)
-    try:
-        main = (folder / "refs" / "main").read_text().strip()
-    except OSError:
-        main = ""
-    return next((path for path in snapshots if path.name == main), snapshots[-1] if snapshots else None)
-
-
-def _from_hub(name: str, path: Path) -> Source:
+def _of_hub(name: str, path: Path) -> Source:
     """Return the Hub dataset of a name that is no path.
 
     Raises:
-        ArgumentValueError: the name can only be a path's, or the cache does not have the dataset.
+        ArgumentValueError: the name can only be a path's.
     """
     match = _HUB_NAME.fullmatch(name)
-    if match is None or _PATH.match(name):
+    if match is None or _SUFFIX.fullmatch(name):
         near = did_you_mean(path.name, (one.name for one in path.parent.iterdir())) if path.parent.is_dir() else ""
-        raise ArgumentValueError(message("data", "a file or folder", f"{name} (No such file or directory)", near))
-    folder = hub_snapshot(match[1], "datasets")
-    if folder is None:
-        expected = f"a file, a folder or a Hub dataset in {_hub_cache()}"
-        hint = f"Check the path, or download the dataset: hf download {match[1]} --repo-type dataset"
-        raise ArgumentValueError(message("data", expected, f"{name}, which is none of them", hint))
-    return Source(folder, "hub", match[2])
+        expected = "a file, a folder, or a dataset of the Hub as org/name"
+        raise ArgumentValueError(message("data", expected, f"{name} (No such file or directory)", near))
+    return Source(Path(match[1]), "hub", match[2])
 
 
 def _search(path: Path) -> tuple[list[Source], int]:
@@ -225,20 +165,13 @@ def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
         inside = sorted(Path(where, name) for name in folders if not name.startswith(".") and name not in skip)
         saved = list(filter(_is_saved, inside))
         yield from saved
-        folders[:] = [path.name for path in inside if path not in saved and not _is_run(path)]
+        folders[:] = [path.name for path in inside if path not in saved and not (path / RUN_FILE).is_file()]
         yield from (Path(where, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _is_saved(folder: Path) -> bool:
     files = ("dataset_info.json", "state.json")
     return (folder / "dataset_dict.json").is_file() or all((folder / file).is_file() for file in files)
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        return "lowtide" in json.loads((folder / RUN_FILE).read_bytes())
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
 
 
 def _kind_in_folder(path: Path) -> Kind:
@@ -277,7 +210,7 @@ def _not_data(path: Path) -> str | None:
     if not probe:
         return "is empty"
     if path.suffix.lower() == ".parquet":
-        return None if probe.startswith(b"PAR1") else "is not a Parquet file"
+        return None
     if b"\0" in probe:
         return "is binary"
     try:
@@ -286,23 +219,6 @@ def _not_data(path: Path) -> str | None:
         if error.start < len(probe) - 3:  # nearer to the end it may be a character that the probe cut
             return "is not UTF-8 text"
     return None
-
-
-def _cut(file: BinaryIO, at: int, size: int, *, whole_lines: bool) -> int:
-    """Return the first place at or after a byte where text may be cut, which is the same for both neighbours.
-
-    That is a line end; for text without one nearby, if lines need not be whole, it is between two characters.
-    """
-    if at <= 0 or at >= size:
-        return max(0, min(at, size))
-    file.seek(at - 1)  # a line that begins exactly at the bound belongs to the second part
-    if whole_lines:
-        file.readline()
-        return min(file.tell(), size)
-    window = file.read(_CUT_SEARCH)
-    if (newline := window.find(b"\n")) >= 0:
-        return at + newline
-    return next((at + i for i, byte in enumerate(window[1:]) if byte & 0xC0 != 0x80), at)
 
 
 def read_text(path: Path, begin: int, end: int) -> str:
@@ -314,39 +230,50 @@ def read_text(path: Path, begin: int, end: int) -> str:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            begin, end = (_cut(file, at, size, whole_lines=False) for at in (begin, end))
+            begin, end = (_cut(file, at, size) for at in (begin, end))
             file.seek(begin)
             return file.read(end - begin).decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        got = f"something else from {Place(path, begin + error.start)} on"
+        got = f"something else from byte {begin + error.start} of {path} on"
         raise ArgumentValueError(message("data", "UTF-8 text", got, "Fix the file, or leave it out.")) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def read_lines(path: Path, begin: int, end: int) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Yield the objects of the .jsonl lines that begin in a range of bytes, with their places.
+def _cut(file: BinaryIO, at: int, size: int) -> int:
+    """Return the first place at or after a byte where text may be cut, which is the same for both neighbours.
+
+    That is a line end; for text without one nearby it is between two characters.
+    """
+    if at <= 0 or at >= size:
+        return max(0, min(at, size))
+    file.seek(at - 1)  # a line that begins exactly at the bound belongs to the second part
+    window = file.read(_CUT_SEARCH)
+    if (newline := window.find(b"\n")) >= 0:
+        return at + newline
+    return next((at + i for i, byte in enumerate(window[1:]) if byte & 0xC0 != 0x80), at)
+
+
+def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the objects of the lines of a .jsonl file, with their places.
 
     Raises:
         ArgumentValueError: the file cannot be read, or a line is no JSON object.
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            begin, end = (_cut(file, at, size, whole_lines=True) for at in (begin, end))
-            file.seek(begin)
-            while (at := file.tell()) < end:
-                if not (line := file.readline().strip()):
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
                     continue
+                place = f"line {number:,} of {path}"
                 try:
                     row, got = load_json(line), "another JSON value"
                 except (ValueError, RecursionError) as error:
                     row, got = None, f"no valid JSON ({' '.join(str(error).split())[:100]})"
                 if not isinstance(row, dict):
                     hint = "Fix the line. A file that is one list of rows has the suffix .json."
-                    got = f"{got} in {Place(path, at)}"
-                    raise ArgumentValueError(message("data", "one JSON object in each line", got, hint))
-                yield row, Place(path, at)
+                    raise ArgumentValueError(message("data", "one JSON object in each line", f"{got} in {place}", hint))
+                yield row, place
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -64,8 +64,8 @@ def random_model(config: Any, *, seed: int, dtype: torch.dtype = torch.float32, 
     return _saves_tied_once(model)
 
 
-def pretrained_model(folder: Path, *, dtype: Any = "auto", alone: bool = False, **kwargs: Any) -> Any:
-    """Return the model in a folder, with all of its weights.
+def pretrained_model(name: Path | str, *, dtype: Any = "auto", alone: bool = False, **kwargs: Any) -> Any:
+    """Return the model in a folder or of a name on the Hub, with all of its weights.
 
     On a process that receives its shard of the first one's weights, those of another dtype than the file's are not
     written, and take no memory; the others are the file's pages. If ``alone``, this process reads the whole model by
@@ -77,19 +77,19 @@ def pretrained_model(folder: Path, *, dtype: Any = "auto", alone: bool = False, 
     from transformers import AutoModelForCausalLM
 
     receives = receives_weights() and not alone and "quantization_config" not in kwargs
-    with _loading(str(folder)), built_whole() if alone else nullcontext():
+    with _loading(str(name)), built_whole() if alone else nullcontext():
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto" if receives else dtype, local_files_only=True, output_loading_info=True, **kwargs
+            name, dtype="auto" if receives else dtype, output_loading_info=True, **kwargs
         )
     if lacking := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
-        got = f"{folder}, which lacks {len(lacking)}, {lacking[0]} among them"
+        got = f"{name}, which lacks {len(lacking)}, {lacking[0]} among them"
         hint = "They would be random: save the whole model, or name its config.json to train from scratch."
         raise ArgumentValueError(message("model", "a folder with all the model's weights", got, hint))
     if uses_fsdp() and not alone:
         dtypes, model.config.dtype = first_does(lambda: (_dtypes(model), model.config.dtype))
-        for name, parameter in model.named_parameters():
-            if receives and parameter.dtype != dtypes[name]:
-                parameter.data = torch.empty_like(parameter, dtype=dtypes[name])
+        for key, parameter in model.named_parameters():
+            if receives and parameter.dtype != dtypes[key]:
+                parameter.data = torch.empty_like(parameter, dtype=dtypes[key])
     return _saves_tied_once(model)
 
 

@@ -116,7 +116,7 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     os.environ.update(own)
     # accelerate and transformers import these wherever they are installed: seconds, and 200 MiB. Functions of DeepSpeed
     # have the process group of that moment as a default argument, which could not end then (see leave_group)
-    unused = {"deepspeed": not deepspeed, "datasets": not config.fine_tunes and not find_data(config.data).has_tables}
+    unused = {"deepspeed": not deepspeed, "datasets": not config.fine_tunes and find_data(config.data).is_text}
     hidden = [name for name, is_unused in unused.items() if is_unused and name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:

@@ -21,7 +21,7 @@ from lowtide.train.model import check_model, check_vocabulary, count, model_conf
 from lowtide.train.parallel import first_does
 from lowtide.train.run_state import SEQ_LEN, RunState
 from lowtide.train.settings import Settings
-from lowtide.train.shapes import model_folder
+from lowtide.train.shapes import pretrained_name
 from lowtide.train.tokenizer import as_loaded, check_template, load_tokenizer, set_chat_template, train_tokenizer
 from lowtide.train.tokens import Text, write_tokens
 
@@ -112,9 +112,9 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
     from lowtide.train.fine_tuning import FineTuner
 
     config, settings, args = run.config, run.settings, run.settings.args
-    folder = model_folder(config.model)
-    assert folder is not None
-    tokenizer = load_tokenizer(config.tokenizer or folder, trust_remote_code=args.trust_remote_code, end=args.eos_token)
+    name = pretrained_name(config.model)
+    assert name is not None
+    tokenizer = load_tokenizer(config.tokenizer or name, trust_remote_code=args.trust_remote_code, end=args.eos_token)
     if args.chat_template_path is not None:
         set_chat_template(tokenizer, args.chat_template_path)
     parts = _rows(run, sources, tokenizer)
@@ -125,7 +125,7 @@ def _fine_tuner(run: RunState, sources: Sources) -> None:
         kwargs["quantization_config"] = quantization
     if (dtype := settings.model.dtype) not in ("auto", None):
         dtype = getattr(torch, dtype)
-    run.model = pretrained_model(folder, dtype=dtype, trust_remote_code=args.trust_remote_code, **kwargs)
+    run.model = pretrained_model(name, dtype=dtype, trust_remote_code=args.trust_remote_code, **kwargs)
     check_vocabulary(run.model.config, len(tokenizer))
     _patch(run)  # before TRL installs its own head, which calls the forward that it finds
     args.model_init_kwargs = None  # done

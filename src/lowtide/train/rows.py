@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.train.files import Place, Source, Sources, load_json, read_lines, read_text, unreadable, why
+from lowtide.train.files import Source, Sources, load_json, read_lines, read_text, unreadable, why
 
 Row = dict[str, Any]
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -93,11 +93,12 @@ def load_rows(
     import datasets
 
     code = Path(__file__).read_bytes()  # rows that an older version converted are converted again
-    key = sources.fingerprint(sorted(columns.items()), text_field, check_key, code, datasets.__version__)[:32]
+    hub = [_builder(source).cache_dir for source in sources.files if source.kind == "hub"]
+    key = sources.fingerprint(sorted(columns.items()), text_field, check_key, code, datasets.__version__, hub)[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "lowtide" / key
     notes, notes_file = Notes(), cache / "notes.json"
 
-    def converted() -> Iterator[tuple[Row, object]]:
+    def converted() -> Iterator[tuple[Row, str]]:
         name = columns.get("text", text_field)
         for row, place in (found for source in sources.files for found in _read(source, name)):
             try:
@@ -111,7 +112,7 @@ def load_rows(
             notes.skipped += one is None
 
     every = converted()
-    first, first_place = next(every, (None, None))
+    first, first_place = next(every, (None, ""))
     if first is None:
         names = ", ".join(str(source.path) for source in sources.files[:3])
         hint = "Texts and completions are empty, or conversations have no turn of the role assistant."
@@ -265,13 +266,13 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def _bad_row(error: Exception, place: object) -> ArgumentValueError:
+def _bad_row(error: Exception, place: str) -> ArgumentValueError:
     if isinstance(error, Malformed):
         return ArgumentValueError(message("data", f"rows with {_KNOWN}", f"{place}: {error}", "Fix or remove the row."))
     return ArgumentValueError(f"data: {place}: {why(error)}")
 
 
-def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
+def _read(source: Source, text_name: str) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a source and the place of each; those of a text file have one column of the given name.
 
     Raises:
@@ -280,9 +281,9 @@ def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
     path = source.path
     if source.kind == "text":
         for begin in range(0, source.size, _TEXT_BYTES):
-            yield {text_name: read_text(path, begin, begin + _TEXT_BYTES)}, Place(path, begin)
+            yield {text_name: read_text(path, begin, begin + _TEXT_BYTES)}, f"byte {begin} of {path}"
     elif source.kind == "jsonl":
-        yield from read_lines(path, 0, source.size)
+        yield from read_lines(path)
     else:
         try:
             rows = _read_csv(path) if source.kind == "csv" else _table(source)
@@ -306,6 +307,22 @@ def _read_csv(path: Path) -> Iterator[Row]:
             yield row
 
 
+def _builder(source: Source) -> Any:
+    """Return what loads a dataset of the Hub.
+
+    Raises:
+        ArgumentValueError: `datasets` does not find it.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset_builder(str(source.path), source.config)
+    except (OSError, ValueError, RuntimeError) as error:
+        hint = "HF_HUB_OFFLINE=0 in the environment lets datasets download it."
+        expected, got = "a dataset of the Hub that is in the local cache", f"{source.path} ({why(error)})"
+        raise ArgumentValueError(message("data", expected, got, hint)) from error
+
+
 def _table(source: Source) -> Iterable[Row]:
     """Return the rows of a list of JSON, of Parquet, or of a dataset's split "train", or its only one."""
     if source.kind == "json":
@@ -323,7 +340,7 @@ def _table(source: Source) -> Iterable[Row]:
         if source.kind == "saved":
             given = datasets.load_from_disk(str(source.path))
         else:
-            given = datasets.load_dataset(str(source.path), source.config, streaming=True)
+            given = datasets.load_dataset(str(source.path), source.config)
         if isinstance(given, dict):
             if "train" not in given and len(given) > 1:
                 raise ValueError(f"it has no split train, but {', '.join(given)}")

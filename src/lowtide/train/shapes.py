@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, did_you_mean, message
-from lowtide.train.files import hub_snapshot
 
 DEFAULT = "lowtide-small"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -28,22 +27,28 @@ def config_file(name: str) -> Path:
     Raises:
         ArgumentValueError: there is none.
     """
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 (an unknown home stays as it is)
-    folder = model_folder(name) if name else None
-    file = path if folder is None else folder / "config.json"
-    if name and file.is_file():
-        return file
-    got = f"{name}, a folder without one" if folder is not None else repr(name)
-    expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
+    found = pretrained_name(name) if name else None
+    file = Path(os.path.expanduser(name)) if found is None else found  # noqa: PTH111 (an unknown home stays as it is)
     hint = "Models are not downloaded: name a folder."
-    if folder is None and _HUB_NAME.fullmatch(name):
-        hint = f"It is not in the Hub's local cache: hf download {name}"
+    if isinstance(file, str):
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(file, "config.json"))
+        except (OSError, ValueError):
+            hint = f"It is not in the Hub's local cache: hf download {name}"
+    elif found is not None:
+        file = file / "config.json"
+    if name and isinstance(file, Path) and file.is_file():
+        return file
+    got = f"{name}, a folder without one" if isinstance(found, Path) else repr(name)
+    expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
     raise ArgumentValueError(message("model", expected, got, f"{did_you_mean(name, SHAPES)} {hint}".lstrip()))
 
 
-def model_folder(name: str) -> Path | None:
-    """Return the folder of a ``--model``: a path, or a Hub model's snapshot in the local cache; None for others."""
+def pretrained_name(name: str) -> Path | str | None:
+    """Return what transformers loads a ``--model`` from: a folder, or a name on the Hub; None for others."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 (an unknown home stays as it is)
-    if name in SHAPES or path.is_file():
-        return None
-    return path if path.is_dir() else hub_snapshot(name, "models")
+    if path.is_dir() and name not in SHAPES:
+        return path
+    return name if _HUB_NAME.fullmatch(name) and not path.exists() else None

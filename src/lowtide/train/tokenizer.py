@@ -10,7 +10,6 @@ from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.files import why
-from lowtide.train.shapes import model_folder
 from lowtide.train.tokens import Pieces, Text
 
 END_OF_TEXT = "<|endoftext|>"
@@ -18,18 +17,16 @@ TRAINING_CHARACTERS = 4 * 2**20  # merges stop getting better long before; on tw
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False, end: str | None = None) -> Any:
-    """Return the tokenizer in a folder or in the Hub's cache; ``end`` is the end-of-text token that TRL will give it.
+    """Return the tokenizer in a folder or of a name on the Hub; ``end`` is the end-of-text token that TRL will give it.
 
     Raises:
         ArgumentValueError: there is none, or it has no end-of-text token to put behind documents and turns.
     """
     from transformers import AutoTokenizer
 
-    expected, folder = "a folder with a tokenizer in the Hugging Face format", model_folder(str(name))
-    if folder is None:
-        raise ArgumentValueError(message("tokenizer", expected, f"{name}, which is no folder"))
+    expected = "a folder with a tokenizer in the Hugging Face format"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(Path(name).expanduser(), trust_remote_code=trust_remote_code)
     except Exception as error:  # its own errors have no common base
         raise ArgumentValueError(message("tokenizer", expected, f"{name} ({why(error)})")) from error
     if end is None and tokenizer.eos_token_id is None:
@@ -65,7 +62,7 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
         if template.endswith((".jinja", ".j2")):
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         else:
-            source = AutoTokenizer.from_pretrained(model_folder(template) or template, local_files_only=True)
+            source = AutoTokenizer.from_pretrained(template)
             tokenizer.chat_template = source.get_chat_template()
     except (OSError, ValueError) as error:
         expected, got = "a .jinja file, or a tokenizer with a chat template", f"{template} ({why(error)})"

@@ -1,7 +1,7 @@
 """Text to pre-train on: tokenised once into a file, which is read in blocks.
 
-Text is cut into pieces: byte ranges of text and of whole .jsonl lines, ranges of rows of tables. A text file up to the
-size of a piece is one document, a longer one is a document a piece; of tables and .jsonl each row is one. The order of
+Text is cut into pieces: byte ranges of text files, ranges of rows of all others. A text file up to the size of a piece
+is one document, a longer one is a document a piece; each row is one. The order of
 the pieces is a permutation that depends on the sizes and the seed alone: the first ones are held out, the next ones are
 trained on, so a file with more blocks begins with the same ones.
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.train.files import Sources, read_lines, read_text
+from lowtide.train.files import Sources, read_text
 
 IGNORED = -100  # the label of a token that is not predicted
 _PIECE_BYTES_PER_TOKEN = 32  # of a block: some eight blocks a piece
@@ -54,17 +54,16 @@ class Pieces:
     """A text in numbered pieces, each read when it is needed, and their order.
 
     Raises:
-        ArgumentValueError: a table has no texts.
+        ArgumentValueError: a row has no text.
     """
 
     def __init__(self, text: Text) -> None:
-        self._text_field = text.field
-        self._files = [file for file in text.sources.files if not file.is_table]
+        self._files = [file for file in text.sources.files if file.kind == "text"]
         self._sizes = [file.size for file in self._files]
-        if tables := tuple(file for file in text.sources.files if file.is_table):
+        if rows := tuple(file for file in text.sources.files if file.kind != "text"):
             from lowtide.train.rows import load_rows
 
-            self._rows = load_rows(Sources(tables), columns={"text": text.field}, text_field=text.field)[0]
+            self._rows = load_rows(Sources(rows), columns={"text": text.field}, text_field=text.field)[0]
             self._sizes.append(self._rows.data.nbytes)
         self.bytes = sum(self._sizes)
         most = min(max(_PIECE_BYTES_PER_TOKEN * text.seq_len, self.bytes >> 20), 2**20)
@@ -76,21 +75,17 @@ class Pieces:
         """Return the documents of one piece; empty ones are left out.
 
         Raises:
-            ArgumentValueError: a file was removed, is not UTF-8, or a row has no text.
+            ArgumentValueError: a file was removed, or is not UTF-8.
         """
         index, begin, end = self._range(piece)
         if index == len(self._files):
             rows, size = len(self._rows), self._sizes[index]
             return list(self._rows[begin * rows // size : end * rows // size]["text"])
-        file = self._files[index]
-        if file.kind == "text":
-            texts = [read_text(file.path, begin, end)]
-        else:
-            texts = [self._text(row, place) for row, place in read_lines(file.path, begin, end)]
-        return [text for text in texts if text]
+        text = read_text(self._files[index].path, begin, end)
+        return [text] if text else []
 
     def bytes_of(self, piece: int) -> int:
-        """Return the size of one piece as files have it, which a line that begins in it may exceed."""
+        """Return the size of one piece as files have it, which a row of it may exceed."""
         _, begin, end = self._range(piece)
         return end - begin
 
@@ -98,15 +93,6 @@ class Pieces:
         index = bisect.bisect_right(self._ends, piece)
         begin = (piece - (self._ends[index - 1] if index else 0)) * self._piece_bytes
         return index, begin, min(begin + self._piece_bytes, self._sizes[index])
-
-    def _text(self, row: dict[str, Any], place: object) -> str:
-        text = row.get(self._text_field)
-        if not isinstance(text, str):
-            expected = f"a text in the field {self._text_field!r} of each row"
-            hint = "Name it with --dataset_text_field. Conversations need a pretrained model: name one with --model."
-            got = f"{place} with the fields {', '.join(row) or 'none'}" if text is None else f"another value in {place}"
-            raise ArgumentValueError(message("data", expected, got, hint))
-        return text
 
 
 def write_tokens(
