@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from lowtide.skip.kernels import choice as tiles
 from lowtide.skip.kernels import lists as listing
 from lowtide.skip.kernels.choice import Choice, Targets
+from skip.emulated import units
 
 ROWS, COLUMNS = 128, 256
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def some_flags(R: int, P: int, kind: int, share: float) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists in order from both sides; every tile's sum is computed once, by programs of which helpers are first."""
+    """Lists in order from both sides; every step of E' W is computed once, by programs that have as many."""
     chosen = random.Random(seed)
     R = chosen.choice([1, 2, 7, 33, chosen.randrange(1, 200)])
     P = chosen.choice([1, 2, 127, 129, chosen.randrange(1, 1100)])
@@ -47,12 +48,11 @@ def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     C, D = R * ROWS - chosen.randrange(ROWS), across * COLUMNS - chosen.randrange(COLUMNS)
     keep = some_flags(R, P, seed % 4, chosen.choice([0, 0.02, 0.3, 1]))
     lists, flags = listing.lists_for(C, P, CPU)
-    shares, room = listing.shares_for(C, CPU)
-    for x in (*lists, *shares, room):
+    for x in lists:
         x.fill_(-7)
     flags.copy_(keep.int().flatten())
     total, y = torch.zeros(2, dtype=torch.int32), torch.full((C,), -1, dtype=torch.int32)
-    listing.list_kept(flags, lists, shares, room, total, torch.zeros(C, 1), targets_of(y), D)
+    listing.list_kept(flags, lists, total, torch.zeros(C, 1), targets_of(y), D)
 
     counts = keep.sum(1).tolist()
     assert total.tolist() == [sum(counts), R * P]
@@ -60,36 +60,24 @@ def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert of_side.tolist() == flagged.sum(1).tolist()
         for listed, number, row in zip(side, of_side, flagged, strict=True):
             assert torch.equal(listed[:number].long(), row.nonzero()[:, 0])
-    order, records, parts = shares.order.tolist(), shares.records.tolist(), shares.parts.tolist()
-    assert order == sorted(range(R), key=lambda r: counts[r])
-    assert sorted(record[0] for record in records) == list(range(programs))
 
-    computed, by, fetched = defaultdict(list), {}, []
-    for pid, (lane, own, end, first_taken, taken, first_part, helps, _) in enumerate(records):
-        for unit in range(own):
-            tile = unit * programs + (programs - 1 - lane if unit % 2 else lane)
-            computed[tile].append((0, end if unit == own - 1 else counts[order[tile // across]]))
-            if unit == own - 1:
-                waits = range(first_taken, first_taken + taken)
-                assert all(parts[part][0] == tile and parts[part][3] == pid for part in waits)
-                fetched += waits
-        assert own or not taken
-        for part in range(first_part, first_part + helps):
-            tile, begin, stop, owner = parts[part]
-            assert pid < owner
-            assert begin < stop
-            assert part not in by
-            by[part] = pid
-            computed[tile].append((begin, stop))
-    assert sorted(fetched) == sorted(by)
-    assert not by or max(by) < programs
+    means, computed, given = -(-P // COLUMNS), defaultdict[int, list[range]](list), dict[int, int]()
+    for program, tile, steps, (start, length, share) in units(lists, across, means):
+        assert steps
+        assert length == counts[tile // across] + means
+        computed[tile].append(steps)
+        if steps.stop < length:
+            assert program not in given
+            assert tile == lists.ranges[program, 1], "a part for another program is computed first"
+            given[program] = tile
+        else:
+            assert all(given.pop(other) == tile for other in range(start // share, program))
+    assert not given
     assert sorted(computed) == list(range(R * across))
-    for tile, spans in computed.items():
-        at = 0
-        for begin, stop in sorted(span for span in spans if span[0] < span[1]):
-            assert begin == at
-            at = stop
-        assert at == counts[order[tile // across]]
+    most = -(-sum(number + means for number in counts) * across // programs)
+    for tile, parts in computed.items():
+        assert [step for part in parts for step in part] == list(range(counts[tile // across] + means))
+        assert max(map(len, parts)) <= most
 
 
 def fewest_lost(q: Tensor, allowed: float) -> float:
@@ -188,8 +176,7 @@ def test_targets_in_other_tiles() -> None:
     targets = targets_of(y)
     targets.rest.copy_(torch.randn(C))
     lists, _ = listing.lists_for(C, 3, CPU)
-    shares, room = listing.shares_for(C, CPU)
-    listing.list_kept(flags.flatten(), lists, shares, room, torch.zeros(2, dtype=torch.int32), e, targets, D)
+    listing.list_kept(flags.flatten(), lists, torch.zeros(2, dtype=torch.int32), e, targets, D)
     valid, home = y >= 0, y.clamp(min=0).long()
     own = e.gather(1, home[:, None])[:, 0] + targets.rest
     is_kept = flags.repeat_interleave(ROWS, 0)[:C].gather(1, home[:, None] // COLUMNS)[:, 0] == 1

@@ -90,7 +90,6 @@ class TiledCrossEntropy(CrossEntropy):
         if self.remembered.sees:
             self._seen = torch.zeros_like(self._new(self.width))
         self._lists, self._flags = lists.lists_for(rows, self.tiles, device)
-        self._shares, self._space = lists.shares_for(rows, device)
         self._meeting = room_for(device)
         self._mass = self.mean_PD.new_empty(rows, padded(self.tiles))
         self._of_targets = self._new(2, rows)
@@ -141,17 +140,15 @@ class TiledCrossEntropy(CrossEntropy):
         self._lost.append(sums)
         chosen = Choice(self._flags, self._mass_CP, sums)
         choice.find_kept(masses_CP, squares, e_CV, targets, self.remembered.threshold, chosen, used)
-        lists.list_kept(
-            self._flags, self._lists, self._shares, self._space, self.remembered.total, e_CV, targets,
-            self.weight_VD.shape[1], used,
-        )  # fmt: skip
+        D = self.weight_VD.shape[1]
+        lists.list_kept(self._flags, self._lists, self.remembered.total, e_CV, targets, D, used)
 
     def _input_rows(self, piece: Piece, e_CV: Tensor, ends: InputRows) -> None:
         if self._comparison is not None:
             self._comparison.see_input(e_CV, self._targets, ends)
         ends = ends._replace(rest=self._targets.lost)
         gemms_hopper.input_grad(
-            e_CV, self.weight_VD, self._mass_CP, self.mean_PD, ends, self._lists, self._shares, self._meeting,
+            e_CV, self.weight_VD, self._mass_CP, self.mean_PD, ends, self._lists, self._meeting,
             self.used(piece.part),
         )  # fmt: skip
 

@@ -10,10 +10,9 @@ and 256 columns; which are kept, and what stands for the others, says `choice`:
 Both are the kernels of `gradient_gemms_hopper` with sums that run over lists. The producer warp alone reads the lists;
 the consumers only count the steps.
 
-E' W has few tiles and long sums of unlike lengths. `lists.list_kept` gives every program as much: tiles of its own
-as far as that goes, and parts of others' sums. A program that gave something away finishes its tile when the others'
-parts are there. Those come from programs with smaller numbers, which the device starts first and which wait for nobody:
-it is never left waiting.
+E' W has few tiles and long sums of unlike lengths. The steps of all its tiles, one tile's after another's, are shared
+out evenly: a program begins and ends anywhere, also within a tile. Whoever has a tile's last step finishes it; the
+programs before it store their parts, each before anything else that it computes, and wait for nobody until then.
 """
 
 from typing import NamedTuple
@@ -46,9 +45,8 @@ from lowtide.head.kernels.input_rows_hopper import InputRows, Room, await_parts,
 from lowtide.kernel_launch import Launcher, multiprocessors
 
 DEPTH = gl.constexpr(64)
-PER_COLUMN_TILE = gl.constexpr(4)  # steps of the sum over the vocabulary
-PER_ROW_TILE = gl.constexpr(2)  # steps of the sum over tokens
-FIELDS = gl.constexpr(8)  # of a program's record: see `lists.list_kept`
+PER_COLUMN_TILE = gl.constexpr(4)  # stages of a step of the sum over the vocabulary
+PER_ROW_TILE = gl.constexpr(2)  # stages of a step of the sum over tokens
 
 
 class Lists(NamedTuple):
@@ -58,60 +56,48 @@ class Lists(NamedTuple):
     across_count: Tensor  # [R]
     down: Tensor  # [P, R]: of each tile across, the tiles of rows
     down_count: Tensor  # [P]
-
-
-class Shares(NamedTuple):
-    """Who computes which part of E' W, int32: see `lists.list_kept`."""
-
-    records: Tensor  # [programs, FIELDS]
-    parts: Tensor  # [programs, 4]: (tile, begin, end, whose) of each part that is computed for another program
-    order: Tensor  # [R]: the tiles of rows, the shortest sums first
+    starts: Tensor  # [R + 1]: the steps of E' W before the tiles of each tile of rows, and all
+    ranges: Tensor  # [programs, 2]: the first and the last tile of E' W of each program
 
 
 @gluon.jit
-def _unit(unit, record, lists, shares, across):  # type: ignore[no-untyped-def]
-    """Return a unit of a program: (tile of rows, tile of D, begin and end of its list, the part's number or -1)."""
-    tiles = gl.load(record + 1)
-    if unit < tiles:
-        lane = gl.load(record)
-        if unit % 2 == 1:
-            lane = gl.num_programs(0) - 1 - lane
-        tile = lane + unit * gl.num_programs(0)
-        row_tile = gl.load(shares.order + tile // across)
-        begin = tile * 0
-        end = gl.load(lists.across_count + row_tile)
-        if unit == tiles - 1:
-            end = gl.load(record + 2)
-        number = tile * 0 - 1
-    else:
-        number = gl.load(record + 5) + (unit - tiles)
-        part = shares.parts + number * 4
-        tile = gl.load(part)
-        row_tile = gl.load(shares.order + tile // across)
-        begin = gl.load(part + 1)
-        end = gl.load(part + 2)
-    return row_tile, tile % across, begin, end, number
+def _share(lists, C, P):  # type: ignore[no-untyped-def]
+    """Return a program's (number of tiles, last one, first step and their end), how many have others, and means."""
+    steps = gl.load(lists.starts + gl.cdiv(C, 2 * ROWS))
+    share = gl.cdiv(steps, gl.num_programs(0))
+    begin = gl.program_id(0) * share
+    first = gl.load(lists.ranges + 2 * gl.program_id(0))
+    last = gl.load(lists.ranges + 2 * gl.program_id(0) + 1)
+    return last - first + 1, last, begin, gl.minimum(begin + share, steps), share, gl.cdiv(P, COLUMNS)
+
+
+@gluon.jit
+def _unit(tile, begin, end, means, lists, across):  # type: ignore[no-untyped-def]
+    """Return a tile's (tile of rows, tile of D, step at which it starts, how many it has), and a program's part."""
+    row_tile = tile // across
+    length = gl.load(lists.across_count + row_tile) + means
+    start = gl.load(lists.starts + row_tile) + (tile % across) * length
+    return row_tile, tile % across, start, length, gl.maximum(begin - start, 0), gl.minimum(end - start, length)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _produce_input(operands, stages, lists, shares, P, D, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the stages: of a tile's own program first those of what stands for the other tiles."""
+def _produce_input(operands, stages, lists, C, P, D, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the stages: a tile's first steps are those of what stands for the tiles that are not kept."""
     e_d, w_d, mass_d, mean_d = operands
-    record = shares.records + gl.program_id(0) * FIELDS
-    units = gl.load(record + 1) + gl.load(record + 6)
+    number, last, begin, end, _, means = _share(lists, C, P)
     step = gl.to_tensor(0)
-    for unit in range(units):
-        row_tile, d_tile, begin, end, number = _unit(unit, record, lists, shares, gl.cdiv(D, COLUMNS))
+    for i in range(number):
+        row_tile, d_tile, _, _, first, stop = _unit(last - i, begin, end, means, lists, gl.cdiv(D, COLUMNS))
         row = row_tile * (2 * ROWS)
         column = d_tile * COLUMNS
-        if number < 0:
-            for k in range(gl.cdiv(P, DEPTH)):
-                above, below = [row, k * DEPTH], [row + ROWS, k * DEPTH]
-                load_stage(stages, step, mass_d, above, below, mean_d, [k * DEPTH, column], STAGES, DEPTH)
-                step += 1
         kept = lists.across + row_tile * P
-        ahead = gl.load(kept + gl.minimum(begin, P - 1))  # read one tile ahead of its use
-        for at in range(begin, end):
+        for k in range(first * PER_COLUMN_TILE, gl.minimum(stop, means) * PER_COLUMN_TILE):
+            p = k * DEPTH
+            load_stage(stages, step, mass_d, [row, p], [row + ROWS, p], mean_d, [p, column], STAGES, DEPTH)
+            step += 1
+        first = gl.maximum(first - means, 0)
+        ahead = gl.load(kept + first)  # read one tile ahead of its use
+        for at in range(first, stop - means):
             v = ahead * COLUMNS
             ahead = gl.load(kept + gl.minimum(at + 1, P - 1))
             for k in range(PER_COLUMN_TILE):
@@ -122,40 +108,30 @@ def _produce_input(operands, stages, lists, shares, P, D, STAGES: gl.constexpr):
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume_input(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, stages, ends, lists, shares, room, rows, P, V, D, STAGES: gl.constexpr, DEEP: gl.constexpr
+    HALF: gl.constexpr, stages, ends, lists, room, rows, C, P, V, D, STAGES: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
-    """Multiply, and finish, the HALF-th ROWS rows of each unit."""
+    """Multiply, and finish, the HALF-th ROWS rows of each tile, the last one first, which another program waits for."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    record = shares.records + gl.program_id(0) * FIELDS
-    tiles = gl.load(record + 1)
-    units = tiles + gl.load(record + 6)
+    number, last, begin, end, share, means = _share(lists, C, P)
+    program = gl.program_id(0)
     step = gl.to_tensor(0)
-    for unit in range(units):
-        row_tile, d_tile, begin, end, number = _unit(unit, record, lists, shares, gl.cdiv(D, COLUMNS))
-        steps = (end - begin) * PER_COLUMN_TILE
-        if number < 0:
-            steps += gl.cdiv(P, DEPTH)
+    for i in range(number):
+        row_tile, d_tile, start, length, first, stop = _unit(last - i, begin, end, means, lists, gl.cdiv(D, COLUMNS))
         z = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        z, step = multiply(z, step, steps, stages, None, HALF, False, STAGES, DEEP)
-        if number >= 0:
-            owner = gl.load(shares.parts + number * 4 + 3)
-            store_part(z, HALF, room.parts, number, room.arrived + 2 * owner)
+        z, step = multiply(z, step, (stop - first) * PER_COLUMN_TILE, stages, None, HALF, False, STAGES, DEEP)
+        if stop < length:
+            store_part(z, HALF, room.parts, program, room.arrived + 2 * ((start + length - 1) // share))
         else:
-            others = tiles * 0
-            first = tiles * 0
-            if unit == tiles - 1:
-                first = gl.load(record + 3)
-                others = gl.load(record + 4)
-            await_parts(room.arrived + 2 * gl.program_id(0), others, HALF)
-            meeting = (room.parts, first, 1, others)
+            earliest = start // share
+            await_parts(room.arrived + 2 * program, program - earliest, HALF)
+            meeting = (room.parts, earliest, 1, program - earliest)
             finish_input(z, HALF, row_tile * (2 * ROWS), d_tile * COLUMNS, rows, V, D, ends, meeting)
 
 
 @Launcher
 @gluon.jit(do_not_specialize=["first", "C", "P", "V", "D"])  # type: ignore[untyped-decorator]
 def _input_grad(  # type: ignore[no-untyped-def]
-    e_d, w_d, mass_d, mean_d, ends, lists, shares, room, count, first, C, P, V, D, STAGES: gl.constexpr,
-    DEEP: gl.constexpr
+    e_d, w_d, mass_d, mean_d, ends, lists, room, count, first, C, P, V, D, STAGES: gl.constexpr, DEEP: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
     a_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], e_d.layout)
@@ -167,9 +143,9 @@ def _input_grad(  # type: ignore[no-untyped-def]
     rows = counted(count, first, C)
     gl.warp_specialize(
         [
-            (_consume_input, (0, stages, ends, lists, shares, room, rows, P, V, D, STAGES, DEEP)),
-            (_consume_input, (1, stages, ends, lists, shares, room, rows, P, V, D, STAGES, DEEP)),
-            (_produce_input, (operands, stages, lists, shares, P, D, STAGES)),
+            (_consume_input, (0, stages, ends, lists, room, rows, C, P, V, D, STAGES, DEEP)),
+            (_consume_input, (1, stages, ends, lists, room, rows, C, P, V, D, STAGES, DEEP)),
+            (_produce_input, (operands, stages, lists, C, P, D, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -281,8 +257,8 @@ def _weight_grad(  # type: ignore[no-untyped-def]
 
 
 def input_grad(
-    e_CV: Tensor, w_VD: Tensor, mass_CP: Tensor, mean_PD: Tensor, ends: InputRows, lists: Lists, shares: Shares,
-    room: Room, used: Used = ALL,
+    e_CV: Tensor, w_VD: Tensor, mass_CP: Tensor, mean_PD: Tensor, ends: InputRows, lists: Lists, room: Room,
+    used: Used = ALL,
     *, stages: int = 4, deep: bool = True,
 ) -> None:  # fmt: skip
     """Write ``finish(E' W + m mean)`` into ``ends.out``: bfloat16 operands, rows at multiples of 16 bytes."""
@@ -291,7 +267,7 @@ def input_grad(
     _input_grad[(multiprocessors(e_CV.device),)](
         hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value),
         hopper_descriptor(mass_CP, ROWS.value, depth), hopper_descriptor(mean_PD, depth, COLUMNS.value),
-        ends, lists, shares, room, *used, C, P, V, D, STAGES=stages, DEEP=deep, num_warps=4,
+        ends, lists, room, *used, C, P, V, D, STAGES=stages, DEEP=deep, num_warps=4,
     )  # fmt: skip
 
 
