@@ -11,18 +11,12 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.skip.kernels import choice as tiles
+from lowtide.skip import choice
 from lowtide.skip.kernels import lists as listing
-from lowtide.skip.kernels.choice import Choice, Targets
+from lowtide.skip.kernels import ordered
 from skip.emulated import units
 
 ROWS, COLUMNS = 128, 256
-CPU = torch.device("cpu")
-
-
-def targets_of(y: Tensor, s: Tensor | None = None) -> Targets:
-    rest, alone, lost = torch.zeros(3, len(y))
-    return Targets(y, torch.ones(len(y)) if s is None else s, rest, None, alone, lost)
 
 
 def some_flags(R: int, P: int, kind: int, share: float) -> Tensor:
@@ -45,14 +39,14 @@ def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     P = chosen.choice([1, 2, 127, 129, chosen.randrange(1, 1100)])
     across, programs = chosen.choice([1, 3, 16, chosen.randrange(1, 33)]), chosen.choice([132, 132, 7, 2, 1])
     monkeypatch.setattr(listing, "multiprocessors", lambda device: programs)
-    C, D = R * ROWS - chosen.randrange(ROWS), across * COLUMNS - chosen.randrange(COLUMNS)
+    D = across * COLUMNS - chosen.randrange(COLUMNS)
     keep = some_flags(R, P, seed % 4, chosen.choice([0, 0.02, 0.3, 1]))
-    lists, flags = listing.lists_for(C, P, CPU)
-    for x in lists:
-        x.fill_(-7)
-    flags.copy_(keep.int().flatten())
-    total, y = torch.zeros(2, dtype=torch.int32), torch.full((C,), -1, dtype=torch.int32)
-    listing.list_kept(flags, lists, total, torch.zeros(C, 1), targets_of(y), D)
+    total = torch.zeros(2, dtype=torch.int32)
+    lists = listing.list_kept(keep.int(), D, total)
+    listed = listing.list_tiles(keep.int())
+    assert int(listed.number) == keep.sum()
+    places = keep.t().nonzero()
+    assert torch.equal(listed.tiles[: len(places)].long(), (places[:, 1] << 16) + places[:, 0])
 
     counts = keep.sum(1).tolist()
     assert total.tolist() == [sum(counts), R * P]
@@ -80,114 +74,53 @@ def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(len, parts)) <= most
 
 
-def fewest_lost(q: Tensor, allowed: float) -> float:
-    """Return the q from which tiles stay, so that the smaller ones lose no more than ``allowed``."""
-    some, least = q[(q > 0) & q.isfinite()].double().sort().values, 0.0
-    ends = torch.tensor([math.ldexp(8 + n, exponent - 3) for exponent in range(-60, 100) for n in range(1, 9)]).double()
-    rounded = ends[torch.searchsorted(ends, some, right=True)]
-    for end in ends.tolist():
-        if float(rounded[some < end].sum()) > allowed:
-            break
-        least = end
-    return least
-
-
 @pytest.mark.parametrize("accepted", [0.05, 0.3])
 def test_which_tiles_are_kept(accepted: float) -> None:
-    """The largest, and those with many targets, so that the others lose no more."""
-    C, P, short = 200, 15, 100
+    """The largest, and those with targets, so that the others lose no more: as many as can be left out."""
+    C, P, short = 200, 60, 100
     V = P * COLUMNS - short
     sums, squares, s = torch.rand(C, P), torch.rand(C, P) * torch.logspace(0, -9, P), torch.randn(C)
     sums *= squares.sqrt()
     squares[:, -1] *= 1e8
-    y = torch.randint(V, (C,), dtype=torch.int32)
-    y[:30], y[::7], s[::5], squares[::5] = 12 * COLUMNS + 3, -1, 0, torch.nan
-    targets, e = targets_of(y, s), torch.randn(C, V)
-    targets.rest.copy_(torch.randn(C))
-    valid = y >= 0
-    counts, width = valid & (s != 0), torch.full((P,), COLUMNS).index_fill(0, torch.tensor(P - 1), COLUMNS - short)
-    varied = (squares - sums.square() / width).clamp(min=0)
-    part = (s[:, None].square() * varied).where(counts[:, None], 0)
+    y = torch.cat((torch.full((30,), 12 * COLUMNS + 3), torch.randint(2 * COLUMNS, V // 2, (C - 30,)))).int()
+    y[40::7], s[41::5], squares[41::5] = -1, 0, torch.nan
+    sizes = choice.sizes_of_tiles(V, torch.device("cpu"))
+    assert sizes.tolist() == [COLUMNS] * (P - 1) + [COLUMNS - short]
+    valid, entry = y >= 0, torch.randn(C)
+    counts = valid & (s != 0)
+    part = (s[:, None].square() * (squares - sums.square() / sizes).clamp(min=0)).where(counts[:, None], 0)
     q = torch.stack([part[:ROWS].sum(0), part[ROWS:].sum(0)])
-    own = s * (e.gather(1, y.clamp(min=0)[:, None].long())[:, 0] + targets.rest)
-    whole = (s[:, None].square() * squares).sum(1).where(counts, 0) + own.square().where(counts, 0)
-    at_home = y.where(counts, -1).split(ROWS)
-    home = torch.stack([torch.bincount(one[one >= 0] // COLUMNS, minlength=P) for one in at_home])
-    choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 2))
-    flags, mass, (dropped, lost, of_all) = choice
-    allowed = accepted**2 * float(whole.sum())
-
-    def find(targets: Targets) -> None:
-        tiles.find_kept(sums, squares, e, targets, torch.tensor([accepted]), choice)
-
-    least = fewest_lost(q.where(home < 16, torch.inf), allowed)
-    kept = (q >= least) | (home >= 16)
+    whole = (s.square() * (squares.sum(1) + entry.square())).where(counts, 0).sum()
+    home = torch.stack(
+        [torch.bincount(at.clamp(min=0) // COLUMNS, at >= 0, P) for at in y.where(counts, -1).split(ROWS)]
+    )
+    mass = torch.full((C, P), torch.nan)
+    kept, (dropped, lost, of_all) = choice.choose(sums, squares, y, s, entry, sizes, torch.tensor([accepted]), mass)
     assert 0 < kept.sum() < kept.numel()
-    find(targets)
-    assert torch.equal(flags.view(2, P), kept.int())
+    assert kept[home > 0].all()
+    others = q[home == 0]
+    left_out = ~kept[home == 0]
+    assert others[left_out].max() < others[~left_out].min()
+    assert 0 < lost <= accepted**2 * whole * (1 + 1e-5)
+    assert lost + others[~left_out].min() > accepted**2 * whole * (1 - 1e-5)
+    torch.testing.assert_close((lost, of_all), (others[left_out].sum(), whole))
     of_row = (~kept).repeat_interleave(ROWS, 0)[:C]
-    assert torch.equal(mass, sums.where(valid[:, None], 0) * of_row)
-    each = (mass * s.abs()[:, None]).sum(1)
-    assert torch.allclose(dropped, torch.stack([each[:ROWS].sum(), each[ROWS:].sum()]))
-    assert torch.allclose(lost, (q * ~kept).sum(1))
-    assert 0 < lost.sum() <= allowed
-    assert torch.allclose(of_all, torch.stack([whole[:ROWS].sum(), whole[ROWS:].sum()]))
-    find(targets._replace(entry=own / s))
-    assert torch.allclose(of_all, torch.stack([whole[:ROWS].sum(), whole[ROWS:].sum()]))
+    assert torch.equal(mass, sums.where(valid[:, None] & of_row, 0))
+    torch.testing.assert_close(dropped, (mass * s.abs()[:, None]).sum())
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
-@pytest.mark.parametrize("s", [0.0, 1e-24, torch.nan, torch.inf])
+@pytest.mark.parametrize("s", [0.0, torch.nan, torch.inf])
 def test_gradients_that_say_nothing(s: float) -> None:
-    """Where they are too small to be squared, or no numbers, all tiles stay, and where there are none no tile does."""
+    """Where they are no numbers all tiles stay, and where there are none no tile does."""
     C, P = 140, 5
-    y = torch.randint(P * COLUMNS, (C,), dtype=torch.int32)
-    targets, squares = targets_of(y, torch.full((C,), s)), torch.rand(C, P)
-    choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 2))
-    e, sums = torch.rand(C, P * COLUMNS), torch.rand(C, P)
-    y[:30] = 7  # of as many as otherwise keep a tile
-    tiles.find_kept(sums, squares, e, targets, torch.tensor([0.5]), choice)
-    assert torch.equal(choice.flags, torch.full_like(choice.flags, s != 0))
-    assert torch.equal(choice.mass_CP, sums * (s == 0))
-    assert not choice.sums[1].any()
-
-
-@pytest.mark.parametrize("s", [1e-16, 1e-19, 1e-20, 1e-21])
-def test_gradients_too_small_to_be_squared(s: float) -> None:
-    """What rows lose, squared, may vanish in float32 where their targets' entries do not: it counts nevertheless."""
-    C, P, accepted = 140, 130, 1e-3
-    targets = targets_of(torch.arange(C, dtype=torch.int32) * COLUMNS, torch.full((C,), s))
-    targets = targets._replace(entry=torch.ones(C))
-    choice = Choice(torch.empty(2 * P, dtype=torch.int32), torch.empty(C, P), torch.empty(3, 4))
-    squares = torch.full((C, P), 3e-8)
-    tiles.find_kept(torch.zeros(C, P), squares, torch.zeros(C, P * COLUMNS), targets, torch.tensor([accepted]), choice)
-    left_out = (choice.flags.view(2, P) == 0).repeat_interleave(ROWS, 0)[:C]
-    whole = C + squares.double().sum()
-    assert (squares.double() * left_out).sum() <= accepted**2 * whole
-    assert s < 1e-17 or left_out.any()
-
-
-def test_targets_in_other_tiles() -> None:
-    """Their entries stand alone: each class's are added to its row of dW."""
-    C, V, D = 140, 700, 8
-    e, y = torch.randn(C, V), torch.randint(V, (C,), dtype=torch.int32).sort().values
-    y[-9:] = -1
-    flags = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.int32)
-    targets = targets_of(y)
-    targets.rest.copy_(torch.randn(C))
-    lists, _ = listing.lists_for(C, 3, CPU)
-    listing.list_kept(flags.flatten(), lists, torch.zeros(2, dtype=torch.int32), e, targets, D)
-    valid, home = y >= 0, y.clamp(min=0).long()
-    own = e.gather(1, home[:, None])[:, 0] + targets.rest
-    is_kept = flags.repeat_interleave(ROWS, 0)[:C].gather(1, home[:, None] // COLUMNS)[:, 0] == 1
-    assert torch.equal(targets.alone[valid], own.where(~is_kept, 0)[valid])
-    assert torch.equal(targets.lost[valid], torch.where(is_kept, targets.rest, own)[valid])
-    assert not targets.alone[~valid].any()
-
-    scaled, out = torch.randn(C, D), torch.randn(V, D)
-    added = torch.zeros(V, D).index_add_(0, home, targets.alone[:, None] * scaled) + out
-    tiles.add_targets(targets, scaled, out)
-    assert torch.allclose(out, added, atol=1e-6)
+    y, squares = torch.randint(P * COLUMNS, (C,), dtype=torch.int32), torch.rand(C, P)
+    sums, mass, sizes = torch.rand(C, P), torch.empty(C, P), choice.sizes_of_tiles(P * COLUMNS, torch.device("cpu"))
+    kept, reported = choice.choose(
+        sums, squares, y, torch.full((C,), s), torch.rand(C), sizes, torch.tensor([0.5]), mass
+    )
+    assert torch.equal(kept, torch.full_like(kept, s != 0))
+    assert torch.equal(mass, sums * (s == 0))
+    assert not reported[1].any()
 
 
 @pytest.mark.parametrize("lies", ["rows", "columns"])
@@ -197,12 +130,12 @@ def test_order_and_back(lies: str) -> None:
     w = torch.randn(V, D) if lies == "rows" else torch.randn(D, V).T
     classes = torch.randperm(V)
     order = torch.cat((torch.tensor([V]), classes)).int()
-    ordered, mean, shared, back = torch.empty(V, D), torch.empty(P, D), torch.randn(P, D), torch.empty(V, D)
-    tiles.put_in_order(w, order, ordered, mean)
-    assert torch.equal(ordered, w[classes])
-    assert torch.allclose(mean, torch.stack([tile.mean(0) for tile in ordered.split(COLUMNS)]), atol=1e-6)
-    tiles.put_back(ordered, shared, order, back)
-    sizes = [len(tile) for tile in ordered.split(COLUMNS)]
+    in_order, mean, shared, back = torch.empty(V, D), torch.empty(P, D), torch.randn(P, D), torch.empty(V, D)
+    ordered.put_in_order(w, order, in_order, mean)
+    assert torch.equal(in_order, w[classes])
+    assert torch.allclose(mean, torch.stack([tile.mean(0) for tile in in_order.split(COLUMNS)]), atol=1e-6)
+    ordered.put_back(in_order, shared, order, back)
+    sizes = [len(tile) for tile in in_order.split(COLUMNS)]
     share = torch.cat([(shared[p] / n).expand(n, D) for p, n in enumerate(sizes)])
     assert torch.allclose(back[classes], w[classes] + share, atol=1e-6)
     assert math.isclose(sum(sizes), V)

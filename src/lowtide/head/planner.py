@@ -309,11 +309,11 @@ def _cuts_of_exponentials(work: Work, schedule: Schedule) -> Iterator[tuple[floa
     gathered = 2 * D * work.skips  # in blocks and of sums alone; and in blocks as much again, where parts of E W meet
     thin = D * 2 + x + 2 * ahead + 4 * D * sharded + 64  # s x, hidden states, a row's numbers; not E W, `product`
     sums, product = 4 * work.tile_numbers * -(-V // GPU_TILE), 4 * D
-    sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes
+    tiles = -(-V // 256) * work.kept
+    sum_row = sums + 64 + x + gathered + 3 * ahead + work.sum_row_bytes + 28 * tiles
     if work.kept:  # the ordered copy, or the gradient put back; means and sums; parts that meet; squares, masses, lists
-        tiles = -(-V // 256)
         fixed += work.weight_dtype.itemsize * V * D + 6 * tiles * D + 4 * KEPT_PARTS
-        thin, product = thin + 6 * tiles + tiles // 8, 0
+        thin, product = thin + 24 * tiles, 0
     room = max(0, work.budget() - fixed)
     sum_rows = room // sum_row
     sum_rows = max(work.groups, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))

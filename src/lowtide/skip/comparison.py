@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.head.kernels.input_rows_hopper import InputRows
 from lowtide.head.matmul import matmul_into
-from lowtide.skip.kernels.choice import COLUMNS, Targets
+from lowtide.skip.kernels.ordered import COLUMNS
 
 SIGNS = 16
 
@@ -34,40 +34,42 @@ class Comparison:
         matmul_into(x, self._signs.to(x.dtype), out, add=False)
         return out
 
-    def see_input(self, e_CV: Tensor, targets: Targets, ends: InputRows) -> None:
+    def see_input(self, e_CV: Tensor, ends: InputRows) -> None:
         """Take a chunk's part of dX."""
         both = self._weight.new_empty(len(e_CV), 2 * SIGNS)
         matmul_into(e_CV, self._parts, both, add=False)
-        y, s = targets.y.clamp(min=0).long(), targets.s[:, None]
-        right = (both[:, :SIGNS] + both[:, SIGNS:] + targets.rest[:, None] * self._weight[y]) * s
-        right = right.where(((targets.y >= 0) & (targets.s != 0))[:, None], 0)
+        assert ends.to is not None
+        assert ends.s is not None
+        assert ends.y is not None
+        assert ends.rest is not None
+        own, s = ends.rest[:, None] * self._weight[ends.y.clamp(min=0).long()], ends.s[:, None]
+        right = ((both[:, :SIGNS] + both[:, SIGNS:] + own) * s).where((ends.y >= 0)[:, None] & (s != 0), 0)
         if ends.uniform is not None and ends.factor is not None:
             even = ends.factor * ends.share * (1 if ends.scale is None else ends.scale)
-            even = even.where(targets.y >= 0, 0)
+            even = even.where(ends.y >= 0, 0)
             right = right - even[:, None] * (ends.uniform @ self._signs.float())
-        assert ends.to is not None
         self._input.index_copy_(0, ends.to.long(), right)
 
-    def see_weight(self, e_CV: Tensor, targets: Targets, scaled_CD: Tensor) -> None:
+    def see_weight(self, e_CV: Tensor, scaled_CD: Tensor, y_C: Tensor) -> None:
         """Take a chunk's part of dW."""
-        mixed = self._mixed(scaled_CD).where((targets.y >= 0)[:, None], 0)  # the rest may be an earlier chunk's
+        mixed = self._mixed(scaled_CD).where((y_C >= 0)[:, None], 0)  # the rest may be an earlier chunk's
         matmul_into(e_CV.t(), _in_two(mixed, scaled_CD.dtype), self._sum, add=self._begun)
         self._begun = True
 
-    def errors(self, input_ND: Tensor | None, sum_VD: Tensor | None, shared_PD: Tensor | None) -> Tensor:
+    def errors(
+        self, input_ND: Tensor | None, sum_VD: Tensor | None, shared_PD: Tensor | None, sizes_P: Tensor
+    ) -> Tensor:
         """Return what dX and dW are off by, relative [2]: 0 where there is none, no number where it is 0.
 
-        ``sum_VD`` is dW of all chunks, without what the rows of each tile share.
+        ``sum_VD`` is dW of all chunks, without what the rows of each tile share, as many as ``sizes_P``.
         """
         off_input = off_weight = self._input.new_zeros(())
         if input_ND is not None:
             off_input = _relative(self._mixed(input_ND), self._input)
         if sum_VD is not None and shared_PD is not None:
-            (V, P), columns = (len(sum_VD), len(shared_PD)), COLUMNS.value
-            size = torch.full((P, 1), float(columns), device=sum_VD.device)
-            size[-1] -= P * columns - V
             found = self._mixed(sum_VD)
-            found += (shared_PD @ self._signs.float() / size).repeat_interleave(columns, 0)[:V]
+            shared = shared_PD @ self._signs.float() / sizes_P[:, None]
+            found += shared.repeat_interleave(COLUMNS.value, 0)[: len(found)]
             off_weight = _relative(found, self._sum[:, :SIGNS].add_(self._sum[:, SIGNS:]))
         return torch.stack((off_input, off_weight))
 

@@ -63,8 +63,7 @@ class Report(NamedTuple):
 class Remembered:
     """What is remembered of one weight."""
 
-    sums: Tensor  # float32 [3, .] of the last pass: see `kernels.choice.Choice`
-    factors: Tensor  # float32: the sum of its rows' factors
+    reported: Tensor  # float32 [3] of the last pass: see `choice.choose`
 
     def __init__(self, accepted: float, number: int, V: int, device: torch.device) -> None:
         self.order = torch.arange(-1, V, dtype=torch.int32, device=device)  # V, and the classes in order
@@ -114,12 +113,12 @@ class Remembered:
         """Whether the present pass measures its errors, as each does that skips where that does not pay."""
         return self.passes < COMPARED or self.passes % COMPARED == 0 or not self._pays
 
-    def end(self, sums: Tensor, factors: Tensor, errors: Tensor | None) -> None:
+    def end(self, reported: Tensor, errors: Tensor | None) -> None:
         """End a pass that skipped, with the errors that it measured."""
-        self.sums, self.factors = sums, factors
+        self.reported = reported
         if errors is not None:
             found = adapted(self.threshold, self.grows, errors, self.lost(), self.accepted)
-            known = errors.isfinite().all()
+            known = torch.cat((errors, found[0])).isfinite().all()
             before = self.threshold, self.grows, self.errors
             self.threshold, self.grows, self.errors = (
                 x.where(known, y) for x, y in zip((*found, errors), before, strict=True)
@@ -130,15 +129,14 @@ class Remembered:
 
     def lost(self) -> Tensor:
         """Return what the last pass lost of the gradient of the logits, relative."""
-        _, lost, whole = self.sums.sum(1)
-        return torch.sqrt(lost / whole)
+        return torch.sqrt(self.reported[1] / self.reported[2])
 
     def report(self) -> Report | None:
         """Return what the last call that skipped did, None before it; the host waits for the device."""
         if not self.passes:
             return None
         kept, tiles = self.total.tolist()
-        mass, of_logits = float(self.sums[0].sum() / self.factors), float(self.lost())
+        mass, of_logits = float(self.reported[0]), float(self.lost())
         of_input, of_weight = self.errors.tolist()
         share, dense = kept / max(1, tiles), self.calls - self.skipped
         return Report(share, mass, of_logits, of_input, of_weight, float(self.threshold), self.calls, dense)

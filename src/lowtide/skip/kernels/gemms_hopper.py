@@ -259,7 +259,6 @@ def _weight_grad(  # type: ignore[no-untyped-def]
 def input_grad(
     e_CV: Tensor, w_VD: Tensor, mass_CP: Tensor, mean_PD: Tensor, ends: InputRows, lists: Lists, room: Room,
     used: Used = ALL,
-    *, stages: int = 4, deep: bool = True,
 ) -> None:  # fmt: skip
     """Write ``finish(E' W + m mean)`` into ``ends.out``: bfloat16 operands, rows at multiples of 16 bytes."""
     (C, V), (P, D) = e_CV.shape, mean_PD.shape
@@ -267,14 +266,11 @@ def input_grad(
     _input_grad[(multiprocessors(e_CV.device),)](
         hopper_descriptor(e_CV, ROWS.value, depth), hopper_descriptor(w_VD, depth, COLUMNS.value),
         hopper_descriptor(mass_CP, ROWS.value, depth), hopper_descriptor(mean_PD, depth, COLUMNS.value),
-        ends, lists, room, *used, C, P, V, D, STAGES=stages, DEEP=deep, num_warps=4,
+        ends, lists, room, *used, C, P, V, D, STAGES=4, DEEP=True, num_warps=4,
     )  # fmt: skip
 
 
-def weight_grad(
-    e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, lists: Lists,
-    *, add: bool, stages: int | None = None, deep: bool | None = None,
-) -> None:  # fmt: skip
+def weight_grad(e_CV: Tensor, scaled_CD: Tensor, out_VD: Tensor, lists: Lists, *, add: bool) -> None:
     """Write ``E'^T S`` into ``out_VD`` (bfloat16 or float32), or add it."""
     D, (P, R) = scaled_CD.shape[1], lists.down.shape
     narrow = out_VD.dtype == torch.bfloat16
@@ -282,5 +278,5 @@ def weight_grad(
     _weight_grad[(multiprocessors(e_CV.device),)](
         hopper_descriptor(e_CV, depth, ROWS.value), hopper_descriptor(scaled_CD, depth, COLUMNS.value),
         hopper_descriptor(out_VD, ROWS.value, COLUMNS.value), lists, R, P, D,
-        ADD=add, STAGES=stages or (3 if narrow else 2), DEEP=narrow if deep is None else deep, num_warps=4,
+        ADD=add, STAGES=3 if narrow else 2, DEEP=narrow, num_warps=4,
     )  # fmt: skip

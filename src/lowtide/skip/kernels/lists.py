@@ -1,7 +1,7 @@
 """Lists of the tiles of E that are kept, from both sides, and each program's share of the steps of E' W.
 
 C rows of a chunk, D hidden size, P tiles across the vocabulary, R tiles of rows. Flags [R, P] say which are kept: see
-`choice`. `gemms_hopper` reads the lists.
+`skip.choice`. `gemms_hopper` reads the lists.
 """
 
 import torch
@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import Listed
-from lowtide.head.kernels.gemm import ALL, Used, matrix
 from lowtide.kernel_launch import Launcher, blocks_of, multiprocessors, power_of_2
-from lowtide.skip.kernels.choice import COLUMNS, ROWS, TILES, Targets, entries_of, home_of
 from lowtide.skip.kernels.gemms_hopper import Lists
+from lowtide.skip.kernels.ordered import COLUMNS
+
+TILES = tl.constexpr(128)  # across, at a time
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,20 +34,14 @@ def _list_down(flags_ptr, lists, tile, R, P, BLOCK: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _list_across(flags_ptr, lists, e, targets, tile, used, C, P):  # type: ignore[no-untyped-def]
-    """List the tiles across that a tile of rows keeps, and take the targets' entries out of the others."""
+def _list_across(flags_ptr, lists, tile, P):  # type: ignore[no-untyped-def]
+    """List the tiles across that a tile of rows keeps."""
     count = 0
     for p in range(0, P, TILES):
         at = p + tl.arange(0, TILES)
         keep = tl.load(flags_ptr + tile * P + at, mask=at < P, other=0)
         tl.store(lists.across + tile * P + count + tl.cumsum(keep, 0) - 1, at, mask=keep > 0)
         count += tl.sum(keep, 0)
-    row, inside, home, y = home_of(targets, tile, used, C)
-    is_kept = tl.load(flags_ptr + tile * P + home, mask=inside, other=1) == 1
-    rest = tl.load(targets.rest + row, mask=inside, other=0.0)
-    entry = entries_of(targets, e, row, y, inside & ~is_kept)
-    tl.store(targets.alone + row, tl.where(is_kept, 0.0, entry), mask=row < C)
-    tl.store(targets.lost + row, tl.where(is_kept, rest, entry), mask=row < C)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -85,64 +80,38 @@ def _share_out(flags_ptr, lists, total_ptr, R, P, across, programs, BLOCK: tl.co
 
 
 @Launcher
-@triton.jit(do_not_specialize=["C", "R", "P"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["R", "P"])  # type: ignore[untyped-decorator]
 def _list_kept(  # type: ignore[no-untyped-def]
-    flags_ptr, lists, total_ptr, e, targets, used, C, R, P, across, programs, BLOCK: tl.constexpr,
-    ROW_BLOCK: tl.constexpr
-):  # fmt: skip
+    flags_ptr, lists, total_ptr, R, P, across, programs, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr
+):
     """The first program shares out; the others list, from both sides."""
     tile = tl.program_id(0) - 1
     if tile < 0:
         _share_out(flags_ptr, lists, total_ptr, R, P, across, programs, BLOCK, ROW_BLOCK)
     elif tile < R:
-        _list_across(flags_ptr, lists, e, targets, tile, used, C, P)
+        _list_across(flags_ptr, lists, tile, P)
     else:
         _list_down(flags_ptr, lists, tile - R, R, P, ROW_BLOCK)
 
 
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _list_tiles(down_ptr, count_ptr, tiles_ptr, number_ptr, R, P, BLOCK: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program per tile across: after those of the tiles before it."""
-    p = tl.program_id(0)
-    before = tl.zeros((STEP,), tl.int32)
-    for first in range(0, p, STEP):
-        at = first + tl.arange(0, STEP)
-        before += tl.load(count_ptr + at, mask=at < p, other=0)
-    begin = tl.sum(before, 0)
-    count = tl.load(count_ptr + p)
-    for r in range(0, count, BLOCK):
-        at = r + tl.arange(0, BLOCK)
-        row_tile = tl.load(down_ptr + p * R + at, mask=at < count, other=0)
-        tl.store(tiles_ptr + begin + at, (row_tile << 16) + p, mask=at < count)
-    if p == P - 1:
-        tl.store(number_ptr, begin + count)
+def list_kept(flags: Tensor, D: int, total: Tensor) -> Lists:
+    """Return the lists of the tiles whose ``flags`` (int32 [R, P]) are 1, and who computes what of E' W.
 
-
-def lists_for(C: int, P: int, device: torch.device) -> tuple[Lists, Tensor]:
-    """Return memory for the lists of C rows, and for the flags [R, P]."""
-    R, programs = blocks_of(C, ROWS.value), multiprocessors(device)
-    sizes = [R * P, R, R * P, P, R + 1, 2 * programs, R * P]
-    across, across_count, down, down_count, starts, ranges, flags = torch.split(
-        torch.empty(sum(sizes), dtype=torch.int32, device=device), sizes
-    )
-    return Lists(across.view(R, P), across_count, down.view(P, R), down_count, starts, ranges.view(-1, 2)), flags
-
-
-def list_kept(
-    flags: Tensor, lists: Lists, total: Tensor, e_CV: Tensor, targets: Targets, D: int, used: Used = ALL
-) -> None:
-    """Write the lists, share E' W out, and take the targets' entries in other tiles; add to ``total`` (int32 [2])."""
-    (P, R), programs = lists.down.shape, len(lists.ranges)
+    Add how many are kept, and how many there are, to ``total`` (int32 [2]).
+    """
+    (R, P), programs = flags.shape, multiprocessors(flags.device)
+    sizes = [R * P, R, R * P, P, R + 1, 2 * programs]
+    across, across_count, down, down_count, starts, ranges = torch.split(flags.new_empty(sum(sizes)), sizes)
+    lists = Lists(across.view(R, P), across_count, down.view(P, R), down_count, starts, ranges.view(-1, 2))
     _list_kept[(1 + R + blocks_of(P, TILES.value),)](
-        flags, lists, total, matrix(e_CV), targets, used, len(e_CV), R, P, blocks_of(D, COLUMNS.value), programs,
-        BLOCK=power_of_2(programs), ROW_BLOCK=min(32, power_of_2(R)), num_warps=8,
+        flags, lists, total, R, P, blocks_of(D, COLUMNS.value), programs, BLOCK=power_of_2(programs),
+        ROW_BLOCK=min(32, power_of_2(R)), num_warps=8,
     )  # fmt: skip
+    return lists
 
 
-def list_tiles(lists: Lists) -> Listed:
+def list_tiles(flags: Tensor) -> Listed:
     """Return the tiles that are kept, as the exponentials' GEMM takes them; the host does not learn how many."""
-    P, R = lists.down.shape
-    listed = Listed(lists.down.new_empty(P * R), lists.down.new_empty(1))
-    _list_tiles[(P,)](lists.down, lists.down_count, *listed, R, P, BLOCK=min(128, power_of_2(R)), STEP=256, num_warps=4)
-    return listed
+    kept, R = flags.t().flatten(), len(flags)
+    place = kept.sort(descending=True, stable=True).indices
+    return Listed(((place % R << 16) + place // R).int(), kept.sum(dtype=torch.int32).view(1))
