@@ -400,31 +400,29 @@ def test_the_share_of_a_known_gpus_peak() -> None:
     assert told["mfu"] == pytest.approx(165 / 989)
 
 
-def test_peaks_and_phases_are_named_in_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_names_peaks_phases_and_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Figure = pytest.importorskip("matplotlib.figure").Figure
     texts: list[str] = []
     save = Figure.savefig
 
     def look(figure: Any, *args: Any, **kwargs: Any) -> None:
-        texts.extend(text.get_text() for axes in figure.axes for text in axes.texts)
+        for axes in figure.axes:
+            texts.extend(text.get_text() for text in (*axes.texts, *axes.get_legend().get_texts()))
         save(figure, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", look)
     deep = row("stock", "stock", 3.0, 90, layers=40)
-    draw_profile(tmp_path / "a.png", profile(deep, row("lowtide", "lowtide", 2.9, 80, failed="out of memory at 2.9")))
-    for text in ("3 in backward of the head", "2.9 in backward of the head", "forward of layers 0 to 39"):
-        assert texts.count(text) == 1
-    assert "backward of layers 39 to 0" in texts
+    failed = row("lowtide", "lowtide", 2.9, 80, failed="out of memory at 2.9")
+    draw_profile(tmp_path / "a.png", profile(deep, BARE, failed))
+    for text in (
+        "stock, input: 3 GiB in backward of the head, 90 ms",
+        "lowtide, input: 2.9 GiB in backward of the head, out of memory",
+        "layers, recomputed",
+        "optimizer states",
+    ):
+        assert text in texts
     assert {"0", "3"} <= set(texts), "of four layers each has its number"
     assert "39" not in texts
-
-
-def test_pictures_of_much_and_of_little(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    many = profile(*(row(f"lowtide:{i}xall", "lowtide", 3.0 + i, 90, layers=80) for i in range(3)))
-    for i, told in enumerate((many, profile(row("stock", "stock", 0.001, 0.2)))):
-        draw_profile(tmp_path / f"{i}.png", told)
-        assert (tmp_path / f"{i}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_that_is_missing_is_said(

@@ -1,4 +1,4 @@
-"""The checks of files and folders that a user names for output, before anything is computed. No torch."""
+"""The checks of files that a user names for output, before anything is computed. No torch."""
 
 from __future__ import annotations
 

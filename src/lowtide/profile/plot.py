@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide.measure.plots import Named, name_points, new_figure
-from lowtide.profile.owners import ACTIVATIONS, OWNERS
-from lowtide.profile.phases import BACKWARD, FORWARD, KINDS, RECOMPUTE, Label
+from lowtide.measure.plots import new_figure
+from lowtide.profile.owners import OWNERS
+from lowtide.profile.phases import KINDS, Label
 from lowtide.profile.tables import label_of, line_colors, title_of, unit_of
 
 _WIDTH = 10.5
@@ -47,18 +47,13 @@ def draw_profile(file: Path, result: dict[str, Any]) -> None:
         _draw_lines(lines, drawing)
         _draw_strips(strips, drawing)
         _draw_bars(bars, drawing)
-        peaks = [
-            Named(f"{peak['gib'] * scale:.4g} in {peak['phase']}", peak["ms"], peak["gib"] * scale, color, 8)
-            for peak, color in zip((row["peak"] for row in rows), colors, strict=True)
-        ]
-        name_points(lines, sorted(peaks, key=lambda peak: -peak.y), path_effects=_halo())
 
 
 def _draw_lines(axes: Any, drawing: _Drawing) -> None:
     rows, _, unit, scale, longest = drawing
     for row, color in zip(rows, drawing.colors, strict=True):
         peak, failed = row["peak"], "failed" in row
-        text = f"{label_of(row)}: {peak['gib'] * scale:.4g} {unit}"
+        text = f"{label_of(row)}: {peak['gib'] * scale:.4g} {unit} in {peak['phase']}"
         text += ", out of memory" if failed else f", {_time(row['seconds'] * 1e3)}"
         sizes = [size * scale for size in row["timeline"]["gib"]]
         axes.plot(row["timeline"]["ms"], sizes, drawstyle="steps-post", color=color, linewidth=1.2, label=text)
@@ -73,10 +68,7 @@ def _draw_lines(axes: Any, drawing: _Drawing) -> None:
 
 
 def _draw_strips(axes: Any, drawing: _Drawing) -> None:
-    """Draw each implementation's phases as a strip, on the time axis of the lines above, labelled where wide enough.
-
-    Layers that are too many for their numbers have one label together.
-    """
+    """Draw each implementation's phases as a strip, on the time axis of the lines above, labelled where wide enough."""
     seen: dict[str, Any] = {}
     for i, row in enumerate(drawing.rows):
         for part in row["segments"]:
@@ -88,24 +80,9 @@ def _draw_strips(axes: Any, drawing: _Drawing) -> None:
             text = str(part["layer"]) if part["layer"] is not None else kind.text
             if drawing.has_room(text, length):
                 axes.text(part["begin_ms"] + length / 2, i, text, color=_text_color(kind), **_CENTER)
-        for begin, end, text in _runs(row["segments"], drawing):
-            if drawing.has_room(text, end - begin):
-                box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.2}
-                axes.text((begin + end) / 2, i, text, bbox=box, **_CENTER)
     axes.set_xlim(0, drawing.longest_ms)
     axes.set_xlabel("time of a step, ms (numbers: layers)")
     _finish_bars(axes, drawing, {KINDS[kind].text: seen[kind] for kind in KINDS if kind in seen})
-
-
-def _runs(parts: Sequence[dict[str, Any]], drawing: _Drawing) -> list[tuple[float, float, str]]:
-    """Return begin, end and label of neighbouring layers, all forward or all backward, without room for numbers."""
-    runs: list[tuple[float, float, str]] = []
-    for kinds, name in (((FORWARD,), "forward"), ((RECOMPUTE, BACKWARD), "backward")):
-        run = [part for part in parts if part["kind"] in kinds and part["layer"] is not None]
-        if run and not any(drawing.has_room(str(p["layer"]), p["end_ms"] - p["begin_ms"]) for p in run):
-            text = f"{name} of layers {run[0]['layer']} to {run[-1]['layer']}"
-            runs.append((run[0]["begin_ms"], run[-1]["end_ms"], text))
-    return runs
 
 
 def _draw_bars(axes: Any, drawing: _Drawing) -> None:
@@ -122,24 +99,12 @@ def _draw_bars(axes: Any, drawing: _Drawing) -> None:
         for i, size in enumerate(sizes):
             if size > 0.06 * most:
                 axes.text(left[i] + size / 2, i, f"{size:.3g}", color=_text_color(label), **_CENTER)
-            if owner == ACTIVATIONS:
-                layers = [gib * scale for gib in rows[i]["peak"]["activations_gib"].values()]
-                _draw_layers(axes, i, left[i], layers, most)
             left[i] += size
     for i, row in enumerate(rows):
         axes.text(left[i] + 0.008 * most, i, f"{left[i]:.4g}, {row['peak']['phase']}", va="center", fontsize=7)
     axes.set_xlim(0, 1.25 * most)
-    axes.set_xlabel(f"the peak by owner, {unit} (activations: by layer)")
+    axes.set_xlabel(f"the peak by owner, {unit}")
     _finish_bars(axes, drawing, seen)
-
-
-def _draw_layers(axes: Any, i: int, left: float, sizes: Sequence[float], most: float) -> None:
-    """Separate a bar's activations by layer, if the parts are wide enough."""
-    if min(sizes, default=0.0) < 0.002 * most:
-        return
-    for size in sizes[:-1]:
-        left += size
-        axes.vlines(left, i - 0.36, i + 0.36, color="white", linewidth=0.4)
 
 
 def _finish_bars(axes: Any, drawing: _Drawing, seen: Mapping[str, Any]) -> None:
@@ -155,13 +120,6 @@ def _finish_bars(axes: Any, drawing: _Drawing, seen: Mapping[str, Any]) -> None:
 
 def _text_color(label: Label) -> str:
     return "white" if label.dark else "black"
-
-
-def _halo() -> list[Any]:
-    """Return the effect that keeps a text legible on a line that runs through it."""
-    from matplotlib.patheffects import Normal, Stroke
-
-    return [Stroke(linewidth=2.5, foreground="white"), Normal()]
 
 
 def _time(ms: float) -> str:
