@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.backends import why_not_row
@@ -65,7 +64,7 @@ class FunctionTerms(Terms):
         real = all(type(t) in (Tensor, torch.nn.Parameter) for t in (x, w)) and self.head.ranks.alone
         self._by_kernel = real and why_not_row(x.device, self.head.dtype, w.shape[0]) is None
         self.narrowed = self._by_kernel and self.plan.backward_gemm == "narrow"
-        self.spec: pytree.TreeSpec | None = None
+        self.spec: Any = None  # the structure of the results
         self._leaves: list[Tensor | None] = []
         self._dtypes: list[torch.dtype | None] = []
         self.differentiable: list[bool] = []
@@ -107,11 +106,8 @@ class FunctionTerms(Terms):
 
     def _begin(self, *, stored: bool) -> None:
         """Make the memory that takes the gradients."""
-        head, wanted, D = self.head, self.wanted, self.head.input.shape[-1]
-        into = gradient_buffers(head, self.rows, self.plan, wanted)
-        if into.input_ND is not None and stored and head.input.dtype == torch.float16:
-            # until the upstream gradient, and with it GradScaler's factor, is known
-            into.input_ND = head.input.new_zeros(head.tokens, D, dtype=head.wide)
+        head = self.head
+        into = gradient_buffers(head, self.rows, self.plan, self.wanted, stored=stored)
         if into.bias_V is not None and self._by_kernel:
             from lowtide.head.kernels.elementwise import bias_sums
 
@@ -203,7 +199,7 @@ class FunctionTerms(Terms):
         if capped is not None:
             assert isinstance(self.head.softcap, float)
             dz = torch.addcmul(dz, capped * dz, capped, value=-(self.head.softcap**-2))
-        elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
+        elif dz.untyped_storage().data_ptr() == z_CV.untyped_storage().data_ptr():
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
         if self._by_kernel:
             from lowtide.head.kernels.elementwise import put_logit_grad

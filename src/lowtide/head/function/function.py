@@ -65,7 +65,7 @@ def evaluate(
             for tensor in (z, *args):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         watched = [t for t in (*params, *args) if not t.is_inference()]
-        versions = [t._version for t in watched]
+        before = versions(watched)
         states = (*function.autocast, *current_autocast(z_cV.device))
         try:
             with ExitStack() as stack:
@@ -80,7 +80,7 @@ def evaluate(
                 raise UnsupportedError(message("compile", "an fn that torch.compile compiles", got, hint)) from error
             error.add_note(f"fn, which must take any number of rows, was called with logits {list(z_cV.shape)}.")
             raise
-    if [t._version for t in watched] != versions:
+    if versions(watched) != before:
         raise ArgumentValueError(
             message("fn", "its arguments unchanged", "one changed in place", "Work on a copy: x.clone().")
         )
@@ -89,6 +89,11 @@ def evaluate(
     if function.graph:
         _refuse_strangers(leaves, {id(t) for t in (*params, *args)}, edge)
     return leaves, spec, edge
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each was written to."""
+    return [t._version for t in tensors]
 
 
 def _checked(leaf: object, z_cV: Tensor, per_token: bool) -> Tensor | None:
