@@ -52,7 +52,7 @@ def choose(
     ordered = q.where(~home, torch.inf).flatten().sort().values
     units = (ordered / allowed.where(allowed.isfinite(), 0)).nan_to_num(2, 2).clamp(max=2).mul(UNITS).ceil().long()
     fits = (units.cumsum(0) <= UNITS).sum()
-    least = torch.cat((ordered, ordered.new_full((1,), torch.inf)))[fits]
+    least = torch.cat((ordered, ordered.new_full((1,), torch.inf))).take(fits)  # indexing by it would wait for it
     some = home.any(1, keepdim=True)  # rows with a gradient
     kept = (~(q < least) | home) & some  # NaN is kept
 

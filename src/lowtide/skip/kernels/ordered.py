@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels import hopper
-from lowtide.head.kernels.exp_terms import block_of
 from lowtide.head.kernels.gemm import matrix
 from lowtide.kernel_launch import Launcher, blocks_of
 
@@ -39,17 +38,18 @@ def _put_in_order(w, order_ptr, out_ptr, mean_ptr, BLOCK: tl.constexpr):  # type
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _put_back(sum_ptr, shared_ptr, order_ptr, out_ptr, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program per class: its row of the sum and what its tile shares, to its own place."""
-    v = tl.program_id(0)
+    """A program per tile of classes and part of D: rows of the sum and what they share, to the classes' places."""
+    p = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     V = tl.load(order_ptr)
-    own = tl.load(order_ptr + 1 + v).to(tl.int64)
-    p = v // COLUMNS
-    share = 1.0 / tl.minimum(V - p * COLUMNS, COLUMNS).to(tl.float32)
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        x = tl.load(sum_ptr + v.to(tl.int64) * D + at, mask=at < D, other=0.0).to(tl.float32)
-        x += tl.load(shared_ptr + p * D + at, mask=at < D, other=0.0) * share
-        tl.store(out_ptr + own * D + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
+    shared = tl.load(shared_ptr + p * D + at, mask=at < D, other=0.0) / tl.minimum(V - p * COLUMNS, COLUMNS)
+    for part in tl.static_range(4):
+        v = p * COLUMNS + part * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
+        own = tl.load(order_ptr + 1 + v, mask=v < V, other=0).to(tl.int64)
+        mask = (v < V)[:, None] & (at < D)[None, :]
+        x = tl.load(sum_ptr + v.to(tl.int64)[:, None] * D + at[None, :], mask=mask, other=0.0).to(tl.float32)
+        x += shared[None, :]
+        tl.store(out_ptr + own[:, None] * D + at[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def put_in_order(w_VD: Tensor, order: Tensor, out_VD: Tensor, mean_PD: Tensor) -> None:
@@ -61,5 +61,5 @@ def put_in_order(w_VD: Tensor, order: Tensor, out_VD: Tensor, mean_PD: Tensor) -
 
 def put_back(sum_VD: Tensor, shared_PD: Tensor, order: Tensor, out_VD: Tensor) -> None:
     """Write dW in the classes' own order, with what each tile's rows share (float32: the sum of them)."""
-    V, D = sum_VD.shape
-    _put_back[(V,)](sum_VD, shared_PD, order, out_VD, D, BLOCK=block_of(D), num_warps=4)
+    P, D = shared_PD.shape
+    _put_back[(P, blocks_of(D, 64))](sum_VD, shared_PD, order, out_VD, D, BLOCK=64, num_warps=4)
