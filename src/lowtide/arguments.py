@@ -86,8 +86,8 @@ def is_autocast_on(device_type: str) -> bool:
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which a GEMM reads ``tensor``: its own, or that of an enabled autocast."""
-    kind = tensor.device.type
-    if tensor.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+    kind = "cpu" if tensor.is_meta else tensor.device.type  # the meta device has no autocast of its own
+    if tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return tensor.dtype
 

@@ -124,7 +124,7 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
             raise UnsupportedError(message("check", "peft to be installed", str(error), "pip install peft")) from error
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
-    attention = "sdpa" if job.shape.traced is None else job.shape.traced.attention
+    attention = job.shape.attention or None
     try:
         with device, no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation=attention).train()

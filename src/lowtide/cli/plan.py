@@ -14,12 +14,11 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.output_files import check_output_files
 from lowtide.measure.plots import Point, draw_budget, require_matplotlib
 from lowtide.measure.units import parse_gib
-from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
+from lowtide.memory.planner.adapters import PROJECTIONS, Adapters
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS, gpu_named
 from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL
 from lowtide.memory.planner.settings import read_settings, with_layers
-from lowtide.memory.planner.shapes import read_shape
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
@@ -135,9 +134,6 @@ def main(arguments: argparse.Namespace) -> int:
         settings["quantization_config"] = config_of(nested=arguments.use_bnb_nested_quant)
     elif arguments.use_bnb_nested_quant:
         raise ArgumentValueError(message("use_bnb_nested_quant", "--load-in-4bit beside it", "none"))
-    if adapters is not None and (kind := numbers_alone(read_shape(settings))):
-        hint = "In Python, pass how many parameters are trained: lowtide.memory.plan_memory(..., adapters=NUMBER)."
-        raise ArgumentValueError(message("lora_rank", f"none for {kind}", str(adapters.rank), hint))
     from lowtide.memory import plan_memory
 
     given: dict[str, Any] = {name: getattr(arguments, name) for name in _GIVEN}

@@ -23,7 +23,7 @@ from lowtide.measure.plots import NO_PLOT
 from lowtide.memory.planner.gpus import DEFAULT as ANY_GPU
 from lowtide.memory.planner.gpus import GPUS, known_as
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.kind_costs import flop_of_layers
+from lowtide.memory.planner.layer_costs import flop_of_layers
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.page import write_page

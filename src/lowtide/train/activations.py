@@ -19,7 +19,7 @@ from lowtide.memory import (
     offload_optimizer,
     plan_memory,
 )
-from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
+from lowtide.memory.planner.adapters import PROJECTIONS
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy import layer_policies, words_of
@@ -195,12 +195,11 @@ def _adapters(model: Any) -> Adapters | int:
     numbers = count(trained.values())
     ranks = {len(p) for name, p in trained.items() if _LORA_A in name}
     targets = {name.partition(_LORA_A)[0].rpartition(".")[2] for name in trained if _LORA_A in name}
-    if len(ranks) != 1 or not targets <= set(PROJECTIONS):
+    pairs = len(targets) * len(find_stack(model).layers)  # of A and B, the same in every layer
+    if len(ranks) != 1 or len(trained) != 2 * pairs:
         return int(numbers)
-    adapters = Adapters(ranks.pop(), tuple(name for name in PROJECTIONS if name in targets))
-    shape = read_shape(model.config)
-    known = not numbers_alone(shape) and adapters.numbers(shape) == numbers
-    return adapters if known else int(numbers)
+    known = [name for name in PROJECTIONS if name in targets]  # in their usual order
+    return Adapters(ranks.pop(), (*known, *sorted(targets.difference(known))))
 
 
 def _has_dropout(model: Any) -> bool:

@@ -11,24 +11,13 @@ from lowtide import HeadOptions, plan_head
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import (
-    HOST_FORWARD,
-    PAGES,
-    attention_flop,
-    backward_transients,
-    checkpoint_bytes,
-    forward_transients,
-    layer_cost,
-)
+from lowtide.memory.planner.layer_costs import PAGES, LayerCosts, flop_of_layers
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.runs import Groups, runs_of
-from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Phase, StepCosts
-from lowtide.train.shapes import SHAPES
+from memory.planner.jobs import FLASH_STATES, job_of, saved_by
 
 T, H = 8192, 4096
-LLAMA = Job(read_shape(SHAPES["llama-3-8b"]), T, 1, GPUS["h100"], torch.bfloat16, "sgd")
-ADAMW = replace(LLAMA, optimizer="adamw")
 ALL, ALL1 = ActivationPolicy(mlp_level=0), ActivationPolicy(mlp_level=1)
 ATTENTION, INPUT = (ActivationPolicy(keep=keep, mlp_level=0) for keep in ("attention", "input"))
 AWAY = replace(ATTENTION, offload=True)
@@ -51,23 +40,31 @@ def phases_of(job: Job, groups: Groups, states: int = 0, *, late: bool = False) 
     ],
 )
 def test_bytes_that_a_layer_saves(policy: ActivationPolicy, bytes_per_token: int) -> None:
-    assert checkpoint_bytes(LLAMA, policy) == T * bytes_per_token
-    assert checkpoint_bytes(replace(LLAMA, batch_size=3), policy) == 3 * T * bytes_per_token
+    states = FLASH_STATES * (policy.keep == "all")
+    assert saved_by(job_of(), policy) == T * bytes_per_token + states
+    assert saved_by(job_of(batch_size=3), policy) == 3 * T * bytes_per_token + states
 
 
 def test_temporaries_of_a_layer() -> None:
-    h, f, e = H, 14336, 2
-    assert forward_transients(LLAMA, ALL) == T * e * (f + h)
-    assert forward_transients(LLAMA, ALL1) == T * e * (2 * f + h)
-    assert forward_transients(LLAMA, INPUT) == T * e * (3 * f + 3 * h)
-    assert backward_transients(LLAMA, ALL) == T * e * (f + 2 * h)
-    assert backward_transients(LLAMA, ALL1) == T * e * (3 * f + 2 * h)
+    """The MLP's product and output; at level 1 gate and up too. In backward the weights' gradients besides."""
+    h, f, mlp = 2 * T * H, 2 * T * 14336, 2 * 3 * H * 14336
+    costs = LayerCosts(job_of())
+    assert costs[ALL].forward_bytes == pytest.approx(f + h, rel=0.01)
+    assert costs[ALL1].forward_bytes == pytest.approx(2 * f + h, rel=0.01)
+    assert costs[INPUT].forward_bytes == pytest.approx(3 * f + 3 * h, rel=0.05)
+    assert costs[ALL].backward_bytes == pytest.approx(mlp + f - 2 / 3 * mlp + 2 * h, rel=0.02)
+    assert costs[ALL1].backward_bytes == pytest.approx(mlp + 3 * f - 2 / 3 * mlp + 2 * h, rel=0.02)
+    tiled = costs[replace(ALL1, mlp_tile_tokens=T // 4)]
+    sums = 2 * mlp  # in float32
+    assert tiled.forward_bytes == pytest.approx(2 * f / 4 + h, rel=0.01)
+    assert tiled.backward_bytes == pytest.approx(mlp + sums + 3 * f / 4 + 2 * h, rel=0.02)
+    assert (tiled.saved, tiled.flop) == (costs[ALL1].saved, costs[ALL1].flop)
 
 
 def test_phases_of_a_step_that_saves_all() -> None:
-    phases = phases_of(LLAMA, [(ALL, 32)])
-    params, layer, vocab, mlp = 8_030_261_248, 218_112_000, 128_256 * H, 3 * H * 14336
-    kept = T * (27 * H + NORMS + LSE)
+    phases = phases_of(job_of(), [(ALL, 32)])
+    params, layer, vocab = 8_030_261_248, 218_112_000, 128_256 * H
+    kept = T * (27 * H + NORMS + LSE) + FLASH_STATES
     other = 2 * WORKSPACE + 24 * T + 2 * T * 128 * 2
     scratch = plan_head(
         T, H, 128_256, torch.bfloat16, "cuda", capability=(9, 0), device_bytes=GPUS["h100"].memory_bytes
@@ -78,19 +75,15 @@ def test_phases_of_a_step_that_saves_all() -> None:
     assert at_head.head == 2 * T * H + 2 * vocab + scratch
     assert at_head.bytes == 2 * params + at_head.activations + at_head.head + other
     last, first = phases["backward of layer 31"], phases["backward of layer 0"]
-    assert (last.activations, last.gradients) == (32 * kept, 2 * (vocab + mlp // 3))
-    assert (first.activations, first.gradients) == (kept, 2 * (31 * layer + vocab + mlp // 3))
+    assert (last.activations, last.gradients) == (32 * kept, 2 * vocab)
+    assert (first.activations, first.gradients) == (kept, 2 * (31 * layer + vocab))
     assert phases["embedding"].transients == 2 * T * H + 4 * T * H
     assert (step.gradients, step.bytes) == (2 * params, 4 * params + other)
-    for tokens, more in ((H, mlp // 3), (H // 2, mlp - 2 * (H // 2) * 14336)):  # with few tokens gradients outweigh
-        assert phases_of(replace(LLAMA, seq_len=tokens), [(ALL, 32)])["backward of layer 31"].gradients == 2 * (
-            vocab + more
-        )
 
 
 def test_a_recomputed_layer_is_whole_while_its_backward_runs() -> None:
-    phases = phases_of(LLAMA, [(INPUT, 32)])
-    whole, alone = checkpoint_bytes(LLAMA, ALL), checkpoint_bytes(LLAMA, INPUT)
+    phases = phases_of(job_of(), [(INPUT, 32)])
+    whole, alone = saved_by(job_of(), ALL), saved_by(job_of(), INPUT)
     assert phases["backward of layer 31"].activations == 31 * alone + whole
     assert phases["backward of layer 0"].activations == whole
 
@@ -98,11 +91,11 @@ def test_a_recomputed_layer_is_whole_while_its_backward_runs() -> None:
 def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
 
     def host(groups: Groups) -> int:
-        return StepCosts(LLAMA).on_host(groups)
+        return StepCosts(job_of()).on_host(groups)
 
-    one, whole = checkpoint_bytes(LLAMA, ATTENTION), checkpoint_bytes(LLAMA, ALL)
+    one, whole = saved_by(job_of(), ATTENTION), saved_by(job_of(), ALL)
     groups = [(AWAY, 20), (ALL, 12)]
-    phases = phases_of(LLAMA, groups)
+    phases = phases_of(job_of(), groups)
     assert phases["head"].activations == 2 * one + 12 * whole + 2 * 2 * T * H
     assert phases["backward of layer 17"].activations == whole + one + PAGES  # the next one is on its way back
     assert phases["backward of layer 19"].activations == one + whole
@@ -110,11 +103,11 @@ def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
     assert host(groups) == 18 * (one + PAGES)  # the last two offloaded layers stay
     assert host([(AWAY, 2), (ALL, 30)]) == 0
     mixed = [(AWAY, 1), (ActivationPolicy(keep="input", offload=True), 3), (ALL, 28)]
-    assert host(mixed) == one + checkpoint_bytes(LLAMA, INPUT) + 2 * PAGES
+    assert host(mixed) == one + saved_by(job_of(), INPUT) + 2 * PAGES
 
 
 def test_autocast_has_wide_parameters_and_narrow_gemms() -> None:
-    job = replace(LLAMA, dtype=torch.float32, autocast=True)
+    job = job_of(dtype=torch.float32, autocast=True)
     memory = StepCosts(replace(job, optimizer="adamw"))
     assert memory.weights + memory.all_gradients + memory.states == 16 * 8_030_261_248
     assert job.head_plan.backend == "exp"
@@ -122,14 +115,14 @@ def test_autocast_has_wide_parameters_and_narrow_gemms() -> None:
     head = phases_of(memory.job, [(ALL, 32)])["head"]
     held = 4 * T * H + 4 * 128_256 * H + job.head_plan.scratch_bytes + job.head_plan.cast_bytes
     assert head.head == held + job.head_plan.accumulator_bytes
-    assert layer_cost(job, ALL).forward < 1.3 * layer_cost(LLAMA, ALL).forward
+    assert LayerCosts(job)[ALL].forward < 1.3 * LayerCosts(job_of())[ALL].forward
 
 
 def test_gradients_that_stay_are_there_in_every_phase() -> None:
-    job = replace(LLAMA, keep_gradients=True)
+    job = job_of(keep_gradients=True)
     for phase in StepCosts(job).phases([(ATTENTION, 32)]):
         assert phase.gradients == 2 * 8_030_261_248
-    before, after = (StepCosts(one).peak([(ATTENTION, 32)]).bytes for one in (LLAMA, job))
+    before, after = (StepCosts(one).peak([(ATTENTION, 32)]).bytes for one in (job_of(), job))
     assert after > before
 
 
@@ -137,59 +130,65 @@ def test_gradients_that_stay_are_there_in_every_phase() -> None:
     ("optimizer", "each"), [("adamw", 4), ("adamw-8bit", 2 + 8 / 256), ("sgd", 0), ("sgd-momentum", 2)]
 )
 def test_states_of_optimizers(optimizer: str, each: float) -> None:
-    memory = StepCosts(replace(LLAMA, optimizer=optimizer))
-    assert memory.states == int(each * LLAMA.shape.params)
-    in_float32 = StepCosts(replace(LLAMA, optimizer=optimizer, dtype=torch.float32))
-    assert in_float32.states == int((each if "8bit" in optimizer else 2 * each) * LLAMA.shape.params)
+    memory = StepCosts(job_of(optimizer=optimizer))
+    assert memory.states == int(each * job_of().shape.params)
+    in_float32 = StepCosts(job_of(optimizer=optimizer, dtype=torch.float32))
+    assert in_float32.states == int((each if "8bit" in optimizer else 2 * each) * job_of().shape.params)
 
 
 def test_the_foreach_optimizer_s_temporaries_can_be_the_peak() -> None:
-    short = replace(LLAMA, seq_len=16, optimizer="adamw-foreach")
+    short = job_of(seq_len=16, optimizer="adamw-foreach")
     peak = StepCosts(short).peak([(ALL, 32)])
     assert peak.name == "optimizer"
-    assert peak.transients == 2 * LLAMA.shape.params
+    assert peak.transients == 2 * job_of().shape.params
     assert set(OPTIMIZERS) == {"adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"}
 
 
 def test_the_head_is_planned_for_the_gpu_that_is_named() -> None:
-    assert LLAMA.head_plan.backend == "exp"
-    assert replace(LLAMA, gpu=GPUS["a100-80gb"]).head_plan.backend == "row"
-    small = replace(LLAMA, gpu=GPUS["rtx4090"]).head_plan
+    assert job_of().head_plan.backend == "exp"
+    assert job_of(gpu=GPUS["a100-80gb"]).head_plan.backend == "row"
+    small = job_of(gpu=GPUS["rtx4090"]).head_plan
     assert small.backend == "row"
     assert small.scratch_bytes <= GPUS["rtx4090"].memory_bytes / 32
-    mine = replace(LLAMA, head=HeadOptions(workspace_mib=64)).head_plan
+    mine = job_of(head=HeadOptions(workspace_mib=64)).head_plan
     assert mine.scratch_bytes <= 64 * 2**20
 
 
+def attention_flop(job: Job) -> float:
+    return flop_of_layers(job)[1] / 32
+
+
 def test_operations_of_attention() -> None:
-    assert attention_flop(LLAMA) == 4 * (T * T / 2) * 4096
-    window = replace(LLAMA, shape=replace(LLAMA.shape, windows=(1024,) * 32))
+    job = job_of()
+    assert attention_flop(job) == 4 * (T * T / 2) * 4096
+    window = replace(job, shape=replace(job.shape, windows=(1024,) * 32))
     pairs = sum(min(i + 1, 1024) for i in range(T))  # one by one
     assert attention_flop(window) == pytest.approx(4 * pairs * 4096, rel=1e-3)
-    half = replace(LLAMA, shape=replace(LLAMA.shape, windows=(1024, 0) * 16))
-    assert (window.shape.widest_window, half.shape.widest_window, LLAMA.shape.widest_window) == (1024, 0, 0)
-    assert attention_flop(half) == pytest.approx((attention_flop(window) + attention_flop(LLAMA)) / 2)
+    half = replace(job, shape=replace(job.shape, windows=(1024, 0) * 16))
+    assert (window.shape.widest_window, half.shape.widest_window, job.shape.widest_window) == (1024, 0, 0)
+    assert attention_flop(half) == pytest.approx((attention_flop(window) + attention_flop(job)) / 2)
 
 
 def test_what_recompute_costs() -> None:
-    all_, all1, attention, input_ = (layer_cost(LLAMA, p) for p in (ALL, ALL1, ATTENTION, INPUT))
+    costs = LayerCosts(job_of())
+    all_, all1, attention, input_ = (costs[p] for p in (ALL, ALL1, ATTENTION, INPUT))
     assert all_.flop == 0
     assert all1.flop == pytest.approx(2 * 2 * T * H * 14336)
     assert attention.flop == 2 * T * (218_112_000 - 2 * H - H * 14336)  # but for the down projection
-    assert layer_cost(LLAMA, ActivationPolicy(keep="attention", mlp_level=1)).flop == attention.flop
-    assert input_.flop - attention.flop == attention_flop(LLAMA)
+    assert costs[ActivationPolicy(keep="attention", mlp_level=1)].flop == pytest.approx(attention.flop)
+    assert input_.flop - attention.flop == attention_flop(job_of())
     assert all_.backward < all1.backward < attention.backward < input_.backward
     assert all_.forward == input_.forward
     assert attention.forward == pytest.approx(all_.forward, rel=0.01)
-    assert layer_cost(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
+    assert costs[ActivationPolicy(keep="input", offload=True)].transfer == 2 * T * H / GPUS["h100"].pcie
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_offloaded_states_by_phase(late: bool) -> None:
-    memory = StepCosts(ADAMW)
+    memory = StepCosts(job_of(optimizer="adamw"))
     every, groups, states = memory.states, [(INPUT, 20), (ALL, 12)], memory.states // 2
     assert {phase.optimizer for phase in memory.phases(groups)} == {every}
-    phases = phases_of(ADAMW, groups, states, late=late)
+    phases = phases_of(job_of(optimizer="adamw"), groups, states, late=late)
     assert {name: phases[name].optimizer for name in phases if "layer" not in name} == {
         "head": every - states,
         "embedding": every - states * late,
@@ -212,7 +211,7 @@ def test_offloaded_states_by_phase(late: bool) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -> None:
     """What runs of equal layers hold with states on their way, layer by layer."""
-    memory = StepCosts(replace(ADAMW, seq_len=2048))
+    memory = StepCosts(job_of(optimizer="adamw", seq_len=2048))
     for groups in ([(INPUT, 32)], [(ALL, 32)], [(AWAY, 9), (INPUT, 20), (ALL1, 3)], [(ALL1, 1), (ALL, 31)]):
         singly = [(policy, 1) for policy, n in groups for _ in range(n)]
         for share in (0.1, 0.5, 1):
@@ -227,10 +226,10 @@ def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -
 
 def test_states_that_travel_hold_no_layer_up() -> None:
     for groups in ([(ALL, 32)], [(AWAY, 32)], [(INPUT, 4), (AWAY, 8), (ALL1, 20)]):
-        times = StepCosts(LLAMA)
+        times = StepCosts(job_of())
         each = [times.layers[policy] for policy, n in groups for _ in range(n)]
         moves = [n for _, n, goes in runs_of(groups) for n in [goes] * n]
-        bus = LLAMA.gpu.pcie
+        bus = job_of().gpu.pcie
         portion = times.travels(groups) / 31  # with each forward but the last
         assert portion > 0
         for one, goes in zip(each, moves, strict=True):
@@ -238,25 +237,27 @@ def test_states_that_travel_hold_no_layer_up() -> None:
             assert portion * 31 / 30 / bus + goes * one.transfer <= one.backward
         assert times.on_the_way(2**30) == pytest.approx(2 * BESIDE * 2**30 / bus)
         assert times.on_the_way(2**30, late=True) == pytest.approx((1 + BESIDE) * 2**30 / bus)
-    slow = StepCosts(replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e8)))
+    slow = StepCosts(job_of(gpu=replace(GPUS["h100"], pcie=1e8)))
     assert slow.travels([(AWAY, 32)]) == 0
 
 
 def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
-    slow = replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e9))
+    slow = job_of(gpu=replace(GPUS["h100"], pcie=1e9))
     away = ActivationPolicy(keep="input", mlp_level=0, offload=True)
-    each, one = 2 * T * H / 1e9, layer_cost(slow, away)
+    each, one = 2 * T * H / 1e9, LayerCosts(slow)[away]
     assert each > one.backward
     moved, times = 32 - 2, StepCosts(slow)
     difference = times.seconds([(away, 32)]) - times.fixed_seconds - 2 * (one.forward + one.backward)
     assert difference == pytest.approx(moved * 2 * each * (1 + BESIDE))
-    quick = StepCosts(LLAMA).seconds([(away, 32)]) - StepCosts(LLAMA).seconds([(INPUT, 32)])
+    quick = StepCosts(job_of()).seconds([(away, 32)]) - StepCosts(job_of()).seconds([(INPUT, 32)])
     assert quick == pytest.approx(moved * 2 * BESIDE * 2 * T * H / GPUS["h100"].pcie)
 
 
 def test_nothing_is_faster_than_the_host() -> None:
     """Where it sets the pace, memory that costs nothing is spent."""
-    short, longer = (layer_cost(replace(LLAMA, seq_len=seq_len), ALL) for seq_len in (1, 64))
-    assert (short.forward, short.backward) == pytest.approx((longer.forward, longer.backward), rel=0.01)
-    assert short.forward > HOST_FORWARD
-    assert longer.backward < layer_cost(replace(LLAMA, seq_len=64), ALL1).backward
+    short, longer = (LayerCosts(job_of(seq_len=seq_len)) for seq_len in (1, 64))
+    assert short[ALL].forward == pytest.approx(longer[ALL].forward, rel=0.01)
+    assert short[ALL].backward == pytest.approx(longer[ALL].backward, rel=0.01)
+    assert longer[ALL].backward <= longer[ALL1].backward
+    eager, compiled = (LayerCosts(job_of(seq_len=64, compile_layers=flag))[ATTENTION] for flag in (False, True))
+    assert compiled.forward < eager.forward  # no operator is inspected

@@ -17,8 +17,7 @@ from lowtide.memory import ActivationPolicy, Adapters, plan_memory
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.kind_costs import LayerCosts
-from lowtide.memory.planner.layer_costs import backward_transients, forward_transients, layer_cost
+from lowtide.memory.planner.layer_costs import LayerCosts
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.train.shapes import SHAPES
@@ -47,7 +46,6 @@ def test_bytes_of_llama_3_8b(nested: bool, bits: float) -> None:
     assert StepCosts(plain).weights == plain.weight_bytes + adapters
 
 
-# the last three have no formulas: their layers are traced
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -84,9 +82,9 @@ def test_one_weight_is_dense_at_a_time(level: int) -> None:
     planned, plain = (job(SHAPES["llama-3-8b"], nested=nested) for nested in (True, None))
     planned, plain = (replace(one, seq_len=32768) for one in (planned, plain))  # the GPU's time, not the host's
     dense = 4096 * 14336 * (2 + 4 / 64)
-    assert forward_transients(planned, policy) - forward_transients(plain, policy) == dense
-    assert backward_transients(planned, policy) - backward_transients(plain, policy) == dense
-    ours, theirs = layer_cost(planned, policy), layer_cost(plain, policy)
+    ours, theirs = LayerCosts(planned)[policy], LayerCosts(plain)[policy]
+    assert ours.forward_bytes - theirs.forward_bytes == dense
+    assert ours.backward_bytes - theirs.backward_bytes == dense
     assert ours.saved == theirs.saved
     assert ours.flop == theirs.flop
     each = LAYER * (0.5 + 1 / 64 + 4 / 2**14 + 2) / GPUS["h100"].bandwidth
@@ -132,26 +130,13 @@ def test_what_is_refused(model: dict[str, Any], more: dict[str, Any], error: str
         plan_memory(config, 64, 1, device="h100", **{"adapters": Adapters(4), **more})
 
 
-def test_traced_layers_have_one_dense_weight_too() -> None:
-    pytest.importorskip("transformers")
-    olmo = {"model_type": "olmo2", **TINY, "tie_word_embeddings": False, "pad_token_id": 0}
-    planned, plain = (replace(job(olmo, nested=nested), adapters=1000) for nested in (True, None))
-    assert planned.shape.traced is not None
-    policy = ActivationPolicy(mlp_level=1)
-    ours, theirs = (LayerCosts(one)[policy] for one in (planned, plain))
-    dense = int(128 * 384 * (2 + 4 / 64))
-    assert (ours.forward_bytes - theirs.forward_bytes, ours.backward_bytes - theirs.backward_bytes) == (dense, dense)
-    assert ours.saved == theirs.saved
-    assert ours.forward > theirs.forward
-
-
 def test_experts_stay_as_they_are() -> None:
     mixtral = {**SHAPES["llama-3-8b"], "model_type": "mixtral", "num_local_experts": 8, "num_hidden_layers": 4}
     planned, plain = (replace(job(mixtral, nested=nested), adapters=9, seq_len=32768) for nested in (False, None))
     attention = 4096 * (4096 + 1024 + 1024 + 4096)
     assert plain.weight_bytes - planned.weight_bytes == 4 * attention * (2 - 0.5 - 4 / 64)
     assert planned.dequantised_bytes == int(4096 * 4096 * (2 + 4 / 64))
-    ours, theirs = (layer_cost(one, ActivationPolicy(mlp_level=1)) for one in (planned, plain))
+    ours, theirs = (LayerCosts(one)[ActivationPolicy(mlp_level=0)] for one in (planned, plain))
     each = attention * (0.5 + 4 / 64 + 2) / GPUS["h100"].bandwidth
     assert ours.forward - theirs.forward == pytest.approx(each, rel=0.02)
     assert ours.backward - theirs.backward == pytest.approx(each, rel=0.02)

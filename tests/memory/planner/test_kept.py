@@ -19,7 +19,7 @@ from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
 from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import checkpoint_bytes
+from lowtide.memory.planner.layer_costs import LayerCosts
 from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_costs import StepCosts
@@ -34,7 +34,6 @@ SIZES = {
     "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False, "pad_token_id": 0,
 }  # fmt: skip
 CONFIG = {"model_type": "llama", **SIZES, "num_hidden_layers": 2}
-PARTITIONED = "aot_eager_decomp_partition"  # inductor's choice of what is saved, without its code generator
 POLICIES = {
     "all/0": ActivationPolicy(mlp_level=0),
     "all/1": ActivationPolicy(mlp_level=1),
@@ -56,14 +55,12 @@ class Case:
     packed: bool = False  # documents, apart by a mask
     fused_mlp: bool = True
     sizes: tuple[tuple[str, int], ...] = ()
-    compiled: bool = False  # layer by layer
     four_bit: bool = False
 
     def __str__(self) -> str:
         autocast, packed = "-autocast" * self.autocast, "-packed" * self.packed
         groups = "".join(f"-{size}" for _, size in self.sizes)
-        compiled = "-compiled" * self.compiled
-        return f"{self.model_type}-{word_of(self.policy)}-{self.dtype}{autocast}{packed}{groups}{compiled}"
+        return f"{self.model_type}-{word_of(self.policy)}-{self.dtype}{autocast}{packed}{groups}"
 
     def config(self, layers: int) -> Any:
         settings: dict[str, Any] = {**SIZES, **dict(self.sizes), "num_hidden_layers": layers}
@@ -86,10 +83,6 @@ class Case:
                 model = get_peft_model(model, lora)
         lowtide.patch(model, mlp=self.fused_mlp)
         apply_policy(model, self.policy)
-        if self.compiled:
-            torch._dynamo.reset()
-            for layer in model.get_decoder().layers:
-                layer.compile(dynamic=False, backend=PARTITIONED)
         ids = torch.randint(1, 160, (B, T))
         places = {"position_ids": torch.arange(T // 2).repeat(2).expand(B, T)} if self.packed else {}
         # 16-bit weights with adapters imply autocast
@@ -112,19 +105,21 @@ class Case:
         least = 2 if self.adapters else 1  # whose first layer has an input that needs no gradient
         few, more = (self.live_after_forward(least + one) for one in (0, 1))
         random_state = torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
-        none = self.policy.keep == "all" or (self.compiled and self.policy.keep == "attention")
-        return more - few - (0 if none else random_state)
+        return more - few - (0 if self.policy.keep == "all" else random_state)
+
+    def dropout_states(self) -> int:
+        """Return the bytes that a GPU's kernel of attention saves besides, the states of its dropout."""
+        return (16 if self.packed else 24) * (self.policy.keep == "all")
 
     def planned(self) -> int:
         """Return the bytes by the planner."""
         more: dict[str, Any] = {"autocast": self.autocast, "adapters": self.adapters, "fused_mlp": self.fused_mlp}
-        more["compile_layers"] = self.compiled
         settings = self.config(2).to_dict()
         if self.four_bit:
             settings["quantization_config"] = config_of(nested=False)
         shape = read_shape(settings)
         job = Job(shape, T, B, GPUS["h100"], self.dtype, "sgd", attention_mask=self.packed, **more)
-        return checkpoint_bytes(job, self.policy)
+        return LayerCosts(job)[self.policy].saved
 
 
 WIDE, EVERY = torch.float32, ("all/0", "all/1", "attention/0", "input/0")
@@ -147,33 +142,10 @@ CASES += [Case("phi3", POLICIES[name], WIDE, autocast=True) for name in EVERY]
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer_saves_what_is_planned_to_the_byte(case: Case) -> None:
     measured = case.measured()
-    assert measured == case.planned()
+    assert measured + case.dropout_states() == case.planned()
     if case.packed:  # attention saves the mask
         without = dataclasses.replace(case, packed=False).planned()
         assert (measured > without + B * T * T) == (case.policy.keep == "all")
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
-@pytest.mark.parametrize(
-    "case",
-    [
-        dataclasses.replace(case, compiled=True)
-        for case in (
-            *(Case(kind, POLICIES[name]) for kind in ("llama", "qwen3") for name in EVERY[:2]),
-            *(Case("llama", POLICIES[name]) for name in EVERY[2:]),
-            Case("qwen3", POLICIES["all/0"], WIDE, autocast=True),
-            Case("llama", POLICIES["all/1"], adapters=Adapters(3, ATTENTION)),
-            Case("llama", ActivationPolicy(), WIDE, fused_mlp=False),
-        )
-    ],
-    ids=str,
-)
-def test_a_compiled_layer_saves_what_is_planned_to_the_byte(case: Case) -> None:
-    """As in eager, but what the compiler shares or recomputes itself."""
-    assert case.measured() == case.planned()
-    in_eager = dataclasses.replace(case, compiled=False).planned()
-    shares = case.autocast or case.adapters or not case.fused_mlp
-    assert (case.planned() < in_eager) == bool(shares)
 
 
 # weights, and whether the products run under autocast by the plan
@@ -203,7 +175,8 @@ def test_a_layer_with_adapters_saves_what_is_planned(
     case = Case(model_type, policy, *PRECISIONS[precision], adapters=Adapters(3, targets), fused_mlp=fused)
     # on the host: what each product is multiplied with; and an empty place for an input that is not kept
     scalings = 8 * sum(target in (ATTENTION if fused else PROJECTIONS) for target in targets)
-    assert case.measured() == pytest.approx(case.planned() + scalings, abs=4 if fused else 0)
+    measured = case.measured() + case.dropout_states()
+    assert measured == pytest.approx(case.planned() + scalings, abs=4 if fused else 0)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -212,7 +185,7 @@ def test_a_layer_with_adapters_saves_what_is_planned(
 def test_a_layer_in_4_bits_with_adapters_saves_what_is_planned(model_type: str, name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("bitsandbytes")
     case = Case(model_type, POLICIES[name], dtype, adapters=Adapters(3), four_bit=True)
-    assert case.measured() == case.planned() + 8 * len(ATTENTION)
+    assert case.measured() + case.dropout_states() == case.planned() + 8 * len(ATTENTION)
 
 
 def test_mlps_that_are_not_fused_have_no_levels() -> None:
@@ -273,9 +246,9 @@ def test_gradients_of_an_mlp_of_few_tokens_meet_as_planned(
     with track_allocations() as seen:
         model(input_ids=ids, labels=ids).loss.backward()
     memory = StepCosts(Job(read_shape(config), 64, 1, GPUS["h100"], torch.float32, "sgd", keep_gradients=True))
-    there = memory.weights + memory.other + memory.all_gradients
-    planned = max(phase.bytes for phase in memory.phases([(policy, 2)]) if phase.name == "backward") - there
-    assert seen.peak_bytes == pytest.approx(planned, rel=0.01)
+    there = memory.weights + memory.all_gradients
+    planned = max(phase.bytes for phase in memory.phases([(policy, 2)]) if phase.name == "backward") - memory.other
+    assert there + seen.peak_bytes == pytest.approx(planned, rel=0.03)
 
 
 def test_a_layer_that_saves_attention_overwrites_gate_and_up_in_backward_like_any_other() -> None:

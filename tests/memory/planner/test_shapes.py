@@ -1,4 +1,4 @@
-"""Shapes are read from configs by the fields' names, and refused by the fields' names."""
+"""Shapes are read from configs and from the models that they make, or refused with what the user can do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.memory import plan_memory
-from lowtide.memory.planner.adapters import Adapters
+from lowtide.memory import Adapters, plan_memory
+from lowtide.memory.planner.adapters import PROJECTIONS
 from lowtide.memory.planner.shapes import read_settings, read_shape
-from lowtide.train.shapes import DEFAULT, SHAPES
+from lowtide.train.shapes import SHAPES
 
-transformers = pytest.importorskip("transformers")
+transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
 SMALL = {
     "num_hidden_layers": 3, "hidden_size": 42, "intermediate_size": 72, "num_attention_heads": 6,
@@ -33,7 +33,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "phi3": {"pad_token_id": 0},
-    "granite": {},  # not in the planner's own list: compared with the model that transformers builds
+    "granite": {},
 }
 PUBLISHED = {  # parameters, as counted in the published checkpoints
     "llama-3.2-1b": 1_235_814_400,
@@ -58,7 +58,7 @@ def test_parameters_are_those_of_the_model(model_type: str) -> None:
     assert shape.params == sum(p.numel() for p in model.parameters())
     assert shape.vocab_params == model.get_output_embeddings().weight.numel()
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert shape.layer_params == layer
+    assert shape.layer_params == (layer,) * 3
     assert read_shape(model) == shape
     assert read_shape({"model_type": model_type, **SMALL, **TYPES[model_type]}) == shape
 
@@ -68,67 +68,10 @@ def test_named_shapes_have_the_published_parameters(name: str) -> None:
     assert read_shape(SHAPES[name]).params == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != DEFAULT])
-def test_named_shapes_are_read_without_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = read_shape(SHAPES[name])
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    bare = read_shape(SHAPES[name])
-    assert bare.params == whole.params
-    assert bare.windows.count(0) == (0 if name.startswith("gemma") else whole.windows.count(0))
-
-
 def test_windows_are_each_layer_s_own() -> None:
     assert read_shape({"model_type": "gemma2", **SMALL, **TYPES["gemma2"]}).windows == (16, 0, 16)
     assert read_shape({"model_type": "mistral", **SMALL, **TYPES["mistral"]}).windows == (16, 16, 16)
     assert read_shape({"model_type": "llama", **SMALL}).windows == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings", "why"),
-    [
-        ("llama", {"hidden_act": "relu"}, "their activation is relu"),
-        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, ""),
-        ("llama", {}, ""),
-        ("gemma", {"hidden_act": "relu", "hidden_activation": "silu"}, "their activation is relu"),
-        ("gemma3_text", {"hidden_act": "relu", **TYPES["gemma3_text"]}, ""),
-        ("gemma3_text", {"hidden_activation": "gelu", **TYPES["gemma3_text"]}, "their activation is gelu"),
-        ("phi3", {"pad_token_id": 0}, ""),
-        ("phi3", {"pad_token_id": 0, "hidden_act": "gelu"}, "their activation is gelu"),
-    ],
-)
-def test_mlps_that_a_patch_leaves_alone_are_planned_as_they_are(
-    model_type: str, settings: dict[str, Any], why: str
-) -> None:
-    """Their plan has no levels, and its lines run on the model."""
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **settings})
-    plan = plan_memory(config, 64, 2, 1, dtype="float32")
-    assert plan.job.shape.stock_mlp == why
-    assert plan.job.fused_mlp == (not why)
-    assert (f"lowtide.patch does not fuse the MLPs, so that they have no levels: {why}" in plan.notes) == bool(why)
-    assert {policy.mlp_level for policy in plan.policies} == {None if why else 0}
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    exec(plan.lines(), {"model": model})
-    assert {hasattr(layer.mlp, "checkpoint_level") for layer in model.model.layers} == {not why}
-
-
-def test_projections_by_other_names_are_not_fused() -> None:
-    """Of a type that the planner's list lacks, it looks at the model."""
-    for model_type, settings in (("granite", {}), ("glm", {"attention_bias": False, "pad_token_id": 0})):
-        model = on_meta(transformers.AutoConfig.for_model(model_type, **SMALL, **settings))
-        assert not read_shape(model).stock_mlp
-    model = on_meta(transformers.AutoConfig.for_model("granite", **SMALL))
-    for layer in model.model.layers:
-        layer.mlp.gate = layer.mlp.gate_proj
-        del layer.mlp.gate_proj
-    assert read_shape(model).stock_mlp == "they have no down_proj, gate_proj, up_proj"
-
-
-def test_an_activation_that_the_config_names_elsewhere_is_noted_as_assumed() -> None:
-    settings = {"model_type": "vaultgemma", **SMALL, "hidden_activation": "gelu"}  # not in the planner's own list
-    for given, noted in ((settings, True), ({**settings, "hidden_act": "silu"}, False)):
-        notes = plan_memory(given, 64, 1, 1, dtype="float32").notes
-        assert any(note.startswith("the config has no hidden_act: assumes an activation") for note in notes) == noted
-    assert not any("hidden_act" in note for note in plan_memory({"model_type": "llama", **SMALL}, 64, 1, 1).notes)
 
 
 def test_several_parts_for_text_are_refused() -> None:
@@ -136,13 +79,6 @@ def test_several_parts_for_text_are_refused() -> None:
     for given in (config, config.to_dict()):
         with pytest.raises(ArgumentValueError, match="expected one part for text, got musicgen"):
             plan_memory(given, 64, 1, 1)
-
-
-def test_adapters_of_stacked_projections_are_given_as_a_number() -> None:
-    settings = {"model_type": "phi3", "pad_token_id": 0, **SMALL}
-    with pytest.raises(ArgumentValueError, match="adapters: expected a number, for a model of stacked projections"):
-        plan_memory(settings, 64, 1, 1, adapters=Adapters(4))
-    plan_memory(settings, 64, 1, 1, adapters=4000)
 
 
 def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
@@ -160,7 +96,7 @@ def test_a_name_in_place_of_a_path_gets_a_hint(name: str) -> None:
 def test_the_text_part_of_a_config_is_read() -> None:
     text = {"model_type": "llama", **SMALL}
     shape = read_shape({"model_type": "llava", "text_config": text})
-    assert shape == replace(read_shape(text), part_of="llava")
+    assert replace(shape, config="") == replace(read_shape(text), config="", part_of="llava")
     (note,) = [note for note in plan_memory(shape, 64, 1, 1).notes if "llava" in note]
     assert "only the text part of llava is planned" in note
 
@@ -189,35 +125,6 @@ def test_layers_that_do_not_run_without_weights_are_refused_with_a_way_on(model_
         read_shape(transformers.AutoConfig.for_model(model_type))
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"hidden_size": 0}, "hidden_size"),
-        *(({name: None}, name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")),
-        ({"num_attention_heads": None}, "num_attention_heads"),
-        ({"num_attention_heads": "6"}, "num_attention_heads"),
-        ({"vocab_size": True}, "vocab_size"),
-        ({"tie_word_embeddings": None}, "tie_word_embeddings"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank"),
-        ({"cross_attention_layers": [3]}, "cross_attention_layers"),
-        ({"layer_types": ["linear_attention"] * 3, "sliding_window": 4}, "layer_types"),
-        ({"layer_types": ["full_attention"], "sliding_window": 4}, "layer_types"),
-        ({"model_type": None}, "model_type"),
-        ({"model_type": "nobody-knows-this"}, "model_type"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ({"model_type": "mixtral"}, "num_local_experts"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_by_its_name(
-    change: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)  # whose own checks would come first
-    with pytest.raises(ArgumentValueError, match=f"^{named}: expected"):
-        read_shape({"model_type": "llama", **SMALL, **change})
-
-
 def test_a_model_with_parts_that_are_not_planned_for_is_refused() -> None:
     model = on_meta(transformers.AutoConfig.for_model("llama", **SMALL))
     model.model.layers[1].extra = torch.nn.Linear(3, 4, device="meta")
@@ -238,12 +145,48 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
             read_shape(given)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "settings", "fused"),
+    [
+        ("llama", {"hidden_act": "relu"}, False),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, True),
+        ("gemma3_text", {"hidden_activation": "gelu", **TYPES["gemma3_text"]}, False),
+        ("phi3", {"pad_token_id": 0}, True),
+    ],
+)
+def test_mlps_that_a_patch_leaves_alone_have_no_levels(model_type: str, settings: dict[str, Any], fused: bool) -> None:
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **settings})
+    plan = plan_memory(config, 64, 2, 1, device="h100", dtype="float32")
+    assert any("does not fuse every layer's MLP" in note for note in plan.notes) == (not fused)
+    assert {policy.mlp_level for policy in plan.policies} == {0 if fused else None}
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    exec(plan.lines(), {"model": model})
+    assert {hasattr(layer.mlp, "checkpoint_level") for layer in model.model.layers} == {fused}
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": "many"}, {"model_type": None}, {"model_type": "nobody-knows-this"}])
+def test_a_config_that_transformers_refuses_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentValueError, match=r"^model_(type|or_config): expected"):
+        read_shape({"model_type": "llama", **SMALL, **change})
+
+
+def test_without_transformers_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ArgumentValueError, match=r"expected transformers.*pip install 'lowtide\[hf\]'"):
+        read_shape({"model_type": "llama", **SMALL})
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
-def test_adapters_are_counted_as_peft_makes_them(model_type: str) -> None:
-    peft = pytest.importorskip("peft")
+@pytest.mark.parametrize(("model_type", "targets"), [("gemma2", PROJECTIONS), ("phi3", ("qkv_proj", "o_proj"))])
+def test_adapters_are_counted_as_peft_makes_them(model_type: str, targets: tuple[str, ...]) -> None:
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    made = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules="all-linear", task_type="CAUSAL_LM"))
+    made = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=list(targets), task_type="CAUSAL_LM"))
     trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
-    assert Adapters(5).numbers(read_shape(config)) == trained
+    assert plan_memory(config, 64, 1, 1, device="h100", adapters=Adapters(5, targets)).job.trained_adapters == trained
+
+
+@pytest.mark.parametrize("targets", [("lm_head",), ("nothing",)])
+def test_adapters_of_no_layer_are_refused(targets: tuple[str, ...]) -> None:
+    with pytest.raises(ArgumentValueError, match=r"^targets: expected names of the layers' projections, got rank 4 on"):
+        plan_memory({"model_type": "llama", **SMALL}, 64, 1, 1, device="h100", adapters=Adapters(4, targets))

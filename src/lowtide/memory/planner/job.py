@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -21,8 +22,8 @@ class Job:
     """A training step that is planned; the fields are `plan_memory`'s arguments.
 
     Raises:
-        ArgumentValueError: Autocast or a mask, for layers that are traced; weights in 4 bits without adapters, under
-            autocast, or that compute in a wider dtype.
+        ArgumentValueError: Weights in 4 bits without adapters, under autocast, or that compute in a wider dtype; a
+            mixture of experts under autocast.
     """
 
     shape: ModelShape
@@ -55,20 +56,24 @@ class Job:
             expected = f"{dtype}, as it is planned in, for all GEMMs over weights in 4 bits run in it"
             hint = f"Set it in the config (transformers' default is float32), or plan in {self.shape.compute_dtype}."
             raise ArgumentValueError(message("bnb_4bit_compute_dtype", expected, self.shape.compute_dtype, hint))
-        if self.shape.traced is None:
-            return
-        layers = f"False for {self.shape.model_type}, whose layers are traced"
-        if self.autocast:
+        if self.shape.experts and self.autocast:
             hint = "Plan with dtype='bfloat16', or dtype='float32' for an upper bound."
-            raise ArgumentValueError(message("autocast", layers, "True", hint))
-        if self.attention_mask:
-            hint = "Plan without it: flash attention takes packed documents without a mask."
-            raise ArgumentValueError(message("attention_mask", layers, "True", hint))
+            raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True", hint))
 
     @property
+    def lora(self) -> Adapters | None:
+        """Return the adapters, None where there are none or only their number is known."""
+        return self.adapters if isinstance(self.adapters, Adapters) else None
+
+    @cached_property
     def trained_adapters(self) -> int | None:
         """Return how many parameters adapters have, None where the model is trained."""
-        return self.adapters.numbers(self.shape) if isinstance(self.adapters, Adapters) else self.adapters
+        from lowtide.memory.planner.meta_model import meta_model
+
+        if not isinstance(self.adapters, Adapters):
+            return self.adapters
+        settings: Any = {"fused_mlp": self.fused_mlp, "adapters": self.adapters}
+        return meta_model(self.shape.config, self.dtype, **settings).adapter_params
 
     @property
     def tokens(self) -> int:
@@ -104,14 +109,7 @@ class Job:
     @property
     def dequantised_bytes(self) -> int:
         """Return the bytes of the largest weight that one GEMM dequantises, with its scales in float32; 0: none."""
-        shape = self.shape
-        if not shape.four_bit:
-            return 0
-        if shape.traced is not None:
-            return int(shape.traced.largest_linear * (self.narrow + SCALES))
-        wide = 0 if shape.experts else (1 + shape.stacked) * shape.intermediate
-        wide = max(wide, shape.query_width + 2 * shape.kv_width if shape.stacked else shape.query_width)
-        return int(shape.hidden * wide * (self.narrow + SCALES))
+        return int(self.shape.largest_linear * (self.narrow + SCALES)) if self.shape.four_bit else 0
 
     @property
     def dequantise_seconds(self) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,13 +20,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowtide.memory.planner.meter import Meter, stand_ins
-from lowtide.memory.planner.readings import Reading, Way, Work
+from lowtide.errors import ArgumentValueError, message
+from lowtide.memory.planner.adapters import Adapters
+from lowtide.memory.planner.meter import Meter, autocast, stand_ins
+from lowtide.memory.planner.readings import LayerRun, Reading, Work
 from lowtide.memory.stack import find_stack
 
 _INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # attributes in which equal layers differ
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _NO_WINDOW = 2**30  # tokens: longer than any sequence
+_LORA = "lora_"  # what the names of peft's parameters have
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
 
@@ -37,9 +41,15 @@ class MetaModel:
         settings: Its config's fields, ``model_type`` among them.
         dtype: Of its parameters.
         fused_mlp: Whether `lowtide.patch` fuses its MLPs.
+        adapters: Of its layers' projections.
+
+    Raises:
+        ArgumentValueError: peft is not installed, or no layer has such projections.
     """
 
-    def __init__(self, settings: dict[str, Any], dtype: torch.dtype, *, fused_mlp: bool = True) -> None:
+    def __init__(
+        self, settings: dict[str, Any], dtype: torch.dtype, *, fused_mlp: bool = True, adapters: Adapters | None = None
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.for_model(**settings)
@@ -63,12 +73,13 @@ class MetaModel:
         linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
         self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))  # those that transformers can quantise
         self.layer_params = _own_params(list(layers.values()))
+        self.adapter_params = 0 if adapters is None else _adapt(model, list(layers.values()), adapters)
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
         self.kind_of = tuple(map(kinds.index, keys))
         self._layers: dict[int, Any] = {}
         self._found: dict[int, tuple[torch.dtype, Reading, Any]] = {}  # with the input's dtype, and what it returned
-        self._way = Way()
+        self._run = LayerRun("", dtype)
         for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
             if kind in self._layers:
                 self._replace(name, self._double(layer, kind))
@@ -79,23 +90,25 @@ class MetaModel:
         patch(model, loss=False, mlp=fused_mlp)
         self.has_levels = all(any(_levels(layer)) for layer in self._layers.values())
 
-    def readings(self, batch_size: int, seq_len: int, way: Way) -> tuple[Reading, ...]:
+    def readings(self, run: LayerRun) -> tuple[Reading, ...]:
         """Return what a layer of each kind takes.
 
         Raises:
             RuntimeError: The forward did not call one of them.
         """
         self._found.clear()
-        self._way = way
-        for p in self.model.parameters():
-            p.requires_grad_(not way.frozen and p.is_floating_point())
+        self._run, B, T = run, run.batch_size, run.seq_len
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(p.is_floating_point() and (not run.frozen or _LORA in name))
         for layer in self._layers.values():
             for module in _levels(layer):
-                module.checkpoint_level = way.level or 0
-        visits = batch_size * seq_len * self.experts_per_token
-        ids = torch.ones(batch_size, seq_len, dtype=torch.long, device="meta")
-        with self._watched(), torch.no_grad(), Meter(self.experts), stand_ins(visits):
-            self.model(input_ids=ids)
+                module.checkpoint_level, module.tile_tokens = run.level or 0, run.tile_tokens
+        given = {"input_ids": torch.ones(B, T, dtype=torch.long, device="meta")}
+        if run.masked:
+            given["attention_mask"] = torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")
+        visits = B * T * self.experts_per_token
+        with self._watched(), torch.no_grad(), Meter(self.experts), stand_ins(visits, masked=run.masked):
+            self.model(**given)
         found, kinds = {kind: reading for kind, (_, reading, _) in self._found.items()}, len(self._layers)
         self._found.clear()
         if len(found) < kinds:
@@ -128,15 +141,16 @@ class MetaModel:
 
     def _read(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Reading, Any]:
         """Return a layer's reading, and its outputs without their graph."""
-        hidden, way = _hidden(args, kwargs), self._way
+        hidden, run = _hidden(args, kwargs), self._run
         leaf = hidden.detach().requires_grad_()
+        precision = partial(autocast, _linears_apart(layer)) if run.autocast else nullcontext
         args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
-        with Meter(self.experts) as meter, saved_tensors_hooks(_forgotten, _forgotten):
+        with Meter(self.experts) as meter, saved_tensors_hooks(_forgotten, _forgotten), precision():
             forward(*args, **kwargs)
         _cut_graphs((args, kwargs))
         checkpointed = meter.peak
         for p in layer.parameters():
-            p.grad = torch.empty_like(p) if way.keep_gradients and p.requires_grad else None
+            p.grad = torch.empty_like(p) if run.keep_gradients and p.requires_grad else None
         with Meter(self.experts) as meter:
             until, saved_input = [Work()], [False]
 
@@ -145,7 +159,7 @@ class MetaModel:
                 saved_input[0] |= tensor.untyped_storage()._cdata == leaf.untyped_storage()._cdata
                 return tensor
 
-            with saved_tensors_hooks(save, lambda x: x):
+            with saved_tensors_hooks(save, lambda x: x), precision():
                 outputs = forward(*args, **kwargs)
             output = next((x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad), None)
             if output is None:
@@ -219,6 +233,12 @@ def _levels(layer: nn.Module) -> list[Any]:
     return [module for module in layer.modules() if hasattr(module, "checkpoint_level")]
 
 
+def _linears_apart(layer: nn.Module) -> list[nn.Linear]:
+    """Return a layer's linear layers that are not in a fused MLP."""
+    fused = {id(module) for mlp in _levels(layer) for module in mlp.modules()}
+    return [module for module in layer.modules() if type(module) is nn.Linear and id(module) not in fused]
+
+
 def _own_params(layers: list[nn.Module]) -> tuple[int, ...]:
     """Return the parameters of each layer that no layer before it has."""
     seen, counts = set[int](), []
@@ -242,15 +262,33 @@ def _kind(layer: nn.Module) -> Any:
     )
 
 
-@lru_cache(maxsize=4)
-def meta_model(settings: str, dtype: torch.dtype, *, fused_mlp: bool = True) -> MetaModel:
+def _adapt(model: nn.Module, layers: list[nn.Module], adapters: Adapters) -> int:
+    """Add adapters to a model's layers; return how many parameters they have."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ArgumentValueError(message("adapters", "peft to be installed", str(error), "pip install peft")) from error
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft's calls of transformers
+            get_peft_model(model, LoraConfig(r=adapters.rank, target_modules=list(adapters.targets)))
+    except ValueError as error:
+        raise ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}")) from error
+    params = sum(p.numel() for name, p in model.named_parameters() if _LORA in name)
+    if params > sum(p.numel() for layer in layers for name, p in layer.named_parameters() if _LORA in name):
+        raise ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}"))
+    return params
+
+
+@lru_cache(maxsize=8)
+def meta_model(
+    config: str, dtype: torch.dtype, *, fused_mlp: bool = True, adapters: Adapters | None = None
+) -> MetaModel:
     """Return the model of a config in JSON."""
-    return MetaModel(json.loads(settings), dtype, fused_mlp=fused_mlp)
+    return MetaModel(json.loads(config), dtype, fused_mlp=fused_mlp, adapters=adapters)
 
 
-@lru_cache(maxsize=256)
-def readings_of(
-    settings: str, dtype: torch.dtype, fused_mlp: bool, batch_size: int, seq_len: int, way: Way
-) -> tuple[Reading, ...]:
+@lru_cache(maxsize=512)
+def readings_of(run: LayerRun) -> tuple[Reading, ...]:
     """Return the readings of a config's layers, one for each kind: see `MetaModel.readings`."""
-    return meta_model(settings, dtype, fused_mlp=fused_mlp).readings(batch_size, seq_len, way)
+    return meta_model(run.config, run.dtype, fused_mlp=run.fused_mlp, adapters=run.adapters).readings(run)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -83,7 +84,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._follow(x)
         if is_attention(func):
             self.attended += sum(_bytes(x) for x in made if x.is_floating_point())
-        self.peak = max(self.peak, self.live + _scratch(name, args, given))
+        self.peak = max(self.peak, self.live + _scratch(name, args, given, made))
         self.work = self.work.plus(_work(func, args, kwargs, given, made))
         return out
 
@@ -145,12 +146,21 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _scratch(name: str, args: Any, given: list[Tensor]) -> int:
+def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
     """Return the bytes that live inside an operator, beside what it is given and returns."""
-    if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
-        call = SwigluCall(*args[: len(SwigluCall._fields)])
-        gate = call.tokens * call.down_shape[1] * call.input.element_size()
-        return int(tensors[given[-1].dim() == 2] * gate)
+    if tensors := _SCRATCH.get(name):  # of the gate's size: tokens of a tile by intermediate size
+        call, narrow = SwigluCall(*args[: len(SwigluCall._fields)]), args[SwigluCall._fields.index("dtype")].itemsize
+        tokens, backward = min(call.tokens, call.tile_tokens or call.tokens), name.endswith("backward")
+        scratch = tensors[given[-1].dim() == 2] * tokens * call.down_shape[1] * narrow
+        weights = [x for x in (call.gate_weight, call.up_weight, call.down_weight) if x is not None]
+        if call.input.dtype.itemsize > narrow:  # autocast's copies of the weights, of the input and its gradient
+            scratch += narrow * (sum(w.numel() for w in weights) + (1 + backward) * call.input.numel())
+        grads = [x for x in made[1:] if x.dim() == 2]
+        if backward and tokens < call.tokens:  # sums over tiles are in float32, and rounded one by one
+            scratch += 4 * sum(x.numel() for x in grads)
+        elif backward:  # gate's and up's come when the scratch is gone
+            scratch -= min(scratch, sum(map(_bytes, grads[: len(weights) - 1])))
+        return int(scratch)
     if rows := _ROWS.get(name):
         x, down, ids = args[0], args[3], args[6]
         D = x.shape[-1]
@@ -187,6 +197,8 @@ def _fused(
     A mask of bools is one that flash attention does without: causal, or of a window. Keys with fewer heads have no such
     kernel where they are broadcast, as in Falcon, without ``enable_gqa``: PyTorch then stores the scores.
     """
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     if query.shape[1] != key.shape[1] and not enable_gqa:
         stored = _ATEN.scaled_dot_product_attention
         return stored(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)  # type: ignore[no-any-return]
@@ -206,12 +218,53 @@ def _fused(
     )[0]
 
 
+def _with_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **settings: Any) -> Tensor:
+    """Run `_fused` with a mask of bools as PyTorch does: it becomes one of numbers."""
+    if torch.is_autocast_enabled("cpu"):
+        query = query.to(torch.get_autocast_dtype("cpu"))
+    if attn_mask.dtype == torch.bool:
+        hidden = attn_mask.logical_not()
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+    return _fused(query, key, value, attn_mask, **settings)
+
+
 @contextmanager
-def stand_ins(visits: int) -> Iterator[None]:
+def autocast(linears: Sequence[nn.Linear]) -> Iterator[None]:
+    """Run these layers, attention and lowtide's operators in bfloat16, as `torch.autocast` does on a GPU.
+
+    The meta device has no autocast: the layers cast their operands here, each trained parameter once.
+    """
+    copies: dict[Tensor, Tensor] = {}
+
+    def cast(x: Tensor | None) -> Tensor | None:
+        if x is None or x.dtype != torch.float32:
+            return x
+        if not isinstance(x, nn.Parameter) or not x.requires_grad:
+            return x.to(torch.bfloat16)
+        if x not in copies:
+            copies[x] = x.to(torch.bfloat16)
+        return copies[x]
+
+    def forward(layer: nn.Linear, x: Tensor) -> Any:
+        return F.linear(*map(cast, (x, layer.weight, layer.bias)))  # type: ignore[arg-type]
+
+    for layer in linears:
+        vars(layer)["forward"] = partial(forward, layer)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        for layer in linears:
+            del vars(layer)["forward"]
+
+
+@contextmanager
+def stand_ins(visits: int, *, masked: bool = False) -> Iterator[None]:
     """Replace two functions that have no form without data.
 
-    Attention runs `_fused`: on the meta device PyTorch would take the path that stores all scores. A list of numbers,
-    of tokens for each expert, has equal ones with the sum ``visits``.
+    Attention runs `_fused`, or `_with_mask` where it takes a mask for each sequence: on the meta device PyTorch would
+    take the path that stores all scores. A list of numbers, of tokens for each expert, has equal ones with the sum
+    ``visits``.
     """
 
     def tolist(self: Tensor) -> Any:
@@ -223,7 +276,7 @@ def stand_ins(visits: int) -> Iterator[None]:
     functional: Any = F
     tensors: Any = Tensor
     stock, stock_list = functional.scaled_dot_product_attention, tensors.tolist
-    functional.scaled_dot_product_attention, tensors.tolist = _fused, tolist
+    functional.scaled_dot_product_attention, tensors.tolist = _with_mask if masked else _fused, tolist
     try:
         yield
     finally:

@@ -14,13 +14,13 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.units import gib, gib_text
 from lowtide.memory.pinned import budget_bytes
-from lowtide.memory.planner.adapters import Adapters, numbers_alone
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu, find_gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL
 from lowtide.memory.planner.report import MemoryPlan
 from lowtide.memory.planner.search import Candidate, Search
-from lowtide.memory.planner.shapes import KINDS, read_shape
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.sharding import check_sharding, notes_on
 from lowtide.memory.policy import check_count
 
@@ -52,15 +52,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
 
-    Nothing runs on a GPU, no weights are needed: peak memory and step time follow from the model's shape. The peak is
+    Nothing runs on a GPU, no weights are needed: transformers builds the model on the meta device, `lowtide.patch`
+    patches it, and one layer of each kind runs there, which shows what it saves, allocates and computes. The peak is
     the largest of what is live at the end of forward, in the head, in each layer's backward, in the embedding's and in
     the optimizer's step: parameters, gradients as far as they exist, optimizer states, what the layers save, and the
     phase's own temporaries. The time is that of the GEMMs and of attention at the GPU's rates, of the bytes that the
     other operations read and write, of transfers where they are not hidden, and never less than what the host takes to
     launch it.
-
-    A type without formulas is built on the meta device by transformers, and one layer of each kind runs there: see
-    docs/plan.md, other models.
 
     It describes full training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, with
     attention that stores no scores (flash attention), on one GPU or several.
@@ -89,8 +87,7 @@ def plan_memory(
             ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
             other: T^2 numbers of each sequence in each layer with ``keep="all"``, beside keys and values that are
             repeated for each query head.
-        fused_mlp: False for ``lowtide.patch(model, mlp=False)``. Stock MLPs save twice as much, and have no levels; so
-            do those that it cannot fuse (with another activation, say), which the plan detects, and notes.
+        fused_mlp: False for ``lowtide.patch(model, mlp=False)``. Stock MLPs save twice as much, and have no levels.
         compile_layers: Whether each decoder layer is compiled by itself (``layer.compile(dynamic=False)``, after
             `apply_policy`). Layers that offload run in eager even so.
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
@@ -152,7 +149,7 @@ def plan_memory(
         optimizer=optimizer,
         head=options,
         adapters=adapters,
-        fused_mlp=fused_mlp and not shape.stock_mlp,
+        fused_mlp=fused_mlp,
         gpus=gpus,
         parallel=parallel,
         fsdp_layers=min(fsdp_layers, shape.layers),
@@ -160,11 +157,6 @@ def plan_memory(
         **flags,
     )
     check_sharding(job, host)
-    if isinstance(adapters, Adapters) and (kind := numbers_alone(shape)):
-        hint = "Count the parameters that are trained."
-        raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
-    if autocast and shape.experts:
-        raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
     search = Search(job, host, offload_states=offload_states == "auto")
     costs, budget = search.costs, min(requested, gpu.most_bytes)
     chosen = search.fastest(budget)
@@ -232,6 +224,7 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
     by_rank = isinstance(job.adapters, Adapters)
     adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained{f', {job.adapters}' if by_rank else ''}"
     mask = gib(job.narrow * job.batch_size * job.seq_len**2)
+    kinds, dtype = f"{max(shape.kind_of) + 1} kind(s)", str(job.dtype).removeprefix("torch.")
     close = CLOSE * gpu.memory_bytes < chosen.peak <= gpu.memory_bytes
     why = "close to the GPU's size" if close else "states leave and come back in each step"
     return {
@@ -249,21 +242,20 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
         f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions": (
             0 < shape.positions < job.seq_len
         ),
-        f"lowtide.patch does not fuse the MLPs, so that they have no levels: {shape.stock_mlp}": (
-            bool(shape.stock_mlp)
+        f"{kinds} of layers, traced in {shape.model_class} without weights": True,
+        "lowtide.patch does not fuse every layer's MLP, so that they have no levels": not shape.levels,
+        f"not every layer of {shape.model_type} runs fused attention: keep='attention' is not planned": (
+            not shape.attends
         ),
-        f"{shape.model_type}: assumes that lowtide.patch fuses its norms, rotary embedding and MLP": (
-            shape.model_type not in KINDS and shape.traced is None
+        "attention is transformers' eager one, which stores its scores: another attn_implementation saves less": (
+            shape.attention == "eager" and shape.heads > 0 and not shape.attends
         ),
-        **_notes_on_traced(job),
-        "the config has no hidden_act: assumes an activation that lowtide.patch fuses; with another the MLPs save more:"
-        " --no-fused-mlp, in Python fused_mlp=False, plans that": (
-            not (shape.activation or shape.stock_mlp or shape.traced)
-        ),
+        "compiled layers are planned as in eager, but for the time of the host": job.compile_layers,
+        f"the checkpoint has {shape.quantised} weights: planned as loaded in {dtype}": bool(shape.quantised),
         "float32: assumes attention that stores no scores, which PyTorch lacks for grouped queries": (
             job.operand == torch.float32
         ),
-        "the temporaries of experts are an estimate": shape.experts > 0,
+        "experts get equal shares of the tokens": shape.experts > 0,
         "experts stay in 16 or 32 bits: transformers puts none into 4": bool(shape.experts and shape.four_bit),
         "experts are not fused: their saved bytes are those of transformers' grouped_mm": (
             shape.experts > 0 and not job.fused_mlp
@@ -272,25 +264,6 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
             any(0 < window < job.seq_len for window in shape.windows)
         ),
         "attention caps its scores: assumes a kernel that does so without storing them": shape.capped_scores,
-    }
-
-
-def _notes_on_traced(job: Job) -> dict[str, bool]:
-    """Return the notes on layers that were traced."""
-    traced = job.shape.traced
-    if traced is None:
-        return {}
-    eager = traced.attention == "eager" and job.shape.heads > 0 and not traced.attends
-    kinds, dtype = f"{traced.kinds} kind{'s' * (traced.kinds > 1)}", str(job.dtype).removeprefix("torch.")
-    return {
-        f"layers of {kinds}, traced in {traced.model_class} without weights; experts get equal shares of"
-        " the tokens, and code that kernels of other packages would replace runs as transformers has it": True,
-        f"not every layer of {job.shape.model_type} runs fused attention: keep='attention' is not planned": (
-            not traced.attends
-        ),
-        "attention is transformers' eager one, which stores its scores: another attn_implementation saves less": eager,
-        "compiled layers are planned as in eager": job.compile_layers,
-        f"the checkpoint has {traced.quantised} weights: planned as loaded in {dtype}": bool(traced.quantised),
     }
 
 

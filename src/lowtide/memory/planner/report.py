@@ -307,11 +307,8 @@ def _constructor(value: Any, *always: str) -> str:
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
-    """Return a shape's fields; of traced layers their parameters and kinds, and not the whole config."""
-    fields_of = asdict(shape)
-    if shape.traced is not None:
-        del fields_of["traced"]["config"]
-    return fields_of
+    """Return a shape's fields, and not the whole config."""
+    return {name: value for name, value in asdict(shape).items() if name != "config"}
 
 
 def _candidate(one: Candidate) -> dict[str, Any]:

@@ -56,13 +56,12 @@ def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
 
     Attention's output can be saved only where all layers run fused attention.
     """
-    levels = (0, 1) if job.fused_mlp and job.shape.has_levels else (None,)
-    attends = job.shape.traced is None or job.shape.traced.attends
+    levels = (0, 1) if job.fused_mlp and job.shape.levels else (None,)
     recomputing = [
         (keep, place)
         for place in (False, True)[: 1 + offload]
         for keep in ("attention", "input")
-        if attends or keep == "input"
+        if job.shape.attends or keep == "input"
     ]
     rungs: Any = [("all", False), *recomputing]
     return [ActivationPolicy(keep=keep, mlp_level=level, offload=place) for keep, place in rungs for level in levels]
@@ -70,7 +69,7 @@ def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
 
 def sparse(job: Job, *, offload: bool) -> list[ActivationPolicy]:
     """Return the policies by which one layer of several saves its input; none for compiled ones or several GPUs."""
-    level = 1 if job.fused_mlp and job.shape.has_levels else None
+    level = 1 if job.fused_mlp and job.shape.levels else None
     places = (False, True)[: 1 + offload]
     alone = job.gpus == 1 and not job.compile_layers
     each = [(k, place) for place in places for k in EVERY if k <= job.shape.layers and alone]

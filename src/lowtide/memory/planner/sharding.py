@@ -60,7 +60,6 @@ class Ranks:
     head_gradient: int  # the output layer's, during the layers' backward
     forward: list[int]  # gathered
     backward: list[int]  # gathered
-    whole_gradients: list[int]  # at the end of a layer's backward, where they are reduced then
     turns: tuple[int, ...] = ()  # layers besides a policy's first and last in whose backward the most may be gathered
     head: int = 0  # gathered
     embedding: int = 0  # gathered in its backward
@@ -90,7 +89,7 @@ def _alone(job: Job) -> Ranks:
     shape, adapters, kind = job.shape, job.trained_adapters, OPTIMIZERS[job.optimizer]
     # Adapters are float32, whatever the frozen weights are.
     trained, size = (shape.params, job.element) if adapters is None else (adapters, 4)
-    by_layer = [params * size for params in shape.params_of_layers]
+    by_layer = [params * size for params in shape.layer_params]
     if adapters is not None:
         by_layer = [trained * size // shape.layers] * shape.layers
     nothing = [0] * shape.layers
@@ -106,7 +105,6 @@ def _alone(job: Job) -> Ranks:
         head_gradient=shape.vocab_params * size if adapters is None else 0,
         forward=nothing,
         backward=nothing,
-        whole_gradients=nothing,
     )
 
 
@@ -116,7 +114,7 @@ class _Units:
     def __init__(self, job: Job, gathered: int, reduced: int) -> None:
         shape = job.shape
         self.gathered, self.reduced = gathered, reduced  # bytes of a parameter
-        self.layers, self.tied, self.params = shape.params_of_layers, shape.tied, shape.params
+        self.layers, self.tied, self.params = shape.layer_params, shape.tied, shape.params
         self.embedding = 0 if shape.tied else shape.vocab_params
         self.of_layers = [sum(self.layers[i : i + job.fsdp_layers]) for i in range(0, shape.layers, job.fsdp_layers)]
         self.tail = shape.params - sum(self.layers) - self.embedding  # the unit of the output layer
@@ -179,7 +177,6 @@ def _fsdp2(job: Job) -> Ranks:
             head_gradient=alone.head_gradient if tied else share(units.tail),
             forward=[stays + 2 * g * of_layers[i // size] for i in range(len(layers))],
             backward=[in_backward[i // size] + done[i] for i in range(len(layers))],
-            whole_gradients=[g * params for params in layers],
             turns=(min(size, last), begins, max(0, begins - size)),
             head=head,
             embedding=2 * whole + r * of_layers[0],

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back, share_out
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.kind_costs import LayerCosts
-from lowtide.memory.planner.layer_costs import PAGES
+from lowtide.memory.planner.layer_costs import PAGES, LayerCosts
 from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.runs import Groups, Run, runs_of
 from lowtide.memory.planner.sharding import SLOWS, Exchange, ranks_of
@@ -108,14 +107,7 @@ class StepCosts:
         self.other = 2 * workspace + ids + positions + masks
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
         waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
-        # Beside the MLP's product stands the gradient of the weight behind it. When that of gate's weight comes, the
-        # product is gone, and when that of up's comes, gate is too: with few tokens those later moments hold more. A
-        # stacked projection's gradient comes whole with gate's.
-        mlp, product = shape.mlp_params * e if numbers is None else 0, N * shape.token_mlp_width * job.narrow
-        one = mlp // 3
-        later = max(0, 2 * one - product) if shape.stacked else 2 * max(0, one - product)
-        self._mlp_gradients = mlp if shape.experts else one + later
-        self._new = self._mlp_gradients + waiting if job.keep_gradients else 0
+        self._waiting = waiting
         self._stream = N * shape.hidden * e
         # The head holds gradients until its backward. An accumulator's is made when the scratch is gone.
         head = job.head_plan
@@ -192,11 +184,8 @@ class StepCosts:
                 forward += cost.saved if follows else 0
                 gathered = self.ranks.forward[layer]
                 yield self._phase("forward", layer, 0, forward, 0, cost.forward_bytes, away, away, gathered)
-                done = self._gradients_from[layer + 1] + self.ranks.head_gradient + self._mlp_gradients
-                transients = cost.backward_bytes + self._new
-                end = self.ranks.whole_gradients[layer]  # when nothing of the layer but these and two streams is left
-                transients += max(0, end and end + 2 * self._stream - cost.whole - transients - self._mlp_gradients)
-                gathered = self.ranks.backward[layer]
+                done = self._gradients_from[layer + 1] + self.ranks.head_gradient
+                transients, gathered = cost.backward_bytes + self._waiting, self.ranks.backward[layer]
                 yield self._phase("backward", layer, done, held, 0, transients, not_back, 1.0, gathered)
             leaving = run.costs[kind_of[last]].places(moves=run.moves)[1]
             upto += run.on_gpu
@@ -224,7 +213,7 @@ class StepCosts:
 
     def _run(self, policy: ActivationPolicy, first: int, stop: int, *, moves: bool) -> Run:
         counts = tuple(after - before for before, after in zip(self._counts[first], self._counts[stop], strict=True))
-        return Run(self.layers.each(policy), counts, first, moves)
+        return Run(self.layers.kinds(policy), counts, first, moves)
 
     def seconds(self, groups: Groups) -> float:
         """Return the seconds of a step, all optimizer states on the GPU.
