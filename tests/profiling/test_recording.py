@@ -25,7 +25,7 @@ from lowtide.profile.phases import (
     with_whole_recomputes,
 )
 from lowtide.profile.recording import Block, Event, Recording, record, storages
-from lowtide.profile.timeline import describe, drawn, segments
+from lowtide.profile.timeline import describe, segments
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -286,21 +286,3 @@ def test_what_stands_between_two_parts_of_a_recompute_is_of_it() -> None:
     assert with_whole_recomputes(phases) == [phases[0], *[Phase(RECOMPUTE, 1)] * 3, phases[4]]
     one_each = [Phase(RECOMPUTE, 1), Phase(BACKWARD, 1), Phase(RECOMPUTE, 0), Phase(BACKWARD, 0)]
     assert with_whole_recomputes(one_each) == one_each
-
-
-@pytest.mark.parametrize("tolerance", [0, 3, 40, 10**6])
-def test_what_is_drawn_is_never_further_off_than_told(tolerance: int) -> None:
-    random = torch.Generator().manual_seed(tolerance)
-    parts = torch.randint(0, 3, (500,), generator=random).tolist()
-    deltas = torch.randint(-20, 21, (500,), generator=random).tolist()
-    rows = drawn([100, 50, 0], list(zip(parts, deltas, strict=True)), tolerance, 123)
-    assert {-1, 123, 499} <= {event for event, _ in rows}
-    assert len(rows) <= {0: 501, 3: 480, 40: 250, 10**6: 3}[tolerance]
-    live, shown, ahead = [100, 50, 0], rows[0][1], dict(rows)
-    for event, (part, delta) in enumerate(zip(parts, deltas, strict=True)):
-        live[part] += delta
-        if event in ahead:
-            shown = ahead[event]
-            assert shown == live
-        assert all(abs(a - b) <= tolerance for a, b in zip(live, shown, strict=True))
-        assert abs(sum(live) - sum(shown)) <= tolerance

@@ -39,7 +39,6 @@ from lowtide.profile.phases import EMBEDDING, END, HEAD_BACKWARD, OPTIMIZER, Pha
 from lowtide.profile.recording import record, storages
 from lowtide.profile.timeline import describe, segments, time_by_kind
 
-MISSED_FREES = 1.02  # of the allocator's own peak, above which a recording's is not believed
 SNAPSHOT_ENTRIES = 2_000_000  # events of the allocator; more than a step of a hundred layers has
 TIMEOUT = timedelta(minutes=5)  # until a rank gives up waiting for one that failed
 Timed = list[tuple[Phase, float]]
@@ -157,7 +156,7 @@ class Steps:
         result |= {"losses": losses, "parameters": sum(p.numel() for p in self.model.parameters())}
         result["attention"] = attention_of(self.model)
         own = f"attention is the model's own ({result['attention']}), not PyTorch's fused one"
-        if notes := list(filter(None, [slowed, result["attention"] != SDPA and own, missed_frees(result)])):
+        if notes := list(filter(None, [slowed, result["attention"] != SDPA and own])):
             result["note"] = "; ".join(notes)
         result["trained_parameters"] = sum(p.numel() for p in self.trained)
         if failed:
@@ -259,17 +258,6 @@ def median_step(timed: Sequence[Timed], phases: Sequence[Phase]) -> Timed | None
     same = [step for step in timed if with_whole_recomputes([phase for phase, _ in step]) == phases]
     totals = [sum(ms for _, ms in step) for step in same]
     return same[totals.index(statistics.median_low(totals))] if same else None
-
-
-def missed_frees(result: dict[str, Any]) -> str | None:
-    """Return a note if the recording's peak is above the allocator's own count; None if not."""
-    counted = result.get("allocated_gib")
-    if counted is None or result["peak"]["gib"] <= counted * MISSED_FREES:
-        return None
-    return (
-        f"the recording has a peak of {result['peak']['gib']:.2f} GiB where the allocator counted {counted:.2f}: frees "
-        "were missed, so its plot and its owners' shares are too large. The allocator's count is right"
-    )
 
 
 def _gpu_now() -> torch.cuda.Event:

@@ -13,7 +13,6 @@ from lowtide.profile.phases import FORWARD, KINDS, Phase
 from lowtide.profile.recording import Recording
 
 POINTS = 2500  # of a timeline, at most
-TOLERANCE = 1 / 2000  # of the peak, the error of what is drawn: less than a pixel
 LARGEST = 8  # blocks at the peak that are listed
 
 
@@ -30,35 +29,43 @@ def segments(phases: Sequence[Phase], lengths_ms: Sequence[float]) -> list[dict[
 
 
 def describe(recording: Recording, known: Known, lengths_ms: Sequence[float]) -> dict[str, Any]:
-    """Return a recording's timeline and peak, for json; its phases are as long as in steps without recording."""
-    owners, totals = owners_of(recording, known), recording.totals()
-    peak = max(range(-1, len(totals)), key=lambda event: totals[event] if event >= 0 else 0)  # -1: before the step
-    highest = known.baseline + (totals[peak] if peak >= 0 else 0)
-    tolerance = highest * TOLERANCE
-    while len(rows := drawn(*_changes(recording, known, owners), tolerance, peak)) > POINTS:
-        tolerance *= 2
-    at_peak = next(sizes for event, sizes in rows if event == peak)
-    blocks = zip(recording.blocks, owners, strict=True)
-    live = [(block, owner) for block, owner in blocks if block.is_live_before(peak + 1)]
-    at = _times(recording, lengths_ms)
+    """Return a recording's timeline and peak, for json; its phases are as long as in steps without recording.
+
+    Of more than `POINTS` events neighbours are one point of the timeline: the one with the most memory.
+    """
+    owners = owners_of(recording, known)
+    live = dict.fromkeys(OWNERS, 0)
+    for owner, size in known.before.values():
+        live[owner] += size
+    live[OTHER] += known.baseline - sum(live.values())  # workspaces, and other processes' tensors
+    parts = [dict(live)]  # the bytes of each owner before the step, and after each event
+    for event in recording.events:
+        freed_before, _ = known.before.get(event.address, (OTHER, 0))
+        live[freed_before if event.block is None else owners[event.block]] += event.bytes
+        parts.append(dict(live))
+    totals, at = [sum(each.values()) for each in parts], [0.0, *_times(recording, lengths_ms)]
+    peak = totals.index(max(totals))
+    together = -(-len(parts) // POINTS)
+    groups = [range(start, min(start + together, len(parts))) for start in range(0, len(parts), together)]
+    shown = sorted({0, len(parts) - 1, *(max(group, key=totals.__getitem__) for group in groups)})
+    blocks = [each for each in zip(recording.blocks, owners, strict=True) if each[0].is_live_before(peak)]
     layers: dict[str, int] = defaultdict(int)
-    for block, owner in live:
+    for block, owner in blocks:
         if owner == ACTIVATIONS:
             phase = recording.phases[block.phase]
             layers[f"layer {phase.layer}" if phase.kind == FORWARD else str(phase)] += block.bytes
-    reached = max((n for n, begin in enumerate(recording.begins) if begin <= max(peak, 0)), default=0)
+    reached = max((n for n, begin in enumerate(recording.begins) if begin < max(peak, 1)), default=0)
     return {
         "timeline": {
-            "ms": [round(at[event], 4) if event >= 0 else 0.0 for event, _ in rows],
-            "gib": [_short(sum(sizes)) for _, sizes in rows],
-            "owners": {owner: [_short(sizes[i]) for _, sizes in rows] for i, owner in enumerate(OWNERS)},
-            "tolerance_gib": _short(int(tolerance)),
+            "ms": [round(at[i], 4) for i in shown],
+            "gib": [_short(totals[i]) for i in shown],
+            "owners": {owner: [_short(parts[i][owner]) for i in shown] for owner in OWNERS},
         },
         "peak": {
-            "gib": gib(highest),
-            "ms": at[peak] if peak >= 0 else 0.0,
+            "gib": gib(totals[peak]),
+            "ms": at[peak],
             "phase": str(recording.phases[reached]),
-            "owners_gib": {owner: gib(size) for owner, size in zip(OWNERS, at_peak, strict=True)},
+            "owners_gib": {owner: gib(size) for owner, size in parts[peak].items()},
             "activations_gib": {layer: gib(size) for layer, size in layers.items()},
             "largest": [
                 {
@@ -67,7 +74,7 @@ def describe(recording: Recording, known: Known, lengths_ms: Sequence[float]) ->
                     "phase": str(recording.phases[block.phase]),
                     "owner": owner,
                 }
-                for block, owner in sorted(live, key=lambda one: -one[0].bytes)[:LARGEST]
+                for block, owner in sorted(blocks, key=lambda each: -each[0].bytes)[:LARGEST]
             ],
         },
         "allocations": len(recording.blocks),
@@ -91,40 +98,6 @@ def _times(recording: Recording, lengths_ms: Sequence[float]) -> list[float]:
         times += [now + length * (event.time_ns - begin) / span for event in recording.events[first:last]]
         now += length
     return times
-
-
-def _changes(recording: Recording, known: Known, owners: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the bytes of each owner before the step, and of each event the owner's place and the change."""
-    before = dict.fromkeys(OWNERS, 0)
-    for owner, size in known.before.values():
-        before[owner] += size
-    before[OTHER] += known.baseline - sum(before.values())  # workspaces, and other processes' tensors
-    place = {owner: i for i, owner in enumerate(OWNERS)}
-    changes = []
-    for event in recording.events:
-        freed_before, _ = known.before.get(event.address, (OTHER, 0))
-        changes.append((place[freed_before if event.block is None else owners[event.block]], event.bytes))
-    return list(before.values()), changes
-
-
-def drawn(
-    before: Sequence[int], changes: Sequence[tuple[int, int]], tolerance: float, always: int
-) -> list[tuple[int, list[int]]]:
-    """Return the events at which a step function of several parts has to be drawn, and the parts after each.
-
-    Between two of them neither a part nor the sum is further than the tolerance from what is drawn. The parts at first
-    are event -1; ``changes`` has the part and its change for each event; ``always`` is drawn whatever it changes.
-    """
-    live, shown, total, shown_total = list(before), list(before), sum(before), sum(before)
-    rows = [(-1, list(before))]
-    for event, (part, delta) in enumerate(changes):
-        live[part] += delta
-        total += delta
-        far = abs(live[part] - shown[part]) > tolerance or abs(total - shown_total) > tolerance
-        if far or event in (always, len(changes) - 1):
-            shown, shown_total = list(live), total
-            rows.append((event, shown))
-    return rows
 
 
 def _short(size: int) -> float:
