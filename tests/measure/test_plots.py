@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from lowtide.measure.plots import Line, Panel, Point, draw_budget, draw_front, draw_panels, draw_shares
+from lowtide.measure.plots import Line, Panel, Point, draw_budget, draw_front, draw_panels
 
 FRONT = [Point(str(2**k), 576 + 1.2 * 2**k, 37 + 3000 / 2**k) for k in range(6, 13)]
 POINTS = [Point("lowtide", 1116, 38.3, own=True), Point("naive", 25176, 71), Point("liger", 640, 70)]
@@ -25,7 +25,6 @@ PLOTS: dict[str, tuple[Callable[[Path], None], list[Point]]] = {
         lambda at: draw_front(at, "t", front=FRONT[:1], front_name="lowtide", points=[], limit=37, least=576),
         FRONT[:1],
     ),
-    "shares": (lambda at: draw_shares(at, "t", {"lowtide": [(2**k, 0.1 * k) for k in range(9)], "x": [(4, 0.5)]}), []),
     "budget": (
         lambda at: draw_budget(at, "t", front=FRONT, chosen=Point("choice", 600, 40), budget=300),
         [*FRONT, Point("choice", 600, 40)],

@@ -24,7 +24,6 @@ class ErrorSettings(PeerSettings, ShapeSettings):
     """What benchmarks of values and gradients share: what errors are against, and the precision of float32 GEMMs."""
 
     error: bool = setting(True, "do not compute the errors of values and gradients")
-    float64: bool = setting(False, "errors against float64 GEMMs, not the next wider dtype's (float32 for bfloat16)")
     matmul_precision: Precision = setting(  # noqa: RUF009
         "highest", "torch.set_float32_matmul_precision, for lowtide and every peer"
     )

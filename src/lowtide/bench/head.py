@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.config import ErrorSettings, HeadBenchConfig
+from lowtide.bench.config import HeadBenchConfig
 from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, reason_in, release
 from lowtide.bench.loss_peers import LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.problem import PLAIN, ROWS, SETTINGS, Problem, Setting, blocks, make_problem
 from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, exact_of, relative_error
-from lowtide.bench.way import LIGER, LOWTIDE
+from lowtide.bench.task import NAME, SHARE, Bench, Task, Truth, Values, exact_gemms, relative_error
+from lowtide.bench.way import LOWTIDE
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
-from lowtide.measure.plots import Point, draw_front, draw_shares, require_matplotlib
+from lowtide.measure.plots import Point, draw_front, require_matplotlib
 
 
 @torch.no_grad()
@@ -116,18 +116,15 @@ class LossBench(Bench):
     the roundings alone cause (float16 cannot hold the exponentials).
     """
 
-    def __init__(
-        self, problem: Problem, *, error: bool, warm: int, reps: int, exact: torch.dtype | None = None
-    ) -> None:
-        super().__init__(loss_task(problem), error=error, warm=warm, reps=reps, exact=exact)
-        self.exact = exact
+    def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
+        super().__init__(loss_task(problem), error=error, warm=warm, reps=reps)
         if self.true is not None:
             self._floor = cache(partial(rounding_floor, problem, self.true))
 
     def in_setting(self, setting: Setting) -> LossBench:
         """Return the bench of the same numbers in another setting."""
         problem = self.problem.in_setting(setting)
-        return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps, exact=self.exact)
+        return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps)
 
     def measure(self, peer: Peer) -> Row:
         """See `Bench`."""
@@ -155,8 +152,7 @@ def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
     """Return the bench of a shape's random inputs."""
     release(run.device)
     problem, config = make_problem(shape, run.dtype, run.device, seed=run.config.seed), run.config
-    exact = exact_of(config) if isinstance(config, ErrorSettings) else None
-    return LossBench(problem, error=error, warm=config.warm, reps=config.reps, exact=exact)
+    return LossBench(problem, error=error, warm=config.warm, reps=config.reps)
 
 
 def measure(run: Run[HeadBenchConfig]) -> None:
@@ -172,9 +168,8 @@ def measure(run: Run[HeadBenchConfig]) -> None:
         result: dict[str, Any] = {**vars(shape), "dtype": run.dtype_name, "limits": [], "gradients_mib": 0.0}
         shapes.append(result)
         _measure_shape(run, shape, result)
-        if config.sweep or config.tokens:
-            for file in draw(result, run.files, run.result["machine"]):
-                run.say(f"drawn: {file}\n")
+        if config.sweep:
+            run.say(f"drawn: {draw(result, run.files, run.result['machine'])}\n")
 
 
 def _measure_shape(run: Run[HeadBenchConfig], shape: Shape, result: dict[str, Any]) -> None:
@@ -196,8 +191,6 @@ def _measure_shape(run: Run[HeadBenchConfig], shape: Shape, result: dict[str, An
         if config.table:
             for name in config.peers:
                 add("table", bench, PEERS[name])
-            rows = {row["name"]: row for row in result["table"]}
-            run.say(ratio(rows.get(LOWTIDE_AT_LIGERS), rows.get(LIGER)))
         if config.sweep:
             for value, peer in _sweep_peers(sorted(config.sweep_mib) or default_sweep(shape, run.dtype), bench.problem):
                 add("sweep", bench, peer, workspace_mib=value)
@@ -235,16 +228,6 @@ def _sweep_peers(values: Iterable[float], problem: Problem) -> Iterator[tuple[fl
         seen.append(key)
 
 
-def ratio(lowtide: Row | None, liger: Row | None) -> str:
-    """Return how lowtide does in Liger's memory; nothing where one of them has no time."""
-    if lowtide is None or liger is None or "ms" not in lowtide or "ms" not in liger:
-        return ""
-    return (
-        f"in the memory of Liger's default: {lowtide['ms']:.2f} ms of {liger['ms']:.2f},"
-        f" {lowtide['ms'] / liger['ms']:.3f}; peak {lowtide['peak_mib']:.0f} MiB of {liger['peak_mib']:.0f}\n"
-    )
-
-
 def default_sweep(shape: Shape, dtype: torch.dtype) -> tuple[float, ...]:
     """Return powers of two in MiB: from all logits of the shape down to a 64th of them."""
     top = math.ceil(math.log2(shape.N * shape.V * dtype.itemsize / MIB))
@@ -260,36 +243,25 @@ def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
     return plan_head(*sizes, weight_dtype=w.dtype, reduction=problem.setting.reduction, weight_frozen=frozen)
 
 
-def _check(config: HeadBenchConfig) -> None:
-    if config.sweep or config.tokens:
-        require_matplotlib("sweep and tokens")
-
-
-def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) -> Iterator[Path]:
-    """Draw a shape's time against memory, and its share of the limit by tokens, as far as they were measured."""
+def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) -> Path:
+    """Draw a shape's sweep, time against memory, with the peers of the table."""
     name, N, D, V = (result[key] for key in ("name", "N", "D", "V"))
-    where = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
 
     def points(part: str, label: Callable[[Row], str]) -> list[Point]:
-        rows = (
-            row for row in result.get(part, ()) if "ms" in row and row["name"] != LOWTIDE_AT_LIGERS
-        )  # the sweep has it
+        rows = (row for row in result.get(part, ()) if "ms" in row and row["name"] != LOWTIDE_AT_LIGERS)
         return [Point(label(row), row["peak_mib"], row["ms"], own=row["name"] == LOWTIDE) for row in rows]
 
     front, peers = points("sweep", lambda row: f"{row['workspace_mib']:g}"), points("table", lambda row: row["name"])
-    if front:
-        limit = next(limit["ms"] for limit in result["limits"] if limit["tokens"] == N)
-        title = f"Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n{where}"
-        least = result["gradients_mib"]
-        draw_all = partial(draw_front, front=front, front_name=LOWTIDE, points=peers, limit=limit, least=least)
-        yield files.plot(name, lambda at: draw_all(at, title))
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in result.get("tokens", ()):
-        if "share" in row:
-            lines.setdefault(row["name"], []).append((row["tokens"], row["share"]))
-    if lines:
-        of_tokens = f"Share of the limit by number of tokens: D={D}, V={V}\n{where}"
-        yield files.plot(f"{name}-tokens", lambda at: draw_shares(at, of_tokens, lines))
+    limit = next(limit["ms"] for limit in result["limits"] if limit["tokens"] == N)
+    title = f"Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n"
+    title += f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
+    least = result["gradients_mib"]
+    draw_all = partial(draw_front, front=front, front_name=LOWTIDE, points=peers, limit=limit, least=least)
+    return files.plot(name, lambda at: draw_all(at, title))
 
 
-HEAD = Benchmark(measure=measure, peers=PEERS, check=_check)
+HEAD = Benchmark(
+    measure=measure,
+    peers=PEERS,
+    check=lambda config: require_matplotlib("sweep") if config.sweep else None,
+)

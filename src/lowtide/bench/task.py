@@ -180,9 +180,9 @@ class Truth:
 
 
 @torch.no_grad()
-def truth(task: Task, dtype: torch.dtype | None = None) -> Truth:
-    """Return values and gradients from GEMMs in a dtype, None: `wider`'s; all between the GEMMs is in float64."""
-    head, setting, dtype = task.head, task.head.setting, dtype or wider(task.head.dtype)
+def truth(task: Task) -> Truth:
+    """Return values and gradients from GEMMs in the next wider dtype; all between the GEMMs is in float64."""
+    head, setting, dtype = task.head, task.head.setting, wider(task.head.dtype)
     w = head.w.detach().to(dtype)
     dx = torch.empty_like(head.x, dtype=dtype) if setting.grad else None
     dw = torch.zeros_like(w) if setting.grad and not setting.frozen else None
@@ -229,13 +229,11 @@ class Bench:
         values: what the last peer returned.
     """
 
-    def __init__(
-        self, task: Task, *, error: bool, warm: int, reps: int, limited: bool = True, exact: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, task: Task, *, error: bool, warm: int, reps: int, limited: bool = True) -> None:
         self.task, self.problem, self.warm, self.reps = task, task.head, warm, reps
         device = self.problem.device
         self.values: Values = {}
-        self.true = truth(task, exact) if error else None
+        self.true = truth(task) if error else None
         release(device)
         rows = limit_rows(self.problem.shape.N, self.problem.shape.V * self.problem.dtype.itemsize) if limited else ()
         timings = time_side_by_side({str(c): task.bare(c) for c in rows}, device, warm=warm, reps=reps)
@@ -329,11 +327,6 @@ def table_of(task: Task) -> Table:
     return Table((NAME,), (*SHARE, *columns))
 
 
-def exact_of(config: Any) -> torch.dtype | None:
-    """Return the dtype of the GEMMs of what errors are against; None: `wider`'s."""
-    return torch.float64 if config.float64 else None
-
-
 def token_benchmark(tasks: Callable[[Run[Any], Any], Iterator[Task]], peers: Mapping[str, Peer]) -> Benchmark[Any]:
     """Return the benchmark of a run's ``tasks`` for each shape, by these peers."""
 
@@ -344,7 +337,7 @@ def token_benchmark(tasks: Callable[[Run[Any], Any], Iterator[Task]], peers: Map
             tables: list[dict[str, Any]] = []
             shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
             for task in tasks(run, shape):
-                bench = Bench(task, error=config.error, warm=config.warm, reps=config.reps, exact=exact_of(config))
+                bench = Bench(task, error=config.error, warm=config.warm, reps=config.reps)
                 table = table_of(task)
                 rows: list[Row] = []
                 about = {"work": task.head.setting.name, "gradients_mib": bench.gradients_mib, "rows": rows}

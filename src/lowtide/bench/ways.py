@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -108,20 +108,17 @@ def apply_liger(config: Any) -> None:
     importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
 
 
-def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
-    """Return the model with LoRA adapters of this rank on its linear layers, in their dtype, all else frozen.
+def with_lora(model: Any, rank: int) -> Any:
+    """Return the model with LoRA adapters of this rank on every linear layer but the output layer, all else frozen.
 
-    ``targets`` are the names of the layers that get one; none: every linear layer but the output layer. Without peft:
-    `UnsupportedError`.
+    They have the layers' dtype. Without peft: `UnsupportedError`.
     """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         hint = "pip install 'lowtide[peft]'"
         raise UnsupportedError(message("lora", "peft to be installed", str(error), hint)) from error
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 

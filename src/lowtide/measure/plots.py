@@ -127,18 +127,6 @@ def draw_front(
         axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
 
-def draw_shares(file: Path, title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw shares of a limit by size, the sizes' axis logarithmic to base 2; ``lines`` has size and share by name."""
-    with _new_axes(file, title, "tokens", "share of the limit") as axes:
-        axes.set_xscale("log", base=2)
-        for name, line in lines.items():
-            axes.plot(*zip(*line, strict=True), "o-", label=name)
-        axes.axhline(1, color=_QUIET, linestyle="--", linewidth=1)
-        _set_ticks(axes.xaxis, sorted({size for line in lines.values() for size, _ in line}))
-        axes.set_ylim(bottom=0)
-        axes.legend(loc="lower right", fontsize=8)
-
-
 def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point, budget: float) -> None:
     """Draw the time at each peak of memory, points with a name labelled, the choice, and the budget in MiB."""
     with _new_axes(file, title, "peak memory, GiB", "time of a step, s") as axes:
