@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ class LazyLogits(RecordedLogits):
             args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
             lazies = _found(args, kwargs)
         if func == _GRAD_FN and lazies:
-            return lazies[0]._node(sys._getframe(1).f_globals.get("__name__", ""))
+            return lazies[0]._node(_reader(sys._getframe(1)))
         has_no_graph = func is Tensor.tolist or (
             func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
         )
@@ -169,6 +169,14 @@ class LazyLogits(RecordedLogits):
         # C++ and custom autograd functions arrive here without __torch_function__. Autograd is above this and goes
         # through `_LogitsNode`, so that values are enough.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
+
+
+def _reader(frame: FrameType | None) -> str:
+    """Return the module whose code is running, beneath what `keep_from_compiling` put around `LazyLogits`."""
+    name = "torch._dynamo"
+    while frame is not None and name.startswith("torch._dynamo"):
+        name, frame = frame.f_globals.get("__name__", ""), frame.f_back
+    return name
 
 
 def _saved_outside_of_checkpoints() -> AbstractContextManager[Any]:

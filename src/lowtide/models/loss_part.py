@@ -195,9 +195,13 @@ def model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     del attributes["forward"].__wrapped__  # as in `with_forward`
     loss = getattr(base, "loss_function", None)
     if isinstance(loss, property) and loss.fget is not None:
-        get = loss.fget
-        attributes["loss_function"] = property(_not_compiled(lambda model: _not_compiled(get(model))), loss.fset)
+        attributes["loss_function"] = property(_not_compiled(functools.partial(_loss_of, loss.fget)), loss.fset)
     return attributes
+
+
+def _loss_of(stock: Callable[[Any], Any], model: Any) -> Any:
+    """Return the model's loss function, and in its forward one that torch.compile leaves out."""
+    return stock(model) if _awaiting.get() is None else _not_compiled(stock(model))
 
 
 def _not_compiled(function: Callable[..., Any], *, recursive: bool = True) -> Any:
