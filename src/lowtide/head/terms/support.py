@@ -101,7 +101,10 @@ def backward(
     if wanted.bias:
         into.bias_V = x.new_zeros(V, dtype=head.wide)
         if V:
-            listed_rows.add_rows_(into.bias_V, rows.view(-1).clamp(min=0), c.where(rows >= 0, 0).view(-1))
+            row, c = rows.view(-1).long(), c.where(rows >= 0, 0).view(-1)
+            # equal rows are summed one by one: a pad adds its 0 to a row of its own
+            spare = torch.arange(len(row), device=row.device) % V
+            listed_rows.add_rows_(into.bias_V, row.where(row >= 0, spare), c)
     return into
 
 
