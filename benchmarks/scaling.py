@@ -210,7 +210,7 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
         all_read()  # nothing is on the host: each builds the model on its GPU
         run = trainer_settings(config, Path(folder), save=False)
         args = run.args
-        with built_whole():
+        with built_whole(args):
             built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=settings.seed)
         generator = torch.Generator().manual_seed(settings.seed)
         shape = (args.max_steps * batch * args.world_size, tokens)

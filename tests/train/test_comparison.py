@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -104,17 +103,6 @@ def test_two_processes_agree_and_take_turns(tmp_path: Path, tiny: list[str], low
     assert figures["stock"]["peak_above_warm_mib"] > 2 * 64
     assert 0 <= figures["patched"]["peak_above_warm_mib"] < 64
     assert figures["step_ratio"] > 0
-
-
-def test_both_sides_have_the_tokens_of_the_start(
-    children: Children, tiny: list[str], lowtide: Run, tmp_path: Path
-) -> None:
-    """The text, which is too short for the steps, changes when one side has trained."""
-    text = tmp_path / "short.txt"
-    text.write_text("some words and more of them\n" * 90)
-    children.wrong = lambda: os.utime(text, (1, 1))
-    lowtide.done(*tiny, "--data", text, "--max-steps", 60, "--compare")
-    assert len(children.runs) == 2
 
 
 def test_a_fine_tuning_is_beside_trls_own_head(children: Children, tune: Any, tmp_path: Path, lowtide: Run) -> None:

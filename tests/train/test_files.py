@@ -98,11 +98,6 @@ def test_without_names_it_is_the_standard_library() -> None:
     assert not [file for file in first.files if {"site-packages", "test", "tests"} & {*file.path.parts}]
 
 
-def test_no_standard_library_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert f"none in {tmp_path}. Name text to train on with --data." in error_of()
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -177,16 +177,6 @@ def test_a_saved_model_and_its_tokenizer_are_fine_tuned_next(finished: Path, tmp
     assert ours.read_text() == theirs.read_text()
 
 
-def test_a_tensorboard_gets_the_same_losses(tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: Any) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    lowtide.done(*tiny, "--report_to", "tensorboard", "--output", tmp_path / "out")
-    board = EventAccumulator(str(tmp_path / "board"))
-    board.Reload()
-    assert {e.step: pytest.approx(e.value) for e in board.Scalars("train/loss")} == losses(tmp_path / "out")
-
-
 def test_jsonl_with_another_field_of_text(tiny: list[str], lowtide: Run, tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text("".join(json.dumps({"body": f"the tide came in {i} times"}) + "\n" for i in range(2000)))

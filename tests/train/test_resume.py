@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -415,20 +414,6 @@ def test_a_run_that_ended_before_its_first_checkpoint_can_begin_again(found: lis
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ArgumentValueError, match="a folder that is new or empty"):
         checkpoints.new_output(str(tmp_path), "now")
-
-
-def test_ranks_look_at_an_empty_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = tempfile.mkdtemp
-
-    def make_while_another_rank_looks(*args: Any, **kwargs: Any) -> str:
-        monkeypatch.undo()
-        made = make(*args, **kwargs)
-        assert checkpoints.new_output(str(tmp_path), "now") == tmp_path
-        return made
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make_while_another_rank_looks)
-    assert checkpoints.new_output(str(tmp_path), "now") == tmp_path
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -17,7 +17,7 @@ from chat_data import CHATML, byte_tokenizer
 from lowtide.errors import ArgumentValueError
 from lowtide.train import rows as room
 from lowtide.train.files import Source, Sources, find_data
-from lowtide.train.rows import Notes, describe, load_rows
+from lowtide.train.rows import Notes, load_rows
 
 datasets = pytest.importorskip("datasets")
 Row = dict[str, Any]
@@ -333,38 +333,6 @@ def test_what_the_arguments_and_files_can_have_wrong(tmp_path: Path) -> None:
         tmp_path / "ab"
     )
     assert "it has no split train, but a, b" in error_of(str(tmp_path / "ab"))
-
-
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"text": "x"})
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert "No space left on device" in error_of(path)
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize("suffix", ["csv", "json", "parquet", "jsonl", "txt"])
-def test_a_file_that_was_removed_is_named(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / f"a.{suffix}"
-    path.write_text("PAR1")
-    sources = find_data([str(path)])
-    path.unlink()
-    monkeypatch.setattr(type(sources), "fingerprint", lambda *arguments: "0" * 64)  # removed after that
-    with pytest.raises(ArgumentValueError, match=rf"can be read, got .*a\.{suffix} \(.*No such file"):
-        load_rows(sources, columns={}, text_field="text")
-
-
-def test_a_dataset_is_described(tmp_path: Path) -> None:
-    for row, noun in [
-        ({"text": "x"}, "texts"),
-        ({"messages": CHAT}, "conversations"),
-        ({"prompt": "x", "completion": "y"}, "prompts with completions"),
-    ]:
-        dataset, _ = load_rows(find_data([jsonl(tmp_path / "a.jsonl", *[row] * 1200)]), columns={}, text_field="text")
-        assert describe(dataset) == f"1,200 {noun}"
 
 
 def random_value(rng: random.Random, depth: int = 3) -> Any:

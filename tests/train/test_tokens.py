@@ -7,19 +7,15 @@ import json
 import os
 import pickle
 import random
-import tracemalloc
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
 from chat_data import byte_tokenizer
 from lowtide.errors import ArgumentValueError
-from lowtide.train import tokenizer as tokenizer_room
 from lowtide.train import tokens as room
 from lowtide.train.files import find_data
 from lowtide.train.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
@@ -141,16 +137,6 @@ def test_special_tokens_that_are_written_out_are_not_doubled(before: str, after:
     write(tmp_path / "tokens", tmp_path / "a", tokenizer)
     found = text_of(tokenizer, tmp_path / "tokens", "train").split("<|endoftext|>")[1:-1]
     assert {*found} == {f"{before}{text}" for text in ("the tide", "came in", "and", "out", "", "é")}
-
-
-def test_a_vocabulary_without_letters(tmp_path: Path) -> None:
-    inner = Tokenizer(models.BPE({"t": 0, "i": 1, "<end>": 2}, []))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
-    (tmp_path / "a.txt").write_text("the tide came in\n" * 100)
-    pieces = Pieces(text_in(tmp_path / "a.txt"))
-    tokens = [list(ids) for _, ids in room._tokens(pieces, tokenizer, "H")]
-    assert all(ids[:-1] == [0, 0, 1, 1] * (len(ids) // 4) and ids[-1] == 2 for ids in tokens)
-    assert sum(map(len, tokens)) == 400 + len(tokens)
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -355,16 +341,6 @@ def test_a_tokenizer_is_trained_on_text_that_is_not_held_out(data: Path, tmp_pat
     assert load_tokenizer(tmp_path / "saved").get_vocab() == tokenizer.get_vocab()
 
 
-def test_the_sample_of_a_tokenizer_is_limited(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = Pieces(text_in(data))
-    every = [text for piece in reversed(pieces.order) for text in pieces.documents(piece)]
-    assert list(tokenizer_room._sample(pieces)) == every
-    monkeypatch.setattr(tokenizer_room, "TRAINING_CHARACTERS", 2000)
-    sample = list(tokenizer_room._sample(pieces))
-    assert sample == every[: len(sample)]
-    assert sum(map(len, sample[:-1])) < 2000 <= sum(map(len, sample))
-
-
 def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     cases = {
         "gone": "a folder with a tokenizer in the Hugging Face format, got .*gone",
@@ -378,25 +354,3 @@ def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     for name, why in cases.items():
         with pytest.raises(ArgumentValueError, match=why):
             load_tokenizer(tmp_path / name)
-
-
-def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Any) -> None:
-    peaks = []
-    for size in (2**20, 2**23):
-        (tmp_path / str(size)).mkdir()
-        (tmp_path / str(size) / "a.txt").write_text("the tide came in\n" * (size // 17))
-        pieces = Pieces(text_in(tmp_path / str(size), seq_len=256))
-        tracemalloc.start()
-        deque(room._tokens(pieces, WholeTexts(), "H"), maxlen=0)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0]
-
-
-class WholeTexts:
-    """A tokenizer of one token a text."""
-
-    eos_token_id = 0
-
-    def __call__(self, texts: Any, **options: Any) -> dict[str, list[Any]]:
-        return {"input_ids": [[1] for _ in texts], "special_tokens_mask": [0]}

@@ -83,7 +83,7 @@ def _what_fits(run: RunState) -> list[str]:
         may = "another --policy" + " and --offload-states" * any("states" in options for options, _ in helps)
         lines.append(f"A resumed run can be given {may}; another length is another run.")
     else:
-        lines.append(_nothing(settings, job, search, limit))
+        lines.append(_nothing(job, search, limit))
     line = _plan_line(config, settings, job, limit)
     return [*lines, f"The figures: {line}"] if line else lines
 
@@ -113,7 +113,7 @@ def _smaller(job: Job, limit: float, peak_of: Callable[[StepCosts], int]) -> Ite
         yield from islice((each for each in peaks if each[1] <= limit), 1)
 
 
-def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
+def _nothing(job: Job, search: Search, limit: float) -> str:
     memory = search.costs
     fixed = memory.weights + memory.states + memory.all_gradients
     if fixed < limit / 2:
@@ -122,18 +122,12 @@ def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
             "the step."
         )
     ways = ["train adapters (--use_peft --dtype bfloat16)"] if job.adapters is None else []
-    if job.adapters is not None and settings.model.dtype == "float32":
-        in_4 = "" if job.shape.four_bit else " or in 4 (--load_in_4bit)"
-        ways.append(f"store the frozen weights in 16 bits (--dtype bfloat16){in_4}")
-    elif job.adapters is not None and not job.shape.four_bit:
-        ways.append("store the frozen weights in 4 bits (--load_in_4bit)")
-    if memory.states > limit / 8:
-        ways.append("take an optimizer with smaller states (--optim adamw_bnb_8bit)")
-    ways.append("shard it over more GPUs (--parallel fsdp2)")
-    text = " or ".join(ways) if len(ways) < 3 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
+    if job.adapters is not None and not job.shape.four_bit:
+        ways.append("store the frozen weights in 16 bits (--dtype bfloat16) or in 4 (--load_in_4bit)")
+    ways += ["take smaller optimizer states (--optim adamw_bnb_8bit)", "shard it over more GPUs (--parallel fsdp2)"]
     return (
         f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {gib(fixed):.2f}. "
-        f"{text[0].upper()}{text[1:]}."
+        f"To change that: {'; '.join(ways)}."
     )
 
 

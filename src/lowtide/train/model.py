@@ -13,7 +13,7 @@ import torch
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.files import why
-from lowtide.train.parallel import built_whole, first_does, receives_weights, uses_fsdp
+from lowtide.train.parallel import first_does, receives_weights, uses_fsdp
 from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
 
@@ -51,7 +51,7 @@ def random_model(config: Any, *, seed: int, dtype: torch.dtype = torch.float32, 
     own = {"attn_implementation": attention} if attention else {}
     receives = receives_weights()
     nowhere = init_empty_weights(include_buffers=False) if receives else nullcontext()
-    with _loading(str(getattr(config, "model_type", "config"))), built_whole(), nowhere:
+    with _loading(str(getattr(config, "model_type", "config"))), nowhere:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **own)
     if receives:
         for module in model.modules():
@@ -77,7 +77,7 @@ def pretrained_model(name: Path | str, *, dtype: Any = "auto", alone: bool = Fal
     from transformers import AutoModelForCausalLM
 
     receives = receives_weights() and not alone and "quantization_config" not in kwargs
-    with _loading(str(name)), built_whole() if alone else nullcontext():
+    with _loading(str(name)):
         model, info = AutoModelForCausalLM.from_pretrained(
             name, dtype="auto" if receives else dtype, output_loading_info=True, **kwargs
         )

@@ -168,19 +168,18 @@ def receives_weights() -> bool:
 
 
 @contextlib.contextmanager
-def built_whole() -> Iterator[None]:
+def built_whole(args: Any) -> Iterator[None]:
     """Let transformers build a whole model on each rank, also for ZeRO-3: random weights depend on the seed alone."""
-    if not uses_deepspeed():
+    if args.deepspeed_plugin is None:
         yield
         return
-    from transformers.integrations import deepspeed as integration
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-    reference = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
+    unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        integration._hf_deepspeed_config_weak_ref = reference
+        set_hf_deepspeed_config(args.hf_deepspeed_config if args.deepspeed else args.deepspeed_plugin.dschf)
 
 
 def engine_line(config: TrainConfig) -> str | None:

@@ -18,7 +18,7 @@ from lowtide.train.checkpoints import TOKENS, is_not_written, save_error
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data, why
 from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
-from lowtide.train.parallel import first_does
+from lowtide.train.parallel import built_whole, first_does
 from lowtide.train.run_state import SEQ_LEN, RunState
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import pretrained_name
@@ -87,7 +87,8 @@ def _pre_trainer(run: RunState, sources: Sources) -> None:
     blocks, held_out = Blocks(file, "train"), Blocks(file, "held_out")
     run.lines.append(f"tokens   {len(blocks) * run.seq_len:,} in {len(blocks):,} sequences, {len(held_out)} held out")
     dtype = getattr(torch, settings.model.dtype)
-    run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
+    with built_whole(args):
+        run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
     run.model.config.pad_token_id = pad
     first_does(lambda: check_model(run.model, seq_len=run.seq_len))  # another may have no weights
     _patch(run)
