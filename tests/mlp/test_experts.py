@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,6 +13,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.mlp import expert_rows
 from lowtide.mlp.expert_call import Form
 from mlp.experts import FORMS, GPT_OSS, SIZES, by_pairs, fused, operands, with_gradients
+from mlp.test_swiglu_memory import after_forward
 from support import assert_near, doubled, relative_error
 
 LEVELS = pytest.mark.parametrize("level", [0, 1])
@@ -128,14 +127,6 @@ def test_not_finite_values_stay_with_their_tokens(level: int) -> None:
     assert gate_up[4].isnan().all()
 
 
-def test_without_gradients() -> None:
-    leaves, ids = operands()
-    with torch.no_grad():
-        y = fused(leaves, ids, GPT_OSS)
-    assert not y.requires_grad
-    assert_near([y], [by_pairs(leaves, ids, GPT_OSS)], 1e-13)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @LEVELS
 def test_in_a_checkpoint(level: int, reentrant: bool) -> None:
@@ -194,29 +185,12 @@ def test_a_level_that_does_not_exist() -> None:
         fused(leaves, ids, GPT_OSS, checkpoint_level=2)
 
 
-def saved_bytes(function: Any, *known: Tensor) -> int:
-    """Return the bytes that are saved for backward beyond ``known`` tensors."""
-    seen: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = function()
-    held = {t.untyped_storage().data_ptr() for t in known}
-    del y
-    return sum(size for pointer, size in seen.items() if pointer not in held)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_bytes(dtype: torch.dtype) -> None:
     """Gate and up and the order of the pairs, or the order alone."""
     T, K, E, _, size = sizes = (64, 3, 5, 32, 48)
     leaves, ids = operands(sizes, dtype=dtype, bias=False)
-    known = [*leaves[:4], ids]
     order = 4 * (T * K + E)
     for level, activations in ((0, 2 * size * T * K * dtype.itemsize), (1, 0)):
-        saved = saved_bytes(lambda k=level: fused(leaves, ids, Form("silu"), checkpoint_level=k), *known)
+        saved = after_forward(lambda k=level: fused(leaves, ids, Form("silu"), checkpoint_level=k))
         assert order + activations <= saved <= order + activations + 64  # empty tensors have a few bytes

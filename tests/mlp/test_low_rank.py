@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -137,18 +137,6 @@ def test_no_further_from_the_truth_than_plain(
         assert relative_error(ours, e) <= 1.3 * relative_error(theirs, e) + slack
 
 
-def test_many_small_pieces_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves, ab = mlp(13, 4, 6, dtype=torch.bfloat16), adapters_of(4, 6)
-    found = []
-    for piece in (1, 18, 2**24):
-        monkeypatch.setattr(low_rank, "PIECE", piece)
-        y = call(leaves, ab)
-        found.append([y, *grads(y.float().square().sum(), [*leaves, *ab])])
-    for one, other in itertools.combinations(found, 2):
-        for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-2)
-
-
 N, D, FF = 512, 48, 160
 
 
@@ -219,17 +207,6 @@ def test_inside_a_checkpoint(level: int, how: str, dropout: float) -> None:
     assert all(torch.equal(t.grad, e) for t, e in zip([*leaves, *ab], expected, strict=True))
 
 
-@pytest.mark.parametrize(("level", "dynamic"), [(0, None), (1, None), (1, True)])
-def test_compiled(level: int, dynamic: bool | None) -> None:
-    leaves, ab = mlp((2, 5), 7, 11), adapters_of(7, 11)
-    torch._dynamo.reset()
-    how = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}
-    compiled = torch.compile(lambda *t: call(list(t[:7]), list(t[7:]), level), **how)
-    y, expected = compiled(*leaves, *ab), call(leaves, ab, level)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(grads(y.sum(), [*leaves, *ab]), grads(expected.sum(), [*leaves, *ab]))
-
-
 @pytest.mark.parametrize(
     ("level", "dropout", "dtype"),
     [(0, 0.0, torch.float32), (1, 0.25, torch.float32), (0, None, torch.bfloat16), (1, None, torch.float32)],
@@ -298,23 +275,3 @@ def test_dropout_keeps_its_share_and_draws_anew() -> None:
     again = call(leaves, ab, dropout=0.3)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
-
-
-def test_the_formula_is_pefts() -> None:
-    """Of the module that peft puts around a projection."""
-    pytest.importorskip("peft")
-    from peft import LoraConfig, inject_adapter_in_model
-
-    base = nn.ModuleDict({"gate": nn.Linear(7, 11), "up": nn.Linear(7, 11), "down": nn.Linear(11, 7)})
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=["gate", "up", "down"], init_lora_weights=False)
-    lora: Any = inject_adapter_in_model(config, base)
-    x = torch.randn(4, 7)
-    projections = [
-        Projection(
-            m.base_layer.weight, m.base_layer.bias,
-            Adapter(m.lora_A["default"].weight, m.lora_B["default"].weight, m.scaling["default"], 0.0),
-        )
-        for m in (lora["gate"], lora["up"], lora["down"])
-    ]  # fmt: skip
-    expected = lora["down"](F.silu(lora["gate"](x)) * lora["up"](x))
-    torch.testing.assert_close(adapted_mlp(x, *projections, activation="silu", checkpoint_level=1), expected)

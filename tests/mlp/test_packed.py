@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -15,10 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from four_bit import four_bit_layer
 from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise
-from lowtide.mlp.call import JOINED, Adapter, Projection, SwigluCall, Wanted
+from lowtide.mlp.call import JOINED, Adapter, Projection
 from lowtide.mlp.packed import Packed
 from lowtide.mlp.swiglu import adapted_mlp
-from support import relative_error
+from support import every_pair, relative_error
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -184,46 +183,6 @@ def test_what_stays_after_forward(compute: torch.dtype, x_dtype: torch.dtype, lo
         gc.collect()
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_autograd_saves_the_input_adapters_and_no_weight(level: int) -> None:
-    x, (gate, up, down) = big(torch.bfloat16)
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        adapted_mlp(x, gate, up, down, activation="silu", checkpoint_level=level)
-    sides = {side.data_ptr() for one in (gate, up, down) for side in one.adapter[:2]}
-    beside = [t for t in saved if t.data_ptr() not in sides and t.numel()]
-    assert [t.data_ptr() for t in beside if t.shape == x.shape] == [x.data_ptr()]
-    assert [t.shape for t in beside if t.shape != x.shape] == [(N, FF)] * (2 if level == 0 else 0)
-
-
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("tile", [None, 700])
-def test_one_weight_at_a_time_is_dense(level: int, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, (gate, up, down) = big(torch.bfloat16)
-    alive: list[weakref.ref[Tensor]] = []
-    stock = Packed.dense
-
-    def dense(self: Packed) -> Tensor:
-        assert all(one() is None for one in alive), "another one is still dense"
-        made = stock(self)
-        alive.append(weakref.ref(made))
-        return made
-
-    monkeypatch.setattr(Packed, "dense", dense)
-    y = adapted_mlp(x, gate, up, down, activation="silu", checkpoint_level=level, tile_tokens=tile)
-    tiles = 1 if tile is None else 3
-    assert len(alive) == 3 * tiles
-    assert alive[-1]() is None
-    y.sum().backward()
-    assert len(alive) == 3 * tiles + (3 + 2 * level) * tiles
-    assert alive[-1]() is None
-
-
 def test_peak_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above x's gradient: gate, up and the product's gradient, as with dense weights; and one dense weight."""
     monkeypatch.setattr(elementwise, "PIECE", 2**11)
@@ -242,25 +201,6 @@ def test_peak_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (3 * FF + D) * N * 2
     # the CPU's dequantisation has its own scratch, and the elementwise pieces theirs
     assert rows <= peak <= rows + FF * D * 2 + 2**17
-
-
-@pytest.mark.parametrize("joined", ["", "gate first"])
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_operators(x_dtype: torch.dtype, joined: str, level: int) -> None:
-    torch.manual_seed(0)
-    shapes = [(2 * 57, 34), (34, 57)] if joined else [(57, 34), (57, 34), (34, 57)]
-    weights: list[Any] = [packed(layer(*shape, torch.float32, "nf4 nested"), torch.float32) for shape in shapes]
-    if joined:
-        weights.insert(1, None)
-    settings = {"activation": "silu", "checkpoint_level": level, "tile_tokens": 4, "joined": joined}
-    x = torch.randn(2, 5, 34).to(x_dtype)
-    call = SwigluCall.of((x, *weights, None, None, None), dtype=torch.float32, **settings)
-    torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(call))
-    saved = torch.ops.lowtide.swiglu_projections(*call) if level == 0 else (torch.empty(0),) * 2
-    torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*call, *saved))
-    wanted = Wanted(*(name == "input" for name in Wanted._fields))
-    torch.library.opcheck(torch.ops.lowtide.swiglu_backward.default, (*call, *wanted, torch.randn(2, 5, 34), *saved))
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -309,29 +249,11 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
     assert (gate.adapter.a.grad == 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("F", "columns"), [(250, 34), (256, 34), (256, 32), (512, 32), (256, 64)])
-@pytest.mark.parametrize("joined", [name for name in JOINED if name])
-def test_rows_of_one_projection(kind: str, F: int, columns: int, joined: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that share no scale with the others are dequantised alone, unless one row shares a scale with the next."""
-    linear = layer(2 * F, columns, torch.float32, kind)
-    made: list[int] = []
-    stock = bnb.functional.dequantize_4bit
-
-    def watch(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = stock(*args, **kwargs)
-        made.append(result.numel())
-        return result
-
-    expected = exact(linear)
-    monkeypatch.setattr(bnb.functional, "dequantize_4bit", watch)
-    whole = packed(linear, torch.float32)
-    for rows in JOINED[joined](F):
+@every_pair(kind=KINDS, sizes=[(250, 34), (256, 32), (256, 64)], joined=[name for name in JOINED if name])
+def test_rows_of_one_projection(kind: str, sizes: tuple[int, int], joined: str) -> None:
+    """Whether or not one row shares a scale with the next."""
+    linear = layer(2 * sizes[0], sizes[1], torch.float32, kind)
+    whole, expected = packed(linear, torch.float32), exact(linear)
+    for rows in JOINED[joined](sizes[0]):
         assert rows is not None
         torch.testing.assert_close(whole[rows].dense().double(), expected[rows], rtol=1e-6, atol=0)
-        assert whole[rows].shape == (F, columns)
-    shared = 64 * 256 if "nested" in kind else 64
-    alone = columns % 64 == 0 and F * columns % shared == 0 and joined != "interleaved"
-    assert made == [F * columns * (1 if alone else 2)] * 2
-    whole.dense()
-    assert made[-1] == 2 * F * columns

@@ -14,7 +14,7 @@ from lowtide.mlp.expert_call import Form, Inner, Pairs
 from lowtide.mlp.groups import inverse_of, sorted_by_expert
 from lowtide.mlp.kernels import experts as kernels
 from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradients
-from support import assert_near
+from support import assert_near, every_pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float64, torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -48,10 +48,9 @@ def inner_of(S: int, F: int, dtype: torch.dtype, form: Form, bias: bool) -> Inne
 
 
 @pytest.mark.usefixtures("_block")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize(("S", "F", "bias"), [(0, 5, False), (1, 1, True), (6, 37, False), (7, 20, True)])
-def test_rows(dtype: torch.dtype, form: Form, S: int, F: int, bias: bool) -> None:
+@every_pair(dtype=DTYPES, form=FORMS, sizes=[(0, 5), (1, 1), (6, 37), (7, 20)], bias=[False, True])
+def test_rows(dtype: torch.dtype, form: Form, sizes: tuple[int, int], bias: bool) -> None:
+    S, F = sizes
     inner = inner_of(S, F, dtype, form, bias)
     got, want = (torch.full((S, F), torch.nan, device=DEVICE, dtype=dtype) for _ in range(2))
     kernels.gated_rows(inner, got)
@@ -60,9 +59,7 @@ def test_rows(dtype: torch.dtype, form: Form, S: int, F: int, bias: bool) -> Non
 
 
 @pytest.mark.usefixtures("_block")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@every_pair(dtype=DTYPES, form=FORMS, bias=[False, True])
 def test_gradients_over_what_they_are_made_of(dtype: torch.dtype, form: Form, bias: bool) -> None:
     S, F = 7, 19
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -79,11 +76,9 @@ def test_gradients_over_what_they_are_made_of(dtype: torch.dtype, form: Form, bi
 
 
 @pytest.mark.usefixtures("_block")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("T", "K", "D"), [(0, 2, 8), (1, 1, 1), (9, 3, 21)])
-def test_sums_over_a_tokens_experts(dtype: torch.dtype, scaled: bool, bias: bool, T: int, K: int, D: int) -> None:
+@every_pair(dtype=DTYPES, scaled=[False, True], bias=[False, True], sizes=[(0, 2, 8), (1, 1, 1), (9, 3, 21)])
+def test_sums_over_a_tokens_experts(dtype: torch.dtype, scaled: bool, bias: bool, sizes: tuple[int, int, int]) -> None:
+    T, K, D = sizes
     ids = torch.randint(0, E + 1, (T, K), generator=torch.Generator().manual_seed(4)).to(DEVICE)
     order, ends = sorted_by_expert(ids, E)
     pairs = Pairs(inverse_of(order).view(T, K), ids, E)

@@ -87,11 +87,3 @@ def test_gates_of_any_size(activation: str) -> None:
     torch.testing.assert_close(gate, (a > 0).float() + (a == 0) / 2, rtol=1e-6, atol=1e-11)
     torch.testing.assert_close(up, far, rtol=1e-6, atol=1e-11)
     torch.testing.assert_close(grad, far, rtol=1e-6, atol=1e-11)
-
-
-def test_a_poisoned_number_stays_its_own() -> None:
-    gate, up, grad = (torch.randn(37, device=DEVICE) for _ in range(3))
-    gate[5] = torch.nan
-    gated_backward(gate, up, grad, "gelu_tanh", gate, up, grad)
-    for t in (gate, up, grad):
-        assert t.isnan().nonzero().flatten().tolist() == [5]
