@@ -33,8 +33,9 @@ pytestmark = [
 ]
 SLOW = pytest.mark.slow
 HEADS = ("mean", "each", "statistics", "jsd-sum", "top-k")
-QUICK = [(name, True) for name in (*HEADS, "logprobs-of-several", "apply-sum")] + [("mean", None), ("apply", None)]
-OPERATORS_ALIKE = ("reverse_kl-mean", "jsd", "tv")  # but for a name among their arguments
+QUICK = [(name, True) for name in ("mean", "statistics", "jsd-sum", "apply-sum")] + [("apply", None)]
+# but for a name among their arguments, or where gradients are computed
+OPERATORS_ALIKE = ("reverse_kl-mean", "jsd", "tv", "mean-recomputed", "logprobs-of-several", "top-k-mean")
 
 
 def busy(mode: Mode, leading: tuple[int, ...] = (2, 6), **changes: Any) -> Arguments:
@@ -101,7 +102,7 @@ def test_one_graph_for_any_shape_and_scale(mode: Mode, dynamic: bool | None) -> 
         assert graphs == 1 or 1 in shape or not (whole and dynamic)
 
 
-@pytest.mark.parametrize("name", ["mean", "each"])
+@pytest.mark.parametrize("name", ["mean", pytest.param("each", marks=SLOW)])
 def test_float16(name: str) -> None:
     """It stores its gradients in its own way; in bfloat16 a model's several heads are compiled."""
     mode = MODES[name]
@@ -111,7 +112,9 @@ def test_float16(name: str) -> None:
     same(flat(compiled(tensors)), mode.run(kwargs), kwargs)
 
 
-@pytest.mark.parametrize("case", [pytest.param("inductor", marks=SLOW), "autocast", "numbers that change"])
+@pytest.mark.parametrize(
+    "case", ["autocast", *(pytest.param(case, marks=SLOW) for case in ("inductor", "numbers that change"))]
+)
 def test_a_model_with_several_heads(case: str) -> None:
     """The compiler takes a number for a constant until it sees it change, once."""
     changing = case == "numbers that change"

@@ -366,8 +366,11 @@ def tokens_of_every_kind(V: int, **choice: Any) -> Arguments:
     return kwargs
 
 
-@both_schedules
-@pytest.mark.parametrize(("V", "ruled_out", "name"), [(37, True, "plain"), *((64, False, name) for name in LOSSES)])
+@pytest.mark.parametrize(
+    ("V", "ruled_out", "name", "kernels"),
+    [(37, True, "plain", "chunks"), (64, False, "capped", "blocks"), (64, False, "smoothed", "chunks")],
+    indirect=["kernels"],
+)
 def test_tokens_of_every_kind(V: int, ruled_out: bool, name: str) -> None:
     """Row by row, the same bits again; a class without a chance, and a kept token that is no number, in rows alone."""
     far = {"softcap": 256.0} if "softcap" in LOSSES[name] else {}  # beyond what an exponential holds

@@ -75,7 +75,7 @@ def _difference(terms: FunctionTerms, z_cV: Tensor, tokens: Tensor) -> str | Non
     ``tokens`` are the rows' places among all. Halves of rows draw other random numbers: a function that draws any is
     not compared.
     """
-    count = min(len(z_cV), ROWS)
+    count = min(len(z_cV), ROWS, max(2, terms.plan.piece_rows))  # within the workspace
     if count < 2:
         return None
     count -= count > 2 and count % 2 == 0
