@@ -133,14 +133,15 @@ def test_accumulation_follows_the_number_of_chunks() -> None:
 
 def test_fp16_sums_are_float32_whatever_is_asked() -> None:
     plan = plan_head(256, 32, 1000, torch.float16, "cpu", HeadOptions(accumulate="input"))
-    assert (plan.accumulate, plan.accumulator_bytes) == ("float32", 1000 * 32 * 4)
+    assert (plan.accumulate, plan.accumulator_bytes) == ("float32", (1000 + 256) * 32 * 4)
 
 
 def test_the_copy_that_autocast_makes_is_counted() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         plan = plan_head(256, 32, 1000, dtype, "cuda", weight_dtype=torch.float32)
         assert plan.cast_bytes == 1000 * 32 * 2
-    assert plan.accumulator_bytes == 0, "the gradient itself is float32"
+        waits = 256 * 32 * 4 if dtype == torch.float16 else 0  # the input's gradient
+        assert plan.accumulator_bytes == waits, "the weight's gradient itself is float32"
 
 
 def test_when_the_gradients_are_computed() -> None:

@@ -45,7 +45,8 @@ class HeadPlan:
         chunks: The number of chunks in which they are.
         chunk_rows: Tokens of a chunk; the last one may have fewer.
         scratch_bytes: Workspace: logits of one chunk, row sums, [C, D] buffers and blocks of the weight.
-        accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower.
+        accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower; and the
+            input's gradient in float32, where a float16 one waits for backward.
         cast_bytes: The weight's low-precision copy under autocast.
         logits_gemm: How the logits are computed: ``"same"`` (operands and result share a dtype), ``"out_dtype"``
             (narrow operands, float32 result, on the device), ``"blocks"`` (a block of the weight at a time is cast).
@@ -120,6 +121,9 @@ def plan_of(work: Work, *, of_teacher: bool = False) -> HeadPlan:
     (N, D, V), (backend, reason), mib = work.size, work.choice, work.options.workspace_mib
     rows, scratch, more = cut(work)
     accumulate = accumulate_in(work, -(-N // rows))
+    summed = V * D * work.wide.itemsize if accumulate == "float32" and not work.weight_frozen else 0
+    if work.dtype == torch.float16 and work.gradient == "forward":
+        summed += N * D * work.wide.itemsize
     cast = more.get("backward_gemm") != "blocks" or more.get("logits_gemm") == "out_dtype"
     note = ""
     if mib is not None and scratch > mib * MIB:
@@ -130,7 +134,7 @@ def plan_of(work: Work, *, of_teacher: bool = False) -> HeadPlan:
     return HeadPlan(
         backend=backend, reason=reason, gradient=work.gradient, accumulate=accumulate, rows=N, chunks=-(-N // rows),
         chunk_rows=rows, scratch_bytes=scratch,
-        accumulator_bytes=V * D * work.wide.itemsize if accumulate == "float32" and not work.weight_frozen else 0,
+        accumulator_bytes=summed,
         cast_bytes=V * D * work.dtype.itemsize if work.weight_dtype != work.dtype and cast else 0, note=note, **more,
     )  # fmt: skip
 
