@@ -99,7 +99,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two implementations."""
     folder = tmp_path_factory.mktemp("out")
-    arguments = ["--impl", "stock,lowtide:2xall/1", "--policy", "stock=all", "--seq-len", 64, "--steps", 2]
+    arguments = ["--impl", "stock,lowtide:2xall/1", "--policy", "all", "--seq-len", 64, "--steps", 2]
     everything = ["profile", "--model", tiny.parent, *arguments, "--device", "cpu", "--output", folder]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowtide.measure.child.run_command", run_command)
@@ -116,7 +116,7 @@ def result(folder: Path) -> dict[str, Any]:
 def test_two_implementations_from_arguments_to_files(written: Path, tiny: Path) -> None:
     told = result(written)
     assert told["command"] == (
-        f"lowtide profile --model {tiny.parent} --impl stock,lowtide:2xall/1 --seq-len 64 --policy stock=all --steps 2"
+        f"lowtide profile --model {tiny.parent} --impl stock,lowtide:2xall/1 --seq-len 64 --policy all --steps 2"
         " --device cpu"
     )
     assert {"commit", "date", "machine", "settings", "model"} <= set(told)
@@ -273,12 +273,6 @@ def test_one_that_fails_is_a_row_and_the_others_run(
     assert next(tmp_path.glob(f"{PATTERN}.html")).exists()
 
 
-def test_all_that_fail_leave_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "run_child", lambda *args, **kwargs: ended({"failed": "ValueError: x"}))
-    assert main(["profile", "--impl", "stock", "--device", "cpu", "--output", str(tmp_path)]) == 0
-    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".html"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -289,7 +283,6 @@ def test_all_that_fail_leave_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("--impl stock --policy all-mlp1", "policy: expected for stock all, attention or input"),
         ("--impl stock --policy 1xall+1xinput", "policy: expected for stock"),
         ("--impl compile:attention", "policy: expected for compile all or input"),
-        ("--impl stock --policy lowtide=all", "policy: expected NAME=POLICY with a name of --impl"),
         ("--model nothing", "model: expected a folder with a config.json"),
         ("--seq-len 1", "seq_len: expected at least 2 tokens"),
         ("--steps 0", "steps: expected a whole number of at least 1"),
@@ -317,8 +310,6 @@ def test_what_cannot_be_profiled_is_one_line(
     ("arguments", "module", "says"),
     [
         ("--impl stock,liger", "liger_kernel", "impl: expected the package liger-kernel to be installed"),
-        ("--lora 4", "peft", "lora: expected the package peft"),
-        ("--optimizer adamw-8bit", "bitsandbytes", "optimizer: expected the package bitsandbytes"),
     ],
 )
 def test_a_package_that_is_missing_is_named(
@@ -345,18 +336,14 @@ def test_what_is_no_causal_language_model_is_one_line(
 
 
 def test_policies_of_all_and_of_one() -> None:
-    config = ProfileConfig(
-        impl=("stock,compile", "lowtide", "lowtide:all,lowtide-compile:2xall"),
-        policy=("input", "lowtide=2 x all/1, 1 x input/0"),
-    )
+    config = ProfileConfig(impl=("stock,compile", "lowtide", "lowtide:all,lowtide-compile:2xall"), policy="input")
     assert config.ways == {
         "stock": Way(impl="stock"),
         "compile": Way(impl="compile"),
-        "lowtide": Way(impl="lowtide", policy="2 x all/1, 1 x input/0"),
+        "lowtide": Way(impl="lowtide"),
         "lowtide:all": Way(impl="lowtide", policy="all"),
         "lowtide-compile:2xall": Way(impl="lowtide-compile", policy="2xall"),
     }
-    assert "'lowtide=2 x all/1, 1 x input/0'" in config.command()
 
 
 def test_a_policy_as_lowtide_plan_prints_it_behind_a_name() -> None:
@@ -365,10 +352,10 @@ def test_a_policy_as_lowtide_plan_prints_it_behind_a_name() -> None:
     assert list(config.ways)[::2] == ["stock", "compile"]
 
 
-@pytest.mark.parametrize("where", [{"policy": ("2xall@states=2.5",)}, {"impl": ("lowtide:all@states",)}])
-def test_states_in_host_memory_are_not_profiled(where: dict[str, tuple[str, ...]]) -> None:
+@pytest.mark.parametrize("where", [{"policy": "2xall@states=2.5"}, {"impl": ("lowtide:all@states",)}])
+def test_states_in_host_memory_are_not_profiled(where: dict[str, Any]) -> None:
     with pytest.raises(ArgumentValueError, match="optimizer states"):
-        ProfileConfig(**where)  # type: ignore[arg-type]
+        ProfileConfig(**where)
 
 
 def test_every_optimizer_of_the_planner_can_be_profiled() -> None:
@@ -376,20 +363,6 @@ def test_every_optimizer_of_the_planner_can_be_profiled() -> None:
         ProfileConfig(optimizer=name)  # type: ignore[arg-type]
     with pytest.raises(ArgumentValueError, match="optimizer"):
         ProfileConfig(optimizer="lion")  # type: ignore[arg-type]
-
-
-def test_operations_behind_frozen_weights_and_of_models_nobody_can_count() -> None:
-    full, _ = profiling.step_flop(TINY, 64, 2, lora=False)
-    lora, why = profiling.step_flop(TINY, 64, 2, lora=True)
-    attention = 2 * 2 * 4 * 64 * 64 / 2 * 48  # of all layers and sequences
-    assert why is None
-    assert lora[FORWARD] == full[FORWARD]
-    assert lora[HEAD_BACKWARD] == full[HEAD] == full[HEAD_BACKWARD] / 2
-    assert lora[BACKWARD] == full[FORWARD] + attention
-    assert full[BACKWARD] == 2 * full[FORWARD]
-    none, why = profiling.step_flop({**TINY, "model_type": "t5"}, 64, 2, lora=False)
-    assert none == {}
-    assert "'t5'" in str(why)
 
 
 def test_the_share_of_a_known_gpus_peak() -> None:

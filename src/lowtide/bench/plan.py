@@ -112,7 +112,6 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
     except ImportError as error:
         hint = "pip install 'lowtide[hf]'"
         raise UnsupportedError(message("check", "transformers to be installed", str(error), hint)) from error
@@ -126,18 +125,13 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
     attention = job.shape.attention or None
     try:
-        with device, no_init_weights():
+        with device:
             model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation=attention).train()
-        model.tie_weights()  # which is part of the initialisation that is left out
     except ValueError as error:  # capped scores, for one
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
-    for p in model.parameters():
-        random = torch.empty_like(p, device=device)
-        p.data.copy_(random.normal_(std=0.02) if p.dim() > 1 else random.fill_(1))
     if isinstance(job.adapters, Adapters):
-        lora = LoraConfig(r=job.adapters.rank, target_modules=list(job.adapters.targets), init_lora_weights=False)
-        model = get_peft_model(model, lora)
+        model = get_peft_model(model, LoraConfig(r=job.adapters.rank, target_modules=list(job.adapters.targets)))
     patch(model, options=job.head)
     offloaded = any(policy.offload for policy in plan.policies)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)

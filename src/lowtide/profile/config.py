@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,9 +46,9 @@ class ProfileConfig(Settings):
     )
     seq_len: int = setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU", least=0)
     batch_size: int = setting(1, "sequences per step, on each GPU", least=1)
-    policy: tuple[str, ...] = setting(
-        ("input",),
-        f"what layers save for backward: {FORM}. For all, or NAME=POLICY for one. "
+    policy: str = setting(
+        "input",
+        f"what layers save for backward, where NAME:POLICY does not say: {FORM}. "
         "Peers support all, attention, input (layer checkpointing), attention-offload and input-offload (checkpoints "
         "in host memory)",
         metavar="POLICY",
@@ -103,29 +102,19 @@ class ProfileConfig(Settings):
         """The implementations, by name.
 
         Raises:
-            ArgumentValueError: An unknown name or policy, a name twice, or a policy for none of them.
+            ArgumentValueError: An unknown name or policy, or a name twice.
         """
         between = rf",(?=\s*(?:{'|'.join(IMPLEMENTATIONS)})\b|\s*$)"  # a policy has commas of its own
         words = [word.strip() for text in self.impl for word in re.split(between, text) if word.strip()]
-        common, own = "input", {}
-        for text in (*self.policy, *words):
-            if "@" in text:
-                hint = "lowtide bench step measures a step with them in host memory."
-                raise ArgumentValueError(message("policy", "nothing of optimizer states", repr(text), hint))
-        for text in self.policy:
-            name, equals, policy = text.partition("=")
-            if not equals:
-                common = text
-            elif name in IMPLEMENTATIONS and name in {word.partition(":")[0] for word in words}:
-                own[name] = policy
-            else:
-                raise ArgumentValueError(message("policy", "NAME=POLICY with a name of --impl", repr(text)))
         ways: dict[str, Way] = {}
         for word in words:
             impl, _, policy = word.partition(":")
+            if "@" in (policy := policy or self.policy):
+                hint = "lowtide bench step measures a step with them in host memory."
+                raise ArgumentValueError(message("policy", "nothing of optimizer states", repr(policy), hint))
             if word in ways:
                 raise ArgumentValueError(message("impl", "each name once", f"{word!r} twice"))
-            ways[word] = Way(impl=impl, policy=policy or own.get(impl, common))
+            ways[word] = Way(impl=impl, policy=policy)
         if not ways:
             raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", "nothing"))
         return ways
@@ -139,13 +128,6 @@ class ProfileConfig(Settings):
         """
         for way in self.ways.values():
             way.check_installed()
-        bitsandbytes = self.optimizer == "adamw-8bit" and "bitsandbytes"
-        for name, package, install in (
-            ("lora", self.lora and "peft", "pip install peft."),
-            ("optimizer", bitsandbytes, "pip install bitsandbytes, or take another."),
-        ):
-            if package and importlib.util.find_spec(package) is None:
-                raise UnsupportedError(message(name, f"the package {package} to be installed", "none", install))
         if self.device == "cpu":
             self.check_device("cpu", gpus=0)
         super().check_here()
