@@ -20,7 +20,7 @@ from distributed.launch import main
 from distributed.models import model_of
 from lowtide import HeadOptions
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
+from lowtide.memory import MemoryPlan, plan_memory
 from lowtide.memory.planner.sharding import BUCKET
 from lowtide.memory.planner.step_costs import Phase, StepCosts
 
@@ -101,22 +101,6 @@ def fsdp2() -> None:
         most = max(_on_cpu(plan, phase) for phase in planned)
         assert most == pytest.approx(seen.peak_bytes, rel=0.04), where
         assert received[0] == plan.exchanged.bytes, where
-
-
-def fsdp2_of_several_layers() -> None:
-    """The same with units of several layers, of which the last one has fewer."""
-    for tied, size, policy in ((False, 2, ActivationPolicy(keep="input")), (True, 3, None), (False, 9, None)):
-        model = model_of(dtype=torch.float32, tie_word_embeddings=tied, **{**SIZES, "num_hidden_layers": 7})
-        plan = _plan(model, "fsdp2", autocast=True, fsdp_layers=size, options=HeadOptions(accumulate="input"))
-        if policy is not None:
-            plan = replace(plan, chosen=replace(plan.chosen, groups=((policy, 7),)))
-        exec(plan.lines(), {"model": model})
-        _step(model)
-        with _received() as received, track_allocations() as seen:
-            _step(model)
-        most = max(_on_cpu(plan, phase) for phase in StepCosts(plan.job).phases(plan.chosen.groups))
-        assert most == pytest.approx(seen.peak_bytes, rel=0.04), (tied, size, plan.title, policy)
-        assert received[0] == plan.exchanged.bytes, (tied, size)
 
 
 def accumulated_gradients() -> None:

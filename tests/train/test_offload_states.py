@@ -171,7 +171,7 @@ def test_a_budget_counts_the_adapters_and_the_mask(tune: Any, lowtide: Run, tmp_
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft's calls
 @pytest.mark.parametrize("model_type", ["phi3", "llama"])
 def test_adapters_are_given_as_the_planner_takes_them(model_type: str) -> None:
-    """Phi-3's queries, keys and values are one projection: adapters on others have the planner's names and sizes."""
+    """By their rank and the projections' names, and with as many parameters."""
     targets, small = ("o_proj", "down_proj"), {**SHAPE, "pad_token_id": 0, "tie_word_embeddings": False}
     config: Any = AutoConfig.for_model(**{**small, "model_type": model_type})
     model = get_peft_model(
@@ -179,6 +179,6 @@ def test_adapters_are_given_as_the_planner_takes_them(model_type: str) -> None:
     )
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = activations._adapters(model)
-    assert adapters == (numbers if model_type == "phi3" else Adapters(5, targets))
+    assert adapters == Adapters(5, targets)
     plan = plan_memory(config, 64, 1, 1, dtype=torch.float32, adapters=adapters)
     assert plan.job.trained_adapters == numbers

@@ -35,7 +35,7 @@ memory against time, the longest sequence and the largest batch that fit, and th
 
 _GIVEN = (  # as they are
     "seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp", "compile_layers",
-    "parallel", "fsdp_layers",
+    "parallel",
 )  # fmt: skip
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
@@ -81,7 +81,6 @@ def add(parser: OneLineParser) -> None:
     )
     add("--gpus", type=int, metavar="N", help="GPUs that share the step (default: 1)")
     add("--parallel", choices=PARALLEL, default=FSDP2, help="with --gpus: what shards the model (default: fsdp2)")
-    add("--fsdp-layers", default=1, type=int, metavar="N", help="with fsdp2: layers gathered together (default: 1)")
     add("--link", metavar="SIZE", help="what a GPU receives from others per second: 50GB (default: NVLink's rate)")
     add("--dtype", choices=DTYPES, help="of parameters and all else (default: bfloat16; float32 with --autocast)")
     add("--autocast", action="store_true", help="float32 parameters and states, GEMMs in bfloat16: as lowtide train")
@@ -120,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
     host = parse_gib("host", arguments.host)
     if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
         gpu_named(arguments.gpu)  # before torch is loaded
-    for name, default in (("parallel", FSDP2), ("fsdp_layers", 1), ("link", None)):
+    for name, default in (("parallel", FSDP2), ("link", None)):
         if getattr(arguments, name) != default and arguments.gpus in (None, 1):
             raise ArgumentValueError(message(name, "--gpus above 1 beside it", arguments.gpus or "none"))
     adapters = _adapters(arguments)

@@ -139,22 +139,6 @@ def test_zero3_by_hand() -> None:
         assert phases["optimizer"].gathered == 2 * BUCKET + 4 * SUB_GROUP
 
 
-def test_layers_that_are_gathered_together() -> None:
-    """They take less of the host's time, which bounds a small model's step, and more memory."""
-    model, settings = SHAPES["llama-3.2-1b"], {"device": "h200", "gpus": 2}
-    plans = [plan_memory(model, 8192, 1, parallel="fsdp2", fsdp_layers=n, **settings) for n in (1, 2, 4, 99)]
-    groups = ((INPUT, 16),)
-    peaks = [StepCosts(one.job).peak(groups).bytes for one in plans]
-    assert peaks == sorted(set(peaks))
-    seconds = [StepCosts(one.job).seconds(groups) for one in plans]
-    assert seconds[0] > seconds[1] > seconds[2]
-    assert plans[-1].job.fsdp_layers == 16
-    assert len({one.exchanged.bytes for one in plans}) == 1
-    assert "every 4 layers" in str(plans[2])
-    assert "for i in range(0, len(layers), 4):\n    fully_shard(layers[i : i + 4])" in plans[2].lines()
-    assert "--fsdp-layers 4" in plans[2].lines()
-
-
 @pytest.mark.parametrize(("gathered", "reduced"), [(2, 2), (2, 4)])
 def test_exchanges_of_fsdp2_are_those_of_scale_on_paper(gathered: int, reduced: int) -> None:
     job = one() if reduced == 2 else one(dtype=torch.float32, autocast=True)
@@ -236,11 +220,6 @@ def test_a_batch_and_a_length_that_are_too_large_together() -> None:
     ("change", "said"),
     [
         ({"parallel": "tp"}, "parallel: expected 'fsdp2' or 'zero3', got 'tp'"),
-        ({"fsdp_layers": 0}, "fsdp_layers: expected at least 1"),
-        (
-            {"fsdp_layers": 2, "parallel": "zero3"},
-            "fsdp_layers: expected 1 for zero3, which has no units of FSDP2, got 2",
-        ),
         ({"gpus": 0}, "gpus: expected at least 1"),
         ({"link": 0}, "link: expected a finite number of GiB, above 0"),
         ({"host_gib": 4}, "host_gib: expected 0: offloading is planned for one GPU alone, got 4"),

@@ -41,7 +41,6 @@ class Job:
     compile_layers: bool = False  # each layer goes through torch.compile by itself
     gpus: int = 1
     parallel: str = ""  # how several GPUs share the step: a name of `PARALLEL`
-    fsdp_layers: int = 1  # with fsdp2: layers that are gathered together
     link: float | None = None  # bytes per second that a GPU receives from the others; None: the GPU's own
 
     def __post_init__(self) -> None:

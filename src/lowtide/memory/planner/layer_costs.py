@@ -220,7 +220,7 @@ def _host_seconds(job: Job, policy: ActivationPolicy, one: Reading) -> tuple[flo
     if policy.keep == "attention" and not (job.compile_layers and not policy.offload):
         forward += HOST_SEEN * one.forward.operators
     unit, unit_back = HOST_UNIT if job.gpus > 1 else (0.0, 0.0)
-    return forward + unit / job.fsdp_layers, backward + unit_back / job.fsdp_layers
+    return forward + unit, backward + unit_back
 
 
 def _slower(gpu: float, host: float) -> float:

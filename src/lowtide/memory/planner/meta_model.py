@@ -270,7 +270,7 @@ def _adapt(model: nn.Module, layers: list[nn.Module], adapters: Adapters) -> int
         raise ArgumentValueError(message("adapters", "peft to be installed", str(error), "pip install peft")) from error
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft's calls of transformers
+            warnings.simplefilter("ignore")  # of peft, on what is not trained here
             get_peft_model(model, LoraConfig(r=adapters.rank, target_modules=list(adapters.targets)))
     except ValueError as error:
         raise ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}")) from error

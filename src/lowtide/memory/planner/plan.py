@@ -47,7 +47,6 @@ def plan_memory(
     offload_states: Literal["auto", False] = "auto",
     gpus: int = 1,
     parallel: str = FSDP2,
-    fsdp_layers: int = 1,
     link: float | str | None = None,
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
@@ -97,8 +96,6 @@ def plan_memory(
             optimizer are planned for one GPU alone.
         parallel: With several, what shards parameters, gradients and optimizer states: ``"fsdp2"`` or ``"zero3"``
             (DeepSpeed, in 16 bits).
-        fsdp_layers: With ``"fsdp2"``, how many layers are one unit, which FSDP2 gathers and reduces together: more take
-            less of the host's time, and more memory.
         link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
             GPU has it, else by PCIe, all GPUs in one host.
 
@@ -132,7 +129,6 @@ def plan_memory(
     if offload_states is not False and offload_states != "auto":
         raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     check_count("gpus", gpus)
-    check_count("fsdp_layers", fsdp_layers)
     check_name("parallel", parallel, PARALLEL)
     gpu = find_gpu(device)
     requested = gpu.default_budget_bytes
@@ -152,7 +148,6 @@ def plan_memory(
         fused_mlp=fused_mlp,
         gpus=gpus,
         parallel=parallel,
-        fsdp_layers=min(fsdp_layers, shape.layers),
         link=None if link is None else budget_bytes("link", link, above_0=True),
         **flags,
     )

@@ -196,7 +196,6 @@ class MemoryPlan:
         return {
             "gpus": job.gpus,
             "parallel": job.parallel,
-            "fsdp_layers": job.fsdp_layers,
             "link_gb_s": job.link_rate / 1e9,
             "tokens_per_second_per_gpu": self.tokens_per_second / job.gpus,
             "exchange": exchange,

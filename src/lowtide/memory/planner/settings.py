@@ -13,14 +13,14 @@ _LAYER_TYPES = ("layer_types", "layers_block_type")
 
 
 def read_settings(model_or_config: Any) -> dict[str, Any]:
-    """Return a config's fields, completed by transformers' defaults where it is installed.
+    """Return a config's fields, completed by transformers' defaults.
 
     Args:
         model_or_config: As for `lowtide.memory.planner.shapes.read_shape`.
 
     Raises:
         ArgumentTypeError: It is something else.
-        ArgumentValueError: The config has no type, or transformers does not accept it.
+        ArgumentValueError: The config has no type, or transformers does not accept it or is not installed.
     """
     config: Any = getattr(model_or_config, "config", None) if is_module(model_or_config) else model_or_config
     if isinstance(config, (str, Path)):
@@ -35,8 +35,9 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
         raise ArgumentValueError(message("model_type", "the name of an architecture in the config", "none"))
     try:
         from transformers import AutoConfig
-    except ImportError:
-        return _of_text(config, text)
+    except ImportError as error:
+        hint = "pip install 'lowtide[hf]'"
+        raise ArgumentValueError(message("model_or_config", "transformers, to read it", str(error), hint)) from error
     try:
         whole = AutoConfig.for_model(**(config if isinstance(config.get("model_type"), str) else text))
     except Exception as error:  # transformers' checks of configs have no common base

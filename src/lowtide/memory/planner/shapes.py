@@ -92,15 +92,12 @@ def _read(settings: Mapping[str, Any]) -> ModelShape:
     model_type, quantised = str(settings["model_type"]), _quantised(settings)
     packed, computes = four_bit(settings), compute_dtype(settings)
     settings = {name: value for name, value in settings.items() if name != "quantization_config"}
-    try:
-        import torch
-        from transformers import AutoConfig
+    import torch
+    from transformers import AutoConfig
 
-        from lowtide.memory.planner.meta_model import meta_model, readings_of
-        from lowtide.memory.planner.readings import LayerRun
-    except ImportError as error:
-        hint = "pip install 'lowtide[hf]'"
-        raise ArgumentValueError(message("model_type", "transformers, to build the model", f"{error}", hint)) from error
+    from lowtide.memory.planner.meta_model import meta_model, readings_of
+    from lowtide.memory.planner.readings import LayerRun
+
     config = json.dumps(settings, default=str, sort_keys=True)
     with refused(model_type):
         dtype = torch.bfloat16

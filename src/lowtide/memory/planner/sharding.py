@@ -2,15 +2,15 @@
 
 Of S bytes in all, a gather or a reduce-scatter brings S (n - 1) / n to each of n GPUs.
 
-Units of FSDP2 are as accelerate, and so ``lowtide train --parallel fsdp2``, makes them: one for each layer, or for
-several (``--fsdp-layers``); one for the embedding; one for the last norm and the output layer, with the embedding where
-it is tied, which stays gathered from its forward to its backward.
+Units of FSDP2 are as accelerate, and so ``lowtide train --parallel fsdp2``, makes them: one for each layer; one for the
+embedding; one for the last norm and the output layer, with the embedding where it is tied, which stays gathered from
+its forward to its backward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,7 +60,6 @@ class Ranks:
     head_gradient: int  # the output layer's, during the layers' backward
     forward: list[int]  # gathered
     backward: list[int]  # gathered
-    turns: tuple[int, ...] = ()  # layers besides a policy's first and last in whose backward the most may be gathered
     head: int = 0  # gathered
     embedding: int = 0  # gathered in its backward
     reduction: int = 0  # gathered when its gradient is reduced, and nothing else is left
@@ -114,11 +113,10 @@ class _Units:
     def __init__(self, job: Job, gathered: int, reduced: int) -> None:
         shape = job.shape
         self.gathered, self.reduced = gathered, reduced  # bytes of a parameter
-        self.layers, self.tied, self.params = shape.layer_params, shape.tied, shape.params
+        self.layers, self.params = shape.layer_params, shape.params
         self.embedding = 0 if shape.tied else shape.vocab_params
-        self.of_layers = [sum(self.layers[i : i + job.fsdp_layers]) for i in range(0, shape.layers, job.fsdp_layers)]
         self.tail = shape.params - sum(self.layers) - self.embedding  # the unit of the output layer
-        self.first = self.tail if shape.tied else self.embedding  # the unit that is gathered first, and reduced last
+        self.first = self.embedding or self.tail  # the unit that is gathered first, and reduced last
         self._received = (job.gpus - 1) / job.gpus
 
     def exchange(self, params: float, gathers: int, reduces: int) -> Exchange:
@@ -127,13 +125,13 @@ class _Units:
         received = self._received * params * (gathers * g + reduces * r)
         return Exchange(received, 0.0, params * (2 * gathers * g + reduces * (g + r)))
 
-    def exchanging(self, ranks: Ranks) -> Ranks:
-        """Return a GPU with the exchanges of a step: nothing runs beside the first gathers, nor beside the last sum."""
+    def exchanges(self) -> dict[str, Any]:
+        """Return the exchanges of a step: nothing runs beside the first gathers, nor beside the last sum."""
         mean = sum(self.layers) / len(self.layers)
         tail, embedding = self.exchange(self.tail, 1, 1), self.exchange(self.embedding, 2, 1)
-        before = self.exchange(self.first, 1, 1).beside + self.exchange(self.of_layers[0], 1, 0).beside
+        before = self.exchange(self.first, 1, 1).beside + self.exchange(self.layers[0], 1, 0).beside
         others = Exchange(tail.beside + embedding.beside - before, before, tail.copied + embedding.copied)
-        return replace(ranks, ahead=self.exchange(mean, 1, 0), behind=self.exchange(mean, 1, 1), others=others)
+        return {"ahead": self.exchange(mean, 1, 0), "behind": self.exchange(mean, 1, 1), "others": others}
 
 
 def _narrow(job: Job) -> Job:
@@ -149,40 +147,35 @@ def _fsdp2(job: Job) -> Ranks:
     end of the unit's backward, are copied into a buffer in the dtype of the reduction, and that stays until the end of
     the next unit's backward. Those that are accumulated are whole, and reduced in the last pass.
     """
-    alone, n, size = _alone(_narrow(job)), job.gpus, job.fsdp_layers
+    alone, n, tied = _alone(_narrow(job)), job.gpus, job.shape.tied
     units = _Units(alone.job, alone.job.element, job.element)
-    g, r, layers, of_layers, tied = units.gathered, units.reduced, units.layers, units.of_layers, units.tied
-    stays, last = g * units.tail * tied, len(layers) - 1
+    g, r, layers, tail, first = units.gathered, units.reduced, units.layers, units.tail, units.first
+    stays = g * tail * tied
 
     def share(params: int) -> int:
         return -(-params * job.element // n)
 
-    before, after = [units.embedding, *of_layers[:-1]], [*of_layers[1:], 0 if tied else units.tail]
-    in_backward = [stays + g * (unit + b) + r * a for unit, b, a in zip(of_layers, before, after, strict=True)]
-    done = [g * sum(layers[i + 1 : i - i % size + size]) for i in range(len(layers))]  # whole gradients of its unit
-    head = stays + g * of_layers[-1]
-    if not tied:  # its buffer is there as well; or its gradient, in two buffers, and the last layers' unit gathered
-        head = max(2 * g * units.tail, r * units.tail + share(units.tail) + g * of_layers[-1])
-    whole, begins = g * units.first, last - last % size
-    return units.exchanging(
-        replace(
-            alone,
-            tokens=n * job.tokens,
-            weights=share(units.params),
-            states=-(-_alone(job).states // n),
-            gradients=share(units.params),
-            stepped=share(units.params),
-            accumulated=r * units.params,
-            layer_gradients=[0 if i % size else share(of_layers[i // size]) for i in range(len(layers))],
-            head_gradient=alone.head_gradient if tied else share(units.tail),
-            forward=[stays + 2 * g * of_layers[i // size] for i in range(len(layers))],
-            backward=[in_backward[i // size] + done[i] for i in range(len(layers))],
-            turns=(min(size, last), begins, max(0, begins - size)),
-            head=head,
-            embedding=2 * whole + r * of_layers[0],
-            reduction=whole + r * units.first + share(units.first),
-            to_come=0 if job.keep_gradients else share(units.first),
-        )
+    before, after = (units.embedding, *layers[:-1]), (*layers[1:], 0 if tied else tail)
+    head = stays + g * layers[-1]
+    if not tied:  # its buffer is there as well; or its gradient, in two buffers, and the last layer gathered
+        head = max(2 * g * tail, r * tail + share(tail) + g * layers[-1])
+    return replace(
+        alone,
+        tokens=n * job.tokens,
+        weights=share(units.params),
+        states=-(-_alone(job).states // n),
+        gradients=share(units.params),
+        stepped=share(units.params),
+        accumulated=r * units.params,
+        layer_gradients=[*map(share, layers)],
+        head_gradient=alone.head_gradient if tied else share(tail),
+        forward=[stays + 2 * g * layer for layer in layers],
+        backward=[stays + g * (layer + b) + r * a for layer, b, a in zip(layers, before, after, strict=True)],
+        head=head,
+        embedding=2 * g * first + r * layers[0],
+        reduction=g * first + r * first + share(first),
+        to_come=0 if job.keep_gradients else share(first),
+        **units.exchanges(),
     )
 
 
@@ -202,24 +195,23 @@ def _zero3(job: Job) -> Ranks:
 
     live = g * (min(units.params, max(LIVE, units.tail, *units.layers)) + BUCKET)
     reduced = live + g * min(units.params, max(BUCKET, units.tail))
-    return units.exchanging(
-        replace(
-            alone,
-            tokens=n * job.tokens,
-            weights=share(units.params),
-            states=share(units.params, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
-            gradients=share(units.params),
-            stepped=share(units.params, 4),
-            accumulated=share(units.params),
-            layer_gradients=[*map(share, units.layers)],
-            head_gradient=share(units.tail),
-            forward=[live] * len(units.layers),
-            backward=[reduced] * len(units.layers),
-            head=reduced,
-            embedding=reduced,
-            step=g * BUCKET + 4 * min(SUB_GROUP, -(-units.params // n)),
-            waits=ZERO3_WAITS * len(units.layers),
-        )
+    return replace(
+        alone,
+        tokens=n * job.tokens,
+        weights=share(units.params),
+        states=share(units.params, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
+        gradients=share(units.params),
+        stepped=share(units.params, 4),
+        accumulated=share(units.params),
+        layer_gradients=[*map(share, units.layers)],
+        head_gradient=share(units.tail),
+        forward=[live] * len(units.layers),
+        backward=[reduced] * len(units.layers),
+        head=reduced,
+        embedding=reduced,
+        step=g * BUCKET + 4 * min(SUB_GROUP, -(-units.params // n)),
+        waits=ZERO3_WAITS * len(units.layers),
+        **units.exchanges(),
     )
 
 
@@ -237,7 +229,6 @@ def check_sharding(job: Job, host_bytes: int) -> None:
         ("host_gib", f"{host_bytes / 2**30:g}", "0: offloading is planned for one GPU alone", host_bytes > 0),
         ("adapters", job.adapters, "None: adapters are planned for one GPU alone", job.adapters is not None),
         ("optimizer", repr(job.optimizer), f"one that shards: {shard}", not OPTIMIZERS[job.optimizer].shards),
-        ("fsdp_layers", job.fsdp_layers, "1 for zero3, which has no units of FSDP2", zero3 and job.fsdp_layers > 1),
         (
             "dtype",
             dtype,
@@ -256,9 +247,8 @@ def notes_on(job: Job) -> tuple[str, ...]:
         return ()
     how = "--link 50GB, in Python link='50GB', plans a network of 400 Gb/s"
     where = f"; assumes {job.gpus} GPUs in one host: {how}" if job.link is None else ""
-    units = "each layer" if job.fsdp_layers == 1 else f"every {job.fsdp_layers} layers"
     sharded = {
-        FSDP2: f"units of FSDP2: {units}; the embedding; the last norm and the output layer, which stay gathered",
+        FSDP2: "units of FSDP2: each layer; the embedding; the last norm and the output layer, which stay gathered",
         ZERO3: f"ZeRO-3 with DeepSpeed's defaults: weights and states in float32 besides, up to {LIVE:,} gathered"
         f" parameters, a bucket of {BUCKET:,} gradients: an upper bound",
     }
@@ -269,23 +259,17 @@ def sharding_lines(job: Job) -> list[str]:
     """Return the Python that shards a model, once it is patched and has its policies."""
     if job.gpus == 1:
         return []
-    processes, size = f"# in each of {job.gpus} processes", job.fsdp_layers
+    processes = f"# in each of {job.gpus} processes"
     if job.parallel == ZERO3:
         return [f"{processes}: deepspeed.initialize(model=model, ...), or lowtide train --parallel zero3"]
-    together = f" --fsdp-layers {size}" if size > 1 else ""
-    lines = [f"{processes}, or without these lines lowtide train --parallel fsdp2{together}:"]
-    policy = ""
+    lines, policy = [f"{processes}, or without these lines lowtide train --parallel fsdp2:"], ""
     if job.autocast:
         lines += ["import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
         lines.append("precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
         policy = ", mp_policy=precision"
     else:
         lines.append("from torch.distributed.fsdp import fully_shard")
-    if size == 1:
-        lines += ["for layer in model.get_decoder().layers:", f"    fully_shard(layer{policy})"]
-    else:
-        lines += ["layers = [*model.get_decoder().layers]", f"for i in range(0, len(layers), {size}):"]
-        lines.append(f"    fully_shard(layers[i : i + {size}]{policy})")
+    lines += ["for layer in model.get_decoder().layers:", f"    fully_shard(layer{policy})"]
     if not job.shape.tied:
         lines.append(f"fully_shard(model.get_input_embeddings(){policy})")
         lines.append(f"fully_shard(model.get_output_embeddings(), reshard_after_forward=False{policy})")

@@ -122,7 +122,8 @@ class StepCosts:
         back = _nearest(shape.kind_of[::-1])[::-1]
         self._ahead, self._behind = _nearest(shape.kind_of), [[shape.layers - 1 - n for n in each] for each in back]
         self._shares = [(share_away(k, layers), 1 - share_back(layers - 1 - k, layers)) for k in range(layers)]
-        self._turns = (1, layers_to_leave(layers) - 1, *ranks.turns)
+        # Layers besides a policy's first and last in which the most may be held: of states, and of what is gathered.
+        self._turns = (1, layers_to_leave(layers) - 1, layers - 2, layers - 1)
         gathered = max(ranks.embedding, ranks.reduction - embedding)
         self._runs_of: tuple[Groups, list[Run]] = (), []
         self._last = [
