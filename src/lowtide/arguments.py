@@ -184,6 +184,12 @@ def refuse_transforms(
     raise UnsupportedError(message(function, "reverse-mode autograd", got, hint))
 
 
+def is_transformed() -> bool:
+    """Return whether a torch.func transform or forward-mode differentiation is active."""
+    level: int = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """Return the hooks that run with a module's calls: before forward, after it, and the two of backward."""
     return module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks

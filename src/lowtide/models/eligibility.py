@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
-from lowtide.arguments import hooks_of, is_autocast_on
+from lowtide.arguments import hooks_of, is_autocast_on, is_transformed
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
@@ -86,7 +85,7 @@ def why_not_now(head: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = Non
         return f"the hidden states are a {type(hidden).__name__} of {hidden.dtype}"
     if hidden.dtype != (dtype or head.weight.dtype) and not is_autocast_on(hidden.device.type):
         return "hidden states and output embedding differ in dtype"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if is_transformed():
         return "a torch.func transform or forward-mode differentiation is active"
     if is_traced():
         return "the model is being traced"
@@ -153,7 +152,7 @@ def is_function_mode_active() -> bool:
 
     ``with device:`` does not, nor does a mode with a true attribute ``leaves_fused_parts``.
     """
-    if torch._C._len_torch_function_stack() == 0:
+    if torch._C._len_torch_function_stack() == 0:  # all calls, as a rule: the list of them takes 4 us
         return False
     modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     left = (getattr(mode, "leaves_fused_parts", type(mode).__name__ == "DeviceContext") for mode in modes)
@@ -194,12 +193,7 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
     for p in parameters:
         if type(p) is not nn.Parameter:
             return False
-    return torch.compiler.is_compiling() or (
-        not is_function_mode_active()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not is_traced()
-    )
+    return torch.compiler.is_compiling() or (not is_function_mode_active() and not is_transformed() and not is_traced())
 
 
 def has_nothing_to_save(x: object) -> bool:
