@@ -79,7 +79,7 @@ INDEPENDENT: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
+@pytest.mark.parametrize("N", [2, 5, 100])
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_tokens_are_refused(name: str, N: int) -> None:
     x, w, b, y = head(N, 5, 13)
@@ -93,7 +93,7 @@ def test_coupled_tokens_are_refused(name: str, N: int) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
+@pytest.mark.parametrize("N", [2, 5, 100])
 @pytest.mark.parametrize("name", NOT_ADDITIVE)
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_does_not_add_up_is_refused(name: str, N: int, grad: bool) -> None:
@@ -120,7 +120,7 @@ def test_random_numbers_from_elsewhere_are_refused_with_that_reason(out: str) ->
             linear_apply(fn, x, w, out=out)
 
 
-@pytest.mark.parametrize("N", [1, 2, 17, 300])
+@pytest.mark.parametrize("N", [1, 2, 300])
 @pytest.mark.parametrize("name", INDEPENDENT)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("out", ["token", "sum"])
