@@ -79,7 +79,6 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
     if not torch.cuda.is_available():
         raise UnsupportedError(message("check", "a CUDA GPU on this machine", "none", "Leave it out to plan alone."))
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # the plan counts them, whoever made them
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     try:
