@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowtide import swiglu_mlp
 from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 
@@ -117,32 +116,8 @@ def test_compiles_whole_and_for_any_length(backend: str, function: Function) -> 
         torch.testing.assert_close(got, want)
 
 
-class Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> None:
-        return None
-
-
 def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
-
-
-@pytest.mark.parametrize("level", [0, 1, None])
-def test_no_gradient_from_further_on(level: int | None) -> None:
-    """A later function gives no gradient: None, as from PyTorch's own; ``level``: of the MLP."""
-    for function in FUNCTIONS.values() if level is None else ():
-        tensors = function.leaves()
-        out = function.call(*tensors)
-        Nothing.apply(out[0] if isinstance(out, tuple) else out).sum().backward()  # type: ignore[no-untyped-call]
-        assert all(t.grad is None for t in tensors)
-    if level is not None:
-        x, w = leaf(4, 8), leaf(6, 8)
-        Nothing.apply(swiglu_mlp(x, w, w, w.T, checkpoint_level=level)).sum().backward()  # type: ignore[no-untyped-call]
-        assert x.grad is w.grad is None
 
 
 @pytest.mark.parametrize("used", [0, 1])

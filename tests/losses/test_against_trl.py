@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are importing from 'trl.expe
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(5))
+        metafunc.parametrize("seed", range(2))
 
 
 class Accelerator:
@@ -143,13 +143,6 @@ def test_f_dpo(kind: str, ours: str, theirs: str, seed: int) -> None:
     agree(got, true, logprob)
 
 
-def test_dpo_and_sft_together(seed: int) -> None:
-    b, logprob, ref = answers(seed)
-    theirs = trl_dpo(b, logprob, ref, loss_types=["apo_zero", "sft"], loss_weights=[0.7, 0.2])
-    ours = 0.7 * losses.dpo_loss(*four(b, logprob, ref), kind="apo_zero", beta=0.3)
-    agree(ours + 0.2 * losses.sft_loss(logprob[:4], b.mask[:4]), theirs, logprob)
-
-
 def test_wpo(seed: int) -> None:
     b, logprob, ref = answers(seed)
     weights = losses.wpo_weights(logprob, b.sum_sq_prob, b.mask)
@@ -176,55 +169,6 @@ def test_kto(kind: str, theirs: str, seed: int) -> None:
         sums, ref.sum(1), label, kl, kind=kind, beta=0.3, desirable_weight=1.2, undesirable_weight=0.7
     )
     agree(got, true, logprob)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.15])
-@pytest.mark.parametrize("kind", ["sigmoid", "simpo"])
-def test_cpo_and_simpo(kind: str, smoothing: float, seed: int) -> None:
-    from trl.experimental.cpo.cpo_trainer import CPOTrainer
-
-    b, logprob, _ = answers(seed)
-    chosen, rejected = losses.sequence_logprobs(logprob, b.mask, average=kind == "simpo").chunk(2)
-    nll = losses.sft_loss(logprob[:4], b.mask[:4])
-    zeros = torch.zeros(4)
-    trainer = bare(
-        CPOTrainer, loss_type=kind, alpha=0.0, cpo_alpha=0.6, beta=1.7, simpo_gamma=0.4, label_smoothing=smoothing,
-        concatenated_forward=lambda *_: (chosen, rejected, zeros, zeros, nll),
-    )  # fmt: skip
-    true, _ = trainer.get_batch_loss_metrics(None, {})
-    if kind == "simpo":
-        got = losses.simpo_loss(chosen, rejected, beta=1.7, gamma=0.4, label_smoothing=smoothing) + 0.6 * nll
-    else:
-        got = losses.cpo_loss(chosen, rejected, 0.6 * nll, beta=1.7, label_smoothing=smoothing)
-    agree(got, true, logprob)
-
-
-def test_orpo(seed: int) -> None:
-    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
-
-    b, logprob, _ = answers(seed, torch.float32)
-    chosen, rejected = losses.sequence_logprobs(logprob, b.mask, average=True).chunk(2)
-    nll = losses.sft_loss(logprob[:4], b.mask[:4])
-    zeros = torch.zeros(4)
-    trainer = bare(ORPOTrainer, beta=0.25, concatenated_forward=lambda *_: (chosen, rejected, zeros, zeros, nll))
-    true, _ = trainer.get_batch_loss_metrics(None, {})
-    got = losses.orpo_loss(chosen, rejected, nll, beta=0.25)
-    agree(got, true, logprob)
-
-
-@pytest.mark.parametrize("count", [None, 41])
-@pytest.mark.parametrize(("kind", "ours"), [("nll", losses.sft_loss), ("dft", losses.dft_loss)])
-def test_sft(kind: str, ours: Any, count: int | None, seed: int) -> None:
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    b, logprob, _ = answers(seed)
-    trainer = bare(
-        SFTTrainer, compute_loss_func=None, label_smoother=None,
-        args=SimpleNamespace(loss_type=kind, average_tokens_across_devices=False),
-    )  # fmt: skip
-    inputs = {**shifted(b.mask), "labels": b.mask.long()}
-    true = trainer.compute_loss(lambda **_: outputs(logprob, b), inputs, num_items_in_batch=count)
-    agree(ours(logprob, b.mask, num_items=count), true, logprob)
 
 
 def trl_grpo(b: Batch, logprob: Tensor, ref: Tensor, **options: Any) -> Tensor:
@@ -282,114 +226,3 @@ def test_policy_gradients(name: str, beta: float, seed: int) -> None:
     )  # fmt: skip
     got = ours(logprob, b.old, b.advantage, b.mask, ref_logprob=ref, beta=beta, correction=correction, **arguments)
     agree(got, theirs, logprob)
-
-
-def test_entropy_bonus(seed: int) -> None:
-    b, logprob, ref = answers(seed)
-    theirs = trl_grpo(b, logprob, ref, loss_type="bnpo", _entropy_bonus_enabled=True, entropy_coef=0.2)
-    got = losses.bnpo_loss(logprob, b.old, b.advantage, b.mask, entropy=b.entropy, entropy_coef=0.2)
-    agree(got, theirs, logprob)
-
-
-def test_the_unbiased_kl_is_a_product_of_two_parts(seed: int) -> None:
-    b, logprob, ref = answers(seed)
-    theirs = trl_grpo(b, logprob, ref, beta=0.1, use_bias_correction_kl=True)
-    ratio = losses.importance_ratio(logprob, b.old, b.mask)
-    kl = ratio * losses.kl_estimate(logprob, ref, b.mask)
-    got = losses.grpo_loss(logprob, b.old, b.advantage, b.mask)
-    agree(got + 0.1 * losses.reduce_tokens(kl, b.mask, reduction="sequence"), theirs, logprob)
-
-
-def test_rloo(seed: int) -> None:
-    from trl.trainer.rloo_trainer import RLOOTrainer
-
-    b, logprob, _ = answers(seed)
-    trainer = bare(RLOOTrainer, epsilon_low=0.2, epsilon_high=0.3)
-    trainer._get_per_token_logps_and_entropies = lambda *_, x=logprob, **__: (x, torch.zeros_like(x), None)
-    ids = torch.zeros(b.mask.shape, dtype=torch.long)
-    advantage = losses.leave_one_out_advantages(b.advantage, 4)
-    inputs = {
-        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
-        "completion_mask": b.mask.long(), "old_logps": b.old.where(b.mask, 0).sum(1), "advantages": advantage,
-    }  # fmt: skip
-    theirs = trainer._compute_loss(None, inputs)
-    got = losses.ppo_loss(logprob, b.old, advantage, b.mask, level="sequence", clip_high=0.3, reduction="sequence")
-    agree(got, theirs, logprob)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("count", [None, 19])
-def test_gkd(beta: float, count: int | None, seed: int) -> None:
-    from trl.experimental.gkd.gkd_trainer import GKDTrainer
-
-    g = torch.Generator().manual_seed(seed)
-    student, teacher = torch.randn(2, 3, 5, 11, generator=g, dtype=torch.float64)
-    mask = torch.rand(3, 5, generator=g) < 0.6
-    student.requires_grad_()
-    labels = torch.where(mask, 1, -100)
-    theirs = GKDTrainer.generalized_jsd_loss(
-        student, teacher, labels, beta=beta, temperature=2.0, num_items_in_batch=count
-    )
-    s, t = (z.div(2).log_softmax(-1) for z in (student, teacher))
-    if beta == 0:
-        divergence = (t.exp() * (t - s)).sum(-1)
-    elif beta == 1:
-        divergence = (s.exp() * (s - t)).sum(-1)
-    else:
-        m = (beta * t.exp() + (1 - beta) * s.exp()).log()
-        divergence = beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
-    agree(losses.gkd_loss(divergence, mask, num_items=count), theirs, student)
-    torch.testing.assert_close(losses.gkd_loss(divergence, mask, temperature=2, num_items=count), 4 * theirs)
-
-
-def trl_rollout(reward: Tensor, old: Tensor, sampler: Tensor, lengths: list[int], **options: Any) -> dict[str, Tensor]:
-    """Return what TRL makes of answers before the first step: advantages and importance-sampling weights."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    B, rows = len(lengths), [list(range(n)) for n in lengths]
-    scored = [sampler[i, :n].tolist() for i, n in enumerate(lengths)]
-    defaults = {
-        "environment_factories": None,
-        "environments": None, "tools": None, "pad_to_multiple_of": None, "mask_truncated_completions": False,
-        "num_iterations": 1, "use_vllm": True, "vllm_importance_sampling_correction": True, "beta": 0.0,
-        "num_generations": 4, "multi_objective_aggregation": "sum_then_normalize", "scale_rewards": "group",
-        "reward_weights": torch.ones(1), "reward_func_names": ["r"], "_pending_extra_logs": {}, "_pending_metrics": {},
-        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)), "_tokenizer": SimpleNamespace(
-            pad_token_id=0), "args": SimpleNamespace(per_device_train_batch_size=B, gradient_checkpointing_kwargs=None,
-            steps_per_generation=1, gradient_accumulation_steps=1), "log_multimodal": False,
-        "_generate": lambda _: ([[0]] * B, rows, None, [""] * B, scored, {}, None, []),
-        "_calculate_rewards": lambda *_: reward[:, None],
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (old, None, None),
-        "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_clip_max": 2.0,
-    }  # fmt: skip
-    trainer = bare(GRPOTrainer, **{**defaults, **options})
-    trainer.model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
-    trainer.accelerator.process_index = 0
-    return trainer._generate_and_score_completions([{"prompt": ""}] * B)
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize(("low", "high"), [(None, 2.0), (0.8, 1.2)])
-def test_sampler_correction(mode: str, low: float | None, high: float, seed: int) -> None:
-    b = batch(seed, 8, 6, dtype=torch.float32)
-    lengths = [6, 3, 1, 5, 2, 6, 4, 4]
-    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
-    old, sampler = (torch.nan_to_num(x, -1.0, -1.0, -1.0) for x in (b.old, b.sampler))
-    sampler[0, 1] = torch.nan
-    theirs = trl_rollout(
-        b.advantage, old, sampler, lengths, vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high,
-    )["importance_sampling_ratio"]  # fmt: skip
-    level, kind = mode.split("_")
-    got = losses.sampler_correction(old, sampler, mask, level=level, kind=kind, low=low or 0.0, high=high)
-    torch.testing.assert_close(got, theirs.expand(8, 6).where(mask, 0), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_group_advantages(scale: str, seed: int) -> None:
-    b = batch(seed, 8, 6, empty=False)
-    old = b.old.where(b.mask, 0)
-    theirs = trl_rollout(b.advantage.clone(), old, old, [6] * 8, scale_rewards=scale)["advantages"]
-    got = losses.group_advantages(b.advantage, 4, scale=scale)
-    torch.testing.assert_close(got, theirs, rtol=1e-7, atol=1e-12)  # TRL's n / (n - 1) is float32

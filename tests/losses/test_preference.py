@@ -85,30 +85,22 @@ def expected(loss: str, tensors: tuple[Tensor, ...], o: dict) -> Tensor:
 
 
 @pytest.mark.parametrize(("loss", "o"), CASES, ids=NAMES)
-def test_values_and_reductions(loss: str, o: dict) -> None:
+def test_values_gradients_and_reductions(loss: str, o: dict) -> None:
     for seed in range(4):
         tensors = arguments(loss, seed)
+        trained = tensors[: {"dpo_loss": 2, "kto_loss": 1}.get(loss)]
+        for x in trained:
+            x.requires_grad_()
         true = expected(loss, tensors, {**o, "reduction": "none"})
         close = {"rtol": 1e-10, "atol": 0} if loss == "orpo_loss" else {}
-        torch.testing.assert_close(computed(loss, tensors, {**o, "reduction": "none"}), true, **close)
+        got = computed(loss, tensors, {**o, "reduction": "none"})
+        torch.testing.assert_close(got, true, **close)
+        grads = (torch.autograd.grad(x.sum(), trained) for x in (got, true))
+        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(computed(loss, tensors, o), true.mean())
         torch.testing.assert_close(computed(loss, tensors, {**o, "reduction": "sum"}), true.sum())
         for count in (11, torch.tensor(11)):
             torch.testing.assert_close(computed(loss, tensors, {**o, "num_items": count}), true.sum() / 11)
-
-
-@pytest.mark.parametrize(("loss", "o"), CASES, ids=NAMES)
-def test_gradients(loss: str, o: dict) -> None:
-    tensors = tuple(x.requires_grad_() for x in arguments(loss, 5))
-    trained = {"dpo_loss": 2, "kto_loss": 1}.get(loss, len(tensors))
-    references = tensors[trained:]
-
-    def f(*leaves: Tensor) -> Tensor:
-        return computed(loss, (*leaves, *references), {**o, "reduction": "none"})
-
-    assert torch.autograd.gradcheck(f, tensors[:trained])
-    computed(loss, tensors, o).backward()
-    assert all(x.grad is None for x in references)
 
 
 def test_the_alpha_divergence_meets_the_reverse_kl() -> None:
@@ -132,14 +124,6 @@ def test_dpo_is_finite_at_extremes(kind: str, divergence: str, gap: float) -> No
     assert loss.isfinite()
     assert c.grad.isfinite().all()
     assert r.grad.isfinite().all()
-
-
-def test_float32_pairs_agree_with_float64() -> None:
-    for kind in DPO_KINDS:
-        o = options(kind)
-        low = dpo_loss(*sums(7, dtype=torch.float32), kind=kind, **o)
-        assert low.dtype == torch.float32
-        torch.testing.assert_close(low.double(), dpo_loss(*sums(7), kind=kind, **o), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", sorted(PER_TOKEN))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuzz.loss_cases import token_loss
-from losses.loops import Batch, batch, each
+from losses.loops import Batch, batch
 from lowtide import linear_divergence, linear_logprobs, losses
 from lowtide.errors import LowtideError
 
@@ -41,41 +41,26 @@ def expected(name: str, b: Batch, **more: object) -> Tensor:
     return token_loss(loss, getattr(b, first), b.mask, **others, **o, **more)[0]
 
 
-def same(got: Tensor, true: Tensor) -> None:
-    torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-13)
+def same(name: str, b: Batch, reference: dict | None = None, **more: object) -> None:
+    """Compare value and gradients with the reference's, to which ``reference`` is passed in place of ``more``."""
+    leaves = [getattr(b, field) for field in CASES[name][1] if field != "ref"]
+    close = {"rtol": 1e-11, "atol": 1e-13}
+    got, true = computed(name, b, **more), expected(name, b, **(more if reference is None else reference))
+    torch.testing.assert_close(got, true, **close)
+    grads = (torch.autograd.grad(loss.sum(), leaves) for loss in (got, true))
+    torch.testing.assert_close(*grads, **close)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name: str) -> None:
+def test_values_and_gradients(name: str) -> None:
     for seed in range(4):
         b = batch(seed)
-        same(computed(name, b), expected(name, b))
-        for reduction in ("none", "sequence", "sequence_sum", "sum"):
-            same(computed(name, b, reduction=reduction), expected(name, b, reduction=reduction))
+        for field in CASES[name][1]:
+            getattr(b, field).requires_grad_()
+        for reduction in ("token", "none", "sequence", "sequence_sum", "sum"):
+            same(name, b, reduction=reduction)
         for count in (29, torch.tensor(29)):
-            same(computed(name, b, num_items=count), expected(name, b, num_items=29))
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dft"])
-def test_gradients(name: str) -> None:
-    b = batch(1, 3, 4)
-    leaves = {
-        n: getattr(b, n).where(b.mask, -1).requires_grad_() for n in ("logprob", "mean_logit", "lse", "divergence")
-    }
-
-    def f(*tensors: Tensor) -> Tensor:
-        for n, x in zip(leaves, tensors, strict=True):
-            setattr(b, n, x)
-        return computed(name, b)
-
-    assert torch.autograd.gradcheck(f, tuple(leaves.values()))
-
-
-def test_gradient_of_dft_is_the_probability() -> None:
-    b = batch(2)
-    x = b.logprob.clone().requires_grad_()
-    losses.dft_loss(x, b.mask, reduction="sum").backward()
-    same(x.grad, each(b, lambda i, t: -math.exp(b.logprob[i, t].item())))
+            same(name, b, {"num_items": 29}, num_items=count)
 
 
 def test_label_smoothing_and_z_loss_are_those_of_the_head() -> None:

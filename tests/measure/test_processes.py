@@ -24,10 +24,6 @@ def test_peak_rises_with_a_large_buffer_and_falls_after_reset() -> None:
         assert peak_resident_bytes() < before + BIG * 0.5
 
 
-def test_units_agree() -> None:
-    assert 2**20 < resident_bytes() <= peak_resident_bytes() < 2**40
-
-
 def test_command_reports_status_time_and_peak() -> None:
     code = (
         f"import sys, time; b = bytearray({BIG}); time.sleep(0.2); print('out'); print('err', file=sys.stderr); exit(3)"
@@ -53,7 +49,3 @@ def test_child_that_fails_says_why() -> None:
 def test_local_functions_are_refused() -> None:
     with pytest.raises(ArgumentValueError, match="can be imported"):
         run_child(lambda: 1)
-
-
-def test_output_larger_than_a_pipe() -> None:
-    assert len(run_command([sys.executable, "-c", "print('x' * 1_000_000)"]).stdout) == 1_000_001

@@ -18,21 +18,6 @@ def test_candidates_take_turns_and_warm_rounds_do_not_count() -> None:
     assert [len(timing.times_ms) for timing in timings.values()] == [3, 3]
 
 
-def test_what_a_call_stands_behind_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, calls = [5.0], []
-
-    def take(name: str, seconds: float) -> None:
-        calls.append(name)
-        now[0] += seconds
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    found = time_side_by_side(
-        {"a": lambda: take("a", 0.02)}, "cpu", warm=1, reps=3, behind=lambda: take("before", 0.5)
-    )["a"]
-    assert calls == ["before", "a"] * 4
-    assert found.times_ms == pytest.approx((20, 20, 20))
-
-
 def test_times_are_milliseconds_of_the_function_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = [5.0], iter([0.2, 0.02, 0.03, 0.06])  # the first round is warm
 
