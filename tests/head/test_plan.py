@@ -14,6 +14,7 @@ from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.options import Backend
 from lowtide.head.plan import plan_of
 from lowtide.head.planner import MIB, Work
+from support import every_pair
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
 
@@ -90,10 +91,12 @@ def test_a_chunk_has_a_row_of_each_rank(backend: str, gradient: str, mib: float 
     assert pair.chunk_rows >= 8
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("workspace_mib", [None, 1e-3, 16, 64, 1000, 1e6])
+@every_pair(
+    device=["cpu", "cuda", "mps"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    shape=SHAPES,
+    workspace_mib=[None, 1e-3, 16, 64, 1000, 1e6],
+)
 def test_chunks_cover_the_rows_within_the_workspace(
     device: str, dtype: torch.dtype, shape: tuple[int, int, int], workspace_mib: float | None
 ) -> None:
@@ -195,23 +198,6 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
     assert "built twice" in str(again)
 
 
-def test_a_chunk_of_a_sharded_vocabulary_has_two_pieces() -> None:
-    def plan(N: int, D: int, rows: int, mib: float | None = None) -> tuple[int, int]:
-        made = exponentials(N, D, rows, mib, input_is_copied=True, sharded=True)
-        assert made.schedule == "chunks"
-        return made.chunk_rows, made.product_rows
-
-    assert plan(8192, 4096, 128256 // 2) == (4096, 2048)
-    assert plan(8192, 4096, 128256 // 16) == (4096, 2048), "two chunks, however little work it is"
-    assert plan(1000, 4096, 128256 // 4) == (1000, 1000)
-    assert plan(10000, 4096, 128256 // 8) == (5000, 2500), "the second is no remainder"
-    rows, piece = plan(8192, 4096, 128256 // 4, 300.0)
-    assert (8192 % rows, rows % 128, rows // piece) == (0, 0, 2), "also where chunks are short"
-    assert plan(23258, 4096, 128256 // 16) == (11629, 5815), "where no power of 2 is as long as two pieces"
-    of_four = exponentials(23256, 4096, 128256 // 16, sharded=True, groups=4)
-    assert (of_four.chunk_rows, of_four.product_rows) == (11628, 5816), "no third piece of a row of each rank"
-
-
 def test_rows_that_fit_are_one_chunk() -> None:
     """Also where they are no whole number of tiles: each chunk more is a rounding more of the weight's gradient."""
     for rows in (1, 100, 600, 701, 1500):
@@ -233,13 +219,6 @@ def test_statistics_stay_within_the_workspace(mib: float | None) -> None:
     assert fewer < elements, "each token's targets are counted"
     assert rows.sum_rows < least.sum_rows
     assert rows.chunk_rows == least.chunk_rows, "what forward needs is nothing to backward"
-
-
-def test_a_weight_of_another_narrow_dtype_is_summed_in_float32() -> None:
-    plan = plan_head(
-        16, 64, 1000, torch.float16, "cuda", HeadOptions(backend="row", accumulate="input"), weight_dtype=torch.bfloat16
-    )
-    assert plan.accumulate == "float32"
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])

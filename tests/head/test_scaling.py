@@ -20,7 +20,6 @@ from lowtide import (
     linear_logprobs,
     linear_token_stats,
 )
-from lowtide.head.gradients import scaled, weight_lift
 from support import assert_near, doubled, head, oracle, relative_error
 
 
@@ -192,13 +191,6 @@ def test_a_gradient_of_hardly_anything_is_no_nan(gap: float) -> None:
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(value * 2.0**16, (x, w)))
 
 
-def test_factors_of_fp16_hidden_states_are_lifted() -> None:
-    small = torch.tensor([2.0**-80, 2.0**-90, 0])
-    assert small.max() * weight_lift(small, torch.tensor(2.0**10)) * 2.0 ** (10 - 14) == 2.0**-2
-    for factor in (torch.zeros(2), torch.tensor([1.0, torch.inf]), torch.tensor([torch.nan]), torch.empty(0)):
-        assert weight_lift(factor).isfinite()
-
-
 def test_no_width_at_all() -> None:
     """D = 0: the logits are the bias."""
     for dtype in (torch.half, torch.bfloat16, torch.float32):
@@ -272,16 +264,3 @@ def test_compiled_too(dtype: torch.dtype) -> None:
     assert torch.equal(grad_x[y == -100], torch.zeros_like(x[y == -100]))
     assert not grad_x[y != -100].isfinite().any()
     assert not grad_s.isfinite()
-
-
-def test_rows_are_scaled_each_by_its_factor() -> None:
-    grad = torch.arange(12.0).view(4, 3)
-    grad[1] = 0
-    kept = torch.tensor([True, False, True, True])
-    for in_place in (False, True):
-        for factor in (torch.tensor(2.0), torch.tensor(math.nan), torch.tensor([1.0, math.inf, 3.0, -1.0])):
-            got = scaled(grad.clone(), factor, in_place, kept)
-            want = (grad * (factor[:, None] if factor.dim() else factor)).where(kept[:, None], 0)
-            torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
-    zeros = scaled(grad, torch.tensor(math.inf), False, zeros_stay=True)
-    assert torch.equal(zeros, torch.where(grad == 0, 0, torch.inf))

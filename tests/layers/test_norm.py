@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.layers import add_rms_norm, rms_norm
 from support import Sharded, every_pair, relative_error, rms_norm_oracle
 
-ROOT = Path(__file__).parents[2]
 EPS = 1e-5
 # One rounding of a value at random, and of the interpreter, which cuts off; float32's sums on top.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -195,31 +195,6 @@ def test_precision_of_multi_token(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.steps, torch.stack(one).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there tests/gpu runs these kernels")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
-@pytest.mark.parametrize("schedule", ["chunks", "blocks"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 9.0, "label_smoothing": 0.1}], ids=["exp", "row"])
-def test_multi_token_by_kernels(schedule: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each head's loss is what the kernels report, whatever becomes of ignored tokens."""
-    pytest.importorskip("triton")
-    from head.kernel_plans import use_kernels
-
-    backends = use_kernels(monkeypatch, schedule)
-    case, true = Case(torch.float32), Case()
-    leaves = [[*c.inputs, c.weights[0]] for c in (case, true)]
-    for low, high in zip(*leaves, strict=True):
-        high.data.copy_(low.data)
-    got = losses.multi_token_loss(case.inputs, case.weights[0], case.labels, weights=[1, 0.5, 0.25], **options)
-    assert {*backends} == {"row" if options else "exp"}
-    backends.clear()
-    monkeypatch.undo()
-    want = losses.multi_token_loss(true.inputs, true.weights[0], case.labels, weights=[1, 0.5, 0.25], **options)
-    torch.testing.assert_close(got.steps, want.steps.float(), rtol=1e-5, atol=1e-6)
-    found = (torch.autograd.grad(x.loss, leaf) for x, leaf in zip((got, want), leaves, strict=True))
-    for g, x in zip(*found, strict=True):
-        assert (g - x).norm() <= 1e-5 * x.norm()
-
-
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_sequences_shorter_than_the_steps(length: int) -> None:
     case = Case()

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be insta
 
 SCALES = (0.5, 1.7, 2.0)
 RANKS = (3, 1, 5)
-SIDES = ("gate", "up", "down")
 
 
 def adapters_of(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from head.kernels.rows import DEVICE, DTYPE, NAN, apart
-from lowtide.head.kernels.support_rows import Tiles, input_grad, run_length, score, weight_grad
+from lowtide.head.kernels.support_rows import Tiles, input_grad, score, weight_grad
 from support import relative_error
 
 N, D, V = 13, 41, 30
@@ -61,8 +61,3 @@ def test_sums_of_classes(run: int | None, tiles: Tiles) -> None:
     exact.index_add_(0, rows.view(-1).long().clamp(min=0), per_pair)
     assert relative_error(out, exact) < 1e-6
     assert (out[V // 2 :] == 0).all()
-
-
-def test_runs_stay_few() -> None:
-    assert run_length(0) == run_length(10**6) == 256
-    assert [P // run_length(P) <= 4096 for P in (10**6, 2**24, 10**8)] == [True] * 3
