@@ -80,10 +80,10 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Children:
 
 
 def test_two_processes_agree_and_take_turns(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
-    """The logits are 64 MiB here, everything else is small."""
+    """The logits are 128 MiB here, the loss's scratch memory at most half of that."""
     shape = json.loads((tmp_path / "tiny.json").read_text()) | {"vocab_size": 32_768}
     (tmp_path / "wide.json").write_text(json.dumps(shape))
-    size = options(**{"per_device_train_batch_size": 8, "seq-len": 64, "max-steps": 12})
+    size = options(**{"per_device_train_batch_size": 8, "seq-len": 128, "max-steps": 12})
     file = tmp_path / "c.json"
     model = ["--model", tmp_path / "wide.json"]
     status, out, _ = lowtide(*tiny, *model, *size, "--compare", "--json", file)
@@ -95,13 +95,13 @@ def test_two_processes_agree_and_take_turns(tmp_path: Path, tiny: list[str], low
     assert figures["equal"]
     assert figures["max_loss_difference"] < 1e-5
     assert figures["tolerance"] == {"early": 2e-5, "late": 2e-3, "early_steps": 26}
-    assert (figures["config"]["seq_len"], figures["steps_per_block"], figures["config"]["output"]) == (64, 5, None)
+    assert (figures["config"]["seq_len"], figures["steps_per_block"], figures["config"]["output"]) == (128, 5, None)
     assert {"torch", "transformers", "cpu_threads", "system", "OMP_WAIT_POLICY"} <= figures["machine"].keys()
     assert len(figures["stock"]["losses"]) == len(figures["patched"]["losses"]) == 12
     assert (figures["stock"]["calls_fused"], figures["patched"]["calls_materialised"]) == (None, 0)
     assert figures["patched"]["calls_fused"] >= 12
-    assert figures["stock"]["peak_above_warm_mib"] > 2 * 64
-    assert 0 <= figures["patched"]["peak_above_warm_mib"] < 64
+    assert figures["stock"]["peak_above_warm_mib"] > 2 * 128
+    assert 0 <= figures["patched"]["peak_above_warm_mib"] < 128
     assert figures["step_ratio"] > 0
 
 
