@@ -240,7 +240,7 @@ for words in (
     ["plan", "--model", "/nobody", "--seq-len", "1"],
     [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
     ["profile", "--help"], ["profile", "--impl", "stock:some"], ["profile", "--model", "/nobody"],
-    ["profile", "--impl", "none", "--include", "/nobody"], ["profile", "--device", "cpu", "--memory-limit", "1"],
+    ["profile", "--impl", "nobody"], ["profile", "--device", "cpu", "--memory-limit", "1"],
 ):
     said = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
