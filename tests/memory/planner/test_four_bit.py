@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,13 +46,8 @@ def test_bytes_of_llama_3_8b(nested: bool, bits: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        "llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
-        "olmo2", "falcon_h1", "qwen2_moe",
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("nested", [False, True])
+    ("model_type", "nested"), [("llama", True), ("phi3", False), ("mixtral", True), ("falcon_h1", False)]
+)
 def test_bytes_are_those_of_a_model(model_type: str, nested: bool) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
@@ -171,31 +165,10 @@ def test_a_head_that_is_skipped_changes_nothing() -> None:
     assert shapes[0] == shapes[1]
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command = [
-        "plan",
-        "--model",
-        "llama-3.2-1b",
-        "--seq-len",
-        "1024",
-        "--gpu",
-        "h100",
-        "--lora-rank",
-        "8",
-        "--json",
-        "-",
-    ]
-
-    def peak(*options: str) -> float:
-        assert main([*command, *options]) == 0
-        weights: float = json.loads(capsys.readouterr().out)["peak_parts_gib"]["weights"]
-        return weights
-
-    plain, single, nested = peak(), peak("--load-in-4bit"), peak("--load-in-4bit", "--use-bnb-nested-quant")
-    assert plain > 2 * single > 2 * nested
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**SHAPES["llama-3.2-1b"], "quantization_config": config_of(nested=True)}))
-    command[2] = str(file)
-    assert peak() == nested
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "llama-3.2-1b", "--layers", "2", "--seq-len", "64", "--gpu", "h100"]
+    command += ["--budget", "3GiB", "--json", "-"]
+    assert main([*command, "--lora-rank", "8", "--load-in-4bit", "--use-bnb-nested-quant"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["four_bit"] == "4 bits, double quantisation"
     assert main([*command, "--use-bnb-nested-quant"]) == 2
     assert "use_bnb_nested_quant" in capsys.readouterr().err

@@ -123,20 +123,22 @@ class Case:
 
 
 WIDE, EVERY = torch.float32, ("all/0", "all/1", "attention/0", "input/0")
-CASES = [Case("llama", policy, dtype) for policy in POLICIES.values() for dtype in (WIDE, torch.bfloat16)]
-for kind in ("mistral", "qwen2", "qwen3", "gemma", "gemma3_text"):
-    CASES += [Case(kind, POLICIES[name]) for name in EVERY[:3]]
-for kind in ("llama", "qwen3", "gemma3_text"):
-    CASES += [Case(kind, POLICIES[name], WIDE, autocast=True) for name in EVERY]
+CASES = [Case("llama", policy) for policy in POLICIES.values()]
+CASES += [
+    Case("llama", POLICIES["all/1"], WIDE),
+    Case("qwen2", POLICIES["all/0"]),
+    Case("qwen3", POLICIES["attention/0"]),
+]
+CASES += [Case("gemma3_text", POLICIES["all/0"]), Case("gemma3_text", POLICIES["all/1"], WIDE, autocast=True)]
+CASES += [Case("llama", POLICIES[name], WIDE, autocast=True) for name in EVERY]
 CASES += [Case("llama", ActivationPolicy(), WIDE, autocast, fused_mlp=False) for autocast in (False, True)]
 for name, autocast in (("all/0", True), ("all/1", False), ("attention/0", True)):  # beside a mask keys are repeated
     CASES.append(Case("llama", POLICIES[name], WIDE, autocast, packed=True))
 # Phi3's values are a view of all that their product puts out; one copy of each input serves the whole stack.
-for keep, autocast, packed in (("all", False, False), ("all", True, True), ("attention", True, False)):
-    phi3 = Case("phi3", ActivationPolicy(keep=keep), WIDE, autocast, packed=packed, fused_mlp=False)  # type: ignore[arg-type]
-    CASES += [dataclasses.replace(phi3, sizes=(("num_key_value_heads", groups),)) for groups in (2, 8)]
-CASES += [Case("phi3", POLICIES[name], dtype) for name in EVERY for dtype in (WIDE, torch.bfloat16)]
-CASES += [Case("phi3", POLICIES[name], WIDE, autocast=True) for name in EVERY]
+CASES += [Case("phi3", POLICIES["all/0"]), Case("phi3", POLICIES["all/1"], WIDE, autocast=True)]
+CASES.append(
+    Case("phi3", ActivationPolicy(), WIDE, True, packed=True, fused_mlp=False, sizes=(("num_key_value_heads", 8),))
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -157,14 +159,8 @@ PRECISIONS = {"bfloat16": (torch.bfloat16, False), "autocast": (torch.float32, T
     [
         ("llama", PROJECTIONS, "all/0", "bfloat16"),
         ("llama", PROJECTIONS, "all/1", "autocast"),
-        ("llama", PROJECTIONS, "attention/0", "float32"),
-        ("llama", ("q_proj", "v_proj"), "all/0", "bfloat16"),
-        ("llama", ("o_proj", "down_proj"), "all/1", "autocast"),
-        ("llama", ("k_proj", "o_proj", "up_proj"), "all/0", "float32"),
-        ("qwen3", PROJECTIONS, "all/1", "bfloat16"),
-        ("gemma3_text", PROJECTIONS, "all/0", "float32"),
+        ("llama", ("k_proj", "o_proj", "up_proj"), "attention/0", "float32"),
         ("gemma3_text", ("o_proj",), "all/0", "bfloat16"),
-        ("llama", PROJECTIONS, "not fused", "bfloat16"),
         ("llama", ("up_proj",), "not fused", "autocast"),
     ],
 )
@@ -179,9 +175,10 @@ def test_a_layer_with_adapters_saves_what_is_planned(
     assert measured == pytest.approx(case.planned() + scalings, abs=4 if fused else 0)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, WIDE])
+@pytest.mark.parametrize(
+    ("name", "model_type", "dtype"),
+    [("all/0", "llama", torch.bfloat16), ("all/1", "qwen3", WIDE), ("attention/0", "llama", torch.bfloat16)],
+)
 def test_a_layer_in_4_bits_with_adapters_saves_what_is_planned(model_type: str, name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("bitsandbytes")
     case = Case(model_type, POLICIES[name], dtype, adapters=Adapters(3), four_bit=True)
@@ -193,8 +190,7 @@ def test_mlps_that_are_not_fused_have_no_levels() -> None:
     assert {one.mlp_level for one in ladder(job, offload=True)} == {None}
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("level", [0, 1, None])
+@pytest.mark.parametrize(("model_type", "level"), [("mixtral", 0), ("qwen3_moe", 1), ("mixtral", None)])
 def test_experts_save_about_what_is_planned(model_type: str, level: int | None) -> None:
     experts = (("num_local_experts", 4), ("num_experts_per_tok", 2), ("moe_intermediate_size", 176))
     case = Case(model_type, ActivationPolicy(mlp_level=level), sizes=experts, fused_mlp=level is not None)

@@ -35,7 +35,7 @@ def plan(model: Any = LLAMA, seq_len: int = 16384, batch: int = 1, budget: float
     return PLANS[key]
 
 
-@pytest.mark.parametrize("host_gib", [0, 0.2, 3])
+@pytest.mark.parametrize("host_gib", [0, 3])
 def test_more_budget_is_never_slower_and_none_is_overdrawn(host_gib: float) -> None:
     """Of one search, which `plan_memory` would make anew for each budget; what it returns is the search's choice."""
     most = plan(budget=79, host_gib=host_gib)
@@ -54,8 +54,7 @@ def test_more_budget_is_never_slower_and_none_is_overdrawn(host_gib: float) -> N
     assert (most.policies, most.seconds) == (found.policies, found.seconds)
 
 
-@pytest.mark.parametrize("host_gib", [0, 0.1, 50])
-@pytest.mark.parametrize("seq_len", [1024, 32768])
+@pytest.mark.parametrize(("host_gib", "seq_len"), [(0, 1024), (0.1, 32768), (50, 32768)])
 def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All mixtures of a model of 5 layers in the order of memory, one by one, for budgets from the least up."""
     search = Search(plan(FEW, seq_len, budget=60, host_gib=host_gib).job, int(host_gib * GIB))
@@ -78,12 +77,13 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     assert plan(FEW, seq_len, budget=budget / GIB, host_gib=host_gib).chosen == found
 
 
-@pytest.mark.parametrize("model", [FEW, {**LLAMA, "num_hidden_layers": 1}, {**LLAMA, "num_hidden_layers": 3}])
-@pytest.mark.parametrize("seq_len", [512, 20000, 131072])
+@pytest.mark.parametrize(
+    ("model", "seq_len"), [(FEW, 512), (FEW, 131072), ({**LLAMA, "num_hidden_layers": 1}, 20000)], ids=str
+)
 def test_where_no_mixture_fits_not_even_the_least_does(model: Any, seq_len: int) -> None:
     """So that a budget with none on the front is refused, whatever the least one takes."""
     job = plan(model, seq_len, budget=500).job
-    for host in (0, 1, 10**7, 2**28, 2**30, 3 * 2**30, 2**40):
+    for host in (0, 10**7, 2**28, 2**40):
         search = Search(job, host)
         least = search.least()
         assert least.peak == min(one.peak for one in search.candidates) == search.front[0].peak
@@ -104,7 +104,7 @@ def test_the_front_is_one() -> None:
         assert a.seconds > b.seconds
 
 
-@pytest.mark.parametrize("host_gib", [0, 6])
+@pytest.mark.parametrize("host_gib", [0])
 def test_the_longest_sequence_is_really_the_longest(host_gib: int) -> None:
     found = plan(seq_len=2048, host_gib=host_gib)
     for more in (0, 256, 512, 4096):
@@ -223,7 +223,6 @@ def test_states_stay_where_requested_or_where_nothing_is_gained() -> None:
     for found in (
         plan(seq_len=32768, host_gib=64, offload_states=False),
         plan(seq_len=32768, host_gib=0),
-        plan(seq_len=32768, host_gib=64, optimizer="sgd"),
         plan(seq_len=32768, host_gib=64, budget=60),  # everything fits as it is
     ):
         assert found.chosen.states == 0

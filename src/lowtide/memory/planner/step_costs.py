@@ -96,7 +96,6 @@ class StepCosts:
         self.fixed_seconds = head_seconds(job) + optimizer_seconds(job, ranks.stepped) + embedding_seconds(job)
         runs, waits = ranks.seconds(ranks.others)
         self.fixed_seconds += waits + SLOWS * runs + ranks.waits
-        self.layer_gradients = max(ranks.layer_gradients)
         # of a layer and all after it
         self._gradients_from = [*accumulate(reversed(ranks.layer_gradients), initial=0)][::-1]
         ids = 2 * 8 * N  # and labels
@@ -106,15 +105,14 @@ class StepCosts:
         workspace = WORKSPACE if job.gpu.capability >= (9, 0) else OLD_WORKSPACE
         self.other = 2 * workspace + ids + positions + masks
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
-        waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
-        self._waiting = waiting
+        self._waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
         self._stream = N * shape.hidden * e
         # The head holds gradients until its backward. An accumulator's is made when the scratch is gone.
         head = job.head_plan
         beside = head.scratch_bytes - (self.vocab_gradients if head.accumulator_bytes else 0)
         self._head = self._stream + self.vocab_gradients + head.accumulator_bytes + max(0, beside) + head.cast_bytes
         # The embedding's kernel adds up the rows of each token in float32 first.
-        embedding = self._stream + 4 * N * shape.hidden + waiting
+        embedding = self._stream + 4 * N * shape.hidden + self._waiting
         embedding += self.vocab_gradients if shape.tied or job.keep_gradients else 0  # not the first gradient there
         step = kind.temporary * self.all_gradients
         layers = shape.layers
