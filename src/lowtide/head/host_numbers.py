@@ -9,7 +9,7 @@ from torch import Tensor
 def host_memory(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return memory on the host that a device writes to, whatever mode the first call runs in."""
     with torch.inference_mode(mode=False):  # training cannot write to an inference tensor
-        return torch.empty(*shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 def sent(x: Tensor, to: Tensor) -> Callable[[], None]:
