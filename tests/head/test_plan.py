@@ -180,24 +180,6 @@ def test_what_is_no_option_and_no_reduction_is_refused() -> None:
             plan(reduction="avg")
 
 
-def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_do_not() -> None:
-    def plan(N: int, D: int, V: int, mib: float | None = None, **kwargs: object) -> HeadPlan:
-        options = HeadOptions(workspace_mib=mib)
-        return plan_head(N, D, V, torch.bfloat16, "cuda", options, **kwargs)  # type: ignore[arg-type]
-
-    free = plan(16384, 2048, 131072)
-    assert (free.backend, free.schedule, free.accumulate) == ("exp", "chunks", "input")
-    assert plan(16384, 2048, 8192).chunks <= 4, "fewer chunks where one is shorter than its launches"
-    short = plan(16384, 2048, 131072, 64)
-    assert short.schedule == "blocks"
-    assert 2048 <= short.block_columns < 131072
-    assert plan(16384, 4096, 128256, 128).schedule == "chunks", "few rows, but blocks have a GEMM more"
-    assert plan(262144, 2048, 131072).accumulate == "float32"
-    again = plan(16384, 2048, 131072, reduction="none")
-    assert (again.gradient, again.schedule) == ("recompute", "blocks")
-    assert "built twice" in str(again)
-
-
 def test_rows_that_fit_are_one_chunk() -> None:
     """Also where they are no whole number of tiles: each chunk more is a rounding more of the weight's gradient."""
     for rows in (1, 100, 600, 701, 1500):

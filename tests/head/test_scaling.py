@@ -248,19 +248,3 @@ def test_rows_that_fn_itself_leaves_out(dtype: torch.dtype, factor: float) -> No
             for grad in (grads[0][kept], *grads[1:]):
                 zero = not kept.any()
                 assert (grad == 0).all() if zero else grad.isfinite().all() == (factor == 1)
-
-
-@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_compiled_too(dtype: torch.dtype) -> None:
-    x, w, y, b, s = all_leaves(dtype)
-    y[0, 1] = y[1, 2:4] = -100
-
-    def step(x: Tensor, w: Tensor) -> Tensor:
-        return linear_cross_entropy(x, w, y, linear_bias=b, reduction="sum", logit_scale=s) * math.inf
-
-    loss = torch.compile(step, backend="aot_eager")(x, w)
-    grad_x, grad_s = torch.autograd.grad(loss, (x, s))
-    assert torch.equal(grad_x[y == -100], torch.zeros_like(x[y == -100]))
-    assert not grad_x[y != -100].isfinite().any()
-    assert not grad_s.isfinite()

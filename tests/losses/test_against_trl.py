@@ -143,13 +143,6 @@ def test_f_dpo(kind: str, ours: str, theirs: str, seed: int) -> None:
     agree(got, true, logprob)
 
 
-def test_wpo(seed: int) -> None:
-    b, logprob, ref = answers(seed)
-    weights = losses.wpo_weights(logprob, b.sum_sq_prob, b.mask)
-    pairs = losses.dpo_loss(*four(b, logprob, ref), beta=0.3, reduction="none")
-    agree((pairs * weights[:4] * weights[4:]).mean(), trl_dpo(b, logprob, ref, use_weighting=True), logprob)
-
-
 @pytest.mark.parametrize(("kind", "theirs"), [("kto", "kto"), ("apo_zero", "apo_zero_unpaired")])
 def test_kto(kind: str, theirs: str, seed: int) -> None:
     from trl.trainer.kto_trainer import KTOTrainer

@@ -137,13 +137,6 @@ def finish(
     return Finished(rows, room[1:-1, :V], scaled[1:-1])
 
 
-def test_a_list_of_0_rows_leaves_everything() -> None:
-    b = batch(3, 37, UNIT)
-    got = finish(b, b.g, b.g.abs(), {}, shifted=([], b.g))
-    for value in (got.rows.loss, got.rows.lse, got.rows.miss, got.rows.s, got.rows.rest, got.e, got.scaled):
-        assert (value == POISON).all()
-
-
 @pytest.mark.parametrize(("number", "first", "rows"), [(100, 0, 128), (100, 128, 0), (150, 10, 256)])
 def test_rows_that_are_not_used_have_no_loss(number: int, first: int, rows: int) -> None:
     """Nor is anything else written of them: their E was not, and neither was their product."""
@@ -219,18 +212,6 @@ def test_rows_to_be_done_again(first: int, gradient: bool) -> None:
     others = [i for i in range(C) if i not in want]
     assert (got.rows.highest[others] == 12345).all()
     assert (got.rows.loss[b.y < 0] == 0).all()
-
-
-def test_a_loss_without_a_share_in_it_is_not_done_again_for_its_small_s() -> None:
-    b = batch(4, 37, UNIT)._replace(g=torch.full((4,), 1.0, device=DEVICE))
-    q = torch.zeros(37, device=DEVICE)
-    r = torch.tensor([1.0, 300.0, 1e18, INF], device=DEVICE)
-    got = finish(b, torch.zeros(4, device=DEVICE), r, {"weight": q}, P=1)
-    assert listed(got.rows) == [3]
-    assert (got.rows.loss[:3] == 0).all()
-    assert (got.rows.s[:3] == 0).all()
-    assert (of_targets(got.e, b.y)[:3] == 0).all()
-    assert (got.scaled[:3] == 0).all()
 
 
 @each_set
