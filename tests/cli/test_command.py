@@ -229,7 +229,7 @@ def test_a_benchmark_without_a_gpu_names_a_small_one(
     assert ("A small run: lowtide bench head --shape 1024,256,8192 --skip compile --device cpu\n" in err) == says
 
 
-def test_help_and_checks_import_nothing_heavy_and_a_plan_needs_no_transformers() -> None:
+def test_help_and_checks_import_nothing_heavy() -> None:
     """Checks are of what is wrong with arguments, a path that is not there among them."""
     code = """
 import contextlib, io, sys
@@ -247,13 +247,10 @@ for words in (
         main(words)
     heavy = {"torch", "transformers", "tokenizers", "accelerate", "triton"} & set(sys.modules)
     assert said.getvalue() and not heavy, (words, heavy)
-sys.modules["transformers"] = None
-sys.exit(main(plan))
 """
     plan = ["plan", "--model", "llama-3.2-1b", "--seq-len", "4096", "--gpu", "h100"]
     ended = subprocess.run([sys.executable, "-W", "error", "-c", code, *plan], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "apply_policy(model" in ended.stdout
 
 
 @pytest.mark.slow
