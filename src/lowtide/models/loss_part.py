@@ -247,8 +247,11 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         inside = len(args) > 0 and type(args[0]) is HeadWork
         state = _awaited_by(self)
         style = parallel_style.style_of(self) if inside or state is not None else None
-        if style is None or parallel_style.is_stock_call(self) or self._compiled_call_impl is not None:
+        if style is None or parallel_style.is_stock_call(self):
             return base.__call__(self, *args, **kwargs)
+        if self._compiled_call_impl is not None:  # the style's hooks are in its graph
+            with parallel_style.stock_call(self):
+                return base.__call__(self, *args, **kwargs)
         if state is not None and not inside:
             why_not = eligibility.why_not_call(self)
             if isinstance(style, parallel_style.Style):
