@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -189,28 +188,6 @@ def test_a_gradient_of_hardly_anything_is_no_nan(gap: float) -> None:
             assert grad.isfinite().all()
     value = linear_divergence(x, w, x.detach(), w.detach() * 0.9, reduction="mean")
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(value * 2.0**16, (x, w)))
-
-
-def test_no_width_at_all() -> None:
-    """D = 0: the logits are the bias."""
-    for dtype in (torch.half, torch.bfloat16, torch.float32):
-        x, w = torch.empty(3, 0, dtype=dtype, requires_grad=True), torch.empty(5, 0, dtype=dtype, requires_grad=True)
-        b, y = torch.randn(5).to(dtype).requires_grad_(), torch.tensor([0, 4, 2])
-        calls: list[Any] = [
-            lambda x=x, w=w, b=b, y=y: linear_cross_entropy(x, w, y, linear_bias=b),
-            lambda x=x, w=w, b=b, y=y: -linear_logprobs(x, w, y, linear_bias=b).mean(),
-            lambda x=x, w=w, b=b, y=y: linear_apply(surely, x, w, y, linear_bias=b, out="sum") / 3,
-        ]
-        exact = b.detach().double().requires_grad_()
-        loss = F.cross_entropy(exact.expand(3, 5), y)
-        loss.backward()
-        for call in calls:
-            got = call()
-            assert abs(got.item() - loss.item()) < 1e-5
-            grad_x, grad_w, grad_b = torch.autograd.grad(got, (x, w, b))
-            assert grad_x.shape == x.shape
-            assert grad_w.shape == w.shape
-            assert relative_error(grad_b, exact.grad) < 1e-2
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from head.kernels.rows import DEVICE, DTYPE, INF, NAN, POISON, UNIT, apart, ordered, unordered
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
-from lowtide.head.kernels.gemm import ALL, LogitTransform, Used, gemm_tiles, tiles_across
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.kernel_launch import multiprocessors
 
 SMALL = {"rows": 16, "columns": 32, "depth": 16, "group": 2, "stages": 1, "warps": 4}
@@ -111,7 +111,7 @@ def stored_width(V: int) -> int:
 
 def run(
     b: Batch, config: GemmConfig = CONFIG, *, e: bool = True, sums: bool = True,
-    programs: int = PROGRAMS, coefficient_C: Tensor | None = None, first_class: int = 0, used: Used = ALL,
+    coefficient_C: Tensor | None = None, first_class: int = 0,
     **kwargs: Any,
 ) -> Result:  # fmt: skip
     """Return what the kernel wrote, after a look at what stands around it."""
@@ -122,7 +122,7 @@ def run(
     s = narrow[1 : C + 1, :P]
     rows = ExpRows.of(b.reference, b.y, s if sums else None, coefficient_C, first_class)
     e_CV = room[1 : C + 1, :V] if e else None
-    gemm_tiles(exp_tile, b.x, b.w, e_CV, rows, LogitTransform(**kwargs), config, programs, used)
+    gemm_tiles(exp_tile, b.x, b.w, e_CV, rows, LogitTransform(**kwargs), config, PROGRAMS)
     assert around_is_poison(room, stored_width(V))
     assert around_is_poison(narrow, P)
     return Result(room[1 : C + 1, :V] if e else None, s if sums else None)
@@ -226,16 +226,6 @@ def test_ignored_rows(fraction: int, names: tuple[str, ...], coefficient: bool, 
     assert (got.sums[zero_for_sure] == 0).all()
 
 
-@pytest.mark.parametrize(("number", "first", "rows"), [(100, 0, 128), (100, 128, 0), (0, 0, 0), (300, 100, 256)])
-def test_rows_that_are_not_used_are_left_as_they_are(number: int, first: int, rows: int) -> None:
-    b = batch(300, 40, 16)
-    whole = run(b)
-    got = run(b, used=Used(torch.tensor([number], dtype=torch.int32, device=DEVICE), first))
-    for one, other in zip(got, whole, strict=True):
-        assert torch.equal(one[:rows], other[:rows])
-        assert (one[rows:] == POISON).all()
-
-
 @pytest.mark.parametrize("lead", [-30.0, 20.0, 60.0])
 def test_sums_keep_their_relative_precision_far_from_1(lead: float) -> None:
     b = batch(6, 37, 5 * UNIT)
@@ -254,7 +244,7 @@ class Shifted(NamedTuple):
 
 
 def run_shifted(
-    b: Batch, rows: list[int], *, e: bool = True, programs: int = PROGRAMS,
+    b: Batch, rows: list[int], *, programs: int = PROGRAMS,
     config: GemmConfig = CONFIG, **kwargs: Any,
 ) -> Shifted:  # fmt: skip
     """Return what the kernel wrote into buffers of poison, after a look at what stands around them."""
@@ -268,7 +258,7 @@ def run_shifted(
     listed[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
     count = torch.tensor([len(rows)], dtype=torch.int32, device=DEVICE)
     shifted_exp_logits(
-        b.x, b.w, room[1 : C + 1, :V] if e else None, ExpRows.of(highest, b.y, narrow[1 : C + 1, :P]), (listed, count),
+        b.x, b.w, room[1 : C + 1, :V], ExpRows.of(highest, b.y, narrow[1 : C + 1, :P]), (listed, count),
         LogitTransform(**kwargs), config, programs,
     )  # fmt: skip
     others = torch.ones(C, dtype=torch.bool, device=DEVICE)
@@ -277,8 +267,6 @@ def run_shifted(
         assert around_is_poison(part, width)
         assert (part[1:-1][others] == POISON).all()
     assert torch.equal(highest[others], ordered(t)[others])
-    if not e:
-        assert (room == POISON).all()
     return Shifted(room[1:-1, :V], narrow[1:-1, :P], highest)
 
 
@@ -315,13 +303,3 @@ def test_the_order_of_the_list_changes_no_bit() -> None:
         order = torch.randperm(len(rows), generator=g).tolist()
         for got, w in zip(run_shifted(b, [rows[i] for i in order], programs=3), want, strict=True):
             assert torch.equal(got, w)
-
-
-@pytest.mark.parametrize("V", [1, 2])
-def test_listed_rows_of_few_classes(V: int) -> None:
-    b = batch(3, V, UNIT, size=256.0)
-    got = run_shifted(b, [0, 2])
-    z = logits(b)
-    e, total = truth(b, reference=z.amax(1))
-    assert_rows_close(got.e[[0, 2]], e[[0, 2]], NEAR_E)
-    assert_sums_close(got.sums[[0, 2]], total[[0, 2]])

@@ -18,7 +18,6 @@ from lowtide.head.kernels.exp_rows import (
     prepare_rows,
 )
 from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
-from lowtide.head.kernels.gemm import ALL, Used
 from support import assert_near, relative_error
 
 WITH_CAP = ("linear_bias", "logit_scale", "softcap", "weight", "z_loss")
@@ -107,8 +106,7 @@ class Finished(NamedTuple):
 
 def finish(
     b: Batch, t: Tensor, r: Tensor, kwargs: dict[str, Any], *, uniform: Tensor | None = None, P: int = 5,
-    gradient: bool = True, shifted: tuple[list[int], Tensor] | None = None, dtype: torch.dtype = DTYPE,
-    used: Used = ALL,
+    gradient: bool = True, dtype: torch.dtype = DTYPE,
 ) -> Finished:  # fmt: skip
     """Finish rows of target logits t and sums r, split in P parts; E is poison before, and is looked at around."""
     (C, D), V = b.x.shape, len(b.w)
@@ -119,45 +117,16 @@ def finish(
     rows.target_logit.copy_(t)
     if uniform is not None:
         rows.uniform_logit.copy_(uniform)
-    if shifted is not None:
-        rows.listed.fill_(2**30)
-        rows.listed[: len(shifted[0])] = torch.tensor(shifted[0], dtype=torch.int32)
-        rows.listed_count.fill_(len(shifted[0]))
-        rows.highest.copy_(ordered(shifted[1]))
     room = torch.full((C + 2, V + 11), POISON, dtype=dtype, device=DEVICE)
     scaled = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
     finish_rows(
         room_of_sums[:, :P], b.x, b.y, b.g if gradient else None, rows, row_terms(b.w, kwargs),
         e_CV=room[1:-1, :V] if gradient else None, scaled_CD=scaled[1:-1] if gradient else None,
-        shifted=shifted is not None, used=used,
     )  # fmt: skip
     for buffer in (room, scaled):
         assert (buffer[[0, -1]] == POISON).all()
     assert (room[:, V:] == POISON).all()
     return Finished(rows, room[1:-1, :V], scaled[1:-1])
-
-
-@pytest.mark.parametrize(("number", "first", "rows"), [(100, 0, 128), (100, 128, 0), (150, 10, 256)])
-def test_rows_that_are_not_used_have_no_loss(number: int, first: int, rows: int) -> None:
-    """Nor is anything else written of them: their E was not, and neither was their product."""
-    b = batch(300, 37, UNIT)
-    b.y[max(0, number - first) :] = -1
-    used = Used(torch.tensor([number], dtype=torch.int32, device=DEVICE), first)
-    r = b.g.abs().where(b.y >= 0, 0)
-    whole, got = (finish(b, b.g, r, {}, used=of) for of in (ALL, used))
-    for name in ("loss", "lse", "miss"):
-        assert torch.equal(getattr(got.rows, name), getattr(whole.rows, name))
-    for one, other in ((got.e, whole.e), (got.scaled, whole.scaled), (got.rows.s, whole.rows.s)):
-        assert torch.equal(one[:rows], other[:rows])
-        assert (one[rows:] == POISON).all()
-    product = torch.where((b.y >= 0)[:, None], b.x.float(), NAN)
-    outs = [torch.full((300, UNIT), NAN, device=DEVICE) for _ in range(2)]
-    order = torch.randperm(300, device=DEVICE)
-    for out, to in zip(outs, (None, order), strict=True):
-        finish_input_grad(product, out, b.w, whole.rows.s, b.y, whole.rows.rest, to_C=to, used=used)
-    assert torch.equal(outs[0], outs[1][order])
-    assert outs[0].isfinite().all()
-    assert not outs[0][b.y < 0].any()
 
 
 @pytest.mark.parametrize("r", [0.0, 1e-38, 1e-20, 1e-9, 6e-8, 1e-3, 2.0**40, 2.0**62])
