@@ -140,13 +140,21 @@ def same_mean(loss: Tensor, want: Tensor, group: Any = None) -> None:
     torch.testing.assert_close(mean / dist.get_world_size(group), want.detach(), rtol=close, atol=close)
 
 
-def fair(ours: Any, stock: Any, true: Any, batch: dict[str, Tensor], where: object, loss_of: Any = None) -> None:
+def fair(
+    ours: Any,
+    stock: Any,
+    true: Any,
+    batch: dict[str, Tensor],
+    where: object,
+    loss_of: Any = None,
+    slack: float = 5e-7,
+) -> None:
     """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank."""
     got, want, right = (step(m, batch, loss_of) for m in (ours, stock, true))
     assert got.keys() == want.keys() == right.keys(), where
     for name, value in got.items():
         error, stock_error = relative_error(value, right[name]), relative_error(want[name], right[name])
-        assert error <= 3 * stock_error + 5e-7, (where, name, error, stock_error)
+        assert error <= 3 * stock_error + slack, (where, name, error, stock_error)
         others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
         dist.all_gather(others, value.contiguous())
         assert name != "loss" or all(torch.equal(value, other) for other in others), where
