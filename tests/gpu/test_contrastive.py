@@ -17,8 +17,7 @@ from support import in_float64, relative_error
 
 pytestmark = ON_GPU
 Q, K, D = 700, 1100, 136
-NEAR = {torch.float64: (1e-12, 1e-11), torch.float32: (1e-5, 1e-5), torch.float16: (1e-4, 2e-3)}
-NEAR |= {torch.bfloat16: (1e-4, 1e-2)}
+NEAR = {torch.float32: (1e-5, 1e-5), torch.float16: (1e-4, 2e-3), torch.bfloat16: (1e-4, 1e-2)}
 CASES: dict[str, dict[str, Any]] = {
     "in-batch": {},
     "ids": {"P": 0},
@@ -52,8 +51,13 @@ def step(kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     return (loss, *torch.autograd.grad(loss, [kwargs[name] for name in ("queries", "keys", "temperature")]))
 
 
-@pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.bfloat16) for case in CASES),
+        *((case, dtype) for case in ("ids", "all") for dtype in (torch.float32, torch.float16)),
+    ],
+)
 def test_values_and_gradients(case: str, dtype: torch.dtype) -> None:
     kwargs = arguments(CASES[case], dtype)
     on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
@@ -67,9 +71,8 @@ def test_values_and_gradients(case: str, dtype: torch.dtype) -> None:
         assert relative_error(g.cpu(), e) < of_gradients
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["in-batch", "several", "symmetric", "all"])
 def test_no_host_waits_and_the_same_bits(case: str) -> None:
-    """Repeated calls run from a record; with another mask the result is another."""
     kwargs = arguments(CASES[case], torch.bfloat16)
     for _ in range(4):
         step(kwargs)
@@ -96,7 +99,7 @@ def test_a_mask_rules_out_exponentials_and_nothing_else_does() -> None:
     assert linear_contrastive(**arguments({"masked": True}, torch.bfloat16), options=HeadOptions(backend="row"))
 
 
-@pytest.mark.parametrize("case", ["in-batch", "several", "masked", "symmetric"])
+@pytest.mark.parametrize("case", ["several", "symmetric"])
 def test_memory(case: str) -> None:
     """The workspace and a few tensors as large as the embeddings, beyond inputs and gradients: no similarities."""
     N, hidden, options = 16384, 256, HeadOptions(workspace_mib=64)

@@ -17,8 +17,8 @@ from mlp.experts import FORMS, GPT_OSS, by_pairs, fused, operands, with_gradient
 from support import doubled, every_pair, relative_error
 
 pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")]
-# T, K, E, D, F: of whole 16 bytes and not, one token, many experts without tokens, none
-SIZES = [(300, 3, 8, 64, 48), (77, 2, 5, 36, 20), (1, 1, 4, 16, 8), (40, 2, 64, 128, 64), (0, 2, 4, 16, 8)]
+# T, K, E, D, F: of whole 16 bytes and not, many experts without tokens, no token
+SIZES = [(300, 3, 8, 64, 48), (77, 2, 5, 36, 20), (40, 2, 64, 128, 64), (0, 2, 4, 16, 8)]
 FEW = 100  # tokens
 # With few numbers, one at a limit decides an error: its gradient passes or not, as it was rounded.
 RARELY_LIMITED = GPT_OSS._replace(limit=7.0)
@@ -42,8 +42,7 @@ def test_in_bfloat16_errs_no_more_than_plain_pytorch(sizes: Any, form: Form, tra
         assert relative_error(g, e) <= 1.3 * relative_error(p, e) + few
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@LEVELS
+@pytest.mark.parametrize(("dtype", "level"), [(torch.float32, 1), (torch.float16, 0)])
 def test_other_dtypes(dtype: torch.dtype, level: int) -> None:
     leaves, ids = operands((77, 2, 5, 36, 20), dtype=dtype, device="cuda")
     true = doubled(*leaves)
@@ -138,8 +137,7 @@ def test_compiled(level: int) -> None:
         assert relative_error(g, w) <= 2e-3
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
-@LEVELS
+@pytest.mark.parametrize(("family", "level"), [("Qwen3Moe", 0), ("GptOss", 1)])
 def test_a_model_beside_stock(family: str, level: int) -> None:
     """In bfloat16, gradients as near to float64 as those of transformers' grouped GEMMs."""
     transformers = pytest.importorskip("transformers")

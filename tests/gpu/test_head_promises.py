@@ -107,10 +107,8 @@ def test_bits_of_statistics_gradients_repeat() -> None:
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
-@every_pair(dtype=[torch.float64, *TRAINED], backend=["auto", "row"], gradient=["forward", "recompute"])
+@every_pair(dtype=TRAINED, backend=["auto", "row"], gradient=["forward", "recompute"])
 def test_ignored_tokens_stay_0_under_any_upstream_gradient(dtype: torch.dtype, backend: Any, gradient: Any) -> None:
-    if dtype == torch.float64 and backend == "row":
-        pytest.skip("its kernel computes in float32")
     x, w, b, y = on_gpu((4, 300), 64, 3000, dtype=dtype)
     scale = torch.tensor(1.5, device="cuda", requires_grad=True)
     some = y.clone()
@@ -235,19 +233,6 @@ def test_what_does_not_count_may_hold_anything(dtype: torch.dtype) -> None:
             assert all(torch.equal(clean, got) for got in others), name
 
 
-def test_nothing_that_counts() -> None:
-    x, w, b, y = on_gpu(20, 32, 310)
-    y.fill_(-100)
-    values = [linear_cross_entropy(x, w, y, **kwargs) for kwargs in ({}, {"num_items": 3}, {"reduction": "sum"})]
-    tx, tw, _, _ = on_gpu(20, 8, 310, seed=1)
-    none = torch.zeros(20, dtype=torch.bool, device="cuda")
-    values += [linear_divergence(x, w, tx, tw, kind=k, mask=none, linear_bias=b, reduction="mean") for k in KINDS]
-    for i, value in enumerate(values):
-        assert value.isnan() == (i not in (1, 2))
-        grads = torch.autograd.grad(value, (x, w, b), allow_unused=True)
-        assert all(g is None or (g == 0).all() for g in grads)
-
-
 @pytest.mark.parametrize("case", ["plain", "none", "all"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -286,8 +271,7 @@ def test_apply_compiles_its_function(out: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("workspace_mib", [None, 0.5])
-def test_random_numbers_are_the_same_on_recompute(workspace_mib: float | None) -> None:
+def test_random_numbers_are_the_same_on_recompute() -> None:
     x, w, _, _ = on_gpu(200, 16, 300, dtype=torch.float64, bias=False)
     masks: list[Tensor] = []
 
@@ -295,7 +279,7 @@ def test_random_numbers_are_the_same_on_recompute(workspace_mib: float | None) -
         masks.append(torch.rand_like(z) < 0.5)
         return (z * masks[-1]).logsumexp(-1)
 
-    loss = linear_apply(fn, x, w, options=HeadOptions(workspace_mib=workspace_mib))
+    loss = linear_apply(fn, x, w, options=HeadOptions(workspace_mib=0.5))
     drawn: list[Tensor] = []  # without those of the comparison that looks for coupled rows, which comes before
     while sum(map(len, drawn)) < 200:
         drawn.insert(0, masks.pop())
@@ -304,15 +288,6 @@ def test_random_numbers_are_the_same_on_recompute(workspace_mib: float | None) -
     assert torch.equal(torch.cuda.get_rng_state(), after)
     want = torch.autograd.grad((F.linear(x, w) * torch.cat(drawn)).logsumexp(-1).sum(), (x, w))
     assert_near(got, want)
-
-
-def test_coupled_tokens_are_refused_in_every_call() -> None:
-    x, w, _, y = on_gpu(64, 16, 300)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="depend on the other tokens"):
-            linear_apply(lambda z: z - z.mean(0), x, w)
-        with pytest.raises(ValueError, match="does not add up"):
-            linear_apply(lambda z, y: F.cross_entropy(z, y), x, w, y, out="sum")
 
 
 def test_a_scale_of_one_reads_and_writes_nothing_else_scales() -> None:

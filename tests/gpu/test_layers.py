@@ -42,7 +42,7 @@ def against_float64(
 
 @every_pair(
     dtype=TOLERANCE,
-    shape=[(7, 37), (1, 64), (2, 300, 8, 128), (1000, 2048), (33, 5003), (9, 32768), (3, 40000)],
+    shape=[(7, 37), (2, 300, 8, 128), (33, 5003), (9, 32768), (3, 40000)],
     offset=[0.0, 1.0],
     rounding=["before_weight", "after_weight"],
 )
@@ -55,8 +55,10 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...], offset: float, roundin
     assert (why_no_kernel(x, weight) is None) == (dtype != torch.float64 and shape[-1] <= 32768)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 37), (2, 511, 2048), (5, 4097)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.float32, (3, 37)), (torch.bfloat16, (2, 511, 2048)), (torch.float16, (5, 4097))],
+)
 def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, residual = (random(*shape, dtype=dtype, seed=s) for s in (0, 1))
     weight = random(shape[-1], dtype=dtype, seed=2)
@@ -108,13 +110,13 @@ def test_norm_of_strided_rows(layout: str) -> None:
     assert all(relative_error(a, b) < 2e-6 for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("Hq", "Hk", "d", "r"),
-    [(32, 8, 64, 64), (14, 2, 64, 64), (3, 1, 80, 32), (8, 8, 128, 128), (5, 5, 96, 96), (2, 1, 256, 256)],
+@every_pair(
+    dtype=TOLERANCE,
+    size=[(32, 8, 64, 64), (3, 1, 80, 32), (5, 5, 96, 96), (2, 1, 256, 256)],  # heads of q and k, their width, turned
+    pairs=PAIRS,
 )
-@pytest.mark.parametrize("pairs", PAIRS)
-def test_rotary(dtype: torch.dtype, Hq: int, Hk: int, d: int, r: int, pairs: str) -> None:
+def test_rotary(dtype: torch.dtype, size: tuple[int, int, int, int], pairs: str) -> None:
+    Hq, Hk, d, r = size
     q, k = (random(2, 131, H, d, dtype=dtype, grad=False).transpose(1, 2).requires_grad_() for H in (Hq, Hk))
     cos, sin = (random(2, 131, r, dtype=dtype, seed=s, grad=False) for s in (5, 6))
     if PAIRS[pairs].entries == "short":

@@ -118,7 +118,7 @@ def test_bias_and_scale() -> None:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[1:3])
 def test_softcap(size: tuple[int, int, int]) -> None:
     """A tile is chosen by its entries times the cap's slope, and the loss is of its exponentials."""
     x, w, y = problem(*size)
@@ -132,8 +132,9 @@ def test_softcap(size: tuple[int, int, int]) -> None:
     assert report.logit_error > 0 or len(x) * len(w) < FEW_TILES * 128 * 256
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("biased", "scale"), [(False, 1.0), (True, 0.7)])
+@pytest.mark.parametrize(
+    ("size", "biased", "scale"), [(size, i % 2 == 0, (0.7, 1.0)[i % 2]) for i, size in enumerate(SIZES)]
+)
 def test_a_value_for_each_token(size: tuple[int, int, int], biased: bool, scale: float) -> None:
     """Log-probabilities, whose upstream gradients backward alone knows: of both signs, and 0 at some tokens."""
     x, w, y = problem(*size)

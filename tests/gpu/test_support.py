@@ -10,12 +10,11 @@ from torch import Tensor
 
 from gpu.conftest import ON_GPU, no_waits, peak_beyond_gradients
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
-from support import in_float64, mask_of_ids, on_gpu, relative_error, sets_oracle
+from support import every_pair, in_float64, mask_of_ids, on_gpu, relative_error, sets_oracle
 
 pytestmark = ON_GPU
 WANT = ("logprob", "entropy", "lse", "argmax", "sum_sq_prob", "is_top1")
-NEAR = {torch.float64: (1e-12, 1e-11), torch.float32: (1e-5, 1e-5), torch.float16: (1e-4, 2e-3)}
-NEAR |= {torch.bfloat16: (1e-4, 1e-2)}
+NEAR = {torch.float32: (1e-5, 1e-5), torch.float16: (1e-4, 2e-3), torch.bfloat16: (1e-4, 1e-2)}
 N, D, V, K = 203, 136, 3001, 70
 FORMS = ("padded", "shared")
 
@@ -45,9 +44,7 @@ def total(stats: Any) -> Tensor:
     return torch.stack(sums).sum()
 
 
-@pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("more", [{}, {"softcap": 4.0, "logit_scale": torch.tensor(0.7)}], ids=str)
+@every_pair(dtype=NEAR, form=FORMS, more=[{}, {"softcap": 4.0, "logit_scale": torch.tensor(0.7)}])
 def test_values_and_gradients(dtype: torch.dtype, form: str, more: dict[str, Any]) -> None:
     x, w, b, _ = on_gpu(N, D, V, dtype=dtype)
     support, mask = sets_of(form)
@@ -106,8 +103,7 @@ def test_a_wrong_id_makes_its_token_nan(form: str) -> None:
     assert torch.equal(stats.logprob.isnan(), wrong & (y != -100))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("form", "dtype"), [("padded", torch.bfloat16), ("shared", torch.float32)])
 def test_long_sets(form: str, dtype: torch.dtype) -> None:
     """4,096 ids a token, a third of them pads or repetitions, and as many targets as a token may have ids of them."""
     n, long, classes, T = 24, 4096, 9001, 300

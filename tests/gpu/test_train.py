@@ -155,9 +155,7 @@ ONE_ROW_A_FILE = ["--packing", "false"]  # and each is cut at the longest length
 PACKED = ["--packing", "--packing_strategy", "bfd", "--max_length", "1024"]
 PLANNED = {
     "full": ["--model", "shape.json", "--tokenizer", "model"],
-    "full, masked": PACKED,
     "LoRA, masked": [*LORA, "--dtype", "bfloat16", *PACKED],
-    "LoRA": [*LORA, "--dtype", "bfloat16", *ONE_ROW_A_FILE],
     "LoRA on two": [*LORA, "--dtype", "bfloat16", "--lora_target_modules", "q_proj", "v_proj", *ONE_ROW_A_FILE],
     "LoRA, autocast": [*LORA, *ONE_ROW_A_FILE],
 }

@@ -11,8 +11,7 @@ from support import on_gpu
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, None), (torch.bfloat16, 5.0)])
 def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap: float | None) -> None:
     x, w, b, y = on_gpu(3001, 128, 5003, dtype=dtype)
     policy, *_ = LogProbCall(x, w, b, y, 0.8, 1, cap).run(None)
