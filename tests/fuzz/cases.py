@@ -40,7 +40,6 @@ class Program:
     tensors: list[str]
     ours: str
     reference: str
-    uses: str  # the reference's name
     autocast: str | None = None
     checks: list[str] = field(default_factory=list)  # expressions of (t, got, notes) that have to hold
 
@@ -104,7 +103,7 @@ def of_head(w: Writer, function: str, reference: str, *args: str, **given: Any) 
     """Return the program of a function that gives one tensor."""
     words = call(*args, **given)
     ours = f"(lowtide.{function}({call(words, options=options_text(w.case))}),)"
-    return Program(w.lines, w.names, ours, f"{reference}({words})", reference, w.autocast)
+    return Program(w.lines, w.names, ours, f"{reference}({words})", w.autocast)
 
 
 OF_INPUT, OF_WEIGHT, OF_BIAS = "all input", "all head weight", "all head bias"  # what is trained, and them with it
@@ -256,7 +255,7 @@ def module(case: Case) -> Program:
     ours = f"(torch.func.functional_call(module, {state}, (input, target)),)"
     bias = call(linear_bias="linear_bias" if case["linear_bias"] else None, **given)
     reference = f"several_outputs(input, linear_weight, target, {of}, {bias})"
-    return Program(w.lines, w.names, ours, reference, "several_outputs", w.autocast)
+    return Program(w.lines, w.names, ours, reference, w.autocast)
 
 
 def logprobs(case: Case) -> Program:
@@ -294,7 +293,7 @@ def stats(case: Case) -> Program:
             checks.append(f"got[{first + i}].dtype == torch.bool and got[{first + i}].shape == t['target'].shape")
     if topk:
         checks.append(f"highest(notes, t, got[{first + len(others)}], {topk})")
-    return Program(w.lines, w.names, ours, reference, "token_stats", w.autocast, checks)
+    return Program(w.lines, w.names, ours, reference, w.autocast, checks)
 
 
 def divergence(case: Case) -> Program:
@@ -383,9 +382,9 @@ def apply(case: Case) -> Program:
         names = ", ".join(("z", *("y", "a", "p")[kind - 1 : kind and kind + (kind == 2)]))
         w.line(f"summed = lambda {names}: fn({names}).sum()")
         ours = f"(lowtide.linear_apply(summed, {args}, out='sum'{', ' if extra else ''}{extra}),)"
-        return Program(w.lines, w.names, ours, f"(apply(fn, {args})[0].sum(),)", "apply", w.autocast)
+        return Program(w.lines, w.names, ours, f"(apply(fn, {args})[0].sum(),)", w.autocast)
     ours = f"(lowtide.linear_apply(fn, {args}{', ' if extra else ''}{extra}),)"
-    return Program(w.lines, w.names, ours, f"apply(fn, {args})", "apply", w.autocast)
+    return Program(w.lines, w.names, ours, f"apply(fn, {args})", w.autocast)
 
 
 def swiglu(case: Case) -> Program:
@@ -403,7 +402,7 @@ def swiglu(case: Case) -> Program:
     # a tile's part of a gradient may pass fp16's range
     tile = None if "float16" in case["dtype"] and case["logits"] == "huge" else case["tile_tokens"]
     ours = f"(lowtide.swiglu_mlp({args}, {call(checkpoint_level=case['level'], tile_tokens=tile)}),)"
-    return Program(w.lines, w.names, ours, f"swiglu({args})", "swiglu", w.autocast)
+    return Program(w.lines, w.names, ours, f"swiglu({args})", w.autocast)
 
 
 def rms_norm(case: Case) -> Program:
@@ -422,11 +421,9 @@ def rms_norm(case: Case) -> Program:
         w.leaf("residual", (*leading, D), "1.0", "all")
         args = call(**given)
         ours = f"lowtide.layers.add_rms_norm(input, residual, {weight}, {args})"
-        return Program(
-            w.lines, w.names, ours, f"rms_norm(input, {weight}, residual=residual, {args})", "rms_norm", None
-        )
+        return Program(w.lines, w.names, ours, f"rms_norm(input, {weight}, residual=residual, {args})")
     args = call("input", weight, **given)
-    return Program(w.lines, w.names, f"(lowtide.layers.rms_norm({args}),)", f"rms_norm({args})", "rms_norm", None)
+    return Program(w.lines, w.names, f"(lowtide.layers.rms_norm({args}),)", f"rms_norm({args})")
 
 
 def rotary(case: Case) -> Program:
@@ -440,7 +437,7 @@ def rotary(case: Case) -> Program:
     for name in ("cos", "sin"):
         w.value(name, f"torch.randn({(1 if case['one_table'] else B, T, r)}, generator=g).to(torch.{table})")
     args = call("q", "k", "cos", "sin", unsqueeze_dim=case["unsqueeze_dim"] if case["unsqueeze_dim"] != 1 else None)
-    return Program(w.lines, w.names, f"lowtide.layers.rotary({args})", f"rotary({args})", "rotary", None)
+    return Program(w.lines, w.names, f"lowtide.layers.rotary({args})", f"rotary({args})")
 
 
 WANTS = [

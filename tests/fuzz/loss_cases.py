@@ -272,7 +272,7 @@ def tokens(case: Case) -> Program:
         both["num_items"] = "torch.tensor(5)" if case["num_items"] == "tensor" else case["num_items"]
     ours = f"(lowtide.losses.{loss}({', '.join(args)}, mask, {call(**mine, **both)}),)"
     reference = f"token_loss({loss!r}, logprob, mask, {call(**theirs, **both)})"
-    return Program(w.lines, w.names, ours, reference, "token_loss")
+    return Program(w.lines, w.names, ours, reference)
 
 
 def pairs(case: Case) -> Program:
@@ -321,7 +321,7 @@ def pairs(case: Case) -> Program:
     ours = f"(lowtide.losses.{loss}({', '.join(args)}, {call(**mine, **both)}),)"
     refs = [] if loss != "dpo_loss" else args[2:]
     reference = f"pair_loss({loss!r}, {', '.join(['chosen', 'rejected', *refs])}, {call(**theirs, **both)})"
-    return Program(w.lines, w.names, ours, reference, "pair_loss")
+    return Program(w.lines, w.names, ours, reference)
 
 
 COMMON: dict[str, list[Any]] = {

@@ -1,9 +1,8 @@
-"""Runs a case, judges it, shrinks what fails, and writes it as a program that anybody can run."""
+"""Runs a case, judges it, and shrinks what fails."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -385,58 +384,3 @@ def shrink(case: Case, wrong: Callable[[Case], str | None] = fails, tries: int =
                     case, changed = smaller, True
                     break
     return case
-
-
-HEADER = '''"""{problem}"""
-import math
-
-import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-
-import lowtide
-
-'''
-FOOTER = """
-ours = lambda {names}: {ours}
-true = lambda {names}: {reference}
-t = {{name: value for name, value in globals().items() if name in {tensors}}}
-t = [t[name] for name in {tensors}]
-exact = [x.detach(){cast}.double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in t]
-way = {way!r}  # of the backward; `upstream` {upstream!r}
-with torch.autocast("cpu", {autocast}, enabled={enabled}):
-    got = checkpoint(ours, *t, use_reentrant=False) if way == "checkpoint" else ours(*t)
-for mine, want in zip(got, true(*exact)):
-    print("value", mine, "true", want)
-    if mine.requires_grad:
-        factor = {factor}
-        leaves = [x for x in t if x.requires_grad]
-        grads = torch.autograd.grad(mine.sum() * factor, leaves, retain_graph=True, allow_unused=True)
-        leaves = [x for x in exact if x.requires_grad]
-        wants = torch.autograd.grad(want.sum() * factor, leaves, retain_graph=True, allow_unused=True)
-        for a, b in zip(grads, wants):
-            if a is not None and b is not None:
-                print("gradient", list(a.shape), "error", (a.double() - b).norm().item(), "of", b.norm().item())
-"""
-
-
-def source(case: Case, problem: str) -> str:
-    """Return a case as a program that needs nothing but PyTorch and lowtide."""
-    program = program_of(case)
-    if program.uses in ("token_loss", "pair_loss"):
-        used, space = ["wide", "reduced", "k_estimate", program.uses], loss_cases
-    else:
-        used = ["note", "wide", "logits_of", "logprob_of", "kept_rows", "divergence_of", program.uses]
-        space = references
-    if program.uses == "several_outputs":
-        used.insert(6, "cross_entropy")
-    text = HEADER.format(problem=problem.replace('"""', "'''")) + "NOTES, HELD = {}, 80.0\n\n\n"
-    text += "\n\n".join(inspect.getsource(getattr(space, name)) for name in used)
-    text += "\n\n" + "\n".join(program.setup) + "\n"
-    autocast = program.autocast or "bfloat16"
-    return text + FOOTER.format(
-        names=", ".join(program.tensors), tensors=program.tensors, ours=program.ours, reference=program.reference,
-        way=case["way"], upstream=case["upstream"], autocast=f"torch.{autocast}", enabled=program.autocast is not None,
-        cast=f".to(torch.{program.autocast})" if program.autocast else "",
-        factor=case["upstream"] if isinstance(case["upstream"], float) else 1.0,
-    )  # fmt: skip

@@ -1,26 +1,21 @@
 """Random argument sets for every public function against plain PyTorch in float64: fixed seeds, and with --slow fresh.
 
-A failure prints a program as small as can be. `LOWTIDE_SETS` says how many sets the slow test draws (60,000),
-`LOWTIDE_SEED` from which seed (fresh, and printed). `docs/generators.md` says what is drawn.
+A failure prints a case as simple as can be. `LOWTIDE_SETS` says how many sets the slow test draws (60,000),
+`LOWTIDE_SEED` from which seed (fresh, and printed).
 """
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
-import subprocess
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
 import torch
 
-import lowtide
 from fuzz import machine
 from fuzz.cases import Case, draw, tables
-from fuzz.machine import Refused, fails, judge, shrink, source
+from fuzz.machine import Refused, fails, judge, shrink
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore")  # PyTorch's own, about what a program does: nothing of them is lowtide's
@@ -40,7 +35,7 @@ def judge_all(name: str, seeds: range) -> None:
             refused += 1
         except machine.Problem as found:
             small = shrink(case)
-            pytest.fail(f"{name}, seed {seed}: {found}\n\n{source(small, str(fails(small)))}", pytrace=False)
+            pytest.fail(f"{name}, seed {seed}: {found}\n\n{small}: {fails(small)}", pytrace=False)
     assert refused < len(seeds) / 2 or len(seeds) < 20, "hardly anything was compared"
 
 
@@ -93,54 +88,6 @@ def test_a_gradient_wrong_by_a_ten_thousandth_fails(
             for which in range(leaves + 1):
                 assert fails(case) is not None, (seed, which)
     which = 0
-
-
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_logprobs", "linear_token_stats", "swiglu_mlp"])
-def test_one_row_wrong_by_a_thousandth_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = machine.run_ours
-
-    def wrong(*args: Any) -> Any:
-        outs, ups, grads = real(*args)
-        grads[0].view(-1, grads[0].shape[-1])[1] *= 1.001
-        return outs, ups, grads
-
-    monkeypatch.setattr(machine, "run_ours", wrong)
-    for seed in range(5):
-        case = ordinary(name, seed, dtype="float32", upstream="random", leading=(7,))
-        assert "gradient of input" in str(fails(case))
-
-
-def test_a_failure_is_shrunk_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that forgets its z-loss: what is printed has little but that, and shows the error by itself."""
-    real = lowtide.linear_cross_entropy
-
-    def forgetful(*args: Any, **kwargs: Any) -> Any:
-        return real(*args, **{**kwargs, "z_loss": 0.0})
-
-    monkeypatch.setattr(lowtide, "linear_cross_entropy", forgetful)
-    found = next(c for c in (draw("linear_cross_entropy", seed) for seed in range(500)) if c["z_loss"] and fails(c))
-    small = shrink(found)
-    simplest = ordinary("linear_cross_entropy", small["seed"])
-    assert small["z_loss"]
-    assert sum(small[option] != simplest[option] for option in simplest) <= 3, small
-    program = source(small, "forgets its z-loss")
-    assert "z_loss=0.01" in program
-    shown = io.StringIO()
-    with redirect_stdout(shown):
-        exec(compile(program, "<printed>", "exec"), {"__name__": "__main__"})
-    assert "gradient" in shown.getvalue()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_programs_need_nothing_but_pytorch_and_lowtide(name: str) -> None:
-    for seed in range(5):
-        program = source(draw(name, seed), "nothing")
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False
-        )
-        refused = "lowtide.errors" in done.stderr or "AttributeError" in done.stderr
-        assert done.returncode == 0 or refused, done.stderr
 
 
 def test_other_options_are_drawn() -> None:

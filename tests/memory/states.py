@@ -104,6 +104,3 @@ class Pair:
 
     def where(self) -> set[str]:
         return {block.where for block in self.handle._blocks}
-
-    def away(self) -> int:
-        return sum(block.nbytes for block in self.handle._blocks if block.where in ("host", "coming"))

@@ -40,14 +40,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "gemma2": (_SMALL, 0),  # a soft cap inside attention, which SDPA does not know
     "gemma3_text": ({**_SMALL, "sliding_window": 4}, 3),
     "gemma3n_text": (_GEMMA3N, 3),  # its last layer reads the keys of another one
-    "cohere2": ({**_SMALL, "sliding_window": 4}, 3),
-    "phi3": (_SMALL, 3),
-    "mistral": ({**_SMALL, "sliding_window": 4, "attention_dropout": 0.0}, 3),
     "gpt2": ({**_GPT2, "attn_pdrop": 0.0}, 3),
     "gpt2-dropout": (_GPT2, 0),  # in attention: the CPU's kernel has none
     "bert": ({**_NO_GROUPS, **_NO_DROPOUT, "is_decoder": True}, 3),
-    "opt": ({**_NO_GROUPS, "ffn_dim": 40, "word_embed_proj_dim": 24}, 3),
-    "gpt_neox": (_NO_GROUPS, 3),
 }
 
 
@@ -67,8 +62,9 @@ def assert_near(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
         assert (gradient - want[1][name]).norm() <= 1e-6 * want[1][name].norm() + 1e-9, name
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "padded"), [*((name, False) for name in FAMILIES), ("llama", True), ("gemma3_text", True), ("bert", True)]
+)
 def test_family(name: str, padded: bool, ids: Tensor) -> None:
     settings, expected = FAMILIES[name]
     model = build(name, settings)

@@ -254,17 +254,6 @@ def test_compiled_layers_are_refused(whole: bool, ids: Tensor) -> None:
         model(ids)
 
 
-def test_batches_of_nothing() -> None:
-    model = Plain()
-    apply_policy(model, every(2))
-    x: Any = torch.zeros(0, 3, 24, requires_grad=True)
-    y = x
-    for block in model.blocks:
-        y = block(y)
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-
-
 def test_layers_that_return_more_than_hidden_states(ids: Tensor) -> None:
     class Tuple(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -315,14 +315,6 @@ def test_a_layer_without_hidden_states() -> None:
         holder.blocks[0](torch.tensor([3]))
 
 
-def test_hidden_states_by_name(ids: Tensor) -> None:
-    model, stock = Plain(), Plain()
-    apply_policy(model, ATTENTION)
-    for each in (model, stock):
-        each.blocks[0](x=each.embed(ids)).square().sum().backward()
-    assert torch.equal(model.embed.weight.grad, stock.embed.weight.grad)
-
-
 def descend(param: Tensor) -> None:
     with torch.no_grad():
         param.sub_(param.grad, alpha=0.1)

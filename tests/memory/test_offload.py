@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, apply_policy, copies, offload, pinned, remove_policy
+from lowtide.memory import ActivationPolicy, apply_policy, offload, pinned, remove_policy
 from memory.models import OFFLOADED_ATTENTION as ATTENTION
 from memory.models import OFFLOADED_INPUT as INPUT
 from memory.models import VOCAB, LazySide, Plain, step
@@ -166,17 +166,6 @@ def test_layouts_of_every_kind_come_back_as_they_were(side: LazySide) -> None:
             assert got.stride() == tensor.stride()
 
 
-def test_tensors_of_another_class_are_refused(side: LazySide) -> None:
-    class Other(Tensor):
-        pass
-
-    for moves in (True, False):  # not only where it matters
-        record = offload.Offloader(None, 1, 1).begin(moves=moves)
-        with pytest.raises(UnsupportedError, match="plain tensors to save, got Other"):
-            record.put(torch.randn(3).as_subclass(Other))
-        assert torch.equal(record.put(torch.nn.Parameter(torch.ones(3)))(), torch.ones(3))
-
-
 def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> None:
     model = Plain()
     stock = copy.deepcopy(model)
@@ -215,67 +204,6 @@ def test_nothing_to_offload_from(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -
     apply_policy(model, INPUT)
     with pytest.raises(UnsupportedError, match="offload: expected a CUDA device, got cpu"):
         step(model, ids)
-
-
-def test_memory_is_given_back_in_the_order_of_its_own_stream(side: LazySide) -> None:
-    """Whoever frees it, and wherever: its allocator gives it to the next who asks on the stream it was made on."""
-    offloader = offload.Offloader(None, 2, 0)
-    side.now = "forward"
-    first, second = offloader.begin(moves=True), offloader.begin(moves=True)
-    x = torch.randn(3, 5)
-    get = first.put(x)
-    second.put(x)
-    side.now = "another"  # the user's next forward
-    third = offloader.begin(moves=True)
-    assert side.waits == ["forward"]
-    side.now = "backward"
-    assert torch.equal(get(), x)
-    assert side.waits[1:] == ["backward", "forward"]  # for the way back; to let go of the one behind it
-    assert side.used == []
-    side.now = "another"
-    first.let_go()
-    assert side.waits[3:] == ["backward"]
-    del first, second, third
-
-
-def test_what_another_stream_brought_back_lives_until_this_one_is_done(side: LazySide) -> None:
-    offloader = offload.Offloader(None, 1, 0)
-    record = offloader.begin(moves=True)
-    x = torch.randn(3, 5)
-    get = record.put(x)
-    for _ in range(2):
-        offloader.begin(moves=True)  # lets go of the first
-    side.now = "prefetching"
-    record.bring_back()
-    assert side.used == []
-    side.now = "computing"
-    assert torch.equal(get(), x)
-    assert (side.waits[-1], side.used) == ("computing", ["computing"])
-    record.let_go()
-    assert side.waits[-1] == "prefetching"
-
-
-def test_an_error_of_the_driver_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cudaHostRegister's error stays behind, and PyTorch would raise it after the next launch."""
-    behind: list[str] = []
-
-    class Runtime:
-        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
-            behind.append("out of memory")
-            return 2
-
-    def launch(*args: Any, **kwargs: Any) -> Tensor:
-        if behind:
-            raise RuntimeError(f"CUDA error: {behind.pop()}")
-        return torch.zeros(1)
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch, "ones", launch)
-    side = object.__new__(copies.Side)
-    side._device = torch.device("cuda")
-    with pytest.raises(UnsupportedError, match=r"^offload: expected 5000 bytes of memory to lock, got CUDA error 2"):
-        side.pin(5000)
-    assert behind == []
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 250), (700, 700)])
