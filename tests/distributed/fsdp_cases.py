@@ -298,22 +298,5 @@ def weights_in_4_bits() -> None:
         fused(report, 2)
 
 
-def a_loss_that_never_comes() -> None:
-    """Labels, and no loss of ours after all: the head's unit lets go of its weight as the user said."""
-
-    def swap(*_: Any) -> None:
-        model._loss_function = lambda **_: loss
-
-    loss = torch.zeros((), device=DEVICE, requires_grad=True)
-    for reshard in (True, False):
-        model = model_of()
-        lowtide.patch(model)
-        shard(model, "own", reshard)
-        model.model.register_forward_hook(swap)
-        loss_of = model(**batch_of(dist.get_rank())).loss
-        assert hasattr(model.lm_head.weight, "full_tensor") == reshard
-        loss_of.backward()
-
-
 if __name__ == "__main__":
     main(vars())

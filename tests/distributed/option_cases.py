@@ -29,7 +29,6 @@ from distributed.sharded import (
     problem,
     running,
     through,
-    whole,
     with_each,
 )
 from head.contract.cases import FUNCTIONS, KINDS, LEAVES, TAILS, Arguments, flat, total, trained
@@ -166,27 +165,6 @@ def trained_on_one_rank() -> None:
             near(mine, true[-len(mine) :] if rank else true[: len(mine)], what)
         of_others = of_all_ranks(seen)
         assert all(other == seen for other in of_others), (what, of_others)
-
-
-def trained_on_all_but_one() -> None:
-    """Hidden states that all ranks train, and a weight that the first rank does not: its rows get no gradient."""
-    for way in WAYS:
-        kwargs = problem("linear_cross_entropy", {"linear_bias": False, "weight": True}, 0)
-        wide = in_float64(kwargs)
-        want = FUNCTIONS["linear_cross_entropy"].truth(**wide)
-        ours = in_parts(kwargs, way, 0)
-        held, x = ours["linear_weight"], ours["input"]
-        held.requires_grad_(dist.get_rank() > 0)
-        loss = plain(linear_cross_entropy(**ours))
-        (loss * 0.3).backward(retain_graph=True)
-        (loss * 0.7).backward()
-        near(loss.detach(), want.detach(), way)
-        dx, dw = torch.autograd.grad(want, (wide["input"], wide["linear_weight"]))
-        near(whole(way, x.grad, of_vocab=False), dx, way)
-        assert (held.grad is None) == (dist.get_rank() == 0)
-        rows = whole(way, torch.zeros_like(held) if held.grad is None else held.grad, of_vocab=True)
-        first = of_all_ranks(len(plain_part(held)))[0]
-        near(rows[first:], dw[first:], way)
 
 
 def unlike_grad_modes() -> None:

@@ -103,26 +103,6 @@ def fsdp2() -> None:
         assert received[0] == plan.exchanged.bytes, where
 
 
-def accumulated_gradients() -> None:
-    """Peak of two passes, of which the second reduces the gradients."""
-    for tied in (False, True):
-        model = model_of(dtype=torch.float32, tie_word_embeddings=tied, **SIZES)
-        plan = _plan(model, "fsdp2", autocast=True, keep_gradients=True)
-        exec(plan.lines(), {"model": model})
-
-        def passes(model: Any = model) -> None:
-            for last in (False, True):
-                model.set_requires_gradient_sync(last)
-                _step(model, last=last)
-
-        passes()
-        with _received(), track_allocations() as seen:
-            passes()
-        most = max(_on_cpu(plan, phase) for phase in plan.phases)
-        # gradients are counted as whole until the end, though the second pass shards them one by one
-        assert 0.96 * seen.peak_bytes < most < 1.08 * seen.peak_bytes, (plan.title, most)
-
-
 def zero3() -> None:
     """What DeepSpeed's optimizer holds, and about what a step takes besides."""
     if find_spec("deepspeed") is None:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed.train_ranks import Ended
-from distributed.train_runs import SEQUENCES, STEPS, Runs, assert_same, runs, sharing, wait_for
+from distributed.train_runs import SEQUENCES, Runs, assert_same, runs, sharing, wait_for
 from lowtide.train.checkpoints import checkpoints
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
@@ -158,30 +158,6 @@ def test_a_loss_of_one_rank_that_is_not_finite(case: str, made: Runs, tmp_path: 
         ended = resume(made, case, output, 2, 2)
         assert ended.statuses == [0, 0], ended
         assert_same(output, made.of(case.split()[0], "one")[0])
-
-
-@SLOW
-def test_without_checkpoints_no_model_is_saved_whose_last_loss_is_not_finite(made: Runs, tmp_path: Path) -> None:
-    output, more = tmp_path / "run", ["--logging_steps", 10, "--save_strategy", "no"]
-    ended = train(made, "pretrain ddp", output, "nan 1 4", *more)
-    assert ended.statuses == [2, 2], ended
-    assert "nan in steps 2 to 4 on rank 1 of 2" in ended.err[0]
-    assert not (output / "model").exists()
-
-
-@SLOW
-@pytest.mark.parametrize(("nodes", "fault"), [(1, "kill 1 3"), (2, "node 1 3")])
-def test_elastic_torchrun_goes_on_by_itself(nodes: int, fault: str, made: Runs, tmp_path: Path) -> None:
-    """After a rank's end with as many, after a node's loss with those that are left."""
-    output = tmp_path / "run"
-    given = [*made.arguments("pretrain"), *sharing("fsdp2"), "--per_device_train_batch_size", 2, "--output", output]
-    script = Path(__file__).with_name("elastic.py")
-    words = [nodes, 2 // nodes, fault, *given, "--resume_from_checkpoint", "auto"]
-    ended = made.ranks(1, *words, script=script, seconds=SECONDS)
-    assert ended.statuses == [0], ended
-    assert ended.out[0].count(f"resume   from {output}/checkpoint-2") == 1, ended.out[0]
-    assert f"{STEPS} steps of {SEQUENCES} sequences of 32 tokens, on {2 // nodes} x cpu" in ended.out[0]
-    assert_same(output, made.of("pretrain", "one")[0])
 
 
 def test_a_restart_without_auto_says_how_to_resume(made: Runs, tmp_path: Path) -> None:

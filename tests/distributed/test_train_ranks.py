@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -168,23 +167,6 @@ def test_forms_of_a_deepspeed_configuration(form: str, tmp_path: Path, monkeypat
     assert zero_stage() is None
 
 
-@needs_deepspeed
-def test_a_deepspeed_configuration_with_null(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    for zero in ({"stage": 2, "offload_param": None}, None):
-        with engine_of(TrainConfig(options={"deepspeed": json.dumps({"zero_optimization": zero})})):
-            assert zero_stage() == (2 if zero else 0)
-
-
-@needs_deepspeed
-def test_a_deepspeed_configuration_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed would look for MPI, and end in an error about a module of that."""
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ArgumentValueError, match="--deepspeed: expected processes that a launcher started, got none"):
-        engine_of(TrainConfig(options={"deepspeed": ZERO3})).__enter__()
-
-
 def test_a_deepspeed_configuration_that_saves_no_weights() -> None:
     for more in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
         config = TrainConfig(options={"deepspeed": {"zero_optimization": {"stage": 3, **more}}})
@@ -200,13 +182,6 @@ def test_no_deepspeed_configuration(text: str, tmp_path: Path) -> None:
             engine_of(TrainConfig(options={"deepspeed": given})).__enter__()
 
 
-def test_a_deepspeed_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "zero.json").touch()
-    monkeypatch.chdir(tmp_path)
-    for given, kept in (("zero.json", str(tmp_path / "zero.json")), ("x" * 5000, "x" * 5000), (ZERO3, ZERO3)):
-        assert TrainConfig(options={"deepspeed": given}).absolute().options["deepspeed"] == kept
-
-
 @pytest.mark.parametrize("name", ["adafactor", "adagrad"])
 def test_an_optimizer_that_cannot_be_sharded(name: str, made: Runs, tmp_path: Path) -> None:
     words = [*made.arguments("pretrain"), *sharing("fsdp2"), "--optim", name, "--output", tmp_path / "run"]
@@ -214,16 +189,6 @@ def test_an_optimizer_that_cannot_be_sharded(name: str, made: Runs, tmp_path: Pa
     assert ended.statuses == [2, 2], ended
     told = f"lowtide train: --optim: expected an optimizer that FSDP2 can shard, got {name}. Take adamw_torch_fused"
     assert ended.err[0].startswith(told), ended
-
-
-@needs_deepspeed
-def test_an_optimizer_that_cannot_be_compiled(made: Runs, tmp_path: Path) -> None:
-    words = [*made.arguments("pretrain"), *sharing("zero3-offload"), "--output", tmp_path / "run"]
-    nothing = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
-    ended = made.ranks(2, *words, **nothing, **made.spies("zero3-offload"))
-    assert ended.statuses == [2, 2], ended
-    assert ended.err[0].startswith("lowtide train: parallel: expected DeepSpeed's Adam for CPUs, which it compiles, ")
-    assert ended.err[0].endswith(". Install a C++ compiler and ninja.\n"), ended
 
 
 def test_another_number_of_sequences_is_refused(made: Runs, tmp_path: Path) -> None:

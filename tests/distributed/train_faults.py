@@ -23,7 +23,6 @@ def cause(fault: str) -> None:
         {
             "kill": partial(_stop, signal.SIGKILL),
             "stop": partial(_stop, signal.SIGSTOP),
-            "node": partial(_stop, signal.SIGKILL, node=True),
             "full": _fill,
             "nan": partial(_poison, math.nan),
             "inf": partial(_poison, math.inf),
@@ -35,7 +34,7 @@ def _wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **kwargs: wrapped(original, *args, **kwargs))
 
 
-def _stop(number: int, step: int, *, node: bool = False) -> None:
+def _stop(number: int, step: int) -> None:
     """Kill or stop this process between forward and backward: the others wait for its gradients."""
     begun = 0
 
@@ -43,8 +42,6 @@ def _stop(number: int, step: int, *, node: bool = False) -> None:
         nonlocal begun
         begun += 1
         if begun == step:
-            if node:
-                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
