@@ -176,6 +176,7 @@ def test_the_examples_of_a_help_are_commands(name: str, capsys: pytest.CaptureFi
     [
         ("rich.console", ["train"]),
         ("transformers", ["profile"]),
+        ("transformers", ["plan", "--model", "llama-3.2-1b", "--seq-len", "64", "--gpu", "h100"]),
         ("transformers", ["bench", "step", "--device", "cpu"]),
     ],
 )
@@ -195,8 +196,8 @@ def test_a_package_that_is_missing_is_one_line(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     typed = " ".join(word for word in arguments[:2] if not word.startswith("-"))
-    assert f"lowtide {typed}: expected {module.partition('.')[0]}" in err
-    assert "pip install 'lowtide[train]'" in err
+    assert re.match(rf"lowtide {typed}: (model: )?expected {module.partition('.')[0]}", err)
+    assert f"pip install 'lowtide[{'hf' if arguments[0] == 'plan' else 'train'}]'" in err
 
 
 def test_the_packages_whose_lack_is_explained_are_those_of_the_extra() -> None:

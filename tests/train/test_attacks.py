@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -45,18 +44,6 @@ def test_another_output_than_the_checkpoints_is_refused(finished: Path, lowtide:
     assert "the folder of the checkpoint" in err
 
 
-def test_a_run_with_a_relative_template_is_resumed_from_another_folder(
-    tune: Tune, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    lowtide.done(*tune(chat_template_path="t.jinja"), "--output", "run")
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    lowtide.done("train", "--resume_from_checkpoint", "true", "--output", "../run", "--max-steps", "7")
-    assert len(losses(tmp_path / "run")) == 7
-
-
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 def test_a_folders_template_brings_its_tokens(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", template=None)
@@ -84,12 +71,6 @@ def test_rows_that_truncation_leaves_nothing_of_are_reported(tune: Tune, lowtide
     assert "96 tokens, got none in the 9 training rows. Give a larger --seq-len.\n" in err
     err = lowtide.refused(*tune(data=half, **{"held-out": 1, "seed": 1}), "--output", tmp_path / "held-out")
     assert "none in the 1 held-out rows. Give a larger --seq-len or more --held-out" in err
-
-
-def test_a_turn_of_nothing_is_no_text_none(tune: Tune, lowtide: Run, tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}]
-    err = lowtide.refused(*tune(data=write_rows(tmp_path / "a.jsonl", rows)), "--output", tmp_path / "run")
-    assert "neither content nor tool_calls" in err
 
 
 @pytest.mark.parametrize(
@@ -127,22 +108,3 @@ def test_random_weights_are_trained_on_the_column_that_is_named(
     monkeypatch.setattr("lowtide.train.prepare.write_tokens", full)
     err = lowtide.refused(*arguments, "--columns", "text=body", "--output", tmp_path / "c")
     assert "tokens.bin (No space left on device). Make room" in err
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_warning_is_one_line_without_the_file_that_raised_it(
-    tiny: list[str], lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lowtide.train.train", lambda *_, **__: warnings.warn("slow", stacklevel=1))
-    assert lowtide(*tiny, "--output", tmp_path / "run")[::2] == (0, "lowtide train: slow\n")
-
-
-def test_what_pytorch_lacks_on_a_device_is_one_line(
-    tune: Tune, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lacking(*_: object, **__: object) -> None:
-        raise NotImplementedError("FlexAttention does not support backward on CPU.")
-
-    monkeypatch.setattr("lowtide.train.fine_tuning.FineTuner.compute_loss", lacking)
-    err = lowtide.refused(*tune(**{"held-out": 1}), "--eval_on_start", "false", "--output", tmp_path / "run")
-    assert "FlexAttention does not support backward on CPU.\n" in err

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,8 +102,6 @@ def test_without_names_it_is_the_standard_library() -> None:
         ("./gone", "./gone (No such file or directory)."),
         ("~nobody/x", "~nobody/x (No such file or directory)."),
         ("gone.jsonl", "gone.jsonl (No such file or directory)."),
-        ("a/b/c", "a/b/c (No such file or directory)."),
-        ("two words", "two words (No such file or directory)."),
         ("squad", "a dataset of the Hub as org/name, got squad (No such file or directory)."),
         ("{0}/empty.txt", "empty.txt, which is empty."),
         ("{0}/binary.bin", "binary.bin, which is binary. Give UTF-8 text"),
@@ -125,11 +120,6 @@ def test_a_name_that_is_no_data_is_one_clear_error(name: str, expected: str, fol
     assert expected.format(tmp_path) in error_of(name.format(tmp_path))
 
 
-def test_a_character_that_the_probe_cuts_is_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x" * 8190 + "🌊")
-    assert find_data([str(tmp_path / "a.txt")]).is_text
-
-
 def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("org/name", "org/OpenHermes-2.5"):
         assert find_data([name]).files == (Source(Path(name), "hub"),)
@@ -138,27 +128,7 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(folder: Path, monkeypatc
     assert names(find_data(["data/sub"])) == [("a.md", "text")], "a path wins"
 
 
-def test_the_fingerprint_follows_names_sizes_times_and_arguments(folder: Path) -> None:
-    def digest(*arguments: object) -> str:
-        return find_data([str(folder)]).fingerprint(*arguments)
-
-    seen = {digest(), digest(1), digest(2)}
-    (folder / "b.txt").write_text("texts\n")
-    seen.add(digest())
-    (folder / "b.txt").rename(folder / "c.txt")
-    seen.add(digest())
-    stat = (folder / "c.txt").stat()
-    os.utime(folder / "c.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    seen.add(digest())
-    assert len(seen) == 6
-    assert digest() in seen
-    sources = find_data([str(folder)])
-    (folder / "c.txt").unlink()
-    with pytest.raises(ArgumentValueError, match=r"c\.txt \(No such file"):
-        sources.fingerprint()
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_ranges_of_a_text_are_the_text(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     alphabet = "ab\n" if seed % 2 else "aé漢🌊\n" if seed % 4 else "é漢🌊"  # the last has no line end to cut at
@@ -209,9 +179,3 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for read in (lambda: read_text(path, 0, 9), lambda: list(read_lines(path)), lambda: find_data([str(path)])):
         with pytest.raises(ArgumentValueError, match=r"a\.txt \(No such file or directory\)"):
             read()
-
-
-def test_nothing_heavy_is_imported() -> None:
-    heavy = "{'torch', 'transformers', 'datasets', 'huggingface_hub'}"
-    code = f"import sys, lowtide.train.files; print({heavy} & {{*sys.modules}})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -6,9 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-import typing
 import warnings
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from lowtide.cli.train import _config
 from lowtide.errors import ArgumentValueError
 from lowtide.train import settings
 from lowtide.train.config import TrainConfig
-from lowtide.train.options import ALIASES, PRETRAINING, names, parse, words_of
-from lowtide.train.settings import _Parser, trainer_settings
+from lowtide.train.options import ALIASES, PRETRAINING, names, parse
+from lowtide.train.settings import trainer_settings
 from train.conftest import Run
 
 trl = pytest.importorskip("trl")
@@ -31,20 +29,14 @@ trl = pytest.importorskip("trl")
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "misspelled": (["--packng"], ["--packng", "Did you mean --packing?"]),
     "misspelled setting": (["--memory_bugdet", "4GiB"], ["Did you mean --memory_budget?"]),
-    "misspelled with dashes": (["--gradient-acumulation-steps=4"], ["Did you mean --gradient_accumulation_steps?"]),
     "neither library's": (["--frobnicate"], ["--frobnicate: expected an option of lowtide train, TRL's SFTConfig or"]),
     "no option": (["."], ["arguments", "'.'"]),
     "TRL's from random weights": (["--loss_type", "dft"], ["--loss_type", "got TRL's", "--model to fine-tune"]),
     "two names": (["--max_length", "8", "--seq-len", "9"], ["one of --max_length and --seq-len, got both"]),
-    "two names, the other way": (["--seq_len=9", "--max-length=9"], ["--max_length", "--seq-len, got both"]),
-    "two spellings": (["--max_steps", "3", "--max-steps", "4"], ["max_steps", "got both"]),
     "no number": (["--learning_rate", "high"], ["lr: expected a number, got 'high'"]),
-    "no boolean": (["--patch", "maybe"], ["patch: expected true or false, got 'maybe'"]),
     "no file": (["--config", "no.yaml"], ["--config", "no.yaml", "No such file"]),
     "no mapping": (["--config", "list.yaml"], ["--config", "something else in list.yaml"]),
-    "no YAML": (["--config", "bad.yaml"], ["--config", "bad.yaml", "line 1"]),
     "unknown in a file": (["--config", "unknown.yaml"], ["Did you mean --packing?"]),
-    "two names in a file": (["--config", "twice.yaml"], ["one of --learning_rate and --lr, got both"]),
     "no model": (["--model", "meta-llama/Nothing"], ["model", "hf download meta-llama/Nothing"]),
     "no data": (["--data", "nowhere"], ["data", "nowhere"]),
     "no rate": (["--lr", "-1"], ["lr: expected a number above 0, got -1.0"]),
@@ -54,9 +46,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
 }
 FILES = {
     "list.yaml": "- 1",
-    "bad.yaml": "lr: [",
     "unknown.yaml": "packng: true",
-    "twice.yaml": "lr: 1.0\nlearning_rate: 2.0",
     "run.yaml": "model: MODEL\nlearning_rate: 1e-5\nmax-length: 64\ndata: [text.txt]\npatch: false\nseed: 3\n"
     "lr_scheduler_kwargs: {min_lr: 0.5}\nlora_target_modules: [q_proj, v_proj]\npacking: true\neval_steps:\n",
 }
@@ -67,6 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with files of options, and no cache of the Hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as the command sets it before the import
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "text.txt").write_text("words\n")
@@ -149,62 +140,14 @@ def test_a_file_has_settings_and_options_that_the_command_line_overrides(folder:
     assert settings.model.lora_target_modules == ["q_proj", "v_proj"]
 
 
-def samples(kind: Any) -> list[Any]:
-    """Values of a field's type, as JSON has them."""
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, type(int | None)) else (kind,)
-    found: list[Any] = []
-    for one in kinds:
-        of, items = typing.get_origin(one) or one, typing.get_args(one)
-        if of is typing.Literal:
-            found += [item for item in items if isinstance(item, str)]
-        elif of is bool:
-            found += [True, False]
-        elif of in (int, float):
-            found += [of(7), of(-2)]
-        elif of is list:
-            found.append([value.value for value in items[0]][:2] if issubclass(items[0], Enum) else ["-3", "4"])
-        elif of is dict:
-            found.append({"a": True, "b": False})
-        elif isinstance(of, type) and issubclass(of, Enum):
-            return [value.value for value in of][:2]
-    return found or (["-a b", ""] if str in kinds else [])
-
-
-def test_every_option_of_trl_has_the_value_that_is_given() -> None:
-    """Typed on a command line, or as YAML and run.json have it."""
-    classes, seen = (trl.SFTConfig, trl.ModelConfig), 0
-    parsers = {kind: _Parser(classes, names(fine_tunes=True) if kind else ()) for kind in (True, False)}
-    for one in classes:
-        hints = typing.get_type_hints(one)
-        for field in dataclasses.fields(one):
-            name, values = field.name, [*field.metadata.get("choices", ())] or samples(hints[field.name])
-            if name in ALIASES or name in TrainConfig.__dataclass_fields__ or name == "parallelism_config":
-                continue  # the last is an object that only Python can make
-            assert values, (name, hints[name])
-            for value in values:
-                text = [json.dumps(value)] if isinstance(value, dict) else value
-                line = [f"--{name}", *map(str, text)] if isinstance(text, list) else [f"--{name}={text}"]
-                for given in (parse({}, line)[1], {name: value}):
-                    read = vars(parsers[isinstance(value, list)].parse_args(list(words_of(given))))[name]
-                    if isinstance(value, dict):
-                        read = json.loads(read) if isinstance(read, str) else read
-                    elif isinstance(value, list):
-                        read = [getattr(each, "value", each) for each in read]
-                    assert getattr(read, "value", read) in (value, str(value)), (name, given, read)
-                    seen += 1
-    assert seen > 300
-
-
 @pytest.mark.parametrize(
     ("options", "launched", "expected"),
     [
         ({}, False, True),
         ({"dtype": "bfloat16"}, False, False),
-        ({"dtype": "bfloat16", "use_peft": True}, False, True),
         ({"dtype": "bfloat16"}, True, True),
         ({"dtype": "bfloat16", "deepspeed": "ds.json"}, False, True),
         ({"dtype": "bfloat16", "fp16": True}, True, False),
-        ({"dtype": "float16"}, True, False),
     ],
 )
 def test_bf16_is_on_beside_bfloat16_weights_under_deepspeed(

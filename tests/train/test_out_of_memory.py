@@ -163,19 +163,6 @@ def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--policy all/0 " not in advice(1000, monkeypatch, policy="all/0")
 
 
-def test_advice_for_a_model_without_fused_mlps_has_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = advice(40, monkeypatch, levels=False)
-    policy = re.search(r"--policy '([^']+)' +(\d+\.\d\d) GiB", text)
-    assert policy
-    assert "/" not in policy[1]
-    plan = plan_memory(
-        model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True, fused_mlp=False
-    )
-    assert (words_of(plan.chosen.groups), f"{plan.peak_bytes / 2**30:.2f}") == policy.groups()
-    assert takes(text) > takes(advice(40, monkeypatch)) + 7, "2f more a token and layer"
-    assert "--no-fused-mlp" in text
-
-
 @pytest.mark.parametrize(("size", "parts"), [(3, {"1": "3"}), (6, {"3": "2", "2": "3", "1": "6"}), (1, {})])
 def test_a_smaller_batch_is_made_whole_by_more_of_them(
     size: int, parts: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -201,20 +188,6 @@ def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: py
     text = advice(1, monkeypatch, adapters=Adapters(8), **settings)
     assert "Nothing fits" in text
     assert "--use_peft" not in text
-
-
-def test_what_layers_see_of_a_batch() -> None:
-    def batch(rows: int = 3, *, padded: bool = False, **trainer: Any) -> tuple[int, int, bool]:
-        args = SimpleNamespace(per_device_train_batch_size=rows, **trainer)
-        of_run = Settings(args, SimpleNamespace(), None)
-        return RunState(TrainConfig(), Path(), settings=of_run, seq_len=64, padded=padded).batch
-
-    assert batch() == (64, 3, False)  # transformers' arguments: rows of one length
-    assert batch(packing=False, padded=True) == (64, 3, True)
-    assert batch(1, packing=False, padded=True) == (64, 1, False), "one row needs no padding"
-    assert batch(packing=True, packing_strategy="wrapped", padded=True) == (64, 3, False)
-    assert batch(packing=True, packing_strategy="bfd") == (192, 1, True)
-    assert batch(packing=False, padding_free=True) == (192, 1, True)
 
 
 def test_states_on_the_host_are_advised_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from lowtide.train import TrainConfig, prepare
-from lowtide.train.files import find_data
-from lowtide.train.monitor import Monitor, StepMetrics
 from lowtide.train.quiet import stay_offline
-from lowtide.train.run import run
-from lowtide.train.run_state import Side
 from train.conftest import Run, log, losses, options
 
 # Runs the command, and then lists which of the libraries it has imported.
@@ -134,36 +127,6 @@ def test_the_log_has_a_line_for_each_step_and_evaluation(finished: Path) -> None
     assert {e["step"]: e["loss"] for e in state if "loss" in e} == losses(finished)
 
 
-def test_a_resumed_log_forgets_what_will_be_written_again_and_half_lines(tmp_path: Path) -> None:
-    file, args = tmp_path / "log.jsonl", SimpleNamespace(device=torch.device("cpu"))
-    lines = [f'{{"step": {step}}}\n' for step in range(5)]
-    file.write_text("".join(lines) + '{"step": 3, "lo')
-    state = SimpleNamespace(is_world_process_zero=True, global_step=3, max_steps=9)
-    state.log_history = [{"step": 2, "loss": 5.0}]
-    monitor = Monitor(StepMetrics(), file=file)
-    monitor.on_train_begin(args, state, None)
-    assert (file.read_text(), monitor.metrics.losses) == ("".join(lines[:4]), {2: 5.0})
-    monitor.on_log(args, state, None, {"eval_loss": float("nan"), "name": "x"})
-    assert json.loads(file.read_text().splitlines()[-1])["eval_loss"] is None
-    state.global_step = 0
-    monitor.on_train_begin(args, state, None)
-    assert file.read_text() == "", "a run that begins again"
-
-
-@pytest.mark.parametrize(("name", "called"), [("loss", "training loss"), ("grad_norm", "gradient norm")])
-def test_what_is_not_finite_ends_the_run(name: str, called: str) -> None:
-    """Gradients too: the weights that they make would be saved, and the loss be NaN from the next step on.
-
-    ``--include_num_input_tokens_seen`` adds times to each log, which else are in the summary alone.
-    """
-    state = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=9)
-    args, logs = SimpleNamespace(fp16=False), {"train_runtime": 1.0, "loss": 1.0, "grad_norm": 1.0, name: float("inf")}
-    with pytest.raises(ValueError, match=f"^lr: expected a {called} that stays finite, got inf at step 1"):
-        Monitor(StepMetrics()).on_log(args, state, None, logs)
-    if name == "grad_norm":  # whose scaler leaves out the step
-        Monitor(StepMetrics()).on_log(SimpleNamespace(fp16=True), state, None, logs)
-
-
 def test_a_saved_model_and_its_tokenizer_are_fine_tuned_next(finished: Path, tmp_path: Path, lowtide: Run) -> None:
     text = finished.parent / "text"
     size = options(**{"seq-len": 32, "max-steps": 1, "per_device_train_batch_size": 2, "held-out": 4})
@@ -175,30 +138,3 @@ def test_a_saved_model_and_its_tokenizer_are_fine_tuned_next(finished: Path, tmp
     assert losses(tmp_path / "o")[1] < 6.1, "it begins from trained weights"
     ours, theirs = (folder / "model" / "tokenizer.json" for folder in (tmp_path / "o", finished))
     assert ours.read_text() == theirs.read_text()
-
-
-def test_jsonl_with_another_field_of_text(tiny: list[str], lowtide: Run, tmp_path: Path) -> None:
-    data = tmp_path / "d.jsonl"
-    data.write_text("".join(json.dumps({"body": f"the tide came in {i} times"}) + "\n" for i in range(2000)))
-    field = ["--dataset_text_field", "body"]
-    lowtide.done(*tiny, "--data", data, *field, "--output", tmp_path / "out")
-
-
-def test_runs_of_a_comparison_share_their_tokens_and_save_nothing(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lowtide.train.settings import trainer_settings
-
-    monkeypatch.chdir(tmp_path)
-    options = {"per_device_train_batch_size": 2}
-    config = TrainConfig(
-        output="x", model=tiny[2], data=(tiny[4],), vocab_size=400, seq_len=32, held_out=4, max_steps=3, options=options
-    )
-    settings = trainer_settings(config, tmp_path / "x", save=False)
-    shared = prepare.share_data(config, settings, tmp_path / "shared")
-    before = {*tmp_path.rglob("*")}
-    result = run(shared, side=Side("stock"))
-    assert sorted(result.losses) == [1, 2, 3]
-    assert {*tmp_path.rglob("*")} == before
-    assert find_data(config.data).is_text
-    assert torch.isfinite(torch.tensor(list(result.losses.values()))).all()
