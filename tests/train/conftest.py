@@ -50,10 +50,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Rows that a run reads are stored in a cache: here in one of these tests alone."""
+    """Rows that a run reads are stored in a cache, here in one of these tests alone; no name is looked up online."""
     cache = tmp_path_factory.mktemp("datasets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(cache))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         if "datasets" in sys.modules:  # it has read them
             import datasets

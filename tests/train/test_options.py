@@ -57,7 +57,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with files of options, and no cache of the Hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as the command sets it before the import
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "text.txt").write_text("words\n")

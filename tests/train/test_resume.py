@@ -212,7 +212,7 @@ def test_other_activations_than_the_run_began_with(
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
     (checkpoint / "complete").touch()
-    write_run_file(tmp_path, {"config": TrainConfig(**began).to_json(), "sequences": 1, "lowtide": ""})
+    write_run_file(tmp_path, {"config": TrainConfig(**began).to_json(), "sequences": 1, "engine": ""})
     config, _ = resumed(TrainConfig(options={"resume_from_checkpoint": str(checkpoint)}, **now))
     expected = {"policy": None, "memory_budget": None, "host_budget": None} | left | now
     assert {name: getattr(config, name) for name in expected} == expected

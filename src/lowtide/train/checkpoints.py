@@ -185,7 +185,7 @@ def read_run_file(output: Path) -> dict[str, Any]:
     path = output / RUN_FILE
     try:
         content = json.loads(path.read_text())
-        return {**content, "config": dict(content["config"]), "sequences": int(content["sequences"])}
+        return {"config": dict(content["config"]), "sequences": int(content["sequences"]), "engine": content["engine"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         expected = "a run.json as this version writes it"
         raise ArgumentValueError(message("--resume_from_checkpoint", expected, f"{path} ({why(error)})")) from error

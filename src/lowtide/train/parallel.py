@@ -157,11 +157,6 @@ def zero_stage() -> int | None:
     return int(stage) if stage.isdecimal() else None
 
 
-def all_read() -> None:
-    """Let each rank have all of the weights before FSDP shards them, until `engine_of` ends."""
-    os.environ[_FIRST_READS] = "false"
-
-
 def receives_weights() -> bool:
     """Return whether FSDP gives this process its shard of the first one's weights, whatever it has itself."""
     return uses_fsdp() and _is_on(_FIRST_READS) and not is_first_rank()

@@ -20,9 +20,7 @@ from lowtide.train.model import pretrained_model
 from lowtide.train.parallel import launched_ranks, uses_deepspeed, uses_fsdp, zero_stage
 
 _WHOLE, _FSDP2, _SHARDS = "one process or DDP", "FSDP2", "FSDP2 with SHARDED_STATE_DICT"
-_FSDP_WEIGHTS = "pytorch_model_fsdp"  # accelerate's name of the file, or with its number of the folder of shards
-_FSDP_STATES, _WHOLE_STATES = "optimizer.bin", "optimizer.pt"
-_STATES = {_WHOLE: _WHOLE_STATES, _FSDP2: _FSDP_STATES, _SHARDS: "optimizer_0"}
+_STATES = {_WHOLE: "optimizer.pt", _FSDP2: "optimizer.bin", _SHARDS: "optimizer_0"}  # accelerate's names
 _SCHEDULE = "scheduler.pt"
 _MAY_CHANGE = re.compile(  # options of the trainers that a resumed run may be given anew
     "resume_from_checkpoint|save_|eval_|logging_|log_|report_to|disable_tqdm|run_name|hub_|push_to_hub|num_train_epochs|"
@@ -87,7 +85,7 @@ def check_engine(checkpoint: Path) -> None:
     Raises:
         ArgumentValueError: another engine, DeepSpeed stage or number of processes wrote it.
     """
-    wrote, now = _wrote(checkpoint), _now()
+    wrote, now = read_run_file(checkpoint.parent)["engine"], current_engine()
     if wrote != now:
         expected = f"{wrote}, which wrote {checkpoint.name}"
         hint = "Resume with the engine that the run began with."
@@ -102,8 +100,8 @@ def check_states(checkpoint: Path) -> None:
     Raises:
         ArgumentValueError: it lacks some.
     """
-    wrote = _wrote(checkpoint)
-    needed = (_STATES[wrote], _SCHEDULE) if wrote in _STATES else ()
+    states = _STATES.get(current_engine())
+    needed = (states, _SCHEDULE) if states else ()
     if missing := [name for name in needed if not (checkpoint / name).exists()]:
         got = f"{checkpoint}, which has no {' and no '.join(missing)}"
         hint = "Resume from another one, or begin a new run; --save_only_model saves what no run can go on from."
@@ -114,7 +112,7 @@ def load_experts(checkpoint: Path, model: Any) -> None:
     """Load the weights that files have by other names, such as one for each expert: Trainer leaves them out."""
     from safetensors import safe_open
 
-    if _now() != _WHOLE or hasattr(model, "peft_config"):
+    if current_engine() != _WHOLE or hasattr(model, "peft_config"):
         return
     names: set[str] = set(getattr(model, "all_tied_weights_keys", None) or ())
     for file in checkpoint.glob("model*.safetensors"):
@@ -124,21 +122,8 @@ def load_experts(checkpoint: Path, model: Any) -> None:
         model.load_state_dict(pretrained_model(checkpoint, alone=True).state_dict())
 
 
-def _wrote(checkpoint: Path) -> str:
-    """Return the engine that wrote a checkpoint."""
-    if states := list(checkpoint.glob("global_step*/*optim_states.pt")):
-        # the weights' files are named by the rank where each rank has a shard of them
-        stage = 3 if list(checkpoint.glob("global_step*/*zero_pp_rank_0_*model_states.pt")) else 2
-        return _deepspeed(stage, len(states))
-    if list(checkpoint.glob("global_step*/*model_states.pt")):
-        return _deepspeed(0, 0)
-    if (checkpoint / f"{_FSDP_WEIGHTS}.bin").exists():
-        return _FSDP2
-    return _SHARDS if (checkpoint / f"{_FSDP_WEIGHTS}_0").exists() else _WHOLE
-
-
-def _now() -> str:
-    """Return the engine of this run."""
+def current_engine() -> str:
+    """Return what writes the checkpoints of this run, of DeepSpeed with the number of processes."""
     if uses_deepspeed():
         return _deepspeed(zero_stage(), launched_ranks())
     if uses_fsdp():

@@ -30,7 +30,7 @@ from lowtide.train.parallel import engine_of, first_does, in_group, launched_ran
 from lowtide.train.prepare import prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, check_states, load_experts, resumed
+from lowtide.train.resuming import check_engine, check_states, current_engine, load_experts, resumed
 from lowtide.train.run_state import RunState, Side
 from lowtide.train.settings import Settings, trainer_settings
 
@@ -112,7 +112,11 @@ def _trained_there(one: RunState, console: Console) -> TrainResult | Terminated:
     if config.offload_states:
         trainer.add_callback(OffloadStates(one.plan, config.host_gib))
     if one.saves and args.should_save:
-        content = {"config": config.absolute().to_json(), "sequences": one.settings.sequences}
+        content = {
+            "config": config.absolute().to_json(),
+            "sequences": one.settings.sequences,
+            "engine": current_engine(),
+        }
         checkpoints.write_run_file(one.output, {"lowtide": lowtide.__version__, **content})
     reports = args.should_log and one.side is None
     if reports:
