@@ -23,12 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import Trainer, TrainingArguments
 
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
-from distributed.models import GATHERED, VOCAB, counted, fused, gradients, layers_plan, model_of, whole
+from distributed.models import VOCAB, counted, fused, gradients, model_of, whole
 from distributed.ring import ring_on_cpus
 from lowtide.distributed import count_items
 from lowtide.memory import ActivationPolicy, apply_policy, copies
@@ -182,22 +181,6 @@ def policies() -> None:
             assert all(row.patched for row in report.parts.values()), f"{where} {report}"
 
 
-def frozen() -> None:
-    """Frozen layers below, a frozen head, and a head that alone is trained."""
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    batch = batch_of(lengths()[0])
-    ways = (("model.embed_tokens", "model.layers.0"), ("lm_head",), ("model",))
-    for parts, keep in zip(ways, ("attention", "input", "attention"), strict=True):
-        model = model_of(**SHAPE, tie_word_embeddings=False)
-        for part in parts:
-            model.get_submodule(part).requires_grad_(False)
-        true, stock = truth(model, [batch]), step(causal(copy.deepcopy(model)), mesh, batch)
-        report = lowtide.patch(model)
-        apply_policy(model, ActivationPolicy(keep=keep))
-        near(step(causal(model), mesh, batch), stock, true, torch.float32, (parts, keep))
-        fused(report, 1)
-
-
 def sharded() -> None:
     """FSDP2 over all ranks, each pair of which has its own sequences: patched before or after, two ways to the loss."""
     dp = dist.get_world_size() // 2
@@ -226,24 +209,6 @@ def sharded() -> None:
         causal(model)
         for _ in range(2):
             near(step(model, mesh["cp"], mine, loss_of), stock, true, torch.float32, (loss_of, first, family))
-        fused(report, 2)
-
-
-def with_tensor_parallelism() -> None:
-    """Four ranks, of which two share heads, MLPs and vocabulary, and two the sequence."""
-    if dist.get_world_size() != 4:
-        return
-    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("cp", "tp"))
-    batch, model = batch_of(4 * BALANCED), model_of(**SHAPE)
-    plan = layers_plan() | {"lm_head": GATHERED}
-    true, stock = truth(model, [batch]), parallelize_module(causal(copy.deepcopy(model)), mesh["tp"], plan)
-    want = step(stock, mesh["cp"], batch)
-    for keep in ("attention", "input"):
-        ours = parallelize_module(copy.deepcopy(model), mesh["tp"], plan)
-        report = lowtide.patch(ours)
-        apply_policy(ours, ActivationPolicy(keep=keep))
-        for _ in range(2):
-            near(step(causal(ours), mesh["cp"], batch), want, true, torch.float32, keep)
         fused(report, 2)
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from distributed.train_runs import REORDERED, Runs, history, runs, spied, wait_for
+from distributed.train_runs import REORDERED, Runs, history, runs, wait_for
 from lowtide.cli import main
 from lowtide.train.checkpoints import checkpoints
 from lowtide.train.config import Parallel
@@ -173,13 +173,6 @@ def test_accelerate_launch_sets_what_the_option_sets(
     assert own.items() <= env.items()
     assert bool(own) == (name != "ddp")
     assert env["ACCELERATE_MIXED_PRECISION"] == "no"
-
-
-def test_the_variables_of_accelerate_launch_are_the_option(made: Runs, tmp_path: Path) -> None:
-    given = ["--per_device_train_batch_size", 2, "--output", tmp_path / "run"]
-    ended = made.ranks.succeed(2, *made.arguments("tune"), *given, **made.spies("fsdp2"), **variables("fsdp2"))
-    other = made.of("tune", "fsdp2")[1]
-    assert [list(spied(out, "result")) for out in ended.out] == [list(spied(out, "result")) for out in other.out]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_costs import PAGES, LayerCosts, flop_of_layers
 from lowtide.memory.planner.optimizers import OPTIMIZERS
-from lowtide.memory.planner.runs import Groups, runs_of
+from lowtide.memory.planner.runs import Groups
 from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Phase, StepCosts
 from memory.planner.jobs import FLASH_STATES, job_of, saved_by
 
@@ -208,39 +208,6 @@ def test_offloaded_states_by_phase(late: bool) -> None:
     assert states < memory.states_on_host(states) == pytest.approx(states, rel=1e-3)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -> None:
-    """What runs of equal layers hold with states on their way, layer by layer."""
-    memory = StepCosts(job_of(optimizer="adamw", seq_len=2048))
-    for groups in ([(INPUT, 32)], [(ALL, 32)], [(AWAY, 9), (INPUT, 20), (ALL1, 3)], [(ALL1, 1), (ALL, 31)]):
-        singly = [(policy, 1) for policy, n in groups for _ in range(n)]
-        for share in (0.1, 0.5, 1):
-            states = int(share * memory.states)
-            for name in ("forward", "backward"):
-                few, every = (
-                    max(phase.bytes for phase in memory.phases(of, states, late=late) if phase.name == name)
-                    for of in (groups, singly)
-                )
-                assert few == pytest.approx(every, rel=1e-9)
-
-
-def test_states_that_travel_hold_no_layer_up() -> None:
-    for groups in ([(ALL, 32)], [(AWAY, 32)], [(INPUT, 4), (AWAY, 8), (ALL1, 20)]):
-        times = StepCosts(job_of())
-        each = [times.layers[policy] for policy, n in groups for _ in range(n)]
-        moves = [n for _, n, goes in runs_of(groups) for n in [goes] * n]
-        bus = job_of().gpu.pcie
-        portion = times.travels(groups) / 31  # with each forward but the last
-        assert portion > 0
-        for one, goes in zip(each, moves, strict=True):
-            assert portion / bus + goes * one.transfer <= one.forward
-            assert portion * 31 / 30 / bus + goes * one.transfer <= one.backward
-        assert times.on_the_way(2**30) == pytest.approx(2 * BESIDE * 2**30 / bus)
-        assert times.on_the_way(2**30, late=True) == pytest.approx((1 + BESIDE) * 2**30 / bus)
-    slow = StepCosts(job_of(gpu=replace(GPUS["h100"], pcie=1e8)))
-    assert slow.travels([(AWAY, 32)]) == 0
-
-
 def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
     slow = job_of(gpu=replace(GPUS["h100"], pcie=1e9))
     away = ActivationPolicy(keep="input", mlp_level=0, offload=True)
@@ -251,13 +218,3 @@ def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
     assert difference == pytest.approx(moved * 2 * each * (1 + BESIDE))
     quick = StepCosts(job_of()).seconds([(away, 32)]) - StepCosts(job_of()).seconds([(INPUT, 32)])
     assert quick == pytest.approx(moved * 2 * BESIDE * 2 * T * H / GPUS["h100"].pcie)
-
-
-def test_nothing_is_faster_than_the_host() -> None:
-    """Where it sets the pace, memory that costs nothing is spent."""
-    short, longer = (LayerCosts(job_of(seq_len=seq_len)) for seq_len in (1, 64))
-    assert short[ALL].forward == pytest.approx(longer[ALL].forward, rel=0.01)
-    assert short[ALL].backward == pytest.approx(longer[ALL].backward, rel=0.01)
-    assert longer[ALL].backward <= longer[ALL1].backward
-    eager, compiled = (LayerCosts(job_of(seq_len=64, compile_layers=flag))[ATTENTION] for flag in (False, True))
-    assert compiled.forward < eager.forward  # no operator is inspected

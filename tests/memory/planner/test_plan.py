@@ -16,7 +16,7 @@ import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
 from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.search import Candidate, Search, ladder
+from lowtide.memory.planner.search import Search, ladder
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -77,26 +77,6 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     assert plan(FEW, seq_len, budget=budget / GIB, host_gib=host_gib).chosen == found
 
 
-@pytest.mark.parametrize(
-    ("model", "seq_len"), [(FEW, 512), (FEW, 131072), ({**LLAMA, "num_hidden_layers": 1}, 20000)], ids=str
-)
-def test_where_no_mixture_fits_not_even_the_least_does(model: Any, seq_len: int) -> None:
-    """So that a budget with none on the front is refused, whatever the least one takes."""
-    job = plan(model, seq_len, budget=500).job
-    for host in (0, 10**7, 2**28, 2**40):
-        search = Search(job, host)
-        least = search.least()
-        assert least.peak == min(one.peak for one in search.candidates) == search.front[0].peak
-        assert search.fastest(least.peak) is not None
-        assert search.fastest(least.peak - 1) is None
-
-
-def test_layers_are_offloaded_only_where_something_moves() -> None:
-    for one in Search(plan(host_gib=8).job, 8 * GIB).candidates:
-        assert (one.host > 0) == (any(policy.offload for policy in one.policies) or one.states > 0)
-        assert one.host >= one.states
-
-
 def test_the_front_is_one() -> None:
     front = plan(host_gib=8).front
     for a, b in itertools.pairwise(front):
@@ -135,11 +115,6 @@ def test_the_largest_batch_is_really_the_largest() -> None:
     assert plan(seq_len=4096, batch=largest).peak_bytes <= 16 * GIB
     with pytest.raises(ArgumentValueError, match=f"batch_size={largest} fits"):
         plan(seq_len=4096, batch=largest + 1)
-
-
-def test_host_memory_makes_the_longest_sequence_longer() -> None:
-    job = plan().job
-    assert Search(job, 64 * GIB).longest_sequence(16 * GIB) > 1.3 * Search(job, 0).longest_sequence(16 * GIB)
 
 
 def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
@@ -240,21 +215,6 @@ def test_states_that_come_back_late_make_sequences_longer() -> None:
     assert "until after backward" in str(longest)
 
 
-def test_more_host_memory_is_never_slower() -> None:
-    """A model and step in which three policies for a small host budget are not those for a large one."""
-    model = {**LLAMA, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 256}
-    model |= {"hidden_size": 2048, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}
-    job = plan(model, 2048, budget=70, dtype="float32", keep_gradients=True, device="a100-80gb").job
-    last: list[Candidate] = []
-    for host in (0, 2**26, 2**28, 2**30, 2**32, 2**36):
-        search = Search(job, host)
-        for one in last:
-            found = search.fastest(one.peak)
-            assert found is not None
-            assert found.seconds <= one.seconds
-        last = search.front
-
-
 def test_notes_say_what_is_assumed() -> None:
     assert not any("max_position" in note for note in plan(seq_len=8192, budget=70).notes)
     notes = " ".join(plan({**LLAMA, "max_position_embeddings": 4096}, seq_len=8192, budget=70).notes)
@@ -302,19 +262,6 @@ def test_it_prints_what_it_found() -> None:
     alone = plan({**LLAMA, "num_hidden_layers": 1}, seq_len=16, budget=16)  # the front's only point
     assert found.chart().count("X") == alone.chart().count("X") == 2  # and in the legend
     assert json.loads(json.dumps(found.to_dict()))["choice"]["seconds"] == found.seconds
-
-
-def test_it_fits_a_terminal() -> None:
-    found = plan(seq_len=32768, budget=16, host_gib=64, device="a100")
-    code = found.lines()
-    assert max(map(len, found.chart(30).splitlines())) <= 60
-    for width in (60, 80, 100, 200):
-        text = found.text(width)
-        assert text.endswith(code)
-        tables = 80  # which a narrower terminal breaks
-        assert max(map(len, text.removesuffix(code).splitlines())) <= max(width, tables)
-        if width > 60:  # where the chart is as wide
-            assert text.split() == str(found).split(), "folded, and nothing lost"
 
 
 def test_what_a_tiny_model_lacks_is_not_0() -> None:
@@ -408,12 +355,6 @@ def test_frozen_weights_gradients_are_not_computed() -> None:
     products = shape.linear_params + shape.vocab_params
     saved = 2 * 4096 * products / gpu.gemm + 8.1 * 2 * shape.params / gpu.bandwidth
     assert full.seconds - lora.seconds == pytest.approx(saved, rel=0.1)
-
-
-LLAMA_70B = {
-    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 def test_the_lines_compile_the_layers_after_their_policies() -> None:

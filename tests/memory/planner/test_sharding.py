@@ -160,9 +160,10 @@ def test_a_slower_link_takes_its_time() -> None:
     assert seconds[-1] < seconds[1] + 2 * received / 5e9
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])
-@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b"])
-@pytest.mark.parametrize("seq_len", [64, 8192, 65536])
+@pytest.mark.parametrize(
+    ("name", "seq_len", "parallel"),
+    [("llama-3-8b", 64, "fsdp2"), ("llama-3-8b", 65536, "zero3"), ("llama-3.2-1b", 8192, "fsdp2")],
+)
 def test_more_gpus_never_take_more_memory_each(name: str, seq_len: int, parallel: str) -> None:
     job = one(name)
     for policy in (ALL, INPUT):
