@@ -144,20 +144,28 @@ def fair(
     ours: Any,
     stock: Any,
     true: Any,
-    batch: dict[str, Tensor],
+    batch: dict[str, Tensor] | list[dict[str, Tensor]],
     where: object,
     loss_of: Any = None,
-    slack: float = 5e-7,
 ) -> None:
-    """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank."""
-    got, want, right = (step(m, batch, loss_of) for m in (ours, stock, true))
-    assert got.keys() == want.keys() == right.keys(), where
-    for name, value in got.items():
-        error, stock_error = relative_error(value, right[name]), relative_error(want[name], right[name])
-        assert error <= 3 * stock_error + slack, (where, name, error, stock_error)
-        others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, value.contiguous())
-        assert name != "loss" or all(torch.equal(value, other) for other in others), where
+    """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank.
+
+    Of several batches the means of the errors are compared: with one of them either may be the nearer one by luck.
+    """
+    batches = batch if isinstance(batch, list) else [batch]
+    errors: dict[str, list[float]] = {}
+    for one in batches:
+        got, want, right = (step(m, one, loss_of) for m in (ours, stock, true))
+        assert got.keys() == want.keys() == right.keys(), where
+        for name, value in got.items():
+            sums = errors.setdefault(name, [0.0, 0.0])
+            sums[0] += relative_error(value, right[name])
+            sums[1] += relative_error(want[name], right[name])
+            others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+            dist.all_gather(others, value.contiguous())
+            assert name != "loss" or all(torch.equal(value, other) for other in others), where
+    for name, (error, stock_error) in errors.items():
+        assert error <= 3 * stock_error + 5e-7 * len(batches), (where, name, error, stock_error)
 
 
 def trio(
