@@ -1,8 +1,7 @@
-"""The callback for trainers (transformers', TRL's, accelerate's scripts, peft), and patched models in a Trainer."""
+"""The callback for trainers (transformers', TRL's), and patched models in a Trainer."""
 
 from __future__ import annotations
 
-import logging
 import pickle
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
 from lowtide.models.instance import part_of
 from models.conftest import expect_calls
-from support import forget_accelerate
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -109,12 +107,6 @@ def test_it_prints_and_undoes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert part_of(ours.model) is None
 
 
-def test_the_options_are_those_of_patch(tmp_path: Path) -> None:
-    options = lowtide.HeadOptions(workspace_mib=1.0)
-    ours = trainer(tmp_path, build(), lowtide.PatchCallback(options=options, show=None))
-    assert vars(ours.model)["_lowtide_patch"].options is options  # how they reach the loss is patch's own test
-
-
 def test_a_callback_travels(tmp_path: Path) -> None:
     """As trainers are pickled that search for settings in processes of their own."""
     callback = lowtide.PatchCallback(norm=False, show=None)
@@ -123,14 +115,6 @@ def test_a_callback_travels(tmp_path: Path) -> None:
     ours = trainer(tmp_path, build(), copied)
     assert part_of(ours.model) is not None
     assert {part.part for part in copied.report.parts.values() if part.patched} == {"loss", "mlp", "rope"}
-
-
-def test_other_processes_are_silent(tmp_path: Path) -> None:
-    callback = lowtide.PatchCallback(show=pytest.fail)
-    state = transformers.TrainerState(is_world_process_zero=False)
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    callback.on_init_end(arguments, state, None, model=build())
-    assert callback.report is not None
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -157,20 +141,6 @@ def test_a_model_that_is_made_later(bf16: bool, tmp_path: Path) -> None:
     assert reports[-1].calls_fused == 3
 
 
-def test_trainer_with_peft(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "lm_head"], init_lora_weights=False)
-    runs = []
-    for callbacks in ([lowtide.PatchCallback(show=None)], []):
-        model = build()
-        torch.manual_seed(3)
-        runs.append(trainer(tmp_path, peft.get_peft_model(model, config), *callbacks))
-        runs[-1].train()
-    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-4)
-    report = lowtide.patch(runs[0].model)
-    expect_calls(report, 3)
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("mlp", 1), ("unpatch", None), ("trl", "yes"), ("show", 3), ("loss", "no")]
 )
@@ -189,29 +159,6 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.Monkey
         lowtide.__getattr__("PatchCallback")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         lowtide.__getattr__("nothing")
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_plain_accelerate_loop(precision: str, accelerate_anew: None) -> None:
-    from accelerate import Accelerator
-
-    results, reports = [], []
-    for patched in (True, False):
-        forget_accelerate()
-        accelerator = Accelerator(cpu=True, mixed_precision=precision)
-        model = build()
-        if patched:
-            reports.append(lowtide.patch(model))
-        loader = torch.utils.data.DataLoader(Rows(), batch_size=3)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), loader)
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(loss.item())
-    assert results[0] == pytest.approx(results[1], rel=1e-4 if precision == "no" else 2e-2)
-    assert (reports[0].calls_fused, reports[0].calls_materialised) == (6, 0)
 
 
 def trl_trainer(kind: str, folder: Path, *callbacks: Any, peft_config: Any = None) -> Any:
@@ -265,12 +212,6 @@ def test_a_trl_that_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "TRL" not in texts[1]
 
 
-def test_a_logger_instead_of_print(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="training"):
-        trainer(tmp_path, build(), lowtide.PatchCallback(show=logging.getLogger("training").info))
-    assert "lowtide.swiglu_mlp (silu)" in caplog.text
-
-
 def train(model: Any, folder: Path, **settings: Any) -> tuple[list[float], dict[str, float]]:
     run = trainer(folder, model, max_steps=4, gradient_accumulation_steps=2, **settings)
     run.train()
@@ -284,21 +225,13 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return loss / (num_items_in_batch or (labels[:, 1:] != -100).sum())
 
 
-def own_logprobs(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    logprobs = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    valid = labels[:, 1:] != -100
-    return -(logprobs * (1 - logprobs.exp()).square())[valid].sum() / num_items_in_batch  # focal
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bf16 autocast": {"bf16": True},
     "label smoothing by the trainer": {"label_smoothing_factor": 0.1},
     "a loss of one's own": {"compute_loss_func": own_loss},
-    "a loss of log-probabilities": {"compute_loss_func": own_logprobs},
     "prediction loss only": {"prediction_loss_only": True, "compute_metrics": lambda _: {}},
     "tokens averaged across devices": {"average_tokens_across_devices": True},
-    "tokens not averaged": {"average_tokens_across_devices": False},
 }
 
 

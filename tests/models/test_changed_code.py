@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.errors import UnsupportedError
-from models.conftest import DYNAMO, PEFT, assert_same_training, called_without_loss, expect_calls
+from models.conftest import DYNAMO, PEFT, assert_same_training, expect_calls
 
 pytestmark = DYNAMO + PEFT
 
@@ -27,10 +26,6 @@ def times(function, factor=1.5):
         return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
 
     return scaled
-
-
-def modeling(family):
-    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 def assert_alike(model, stock, batch):
@@ -59,36 +54,14 @@ def test_a_forward_set_on_a_class_runs(name, part, pair, batch, monkeypatch):
     assert torch.equal(model(**batch).loss, before)  # fused again
 
 
-def test_a_forward_of_every_linear_layer_runs(pair, batch, monkeypatch):
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
-    monkeypatch.setattr(nn.Linear, "forward", times(nn.Linear.forward))
-    assert_alike(model, stock, batch)
-    expect_calls(report, 0, 1)
-
-
-def test_a_call_of_every_module_that_was_replaced_sees_every_module(patched, batch, monkeypatch):
-    model, stock, _ = patched("llama")
-    called, own = [], nn.Module.__call__
-
-    def counted(self, *args, **kwargs):
-        called.append(type(self).__name__)
-        return own(self, *args, **kwargs)
-
-    monkeypatch.setattr(nn.Module, "__call__", counted)
-    stock(**batch)
-    expected, called[:] = sorted(called), []
-    model(**batch)
-    assert sorted(called) == expected
-
-
 @pytest.mark.parametrize("function", ["apply_rotary_pos_emb", "rotate_half", "eager_attention_forward"])
 def test_functions_that_are_replaced_count_when_patch_is_called_again(function, pair, batch, monkeypatch):
     model, stock = pair("llama")
     for m in (model, stock):
         m.set_attn_implementation("eager")
     lowtide.patch(model)
-    monkeypatch.setattr(modeling("llama"), function, times(getattr(modeling("llama"), function)))
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    monkeypatch.setattr(modeling, function, times(getattr(modeling, function)))
     lowtide.patch(model)
     assert_alike(model, stock, batch)
 
@@ -103,14 +76,6 @@ def test_a_cross_entropy_that_was_replaced_before_patch_has_no_logits(pair, batc
     report = lowtide.patch(model)
     assert_alike(model, stock, batch)
     expect_calls(report, 1)
-
-
-def test_another_function_that_was_replaced_is_an_error_not_run_twice(patched, batch, monkeypatch):
-    model, _, _ = patched("llama")
-    monkeypatch.setattr(F, "softmax", times(F.softmax))
-    with pytest.raises(UnsupportedError, match=r"pass logits\.clone\(\)"):
-        F.softmax(called_without_loss(model, batch), -1)
-    assert F.softmax(called_without_loss(model, batch).clone(), -1).sum(-1).allclose(torch.tensor(1.5))
 
 
 def set_on_layers(attribute, value):
@@ -130,11 +95,8 @@ def new_activation(model):
 
 SETTINGS = {
     "epsilon": ("llama", set_on_layers("variance_epsilon", 0.5)),
-    "a whole epsilon": ("llama", set_on_layers("variance_epsilon", 1)),
     "an epsilon that is a tensor": ("llama", set_on_layers("variance_epsilon", torch.tensor(0.5))),
-    "Gemma's epsilon as a tensor": ("gemma2", set_on_layers("eps", torch.tensor(0.25))),
     "another activation": ("llama", new_activation),
-    "the activation's function": ("gemma2", set_on_layers("act", F.silu)),
     "attention's implementation": ("llama", lambda m: m.set_attn_implementation("eager")),
 }
 
@@ -202,29 +164,3 @@ def test_what_trains_in_another_way_than_it_evaluates_stays(build):
     model = build("llama")
     model.model.layers[0].mlp = Trains()
     assert "it is not down(act(gate(x)) * up(x))" in str(lowtide.patch(model))
-
-
-def test_another_forward_of_pefts_layers_runs(pair, batch, monkeypatch):
-    peft = pytest.importorskip("peft")
-    layer = peft.tuners.lora.layer.Linear
-    wrapped = []
-    for m in pair("llama"):
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
-        wrapped.append(peft.get_peft_model(m, config))
-    lowtide.patch(wrapped[0])
-    assert_alike(*wrapped, batch)
-    monkeypatch.setattr(layer, "forward", times(layer.forward))
-    assert_alike(*wrapped, batch)
-
-
-def test_a_compiled_part_notices_a_forward_set_on_the_class(build, monkeypatch):
-    llama = modeling("llama")
-    model = build("llama")
-    stock = copy.deepcopy(model)
-    lowtide.patch(model)
-    x = torch.randn(2, 5, 16)
-    compiled = torch.compile(model.model.norm, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), stock.model.norm(x))
-    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", times(llama.LlamaRMSNorm.forward))
-    torch.testing.assert_close(compiled(x), stock.model.norm(x))

@@ -177,18 +177,6 @@ def test_a_head_that_changes_after_compile(change, fused):
     expect_calls(report, fused, 2 - fused)
 
 
-def test_autocast(patched, batch):
-    model, stock, report = patched("llama", settings={"num_hidden_layers": 1})
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    losses = []
-    for m in (compiled, stock):
-        with torch.autocast("cpu", torch.bfloat16):
-            losses.append(m(**batch).loss)
-        losses[-1].backward()
-    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
-    expect_calls(report, 1)
-
-
 def test_gradient_checkpointing(patched, batch):
     model, stock, report = patched("llama", settings={"use_cache": False, "num_hidden_layers": 1})
     for m in (model, stock):

@@ -1,16 +1,12 @@
-"""Every model type with the weights of its experts in one module, beside stock; and the modules on their own."""
-
-import copy
+"""Every model type with the weights of its experts in one module, beside stock."""
 
 import pytest
-import torch
 
 import lowtide
 from lowtide.models import experts_part
 from lowtide.models.instance import part_of
 from models import type_case
 from models.conftest import types_of
-from models.joined import Holder
 from models.test_joined_types import on_meta
 
 pytest.importorskip("transformers")
@@ -90,40 +86,6 @@ def test_each_type_trains_as_stock(kind, model_type, ran):
     lowtide.unpatch(model)
     assert types_of(model) == types_of(stock)
     assert all("checkpoint_level" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize(("kind", "model_type"), [key for key in EVERY if key not in NOT_FUSED])
-def test_each_types_experts_in_float64(kind, model_type, ran):
-    """On their own, with the class's own forward: PyTorch's grouped GEMM has no float64."""
-    model = on_meta(kind, model_type)
-    name = next(iter(experts_of(model)))
-    stock = copy.deepcopy(model.get_submodule(name)).to_empty(device="cpu").double().train()
-    if hasattr(stock, "config"):
-        stock.config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    for parameter in stock.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    ours = copy.deepcopy(stock)
-    lowtide.patch(Holder(ours))
-    assert part_of(ours) == "mlp"
-    E, T = stock.down_proj.shape[0], 11
-    D = stock.down_proj.shape[2 if getattr(stock, "is_transposed", False) else 1]
-    x, upstream = torch.randn(2, T, D, dtype=torch.float64)
-    ids = torch.rand(T, E).topk(min(2, E)).indices
-    routing = torch.rand(ids.shape, dtype=torch.float64)
-    for level in (0, 1):
-        ours.checkpoint_level = level
-        results = []
-        for module in (ours, stock):
-            module.zero_grad()
-            leaves = [x.clone().requires_grad_(), routing.clone().requires_grad_()]
-            y = module(leaves[0], ids, leaves[1])
-            y.backward(upstream)
-            results.append([y.detach(), *(leaf.grad for leaf in leaves), *(p.grad for p in module.parameters())])
-        rtol = 1e-12
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * want.abs().max().item())
-    assert ran["experts_mlp"] == (0 if model_type == "beam" else 2)  # which computes its activation in float32
 
 
 @pytest.mark.slow

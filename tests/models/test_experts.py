@@ -1,4 +1,4 @@
-"""Mixtures' experts in a patched model: what is around them, what changes after patch, and what they save."""
+"""Mixtures' experts in a patched model: what is around them, and what changes after patch."""
 
 import contextlib
 import copy
@@ -10,10 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import lowtide
-from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.models import experts_part
 from lowtide.models.instance import part_of
-from models.conftest import COPIES, DYNAMO, VOCAB, assert_same_gradients, assert_same_training, state_of
+from models.conftest import DYNAMO, VOCAB, assert_same_gradients, assert_same_training, state_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,44 +88,6 @@ def test_autocast(way, hidden, pair, ran):
             assert error < 1e-6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_in_bfloat16_no_further_from_float64_than_stock(family, pair):
-    model, stock = pair(family, "eager", torch.bfloat16)
-    generator = torch.Generator().manual_seed(3)
-    x, upstream = torch.randn(2, 256, 16, generator=generator).bfloat16()
-    ids, routing = torch.rand(256, 4, generator=generator).topk(2).indices, torch.rand(256, 2, generator=generator)
-    results = []
-    for m in (copy.deepcopy(stock).double(), stock, model):
-        module = experts_of(m)[0]
-        leaves = [t.bfloat16().to(module.down_proj.dtype).requires_grad_() for t in (x, routing)]
-        y = module(leaves[0], ids, leaves[1])
-        results.append([y, *torch.autograd.grad(y, (*leaves, *module.parameters()), upstream.to(y.dtype))])
-    for true, theirs, ours in zip(*results, strict=True):
-        errors = [(t.double() - true).norm() / true.norm() for t in (ours, theirs)]
-        assert errors[0] <= 1.2 * errors[1]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("level", [0, 1])
-def test_gradient_checkpointing(level, reentrant, pair, batch, ran):
-    model, stock = pair("GptOss")
-    set_level(model, level)
-    for m in (model, stock):
-        with warnings.catch_warnings(action="ignore"):  # of another name for it
-            m.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same_training(model, stock, batch)
-    assert ran["experts_mlp"] == (2 if reentrant else 4)  # a reentrant one runs forward without gradients
-
-
-@pytest.mark.parametrize("keep", ["all", "attention", "input"])
-@pytest.mark.parametrize("level", [0, 1])
-def test_policies_set_the_level(keep, level, pair, batch):
-    model, stock = pair()
-    apply_policy(model, ActivationPolicy(keep=keep, mlp_level=level))
-    assert {module.checkpoint_level for module in experts_of(model)} == {level}
-    assert_same_training(model, stock, batch)
-
-
 class Loud(nn.Module):
     def forward(self, x):
         return nn.functional.silu(x) * 3
@@ -141,57 +102,21 @@ OF_A_MODEL = {
     "activation": each(lambda module: setattr(module, "act_fn", Loud())),
     "expert parallel": each(lambda module: setattr(module, "_is_expert_parallel", True)),
     "hook on the activation": each(lambda module: module.act_fn.register_forward_hook(lambda _m, _a, y: y * 3)),
-    "weights of another dtype": each(lambda module: module.double()),
 }
 
 
 @pytest.mark.parametrize("change", OF_A_MODEL)
 def test_changes_after_patch_are_followed(change, pair, batch, ran, monkeypatch):
-    model, stock = pair(way="eager" if change == "weights of another dtype" else "grouped_mm")
+    model, stock = pair()
     lowtide.patch(model, loss=False, norm=False, rope=False)
     plain = model(**batch).loss
     ran.clear()
     for m in (model, stock):
         OF_A_MODEL[change](m, monkeypatch)
-    if change == "weights of another dtype":
-        for m in (model, stock):
-            with pytest.raises(RuntimeError, match="dtype"):
-                m(**batch)
-        return
     loss = model(**batch).loss
     torch.testing.assert_close(loss, stock(**batch).loss)
     assert ran["experts_mlp"] == 0
     assert change in ("implementation", "expert parallel") or abs(loss - plain) > 1e-3
-
-
-def test_a_limit_set_after_patch_is_followed(pair, batch, ran):
-    model, stock = pair("GptOss")
-    for m in (model, stock):
-        for module in experts_of(m):
-            module.limit = 0.01
-    assert_same_training(model, stock, batch)
-    assert ran["experts_mlp"] == 0
-    report = lowtide.patch(model, loss=False, norm=False, rope=False)
-    assert "limited to 0.01" in str(report)
-    assert_same_training(model, stock, batch)
-    assert ran["experts_mlp"] == 2
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies(how, pair, batch, ran):
-    model, stock = pair("GptOss")
-    set_level(model, 1)
-    model = COPIES[how](model)
-    assert {module.checkpoint_level for module in experts_of(model)} == {1}
-    assert_same_training(model, stock, batch)
-    assert ran["experts_mlp"] == 2
-
-
-def test_unpatch_leaves_nothing(pair, batch):
-    model, stock = pair()
-    lowtide.unpatch(model)
-    assert state_of(model) == state_of(stock)
-    assert_same_training(model, stock, batch)
 
 
 class Watching(TorchFunctionMode):
@@ -215,14 +140,6 @@ def test_calls_that_run_the_stock_code(around, pair, batch, ran):
     assert ran["experts_mlp"] == 0
 
 
-def test_arguments_by_name(pair, ran):
-    model, stock = pair(way="eager")
-    x, ids, routing = torch.randn(5, 16), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
-    got, want = (experts_of(m)[0](hidden_states=x, top_k_index=ids, top_k_weights=routing) for m in (model, stock))
-    assert torch.equal(got, want)
-    assert ran["experts_mlp"] == 0
-
-
 def test_an_expert_that_no_router_has(pair, ran):
     """Eager experts skip an id that is their number."""
     model, stock = pair(way="eager")
@@ -230,14 +147,6 @@ def test_an_expert_that_no_router_has(pair, ran):
     x, routing = torch.randn(3, 16), torch.rand(3, 2)
     torch.testing.assert_close(*(experts_of(m)[0](x, ids, routing) for m in (model, stock)))
     assert ran["experts_mlp"] == 1
-
-
-def test_no_tokens(pair):
-    model, _ = pair()
-    x = torch.randn(0, 16, requires_grad=True)
-    y = experts_of(model)[0](x, torch.zeros(0, 2, dtype=torch.long), torch.rand(0, 2))
-    y.sum().backward()
-    assert x.grad.shape == y.shape == (0, 16)
 
 
 def cap(experts):
@@ -312,47 +221,12 @@ def test_lora_on_the_weights_of_experts(first, pair, batch, ran):
     assert ran["experts_mlp"] == 2
 
 
-@pytest.mark.parametrize("level", [0, 1])
 @DYNAMO[0]
 @DYNAMO[1]
 @DYNAMO[2]
-def test_compiled(level, pair, batch, ran):
+def test_compiled(pair, batch, ran):
     model, stock = pair("GptOss")
-    set_level(model, level)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_training(model, stock, batch, through=compiled)
     assert ran["experts_mlp"] == 2
-
-
-def saved_bytes(module, inputs):
-    """Return the bytes that a call saves beyond its inputs and weights, by what is saved."""
-    held = {t.untyped_storage().data_ptr() for t in (*inputs, *module.parameters())}
-    seen = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        module(*inputs)
-    return sum(size for pointer, size in seen.items() if pointer not in held)
-
-
-def test_saved_bytes_beside_stock(pair):
-    """Of Qwen3-MoE's experts: gate and up, or nothing, where stock also has the activation, h, outputs and inputs."""
-    T, K, D, F = 96, 2, 16, 8
-    model, stock = pair(dtype=torch.bfloat16)
-    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
-    inputs = (x, torch.rand(T, 4).topk(K).indices, torch.rand(T, K, dtype=torch.bfloat16, requires_grad=True))
-    row = 2 * T * K  # bytes of a bfloat16 number of each row
-    order = 4 * (T * K + 4)
-    ours = experts_of(model)[0]
-    for level, activations in ((0, 2 * F * row), (1, 0)):
-        ours.checkpoint_level = level
-        assert order + activations <= saved_bytes(ours, inputs) <= order + activations + 64
-    theirs = experts_of(stock)[0]
-    for way in ("eager", "grouped_mm"):  # which save the inputs and outputs of each expert's GEMMs, and act(gate)
-        theirs.config._experts_implementation = way
-        assert saved_bytes(theirs, inputs) >= (2 * D + 4 * F) * row

@@ -22,10 +22,6 @@ class Doubled(hooks.ModelHook):
         return output * 2
 
 
-class Align(hooks.AlignDevicesHook):
-    """A class of a user's, which may do anything."""
-
-
 def accelerate(*classes):
     def change(model):
         for each in classes:
@@ -34,36 +30,15 @@ def accelerate(*classes):
     return change
 
 
-def forward_hook(**settings):
-    def change(model):
-        hook = (lambda m, args, kwargs, out: out * 2) if "with_kwargs" in settings else (lambda m, args, out: out * 2)
-        model.lm_head.register_forward_hook(hook, **settings)
-
-    return change
-
-
-def another_class(name):
-    def change(model):
-        base = type(model.lm_head)
-        twice = {name: lambda self, *args: getattr(base, name)(self, *args) * 2}
-        model.lm_head.__class__ = type("Twice", (base,), twice)
-
-    return change
+def another_class(model):
+    base = type(model.lm_head)
+    twice = {"forward": lambda self, *args: base.forward(self, *args) * 2}
+    model.lm_head.__class__ = type("Twice", (base,), twice)
 
 
 def replaced_forward(model):
     stock = model.lm_head.forward
     model.lm_head.forward = lambda *args: stock(*args) * 2
-
-
-def replaced_before_accelerate(model):
-    replaced_forward(model)
-    accelerate(hooks.AlignDevicesHook)(model)
-
-
-def replaced_after_accelerate(model):
-    accelerate(hooks.AlignDevicesHook)(model)
-    replaced_forward(model)
 
 
 def another_head(model):
@@ -76,51 +51,24 @@ def another_head(model):
     model.lm_head = head
 
 
-class Adapter(nn.Module):
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer, self.weight = base_layer, base_layer.weight
-        self.a, self.b = nn.Linear(16, 4, bias=False), nn.Linear(4, 97, bias=False)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.b(self.a(x))
-
-
-def backward_hook(model):
-    model.lm_head.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
-
-
 # each with the report's reason, where the change comes after patch
 CHANGES = {
     "head": (another_head, "is a Head"),
-    "adapter": (lambda model: setattr(model, "lm_head", Adapter(model.lm_head)), "is a Adapter"),
     "instance": (replaced_forward, "forward was replaced"),
     "pre-hook": (lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: (args[0] / 2,)), "a hook from"),
-    "hook": (forward_hook(), "a hook from"),
+    "hook": (lambda m: m.lm_head.register_forward_hook(lambda m, args, out: out * 2), "a hook from"),
     "full backward": (
         lambda model: model.lm_head.register_full_backward_hook(lambda m, grads, out: (grads[0] * 2,)),
         "a hook from",
     ),
     "accelerate": (accelerate(Doubled), "Doubled"),
     "accelerate, several": (accelerate(hooks.AlignDevicesHook, Doubled), "Doubled"),
-    "accelerate, nested": (accelerate(hooks.AlignDevicesHook, Doubled, hooks.AlignDevicesHook), "SequentialHook"),
-    "accelerate, a child": (accelerate(Align), "Align"),
-    "forward, then accelerate": (replaced_before_accelerate, "forward was replaced"),
-    "accelerate, then forward": (replaced_after_accelerate, "forward was replaced"),
-    "with_kwargs": (forward_hook(with_kwargs=True), "a hook from"),
-    "always_call": (forward_hook(always_call=True), "a hook from"),
-    "prepend": (forward_hook(prepend=True), "a hook from"),
-    "backward": (backward_hook, "a hook from"),
-    "__call__": (another_class("__call__"), "another class, Twice"),
-    "forward": (another_class("forward"), "another class, Twice"),
+    "forward": (another_class, "another class, Twice"),
     "prune": (lambda model: prune.l1_unstructured(model.lm_head, "weight", 0.3), "weight is a Tensor"),
-    "weight_norm": (lambda model: nn.utils.weight_norm(model.lm_head), "weight is a Tensor"),
-    "spectral_norm": (lambda model: nn.utils.spectral_norm(model.lm_head), "weight is a Tensor"),
     "parametrization": (lambda model: parametrizations.spectral_norm(model.lm_head), "another class, Param"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_put_around_the_head_runs_once_and_is_reported(name, when, pair, batch):
@@ -165,30 +113,12 @@ def test_another_loss_is_computed_without_logits(change, when, pair, batch):
     assert model.loss_function is getattr(model, "_loss_function", stock.loss_function)
 
 
-def of_all_modules(model, stock):
-    heads = model.lm_head, stock.lm_head
-    return nn_module.register_module_forward_hook(lambda m, args, out: out * 2 if m in heads else None).remove
-
-
-def of_the_class(model, stock):
-    heads, before = (model.lm_head, stock.lm_head), nn.Module.__call__
-
-    def call(self, *args, **kwargs):
-        result = before(self, *args, **kwargs)
-        return result * 2 if any(self is head for head in heads) else result
-
-    nn.Module.__call__ = call
-    return lambda: setattr(nn.Module, "__call__", before)
-
-
-@pytest.mark.parametrize("change", [of_all_modules, of_the_class])
-def test_what_is_put_around_all_modules_runs_once(change, patched, batch):
+def test_a_hook_of_all_modules_runs_once(patched, batch):
     model, stock, report = patched("llama", mlp=False)
-    undo = change(model, stock)
-    try:
-        losses = {m: m(**batch).loss for m in (model, stock)}
-    finally:
-        undo()
+    heads = model.lm_head, stock.lm_head
+    handle = nn_module.register_module_forward_hook(lambda m, args, out: out * 2 if m in heads else None)
+    losses = {m: m(**batch).loss for m in (model, stock)}
+    handle.remove()
     assert_same_training(model, stock, lambda m: losses[m])
     expect_calls(report, 0, 1)
 
@@ -199,18 +129,6 @@ def test_a_hook_between_forward_and_loss_is_an_error(patched, batch):
     accelerate(Doubled)(model)
     with pytest.raises(UnsupportedError, match=r"got a change since.*Doubled"):
         loss_of(logits, batch)
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's, of transformers
-def test_a_hook_inside_lora_between_forward_and_read_is_an_error(build, batch):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    lowtide.patch(model, mlp=False)
-    logits = called_without_loss(model, batch)
-    inner = next(module for name, module in model.named_modules() if name.endswith("lora_A.default"))
-    inner.register_forward_hook(lambda module, args, out: None)
-    with pytest.raises(UnsupportedError, match=r"got a change since.*LoRA has hooks"):
-        logits.masked_fill(logits > 0, 0)
 
 
 def loss_of(logits, batch):
@@ -247,9 +165,7 @@ ON_THE_GRAPH = {
     "register_prehook": hooked(lambda z, w, seen: z.grad_fn.register_prehook(lambda out: (out[0] * 3,))),
     "of a view": view_hooked,
     "of several": hooked(lambda z, w, seen: register_multi_grad_hook((z, w), lambda grads: seen.extend(norms(grads)))),
-    "of any": hooked(lambda z, w, seen: register_multi_grad_hook((z,), lambda g: seen.extend(norms([g])), mode="any")),
     "an edge": edge,
-    "names": hooked(lambda z, w, seen: seen.extend([z.grad_fn.name(), len(z.grad_fn.next_functions)])),
     "of the weight": hooked(
         lambda z, w, seen: w.register_post_accumulate_grad_hook(lambda p: seen.extend(norms([p.grad])))
     ),
@@ -264,7 +180,7 @@ def test_hooks_on_the_graph_fire_as_in_stock(name, patched, batch):
     assert_same_training(model, stock, lambda m: use(called_without_loss(m, batch), m.lm_head.weight, batch, seen[m]))
     assert name == "register_prehook" or seen[stock]
     for ours, theirs in zip(*seen.values(), strict=True):
-        assert ours == (theirs if isinstance(theirs, str) else pytest.approx(theirs, rel=1e-4, abs=1e-6))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("read", [None, torch.sum, lambda z: z.argmax(-1)])

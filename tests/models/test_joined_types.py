@@ -1,8 +1,6 @@
 """Every model type whose MLPs have gate and up in one projection (gate_up_proj), beside stock."""
 
 import contextlib
-import copy
-import importlib
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from lowtide.models import mlp_part
 from lowtide.models.instance import part_of
 from models import type_case
 from models.conftest import types_of
-from models.joined import OTHER_FORM, Holder, assert_same_mlp, joined_mlps, with_levels
+from models.joined import OTHER_FORM, joined_mlps, with_levels
 from models.tiny import HEAD_DIMS, tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -31,13 +29,6 @@ TYPES = {
     ("image-text", "glmga"): (2, None),
     ("causal", "minimax_m3_vl_text"): (0, OTHER_FORM),  # clamps
     ("image-text", "minimax_m3_vl"): (0, OTHER_FORM),
-}
-# MLPs of models that are none of the three kinds: of images, of sound, of proteins.
-CLASSES = {
-    "dia.DiaMLP": {"hidden_size": 6, "intermediate_size": 10, "hidden_act": "silu"},
-    "dots3_note.Dots3NoteAudioMLP": {"hidden_size": 6, "intermediate_size": 10, "hidden_act": "silu"},
-    "glm_image.GlmImageTextMLP": {"hidden_size": 6, "intermediate_size": 10, "hidden_act": "gelu_pytorch_tanh"},
-    "esmfold2.EsmFold2SwiGLU": None,
 }
 
 
@@ -78,34 +69,6 @@ def on_meta(kind, model_type):
         with torch.device("meta"), contextlib.suppress(Exception):
             return tiny_model(auto, config, head_dim=head_dim, decoder=kind == "causal", seed=0)
     return None
-
-
-@pytest.mark.parametrize(("kind", "model_type"), [key for key, (count, _) in TYPES.items() if count], ids=str)
-@pytest.mark.parametrize(("level", "tile"), [(0, None), (1, None), (1, 4)])
-def test_each_types_mlp_in_float64(kind, model_type, level, tile):
-    model = type_case._maker(kind, model_type, 0)[0]().double()
-    stock = copy.deepcopy(model)
-    lowtide.patch(model, loss=False, norm=False, rope=False)
-    with_levels(model, level, tile)
-    name, ours = next((n, m) for n, m in joined_mlps(model).items() if part_of(m) == "mlp")
-    assert_same_mlp(ours, stock.get_submodule(name), rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_mlps_of_other_models(name, ran):
-    module, kind = name.split(".")
-    file = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    settings = CLASSES[name]
-    torch.manual_seed(0)
-    args = (6, 10) if settings is None else (type("Config", (), settings)(),)
-    model = Holder(getattr(file, kind)(*args)).double()
-    stock = copy.deepcopy(model)
-    report = lowtide.patch(model)
-    assert report.parts["mlp"].patched, str(report)
-    for level in (0, 1):
-        model.mlp.checkpoint_level = level
-        assert_same_mlp(model.mlp, stock.mlp, rtol=1e-12)
-    assert ran["adapted_mlp"] == 2
 
 
 @pytest.mark.slow

@@ -112,13 +112,3 @@ def test_a_loss_of_yours_under_a_checkpoint(use_reentrant, read, patched, batch)
         return checkpoint(read, m(**batch).logits, batch["input_ids"], use_reentrant=use_reentrant)
 
     assert_same_training(model, stock, loss)
-
-
-def test_a_change_in_place_under_a_checkpoint_is_an_error(patched, batch):
-    model, stock, _ = patched("llama", mlp=False)
-    for m in (model, stock):
-        loss = checkpoint(lambda z: z.square().mean(), m(**batch).logits, use_reentrant=False)
-        with torch.no_grad():
-            m.lm_head.weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"in place|inplace"):
-            loss.backward()

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import threading
 import weakref
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.errors import ArgumentTypeError, UnsupportedError
+from lowtide.errors import UnsupportedError
 from models.conftest import COPIES, DYNAMO, assert_same_gradients, assert_same_training, state_of
 
 # torch.compile warns of what it does itself, and lowtide of a whole model that is compiled
@@ -70,21 +69,12 @@ def test_loss_false_changes_nothing(build):
     assert vars(model).keys() == vars(build("llama")).keys()
 
 
-def test_options_are_checked_and_reach_the_loss(build, batch, monkeypatch):
-    model = build("llama")
-    with pytest.raises(ArgumentTypeError, match="options: expected"):
-        lowtide.patch(model, options={"workspace_mib": 1})
-    seen = []
-    stock = lowtide.models.lazy_results.linear_cross_entropy
-    monkeypatch.setattr(
-        lowtide.models.lazy_results,
-        "linear_cross_entropy",
-        lambda *args, **kwargs: (seen.append(kwargs["options"]), stock(*args, **kwargs))[1],
-    )
-    for options in (None, lowtide.HeadOptions(workspace_mib=1.0), lowtide.HeadOptions(workspace_mib=2.0)):
-        lowtide.patch(model, options=options)
+def test_options_reach_the_loss(patched, batch):
+    model, _, _ = patched("llama", options=lowtide.HeadOptions(backend="exp"))
+    with pytest.raises(UnsupportedError, match="backend"):
         model(**batch)
-        assert seen[-1] is options
+    lowtide.patch(model)
+    assert model(**batch).loss.isfinite()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
@@ -130,23 +120,12 @@ def test_checkpoints_are_stock(patched, batch, tmp_path):
     assert torch.equal(loaded(**batch).loss, stock(**batch).loss)
 
 
-def test_moves_modes_and_threads(patched, batch):
+def test_moves_and_modes(patched, batch):
     model, _, report = patched("llama")
     model.eval().to(torch.float64)
     assert_fuses(model, report, batch)
     model.to(torch.float32).train()
     assert_fuses(model, report, batch)
-
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(type(model(input_ids=batch["input_ids"]).logits)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [torch.Tensor, torch.Tensor]
 
 
 def test_a_patched_model_goes_when_it_is_let_go(build, batch):
@@ -183,22 +162,3 @@ def test_unpatch_refuses_a_model_changed_on_top(patched):
     nn.utils.parametrize.remove_parametrizations(model.lm_head, "weight")
     lowtide.unpatch(model)
     assert type(model.lm_head) is nn.Linear
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's
-@pytest.mark.parametrize("where", ["model", pytest.param("model.norm", marks=pytest.mark.slow), "lm_head"])
-def test_torch_compile_with_breaks_is_right(where, patched, batch):
-    model, stock, report = patched("gemma2", settings={"num_hidden_layers": int(where != "lm_head")})
-    module = model.get_submodule(where)
-    stock_forward = type(module).forward
-
-    class Breaks(type(module)):
-        def forward(self, *args, **kwargs):
-            torch._dynamo.graph_break()
-            return stock_forward(self, *args, **kwargs)
-
-    module.__class__ = Breaks
-    torch._dynamo.reset()
-    assert_same_training(model, stock, batch, through=torch.compile(model, backend="eager"))
-    assert report.calls_fused == int(where != "lm_head")  # a head of another class may do more
-    assert report.calls_materialised == int(where == "lm_head"), str(report)

@@ -22,20 +22,8 @@ def by_hand(model, dtype):
     return total / (LABELS != -100).sum()
 
 
-def by_rows(model, dtype):
-    logits = model(input_ids=IDS, labels=LABELS).logits
-    losses = F.cross_entropy(logits.float().flatten(0, 1), LABELS.flatten(), reduction="none")
-    return losses.sum() / (LABELS != -100).sum()
-
-
 def by_mean(model, dtype):
     return model(input_ids=IDS, labels=LABELS).loss
-
-
-def all_frozen_but_head(model):
-    model.requires_grad_(False)
-    model.get_output_embeddings().requires_grad_(True)
-    return model
 
 
 def frozen_head(model):
@@ -49,8 +37,8 @@ def with_lora(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loss", [by_items, by_hand, by_rows, by_mean])
-@pytest.mark.parametrize("made", [lambda model: model, frozen_head, all_frozen_but_head, with_lora])
+@pytest.mark.parametrize("loss", [by_items, by_hand, by_mean])
+@pytest.mark.parametrize("made", [lambda model: model, frozen_head, with_lora])
 def test_gradients_are_0(made, loss, dtype, pair):
     model, stock = map(made, pair("llama", dtype))
     report = lowtide.patch(model)

@@ -151,23 +151,6 @@ def test_logits_to_keep(keep, patched, batch):
     expect_calls(report, 1)
 
 
-def test_lengths_that_differ_fail_as_in_stock(patched, batch):
-    model, stock, _ = patched("llama")
-    errors = []
-    for m in (model, stock):
-        with pytest.raises(ValueError, match="batch_size") as error:
-            m(**batch, logits_to_keep=4)
-        errors.append(str(error.value))
-    assert errors[0] == errors[1]
-
-
-def test_all_labels_ignored(patched, batch):
-    model, stock, _ = patched("llama")
-    batch["labels"].fill_(-100)
-    assert all(m(**batch).loss.isnan() for m in (model, stock))
-    assert all(m(**batch, num_items_in_batch=5).loss == 0 for m in (model, stock))
-
-
 def test_the_loss_may_be_taken_outside_the_forward(patched, batch):
     # As sequence parallelism does: the model is given shift_labels alone, the loop calls its loss_function.
     model, stock, report = patched("gemma2")

@@ -18,10 +18,8 @@ def targets(batch):
 # Each compares numbers of the same logits, and gives what stock gives to the last bit.
 COMPARED = {
     "rank": lambda z, y: (z > z.gather(-1, y)).sum(-1),
-    "rank, taken along": lambda z, y: (z > z.take_along_dim(y, -1)).sum(-1),
     "rank, indexed": lambda z, y: (z[0] > z[0, torch.arange(11), y[0, :, 0]][:, None]).sum(-1),
     "highest": lambda z, y: z == z.amax(-1, keepdim=True),
-    "highest, without gradients": lambda z, y: z.detach() == z.detach().max(-1, keepdim=True).values,
     "top-k filter": lambda z, y: (z >= z.detach().topk(10).values[..., -1:]).sum(-1),
 }
 
@@ -86,7 +84,6 @@ def another_dtype(m, hidden):
 # Each changes what the logits are computed from.
 CHANGES = {
     "AdamW": optimizer(torch.optim.AdamW),
-    "AdamW, foreach": optimizer(torch.optim.AdamW, foreach=True),
     "SGD": optimizer(torch.optim.SGD),
     "unpatch": lambda m, hidden: lowtide.unpatch(m),
     "another dtype": another_dtype,
