@@ -88,11 +88,6 @@ def checkpoints(output: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return the number of optimizer steps before a checkpoint."""
-    return int(checkpoint.name.rpartition("-")[2])
-
-
 def how_to_resume(output: Path) -> str:
     """Return what to do after a run that ended early."""
     if not checkpoints(output):

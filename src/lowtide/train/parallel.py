@@ -227,14 +227,9 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def launched_rank() -> int:
-    """Return which of them this one is, also before there is a group."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def is_first_rank() -> bool:
     """Return whether this process is the launcher's first, also before there is a group."""
-    return launched_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def let_first_report() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -59,16 +58,11 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
             _check_kept(f"--{name}", old, value)
     if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
         changed = {**dict.fromkeys(ACTIVATIONS), **changed}
-        changed = {**dict.fromkeys(_without_use(before, changed)), **changed}
+        if not changed["memory_budget"] and not changed.get("offload_states", before.offload_states):
+            changed.setdefault("host_budget", None)  # nothing has a use for it
     options = {**before.options, **config.options}
     del options["resume_from_checkpoint"]
     return replace(before, **changed, output=str(output), options=options), checkpoint
-
-
-def _without_use(before: TrainConfig, changed: dict[str, Any]) -> Iterator[str]:
-    """Yield the settings that a run began with, where other activations have no use for them."""
-    if not changed["memory_budget"] and not changed.get("offload_states", before.offload_states):
-        yield "host_budget"
 
 
 def _check_kept(name: str, old: object, new: object) -> None:

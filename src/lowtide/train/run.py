@@ -244,6 +244,6 @@ def _measured(one: RunState, saved: Path | None) -> TrainResult:
         calls_materialised=materialised,
         seconds=time.perf_counter() - one.began,
         saved=str(saved) if saved else None,
-        best=checkpoints.step_of(Path(best)) if best else None,
+        best=int(best.rpartition("-")[2]) if best else None,
         dtype=one.settings.product_dtype,
     )
