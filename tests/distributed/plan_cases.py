@@ -25,7 +25,6 @@ from lowtide.memory.planner.sharding import BUCKET
 from lowtide.memory.planner.step_costs import Phase, StepCosts
 
 STAGE = torch.empty(2**23, dtype=torch.uint8)
-LONG = 512
 T = 8  # so few tokens that almost all bytes are parameters'
 SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "head_dim": 32}
 MOST_VOCABULARY = {"vocab_size": 8192, "num_hidden_layers": 2}

@@ -28,8 +28,7 @@ def without_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 1.0], ids=lambda share: f"budget-{share}")
-@pytest.mark.parametrize("host_gib", [0, 4])
+@pytest.mark.parametrize(("share", "host_gib"), [(0.02, 0), (0.7, 0), (0.3, 4), (1.0, 4)])
 def test_a_step_takes_what_is_planned(share: float, host_gib: float) -> None:
     settings = read_settings(SETTINGS)
     front = plan_memory(settings, 8192, 1, host_gib=host_gib).front
@@ -60,8 +59,6 @@ def test_other_ways_to_train_too(change: dict[str, Any], near: float) -> None:
 TRACED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "num_hidden_layers": 3, "vocab_size": 32_000},  # eager attention
     "cohere2": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 64_000},  # tied
-    "starcoder2": {"num_hidden_layers": 4},
-    "olmo2": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
     "lfm2": {"num_hidden_layers": 4},
 }
 
