@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.train import claim
+from lowtide.train import checkpoints
 from train.conftest import Run
 
 
@@ -15,9 +15,9 @@ def test_a_second_run_in_the_folder_of_one_under_way(
     finished: Path, lowtide: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would overwrite run.json, remove checkpoints that are being written, and add its steps to the log."""
-    monkeypatch.setattr(claim, "_PATIENCE", 0.0)
+    monkeypatch.setattr(checkpoints, "_PATIENCE", 0.0)
     shutil.copytree(finished, output := tmp_path / "run")
-    with claim.claimed(output):
+    with checkpoints.claimed(output):
         before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
         err = lowtide.refused("train", "--resume_from_checkpoint", "true", "--output", output)
         assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before

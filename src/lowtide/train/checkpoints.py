@@ -10,21 +10,22 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.train.claim import LOCK
 from lowtide.train.config import DEFAULT_ROOT, NEWEST_IF_ANY
 from lowtide.train.files import RUN_FILE, why
 from lowtide.train.parallel import in_group
 
+LOCK = ".lock"  # in the folder, while a run is under way
 MODEL = "model"
 LOG_FILE = "log.jsonl"
 TOKENS = "tokens.bin"
@@ -36,6 +37,7 @@ _LEFTOVERS |= {"runs", "README.md"}  # of trackers, and TRL's card
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _TRIAL = f"{STAGING}-trial-"  # begins the name of an empty folder that shows whether one can be made
 _ALMOST_FULL = 2**24  # bytes
+_PATIENCE = 5.0  # seconds for a run that is just being ended, to be started again
 # how PyTorch's archives report that the disk is full or the folder gone
 _NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
 
@@ -120,6 +122,34 @@ def new_output(output: str | None, stamp: str) -> Path:
     except OSError as error:
         raise ArgumentValueError(message("output", expected, f"{path} ({error.strerror})", "Name another.")) from error
     return path
+
+
+@contextlib.contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Lock a folder for the block. It is made if it does not exist, and then removed if it is left empty.
+
+    The system releases the lock when the process ends, in whichever way.
+
+    Raises:
+        ArgumentValueError: another run holds it.
+        OSError: it could not be made.
+    """
+    missing = [path for path in (output, *output.parents) if not path.exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / LOCK, timeout=_PATIENCE)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        expected, got = "a folder in which no other run is under way", f"{output}, in which one is"
+        raise ArgumentValueError(message("output", expected, got, "Wait for it, or name another.")) from error
+    try:
+        yield
+    finally:
+        (output / LOCK).unlink(missing_ok=True)
+        lock.release()
+        for path in missing:
+            with contextlib.suppress(OSError):  # not empty, or gone
+                path.rmdir()
 
 
 def checkpoint_to_resume(output: str | None, given: str) -> Path:

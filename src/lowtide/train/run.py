@@ -20,8 +20,7 @@ from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes, reset
 from lowtide.train import checkpoints
 from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
-from lowtide.train.checkpoints import Complete, how_to_resume, write_folder
-from lowtide.train.claim import claimed
+from lowtide.train.checkpoints import Complete, claimed, how_to_resume, write_folder
 from lowtide.train.config import TrainConfig
 from lowtide.train.ending import SaveAndStop, Terminated, is_lost_rank, lost_rank
 from lowtide.train.files import find_data, why
