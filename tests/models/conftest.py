@@ -58,6 +58,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "roberta": ("Roberta", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }
+# Models whose heads and losses are another's in the list; their parts are tested one by one.
+ALIKE = ("qwen3", "mistral", "qwen2", "olmo2", "glm4", "gpt-neox", "roberta")
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 _CLASSES = {"Bert": "BertLMHeadModel", "GPT2": "GPT2LMHeadModel"}
 
@@ -269,4 +271,5 @@ class OwnFunction(torch.autograd.Function):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "any_model" in metafunc.fixturenames:
-        metafunc.parametrize("any_model", MODELS)
+        names = [name if name not in ALIKE else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+        metafunc.parametrize("any_model", names)

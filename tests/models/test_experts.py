@@ -13,6 +13,7 @@ import lowtide
 from lowtide.models import experts_part
 from lowtide.models.instance import part_of
 from models.conftest import DYNAMO, VOCAB, assert_same_gradients, assert_same_training, state_of
+from support import every_pair
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,9 +54,7 @@ def set_level(model, level):
         module.checkpoint_level = level
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", [0, 1])
+@every_pair(family=FAMILIES, way=WAYS, level=[0, 1])
 def test_each_implementation(family, way, level, pair, batch, ran):
     model, stock = pair(family, way)
     set_level(model, level)

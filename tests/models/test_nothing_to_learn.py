@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import lowtide
 from models.conftest import PEFT
+from support import every_pair
 
 pytestmark = PEFT
 LABELS = torch.full((2, 6), -100)
@@ -36,9 +37,11 @@ def with_lora(model):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loss", [by_items, by_hand, by_mean])
-@pytest.mark.parametrize("made", [lambda model: model, frozen_head, with_lora])
+@every_pair(
+    made=[lambda model: model, frozen_head, with_lora],
+    loss=[by_items, by_hand, by_mean],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
 def test_gradients_are_0(made, loss, dtype, pair):
     model, stock = map(made, pair("llama", dtype))
     report = lowtide.patch(model)

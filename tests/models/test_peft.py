@@ -21,6 +21,7 @@ from models.conftest import (
     expect_calls,
     types_of,
 )
+from support import every_pair
 
 peft = pytest.importorskip("peft")
 
@@ -421,9 +422,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.up_proj"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("when", ["before", "after"])
+@every_pair(where=["lm_head", "model.layers.1.mlp.up_proj"], change=CHANGES, when=["before", "after"])
 def test_a_lora_layer_that_is_not_plain(change, where, when, pair, batch, ran):
     model, stock = (wrap(m, lora(target_modules=["lm_head", *MLP])) for m in pair("llama"))
     if when == "after":

@@ -7,6 +7,7 @@ import torch
 
 import lowtide
 from models.conftest import DYNAMO, assert_same_training, expect_calls
+from support import every_pair
 
 transformers = pytest.importorskip("transformers")
 bnb = pytest.importorskip("bitsandbytes")
@@ -74,9 +75,7 @@ def test_loss_and_gradients_equal_stock(bits, skip, quantised, batch, ran):
     assert report.parts["rope"].patched
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_pair(bits=BITS, order=["peft first", "patch first"], dtype=[torch.float32, torch.bfloat16])
 def test_qlora(bits, order, dtype, quantised, batch, ran):
     """prepare_model_for_kbit_training, LoRA on every layer, on the head too, with checkpointing."""
     peft = pytest.importorskip("peft")
@@ -134,9 +133,7 @@ def head_alone(models):
     return models
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_pair(autocast=[False, True], compute=[torch.float32, torch.bfloat16], dtype=[torch.float32, torch.bfloat16])
 def test_a_quantised_head_computes_in_its_own_dtype(dtype, compute, autocast, quantised, batch):
     """Stock code where that is not the hidden states' or autocast's, which our loss computes in."""
     model, stock = head_alone([quantised("4bit", (), dtype=dtype, bnb_4bit_compute_dtype=compute) for _ in range(2)])

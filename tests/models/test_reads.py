@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import lowtide
 from lowtide.errors import UnsupportedError
 from models.conftest import OwnFunction, assert_same_training
+from support import every_pair
 
 V = 97
 
@@ -116,9 +117,9 @@ def test_a_read_after_a_change_is_an_error(change, patched, batch):
             read(later.logits, targets(batch))
 
 
-@pytest.mark.parametrize("kind", ["weight", "bias"])
-@pytest.mark.parametrize("frozen", ["at the forward", "since"])
-@pytest.mark.parametrize("read", ["loss", "logsumexp", "logits", "own function"])
+@every_pair(
+    kind=["weight", "bias"], frozen=["at the forward", "since"], read=["loss", "logsumexp", "logits", "own function"]
+)
 def test_what_is_trained_is_what_was_at_the_forward(kind, frozen, read, patched, batch):
     reads = {**READS, "own function": lambda z, y: OwnFunction.apply(z * 0.5)}
     model, stock, _ = patched("phi", mlp=False)

@@ -15,6 +15,7 @@ from lowtide.measure.allocations import track_allocations
 from lowtide.models.instance import part_of
 from lowtide.models.lazy_logits import LazyLogits
 from models.conftest import DYNAMO, assert_same_training, expect_calls, types_of
+from support import every_pair
 
 V = 97
 T = 11
@@ -51,9 +52,11 @@ def assert_as_exact_as_stock(got, stock, true):
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "granite", "phi", "gpt2", "qwen3-moe"])
+@every_pair(
+    name=["llama", "gemma2", "cohere2", "granite", "phi", "gpt2", "qwen3-moe"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    mode=MODES,
+)
 def test_a_harness_scores_as_with_stock_and_builds_no_logits(name, dtype, mode, pair, batch):
     model, stock = pair(name, dtype)
     ids = batch["input_ids"]

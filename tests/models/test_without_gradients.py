@@ -12,6 +12,7 @@ import lowtide
 from lowtide.measure.allocations import track_allocations
 from lowtide.models.lazy_logits import LazyLogits
 from models.conftest import assert_same_training, expect_calls
+from support import every_pair
 
 WITHOUT = {
     "no_grad": (torch.no_grad, lambda z: z),
@@ -28,9 +29,7 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("way", WITHOUT)
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@every_pair(way=WITHOUT, metric=METRICS, name=["llama", "gemma2"])
 def test_a_metric_in_training_needs_no_logits(metric, way, name, patched, batch):
     model, stock, report = patched(name, mlp=False)
     mode, without = WITHOUT[way]
