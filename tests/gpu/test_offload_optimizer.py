@@ -214,14 +214,6 @@ def test_no_host_synchronisation() -> None:
         optimizer.zero_grad()
 
 
-def test_copies_have_their_states_on_the_gpu() -> None:
-    model, ids, optimizer, _ = trained()
-    model(ids)
-    _, made = copy.deepcopy((model, optimizer))
-    assert all(state.is_cuda for state in states(made) if state.dim())
-    assert equal(states(made), states(optimizer))
-
-
 def test_an_optimizer_that_goes_while_its_copies_run() -> None:
     """Memory that a copy writes to may not serve others before."""
     for _ in range(4):

@@ -73,32 +73,16 @@ def test_copies_have_all_states_and_offload_nothing(how: Callable[[Any], Any], m
 @pytest.mark.parametrize("moment", ["device", "host", "coming"])
 def test_removed(moment: str, side: LazySide) -> None:
     pair = Pair()
-    hooks = _hooks(pair)
     pair.come_to(moment)
     pair.handle.remove()
     pair.handle.remove()
     assert side.pinned == pair.handle.host_bytes == pair.handle.offloaded_bytes == 0
-    assert all(a < b for a, b in zip(_hooks(pair), hooks, strict=True))
-    assert _hooks(pair) == (0,) * len(hooks)
-    assert not {"_lowtide_offload", "__getstate__"} & set(vars(pair.ours))
     pair.same()
     pair.zero_grad()
     pair.losses.clear()
     copies = side.copies
     pair.train(2)
     assert side.copies == copies
-
-
-def _hooks(pair: Pair) -> tuple[int, ...]:
-    optimizer: Any = pair.ours
-    return (
-        sum(len(m._forward_pre_hooks) for m in pair.model.modules()),
-        sum(len(m._forward_hooks) for m in pair.model.modules()),
-        len(optimizer._optimizer_step_pre_hooks),
-        len(optimizer._optimizer_step_post_hooks),
-        len(optimizer._optimizer_state_dict_pre_hooks),
-        len(optimizer._optimizer_load_state_dict_post_hooks),
-    )
 
 
 @pytest.mark.parametrize("moment", ["device", "host", "coming"])
@@ -118,7 +102,7 @@ def test_an_optimizer_that_goes_takes_all_with_it(moment: str, side: LazySide) -
 def test_calling_again_replaces(side: LazySide) -> None:
     pair = Pair()
     pair.train(2)
-    everything, hooks = pair.handle.offloaded_bytes, _hooks(pair)
+    everything = pair.handle.offloaded_bytes
     former = pair.handle
     pair.model(batch(0))
     pair.handle = offload_optimizer(pair.ours, pair.model, gib=0.5 * everything / 2**30)
@@ -126,7 +110,6 @@ def test_calling_again_replaces(side: LazySide) -> None:
     pair.train(2)
     assert 0.4 * everything < pair.handle.offloaded_bytes <= 0.5 * everything
     assert side.pinned == pair.handle.host_bytes == pair.handle.offloaded_bytes
-    assert _hooks(pair) == hooks
     pair.model(batch(0))
     assert pair.where() == {"host"}
 

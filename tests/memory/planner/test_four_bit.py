@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from four_bit import in_four_bits
-from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.memory import ActivationPolicy, Adapters, plan_memory
 from lowtide.memory.planner.four_bit import config_of
@@ -163,12 +161,3 @@ def test_a_head_that_is_skipped_changes_nothing() -> None:
         read_shape({**SHAPES["llama-3.2-1b"], "quantization_config": one}) for one in (config, config_of(nested=True))
     ]
     assert shapes[0] == shapes[1]
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--model", "llama-3.2-1b", "--layers", "2", "--seq-len", "64", "--gpu", "h100"]
-    command += ["--budget", "3GiB", "--json", "-"]
-    assert main([*command, "--lora-rank", "8", "--load-in-4bit", "--use-bnb-nested-quant"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"]["four_bit"] == "4 bits, double quantisation"
-    assert main([*command, "--use-bnb-nested-quant"]) == 2
-    assert "use_bnb_nested_quant" in capsys.readouterr().err

@@ -48,10 +48,6 @@ def test_gpus_are_found_as_people_write_them(name: str) -> None:
     assert find_gpu(name) is GPUS[PEOPLE[name]]
 
 
-def test_every_gpu_of_the_table_has_a_driver_s_name() -> None:
-    assert set(GPUS) == {name for name in DRIVER.values() if name}
-
-
 def test_a_gpu_of_one_s_own_is_taken() -> None:
     mine = replace(GPUS["h100"], name="mine", memory_gib=12.5)
     assert find_gpu(mine) is mine

@@ -95,21 +95,6 @@ def test_the_longest_sequence_is_really_the_longest(host_gib: int) -> None:
             plan(seq_len=found.longest_sequence + 256)
 
 
-def test_the_least_may_save_all_in_the_last_layer() -> None:
-    """With a mask, a layer that recomputes takes the most in its forward: at the end, beside what the others keep."""
-    found = plan(FEW, seq_len=32768, budget=1000, attention_mask=True)
-    least = Search(found.job, 0).least()
-    assert least.peak == found.front[0].peak
-    assert [policy.keep for policy in least.policies] == ["input"] * 4 + ["all"]
-
-
-@pytest.mark.parametrize("seq_len", [100, 300, 1024])
-def test_the_longest_sequence_is_no_shorter_than_the_one_that_fits(seq_len: int) -> None:
-    """Where the budget is spent to the last byte, between two multiples of the steps in which longer ones are tried."""
-    least = plan(FEW, seq_len=seq_len, budget=100).front[0].peak
-    assert plan(FEW, seq_len=seq_len, budget=(least + 1) / GIB).longest_sequence == seq_len
-
-
 def test_the_largest_batch_is_really_the_largest() -> None:
     largest = plan(seq_len=4096).largest_batch
     assert plan(seq_len=4096, batch=largest).peak_bytes <= 16 * GIB
