@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.kernels import exp_logits_hopper as module
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.exp_logits_hopper import exp_logits_hopper, why_not_on
+from lowtide.head.kernels.exp_logits_hopper import exp_logits_hopper
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
@@ -178,10 +177,3 @@ def test_bitwise_the_same_each_time(shape: tuple[int, int, int]) -> None:
         case.run()
         assert torch.equal(case.e, e)
         assert torch.equal(case.sums, sums)
-
-
-def test_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
-    assert "needs an NVIDIA GPU" in str(why_not_on.__wrapped__(device))
-    monkeypatch.setattr(module, "GLUON_ERROR", "no module of that name")
-    assert "no Gluon for Hopper: no module of that name" in str(why_not_on.__wrapped__(device))
