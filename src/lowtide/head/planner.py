@@ -56,7 +56,7 @@ EXP_WAVE = 132 * 128 * 256  # elements of E W that exist at a time in float32, t
 EXP_SHARD_WORK = 2 * 10**11  # rows * D * V of such a piece: its host has exchanges between ranks to launch as well
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 # Sets of classes.
-SUPPORT_WORKSPACE = 512 * MIB  # what sorting the ids, and their logits, may take
+SUPPORT_WORKSPACE = 1024 * MIB  # what sorting the ids, and their logits, may take
 # Token statistics by exponentials.
 STATS_BYTES_PER_TOKEN = 80  # what is computed and kept of each token, and in backward the upstream gradients
 STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first

@@ -59,14 +59,14 @@ def _statistics(head: Head, args: SupportArgs, tokens: slice, keep: bool) -> dic
     numbers = _terms(head, args, at).numbers(z, slice(0, len(z)))
     undefined = ~is_class | numbers["lse"].isnan()[:, None]
     of_class = numbers["logprob"].masked_fill(~inside, -torch.inf).masked_fill(undefined, torch.nan)
-    argmax = ids.gather(1, numbers["top"][:, None]).clamp(min=-1)
     stats = {
         "logprob": of_class.masked_fill(~valid, 0),
         "lse": numbers["lse"].masked_fill(empty, -torch.inf),
-        "argmax": argmax[:, 0],
-        "is_top1": (argmax == y) & inside & valid,
         "outside": (valid & is_class & ~inside).sum(1),
     }
+    if args.wanted & {"argmax", "is_top1"}:
+        argmax = ids.gather(1, numbers["top"][:, None]).clamp(min=-1)
+        stats |= {"argmax": argmax[:, 0], "is_top1": (argmax == y) & inside & valid}
     if "entropy" in numbers:
         stats["entropy"] = numbers["entropy"]
     if "sum_sq_prob" in numbers:
