@@ -144,21 +144,23 @@ def test_memory_and_chunks() -> None:
         assert relative_error(one, two) < 2e-3
 
 
-def test_time_of_the_promised_shape() -> None:
-    """8192 tokens with 64 ids each of 152,064: no pass over the vocabulary, which takes 60 ms."""
+def test_sets_take_a_fraction_of_the_whole_vocabularys_time() -> None:
+    """8192 tokens with 64 ids each of 152,064: no pass over the vocabulary, which takes ten times as long."""
     x, w, _, _ = on_gpu(8192, 3584, 152064, dtype=torch.bfloat16)
     ids = torch.randint(0, 152064, (8192, 64), device="cuda")
     y, g = ids[:, 0].contiguous(), torch.ones(8192, device="cuda")
-    times = []
-    for _ in range(8):
+
+    def milliseconds(**kwargs: Any) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
-        torch.autograd.grad(linear_logprobs(x, w, y, support=ids), [x, w], g)
+        torch.autograd.grad(linear_logprobs(x, w, y, **kwargs), [x, w], g)
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
-    assert min(times) < 8, times  # 6 on an H200
+        return begin.elapsed_time(end)
+
+    ratios = [milliseconds(support=ids) / milliseconds() for _ in range(8)]
+    assert min(ratios) < 0.25, ratios
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch 2.11 does it itself

@@ -41,24 +41,25 @@ def choose(
     (C, P), rows = masses_CP.shape, ROWS.value
     counts = (y_C >= 0) & (s_C != 0)
     s_C = s_C.abs().where(counts, 0)
-    varied = torch.addcmul(squares_CP, masses_CP, masses_CP / sizes_P, value=-1).clamp_(min=0).sqrt_()
-    part = torch.nn.functional.pad((varied * s_C[:, None]).square_().where(counts[:, None], 0), (0, 0, 0, -C % rows))
+    part = torch.addcmul(squares_CP, masses_CP, masses_CP / sizes_P, value=-1).clamp_(min=0)
+    part.mul_(s_C[:, None]).mul_(s_C[:, None]).masked_fill_(~counts[:, None], 0)  # s^2 may be no number of float32
+    part = part if C % rows == 0 else torch.nn.functional.pad(part, (0, 0, 0, -C % rows))
     q = part.view(-1, rows, P).sum(1)
-    whole = ((squares_CP.sum(1).sqrt() * s_C).square() + (entry_C * s_C).square()).where(counts, 0).sum()
+    whole = squares_CP.sum(1).addcmul_(entry_C, entry_C).mul_(s_C).mul_(s_C).where(counts, 0).sum()
 
-    tile, home = torch.arange(C, device=q.device) // rows, torch.zeros(q.numel(), dtype=torch.int32, device=q.device)
-    home = home.scatter_add_(0, tile * P + y_C.clamp(min=0) // COLUMNS.value, counts.int()).view(q.shape) > 0
+    homes = torch.arange(C, device=q.device) // rows * P + y_C.clamp(min=0) // COLUMNS.value
+    away = (torch.zeros_like(q, dtype=torch.int32).view(-1).scatter_add_(0, homes, counts.int()) == 0).view(q.shape)
     allowed = threshold.square() * whole
-    ordered = q.where(~home, torch.inf).flatten().sort().values
-    units = (ordered / allowed.where(allowed.isfinite(), 0)).nan_to_num(2, 2).clamp(max=2).mul(UNITS).ceil().long()
-    fits = (units.cumsum(0) <= UNITS).sum()
-    least = torch.cat((ordered, ordered.new_full((1,), torch.inf))).take(fits)  # indexing by it would wait for it
-    some = home.any(1, keepdim=True)  # rows with a gradient
-    kept = (~(q < least) | home) & some  # NaN is kept
+    ordered = torch.nn.functional.pad(q.where(away, torch.inf).view(-1), (0, 1), value=torch.inf).sort().values
+    units = (ordered / allowed.where(allowed.isfinite(), 0)).clamp(max=2).nan_to_num(2).mul(UNITS).ceil().long()
+    least = ordered.take((units.cumsum(0) <= UNITS).sum())  # the last never fits; indexing would wait for the device
+    some = ~away.all(1, keepdim=True)  # rows with a gradient
+    left = (q < least) & away & some  # NaN is kept
 
-    mass_CP.copy_(masses_CP.where(~kept.repeat_interleave(rows, 0)[:C] & (y_C >= 0)[:, None], 0))
-    dropped = (mass_CP.sum(1, dtype=torch.float32) * s_C).where(counts, 0).sum()
-    return kept, torch.stack((dropped, q.where(~kept & some, 0).sum(), whole))
+    of_row = left[:, None].expand(-1, rows, -1).reshape(-1, P)[:C]
+    mass_CP.copy_(masses_CP.where(of_row & counts[:, None], 0))
+    dropped = (mass_CP.sum(1, dtype=torch.float32) * s_C).sum()
+    return some ^ left, torch.stack((dropped, q.where(left, 0).sum(), whole))
 
 
 def save_tiles(
