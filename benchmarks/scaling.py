@@ -15,6 +15,7 @@ tokens per second over those of one GPU alone: 1 where the time is ideal, weak o
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -49,11 +50,9 @@ from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import Monitor, StepMetrics
 from lowtide.train.parallel import (
     AUTO,
-    all_read,
     built_whole,
     engine_of,
     in_group,
-    launched_rank,
     launched_ranks,
 )
 from lowtide.train.quiet import quiet_transformers
@@ -207,7 +206,7 @@ def measure_rank(way: str, model: str, settings: ScalingConfig) -> dict[str, Any
     options |= {"max_steps": WARM_STEPS + 1 + settings.steps, "learning_rate": LEARNING_RATE}
     config = TrainConfig(parallel=settings.parallel[0], options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
-        all_read()  # nothing is on the host: each builds the model on its GPU
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # each rank builds the model on its GPU
         run = trainer_settings(config, Path(folder), save=False)
         args = run.args
         with built_whole(args):
@@ -249,9 +248,9 @@ def run_rank(job: dict[str, Any]) -> None:
     try:
         row = measure_rank(job["way"], job["model"], ScalingConfig.read(job["settings"]))
     except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
-        file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
+        file.with_suffix(f".failed{os.environ.get('RANK', 0)}").write_text(reason_of(error))
         raise
-    if launched_rank() == 0:
+    if os.environ.get("RANK", "0") == "0":
         replace(file, lambda at: at.write_text(json.dumps(row)))
     if in_group():
         dist.barrier()

@@ -42,6 +42,7 @@ pytest.importorskip("transformers", reason="the pages' models are transformers'"
 # Other libraries' warnings to each other, which no page can help.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),  # dynamo's
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # inductor's
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),

@@ -39,7 +39,8 @@ def choose(
     that is in the other tiles, and the squares of what is lost of s E, and of s E.
     """
     (C, P), rows = masses_CP.shape, ROWS.value
-    counts = (y_C >= 0) & (s_C != 0)
+    valid = y_C >= 0
+    counts = valid & (s_C != 0)
     s_C = s_C.abs().where(counts, 0)
     part = torch.addcmul(squares_CP, masses_CP, masses_CP / sizes_P, value=-1).clamp_(min=0)
     part.mul_(s_C[:, None]).mul_(s_C[:, None]).masked_fill_(~counts[:, None], 0)  # s^2 may be no number of float32
@@ -55,11 +56,12 @@ def choose(
     least = ordered.take((units.cumsum(0) <= UNITS).sum())  # the last never fits; indexing would wait for the device
     some = ~away.all(1, keepdim=True)  # rows with a gradient
     left = (q < least) & away & some  # NaN is kept
+    kept = some ^ left
 
-    of_row = left[:, None].expand(-1, rows, -1).reshape(-1, P)[:C]
-    mass_CP.copy_(masses_CP.where(of_row & counts[:, None], 0))
-    dropped = (mass_CP.sum(1, dtype=torch.float32) * s_C).sum()
-    return some ^ left, torch.stack((dropped, q.where(left, 0).sum(), whole))
+    of_row = (~kept)[:, None].expand(-1, rows, -1).reshape(-1, P)[:C]
+    mass_CP.copy_(masses_CP.where(of_row & valid[:, None], 0))
+    dropped = (mass_CP.sum(1, dtype=torch.float32) * s_C).where(counts, 0).sum()
+    return kept, torch.stack((dropped, q.where(left, 0).sum(), whole))
 
 
 def save_tiles(
