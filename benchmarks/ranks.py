@@ -6,7 +6,7 @@
 Sharded, each rank holds V / ranks classes and all tokens. Beside lowtide: PyTorch's loss_parallel, a loss over sharded
 logits as Megatron-LM computes it (written here, in peers_of_ranks.py), Liger's tensor-parallel function where it is
 installed, and the limit: the three local GEMMs alone. "high priority" is the same on a group whose NCCL stream has
-priority over the GEMMs, which makes a difference where NCCL exchanges, and not copy engines. Under FSDP2 each rank has
+priority over the GEMMs. Under FSDP2 each rank has
 its own tokens, and the head is in the root's unit.
 
 Times are of loss and all gradients on the slowest rank; peaks are of the rank with the highest. "alone" is a call on an

@@ -7,12 +7,14 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.kernel_launch import on_device
 
+run_in_eager = _disable_dynamo  # torch.compiler.disable, without importing the compiler
 TWICE = (
     "lowtide: expected gradients that are not differentiated again, got a second derivative. For those build the"
     " logits: torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
@@ -36,11 +38,15 @@ def tensor_fields(call: type) -> tuple[int, ...]:
     return tuple(i for i, hint in enumerate(get_type_hints(call).values()) if hint in (Tensor, Tensor | None))
 
 
+def _in_dispatch_mode() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def watched(args: Sequence[Any]) -> bool:
     """Return whether a call has to be an operator: for a compiler, a dispatch mode or a tensor without data."""
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if _in_dispatch_mode():
         _tell_counters()
         return True
     for arg in args:
@@ -126,7 +132,7 @@ def held_elsewhere() -> bool:
 
 def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast in which kernels run on ``device``."""
-    if torch._C._len_torch_dispatch_stack() > 0 and not torch.compiler.is_compiling():
+    if _in_dispatch_mode() and not torch.compiler.is_compiling():
         _tell_counters()
     # Autocast is disabled only if it is on: that costs as much host time as a launch.
     autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -214,7 +220,7 @@ def keep_stored(ctx: Any, stored: Sequence[Any], sources: Sequence[Tensor | None
     trained = () if compiling else [x for x in sources if x is not None and x.requires_grad]
     ctx.stored, ctx.sources = tuple(stored), trained
     # a dispatch mode, such as that of selective checkpointing, may hold the results of forward
-    ctx.shared = not compiling and torch._C._len_torch_dispatch_stack() > 0
+    ctx.shared = not compiling and _in_dispatch_mode()
 
 
 def take_stored(ctx: Any, public: str) -> tuple[tuple[Any, ...], Sequence[Tensor | None], bool]:

@@ -107,11 +107,12 @@ class Launcher:
             if len(self._compiled) >= MOST_VARIANTS:
                 self._compiled.clear()
             self._compiled[known] = compiled = self.kernel[grid](*args, **constants)
-        elif _launches_are_watched():
-            compiled[(*grid, 1, 1)](*values, *fixed, stream=torch._C._cuda_getCurrentRawStream(device))
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if _launches_are_watched():
+            compiled[(*grid, 1, 1)](*values, *fixed, stream=stream)
         else:
             x, y, z = (*grid, 1, 1)[:3]
-            stream = torch._C._cuda_getCurrentRawStream(device)
             metadata = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's hooks
             compiled.run(x, y, z, stream, *metadata, *values, *fixed)
 

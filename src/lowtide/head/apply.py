@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.graph import keep_stored, node, take_stored
+from lowtide.graph import keep_stored, node, run_in_eager, take_stored
 from lowtide.head.call import check_mask, checked_call
 from lowtide.head.function.checks import plan_comparison
 from lowtide.head.function.chunk import FunctionTerms
@@ -29,7 +28,7 @@ TWICE = (
 _TENSOR = object()  # the placeholder of a tensor
 
 
-@_disable_dynamo  # torch.compiler.disable, without importing it: plan and loop are the host's, and in no graph
+@run_in_eager  # plan and loop are the host's, and in no graph
 def linear_apply(
     fn: Callable[..., Any],
     input: Tensor,

@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.graph import run_in_eager
 from lowtide.memory.attention import SavedAttention, contexts_under_compile
-from lowtide.memory.copies import run_in_eager
 from lowtide.memory.groups import Group, check_layer
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as run_in_eager  # torch.compiler.disable, without importing the compiler
 
 from lowtide.errors import UnsupportedError, message
 
-__all__ = ["Side", "available", "is_dense", "run_in_eager", "side_for"]
+__all__ = ["Side", "available", "is_dense", "side_for"]
 
 
 class Side:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.copies import run_in_eager
+from lowtide.graph import run_in_eager
 from lowtide.memory.saved import Get, Store, hidden_states_of, stay, version
 
 Run = Callable[[Tensor], Any]

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
+from lowtide.graph import run_in_eager
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import copies
 from lowtide.memory import optimizer_blocks as blocks
@@ -342,7 +343,7 @@ class _Hook:
         self._method = weakref.WeakMethod(method) if method is not None else None
         self._args = args
 
-    @copies.run_in_eager
+    @run_in_eager
     def __call__(self, *called_with: Any) -> Any:
         method: Any = self._method() if self._method is not None else None
         optimizer = None if method is None else method.__self__.owner()

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from lowtide.arguments import is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.graph import node
+from lowtide.graph import node, run_in_eager
 from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
 from lowtide.head.ranks.exchange import Exchange
@@ -350,7 +349,7 @@ def _axis_of(input: Any) -> int | None:
     raise ArgumentValueError(message("input", expected, str(input.placements), "Redistribute it first."))
 
 
-@_disable_dynamo  # torch.compiler.disable, without importing the compiler
+@run_in_eager
 def exchanges_between_ranks_run_in_eager(function: Callable[..., _Result], *args: Any) -> _Result:
     """Call ``function`` outside of a compiler's graphs: its error where there must be one graph has this name."""
     return function(*args)
