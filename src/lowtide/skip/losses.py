@@ -2,8 +2,8 @@
 
 The classes are in the order of `order`, in a copy of the weight; the weight's gradient is summed in that order, and put
 back at the end, into the copy's memory. Where the upstream gradient is known in backward only, forward saves what each
-tile sums to; which tiles stay then follows from these sums and the upstream gradients, and those tiles of E alone are
-computed again.
+tile sums to; which tiles stay then follows from these sums and the upstream gradients, and only those tiles of E are
+recomputed.
 """
 
 from dataclasses import replace
