@@ -49,7 +49,7 @@ slow: $(VENV)/.test $(next)/.transformers
 
 # A second environment has the oldest torch that pyproject.toml allows, and the oldest transformers and peft for training.
 # Compilers differ most between versions of torch, and what its graph holds, which checkpoints build on.
-compiled := tests/models/test_compiled.py tests/head/contract/test_compile.py
+compiled := tests/models/test_compiled.py tests/contract/test_compile.py
 recomputed := tests/memory/test_families.py tests/memory/test_groups.py
 oldest: $(VENV)-oldest/.test
 	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --dist worksteal $(or $(ARGS),tests/train tests/trl_patch $(compiled) $(recomputed))

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+import cpu_time
 import interpreter
+import promises
 from lowtide.measure.machine import describe_machine, source_commit
 
 if not torch.cuda.is_available():
@@ -66,6 +68,10 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
+    parser.addoption("--order", type=int, metavar="SEED", help="run the tests in an order that the seed draws")
+    parser.addoption("--seed-offset", type=int, default=0, help="other random inputs: added to each test's seed")
+    parser.addoption("--times", metavar="FILE", help="write the CPU seconds of each test as json")
+    parser.addoption("--promises", action="store_true", help="write which promise is held where: tests/README.md")
     parser.addoption("--supported-models", action="store_true", help="with --slow: write docs/supported-models.md")
     parser.addoption("--record", metavar="FILE", help="write what ran, and on what, as json")
 
@@ -73,6 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         os.environ["THOROUGH"] = "1"  # for the cases of ranks
+    config.pluginmanager.register(cpu_time.Times(judge=config.getoption("--slow")), "cpu_time")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,6 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if "slow" in item.keywords]
         items[:] = [item for item in items if "slow" not in item.keywords]
         config.hook.pytest_deselected(items=slow)
+    if config.getoption("--promises"):
+        promises.write(items)
+    if (order := config.getoption("--order")) is not None:
+        random.Random(order).shuffle(items)
 
 
 def set_aside() -> None:
@@ -98,7 +109,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Neither what a test draws nor what it compiles depends on those before it, or on the file that it stands in."""
-    seed = zlib.crc32(item.name.encode())
+    seed = (zlib.crc32(item.name.encode()) + item.config.getoption("--seed-offset")) % 2**32
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from contract.cases import FUNCTIONS, NARROW, Arguments, trained
 from distributed.launch import DEVICE, main
 from distributed.option_cases import FEWER
 from distributed.sharded import WAYS, compare, head, kernels, plain, problem, shard_of, spread
-from head.contract.cases import FUNCTIONS, NARROW, Arguments, trained
 from lowtide import linear_token_stats
 from support import in_float64, oracle, pairs, relative_error
 

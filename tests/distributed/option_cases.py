@@ -1,4 +1,4 @@
-"""Every function with its options (`head.contract.cases`) on a sharded vocabulary, beside the whole in float64.
+"""Every function with its options (`contract.cases`) on a sharded vocabulary, beside the whole in float64.
 
 By each engine: plain PyTorch, and the kernels. Tokens that do not count hold NaN.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contract.cases import FUNCTIONS, KINDS, LEAVES, TAILS, Arguments, flat, total, trained
 from distributed.launch import DEVICE, THOROUGH, main
 from distributed.sharded import (
     ENGINES,
@@ -31,7 +32,6 @@ from distributed.sharded import (
     through,
     with_each,
 )
-from head.contract.cases import FUNCTIONS, KINDS, LEAVES, TAILS, Arguments, flat, total, trained
 from lowtide import linear_cross_entropy
 from lowtide.errors import ArgumentValueError
 from lowtide.head.engine import Chunks

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from contract.cases import OF_SETS
 from distributed.launch import DEVICE, main
 from distributed.sharded import (
     WAYS,
@@ -21,7 +22,6 @@ from distributed.sharded import (
     same_on_all_ranks,
     shard_of,
 )
-from head.contract.cases import OF_SETS
 from head.kernel_plans import use_set_kernels
 from lowtide import linear_logprobs, linear_token_stats
 from lowtide.errors import TargetIndexError

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 
 import lowtide
+from contract.cases import FUNCTIONS, Arguments, arguments, counting, flat, total, trained
 from distributed.launch import DEVICE, THOROUGH
-from head.contract.cases import FUNCTIONS, Arguments, arguments, counting, flat, total, trained
 from head.kernel_plans import use_kernels
 from lowtide.measure.collectives import seen_collectives
 from support import head as head_on_host

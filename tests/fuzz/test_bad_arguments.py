@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lowtide
-from head.contract.cases import FUNCTIONS, arguments
+from contract.cases import FUNCTIONS, arguments
 from lowtide import layers, losses
 from lowtide.errors import ArgumentTypeError, LowtideError
 

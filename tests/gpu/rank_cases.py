@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
+from contract.cases import LEAVES
 from distributed import sharded
 from distributed.launch import main
 from distributed.sharded import WAYS, head, plain, shard_of, spread
 from gpu.conftest import no_waits
-from head.contract.cases import LEAVES
 from lowtide.head.ranks import exchange
 from support import oracle, relative_error
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from contract.cases import DIFFERENTIABLE
 from gpu.conftest import ON_GPU
-from head.contract.cases import DIFFERENTIABLE
 from head.test_apply_compile import focal, focal_sum
 from lowtide import (
     HeadOptions,

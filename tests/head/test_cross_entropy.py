@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from head.contract.test_autograd import gemm_flop
+from contract.test_autograd import gemm_flop
 from lowtide import HeadOptions, linear_cross_entropy
 from lowtide.head.terms import cross_entropy as terms
 from lowtide.measure.allocations import track_allocations

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contract.cases import arguments
 from fuzz.references import divergence_of
-from head.contract.cases import arguments
 from lowtide import HeadOptions, TeacherTopK, linear_divergence, plan_divergence
 from lowtide.measure.allocations import track_allocations
 from support import assert_near, divergence_oracle, head, relative_error

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from head.contract.cases import (
+from contract.cases import (
     MODES,
     OPERATORS,
     Arguments,

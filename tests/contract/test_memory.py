@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from head.contract.cases import LEAVES, MODES, NARROW, WIDE, Arguments, Mode, every_mode, total, trained
+from contract.cases import LEAVES, MODES, NARROW, WIDE, Arguments, Mode, every_mode, total, trained
 from lowtide import HeadOptions, HeadPlan
 from lowtide.measure.allocations import track_allocations
 

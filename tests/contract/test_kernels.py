@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from head.contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, Arguments, arguments, check, flat, near, total
+from contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, Arguments, arguments, check, flat, near, total
 from head.kernel_plans import use_kernels
 from lowtide import (
     HeadOptions,

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from head.contract.cases import (
+from contract.cases import (
     LEAVES,
     MODES,
     NARROW,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from head.contract.cases import (
+from contract.cases import (
     FUNCTIONS,
     LAYOUT,
     LEAVES,

@@ -1,0 +1,144 @@
+"""A pytest plugin: the CPU seconds of each test and file, its child processes included, and which take too many."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+TEST, FILE = 5.0, 25.0  # CPU seconds that a test and a file may take, on a machine that takes REFERENCE to calibrate
+REFERENCE = 0.1
+SHOWN = 20
+
+
+def _of_children() -> float:
+    """Return the CPU seconds of this process's living children and of what these have waited for."""
+    total = 0.0
+    try:
+        children = Path("/proc/thread-self/children").read_text().split()
+        for pid in children:
+            fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+            total += sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    except OSError:  # it has just ended, or there is no such file system
+        pass
+    return total
+
+
+def used() -> float:
+    """Return the CPU seconds of this process and its children."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system + _of_children()
+
+
+def calibrate() -> float:
+    """Return the CPU seconds of a fixed amount of interpreted code and matrix products."""
+    x = torch.full((256, 256), 1 / 256)
+    since = time.process_time()
+    for _ in range(60):
+        x = x @ x
+        sum(i * i for i in range(40_000))
+    return time.process_time() - since
+
+
+def busy() -> bool:
+    """Return whether others use the machine as well: CPU seconds say less then."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return hasattr(os, "getloadavg") and os.getloadavg()[1] > 1.3 * max(workers, os.cpu_count() or 1)
+
+
+class Times:
+    """Sums up the tests' CPU seconds and shows the longest; as a judge it fails a run for what takes too many."""
+
+    def __init__(self, judge: bool) -> None:
+        self.judge = judge
+        self.tests: dict[str, float] = {}
+        self.slow: set[str] = set()
+        self.calibrated: list[float] = []
+
+    def factor(self) -> float:
+        """What a CPU second of this session is worth on the machine of the budgets."""
+        return REFERENCE / (sum(self.calibrated) / len(self.calibrated)) if self.calibrated else 1.0
+
+    def files(self) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for test, seconds in self.tests.items():
+            if test not in self.slow:
+                found[test.partition("::")[0]] += seconds
+        return found
+
+    def too_long(self) -> list[str]:
+        factor = self.factor()
+        tests = {test: seconds for test, seconds in self.tests.items() if test not in self.slow}
+        return [
+            f"{name}: {factor * seconds:.1f} CPU seconds, at most {limit:.0f}"
+            for found, limit in ((tests, TEST), (self.files(), FILE))
+            for name, seconds in sorted(found.items())
+            if factor * seconds > limit
+        ]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        item.user_properties.append(("before", used()))
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "teardown":
+            before = dict(item.user_properties)["before"]
+            found = {"cpu": used() - float(str(before)), "slow": "slow" in item.keywords}
+            report.user_properties = [*found.items(), *_calibration()]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = dict(report.user_properties)
+        if report.when == "teardown" and "cpu" in found:
+            self.tests[report.nodeid] = float(str(found["cpu"]))
+            if found["slow"]:
+                self.slow.add(report.nodeid)
+            if "calibrated" in found:
+                self.calibrated.append(float(str(found["calibrated"])))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.judged() and self.too_long() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def judged(self) -> bool:
+        return self.judge and not busy() and "ATEN_CPU_CAPABILITY" not in os.environ
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if file := config.getoption("--times"):
+            Path(file).write_text(json.dumps(self.tests, indent=1) + "\n")
+        if len(self.tests) < 2:
+            return
+        show = terminalreporter
+        if dump := os.environ.get("DUMP"):
+            import json
+
+            Path(dump).write_text(json.dumps(self.tests))
+        show.section(f"{sum(self.tests.values()):.0f} CPU seconds; the longest tests and files")
+        for found in (self.tests, self.files()):
+            for name, seconds in sorted(found.items(), key=lambda pair: -pair[1])[:SHOWN]:
+                show.line(f"{seconds:7.1f} s  {name}")
+        for line in self.too_long():
+            show.line(("failed" if self.judged() else "warning") + f": {line}")
+
+
+_known: list[tuple[str, float]] = []
+
+
+def _calibration() -> list[tuple[str, float]]:
+    """Calibrate once in a worker, and say so once."""
+    if _known:
+        return []
+    _known.append(("calibrated", calibrate()))
+    return _known

@@ -1,0 +1,71 @@
+"""What the library promises, and which tests hold it: a test names its promise by a mark, `@promise("values")`.
+
+`pytest --collect-only --promises` writes the table in tests/README.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+PROMISES = {
+    "values": "values and gradients within what plain PyTorch of the same dtype errs against float64",
+    "options": "every option computes what its formula says, alone and with the others",
+    "subsets": "gradients for every subset of the inputs that need one, for any upstream gradient",
+    "again": "a second backward gives the same; double backward, forward mode and torch.func are errors",
+    "ignored": "ignored tokens never contribute, even where their hidden state is NaN",
+    "layouts": "any leading axes, strides and sizes, no tokens at all",
+    "dtypes": "the dtypes of results; autocast",
+    "checkpoint": "inside torch.utils.checkpoint",
+    "compile": "under torch.compile, whole and without recompiling",
+    "memory": "no logits: what a call and a step hold is what their plan says",
+    "bitwise": "bitwise the same from run to run",
+    "errors": "bad input: one error that names the argument, what was expected, what came, what to do",
+    "kernels": "each kernel computes what plain PyTorch does, at odd sizes and with poisoned outputs",
+    "host": "no wait for the GPU, few launches",
+    "patched": "a patched model has stock's loss, gradients and logits, whatever reads them",
+    "reported": "or it runs stock code, and the report counts it",
+    "reversible": "unpatch, copies and pickles leave a model as it was; a refused call changes nothing",
+    "adapters": "LoRA, 4-bit bases, frozen parts",
+    "trainers": "Trainer's and TRL's own numbers",
+    "ranks": "on several ranks what one process computes",
+    "policies": "a policy changes what is saved and where, and no number",
+    "plans": "planned bytes and times are those measured",
+    "resume": "a run that is killed resumes from a whole checkpoint",
+    "commands": "what a command prints is what ran",
+    "pages": "every example in the documents runs, and what they say is so",
+    "package": "rooms, budgets, and what an import costs",
+}
+README = Path(__file__).parent / "README.md"
+promise = pytest.mark.promise
+
+
+def kept(items: Iterable[pytest.Item]) -> dict[str, Counter[str]]:
+    """Return for each promise how many cases of which file hold it; an unknown promise is an error."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for item in items:
+        for mark in item.iter_markers("promise"):
+            for name in mark.args:
+                if name not in PROMISES:
+                    raise pytest.UsageError(f"{item.nodeid}: promise must be one of {sorted(PROMISES)}, got {name!r}")
+                found[name][item.path.relative_to(README.parent).as_posix()] += 1
+    return found
+
+
+def table(items: Iterable[pytest.Item]) -> str:
+    """Return the table of promises in Markdown."""
+    found = kept(items)
+    lines = ["| promise | cases | held in |", "|---|--:|---|"]
+    for name, text in PROMISES.items():
+        files = [f"`{file}`" for file in sorted(found[name])]
+        lines.append(f"| **{name}**: {text} | {found[name].total()} | {', '.join(files)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(items: Iterable[pytest.Item]) -> None:
+    """Put the table into tests/README.md, after its last line that is no row."""
+    before = README.read_text().partition("| promise |")[0]
+    README.write_text(before + table(items))
