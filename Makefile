@@ -16,9 +16,10 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 # pip's own setting (a local folder or mirror may hold it), else from PyTorch's.
 needs_cpu_torch := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
+# What each of the commands of tests runs stands in CONTRIBUTING.md; ARGS goes to pytest.
 # Tests run in several processes at a time, where threads that spin while they wait slow down the others tenfold and more.
 # Only tests set this: what users run follows their own environment.
-test slow oldest: export OMP_WAIT_POLICY ?= PASSIVE
+test slow weekly oldest gpu: export OMP_WAIT_POLICY ?= PASSIVE
 # Compiled modules and what mypy knows of the packages outlive a process and a clone.
 export PYTHONDONTWRITEBYTECODE :=
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowtide/mypy
@@ -27,32 +28,46 @@ export NO_MKDOCS_2_WARNING ?= 1
 
 pytest := $(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal
 
-.PHONY: train test lint docs slow oldest clean
+.PHONY: train test lint docs slow weekly oldest next gpu clean
 .DEFAULT_GOAL := test
 
 train: $(VENV)/.train
 	$(VENV)/bin/lowtide train --compare $(ARGS)
 
 test: lint
-	$(pytest) --durations 20 $(ARGS)
+	$(pytest) $(if $(ROOM),--room $(ROOM)) $(ARGS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+slow: $(VENV)/.test
+	$(pytest) --slow $(ARGS)
+	$(pytest) --seed-offset 1 $(ARGS)
+	$(pytest) --seed-offset 2 $(ARGS)
+	$(VENV)/bin/python tests/mutants.py
+
+weekly: $(VENV)/.test
+	for offset in $$(seq 3 22); do $(pytest) --seed-offset $$offset --order $$offset $(ARGS) || exit 1; done
+	LOWTIDE_PROGRAMS=100000 $(pytest) --slow tests/programs
+	$(MAKE) oldest next
+
+# In the environment that has the GPU's build of torch, and lowtide.
+gpu:
+	$(PYTHON) -m pytest tests/gpu --numprocesses 12 $(ARGS)
+	$(PYTHON) -m pytest tests/contract --device cuda --numprocesses 12 $(ARGS)
+
 # Beside the pinned transformers, in a folder, the release that `pip install` brings today.
 next := $(VENV)-next
-slow: $(VENV)/.test $(next)/.transformers
-	LOWTIDE_TRANSFORMERS=$(next) $(pytest) --durations 20 --slow $(ARGS)
-	$(if $(ARGS),,$(MAKE) oldest)
+next: $(VENV)/.test $(next)/.transformers
+	LOWTIDE_TRANSFORMERS=$(next) $(pytest) --slow tests/models/test_next_transformers.py
 
 # A second environment has the oldest torch that pyproject.toml allows, and the oldest transformers and peft for training.
 # Compilers differ most between versions of torch, and what its graph holds, which checkpoints build on.
-compiled := tests/models/test_compiled.py tests/contract/test_compile.py
-recomputed := tests/memory/test_families.py tests/memory/test_groups.py
 oldest: $(VENV)-oldest/.test
-	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --dist worksteal $(or $(ARGS),tests/train tests/trl_patch $(compiled) $(recomputed))
+	$(VENV)-oldest/bin/python -m pytest --numprocesses auto --dist worksteal \
+	    $(or $(ARGS),tests/train tests/trl_patch tests/models tests/memory tests/contract/test_compile.py)
 
 docs: $(VENV)/.test
 	$(VENV)/bin/mkdocs build --strict
