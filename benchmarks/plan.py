@@ -20,9 +20,9 @@ from lowtide.bench.plan import check_plan
 from lowtide.bench.settings import ScriptSettings, setting
 from lowtide.errors import LowtideError
 from lowtide.measure.units import gib
-from lowtide.memory import plan_memory
-from lowtide.memory.planner.gpus import find_gpu
-from lowtide.memory.planner.shapes import read_settings
+from lowtide.plan import plan_memory
+from lowtide.plan.gpus import find_gpu
+from lowtide.plan.shapes import read_settings
 from lowtide.train.shapes import SHAPES
 
 

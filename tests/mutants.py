@@ -73,7 +73,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "memory": [
     ],
-    "planner": [
+    "plan": [
     ],
     "distributed": [
     ],

@@ -12,7 +12,7 @@ from lowtide import errors
 from lowtide.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from lowtide import distributed, layers, losses, memory, nn
+    from lowtide import distributed, layers, losses, memory, nn, plan
     from lowtide.head.apply import linear_apply
     from lowtide.head.contrastive import linear_contrastive
     from lowtide.head.cross_entropy import linear_cross_entropy
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowtide.mlp.swiglu import swiglu_mlp
     from lowtide.models import PatchReport, patch, scoring, unpatch
     from lowtide.models.callback import PatchCallback
+    from lowtide.plan.planning import plan_memory
     from lowtide.skip.report import skip_report
     from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
@@ -53,8 +54,10 @@ __all__ = [
     "nn",
     "patch",
     "patch_trl",
+    "plan",
     "plan_divergence",
     "plan_head",
+    "plan_memory",
     "scoring",
     "skip_report",
     "swiglu_mlp",
@@ -82,6 +85,8 @@ __getattr__, __dir__ = on_first_use(
         "lowtide.models": ("PatchReport", "patch", "scoring", "unpatch"),
         "lowtide.models.callback": ("PatchCallback",),
         "lowtide.nn": (),
+        "lowtide.plan": (),
+        "lowtide.plan.planning": ("plan_memory",),
         "lowtide.trl": ("TrlReport", "patch_trl", "unpatch_trl"),
     },
     needs={"PatchCallback": ("transformers", "lowtide[hf]")},

@@ -12,9 +12,8 @@ import torch
 from lowtide.bench.plan import PlanCheck, check_plan, planned_model
 from lowtide.bench.ways import make_optimizer
 from lowtide.errors import UnsupportedError
-from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.planner import four_bit
-from lowtide.memory.planner.optimizers import OPTIMIZERS
+from lowtide.plan import Adapters, four_bit, plan_memory
+from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.train.shapes import SHAPES
 
 CHECK = PlanCheck(
@@ -50,7 +49,7 @@ def test_a_check_needs_a_gpu() -> None:
             Adapters(8),
             "check: expected weights in 16 or 32 bits, got 4",
         ),
-        ({}, 5000, "check: expected adapters by their rank, got 5000 parameters. Plan with lowtide.memory.Adapters"),
+        ({}, 5000, "check: expected adapters by their rank, got 5000 parameters. Plan with lowtide.plan.Adapters"),
     ],
 )
 def test_what_cannot_be_checked(change: dict[str, Any], adapters: Any, said: str) -> None:

@@ -213,7 +213,7 @@ def test_the_packages_whose_lack_is_explained_are_those_of_the_extra() -> None:
 
 def test_another_package_that_is_missing_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("lowtide.memory.plan_memory")
-    monkeypatch.setitem(sys.modules, "lowtide.memory.planner", None)
+    monkeypatch.setitem(sys.modules, "lowtide.plan", None)
     monkeypatch.setitem(sys.modules, "lowtide.memory", None)
     with pytest.raises(ModuleNotFoundError):
         main(["plan", "--model", "llama-3-8b", "--seq-len", "64"])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lowtide.cli import main
-from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.settings import read_settings, with_layers
+from lowtide.plan import Adapters, plan_memory
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.settings import read_settings, with_layers
 from lowtide.train.shapes import SHAPES
 
 SMALL = ["plan", "--model", "llama-3.2-1b", "--seq-len", "4096", "--gpu", "h100"]

@@ -20,9 +20,9 @@ from distributed.launch import main
 from distributed.models import model_of
 from lowtide import HeadOptions
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import MemoryPlan, plan_memory
-from lowtide.memory.planner.sharding import BUCKET
-from lowtide.memory.planner.step_costs import Phase, StepCosts
+from lowtide.plan import MemoryPlan, plan_memory
+from lowtide.plan.sharding import BUCKET
+from lowtide.plan.step_costs import Phase, StepCosts
 
 STAGE = torch.empty(2**23, dtype=torch.uint8)
 T = 8  # so few tokens that almost all bytes are parameters'

@@ -15,15 +15,16 @@ import lowtide
 from four_bit import four_bit_layer, in_four_bits
 from gpu.conftest import ON_GPU, no_waits
 from lowtide.measure.timing import peak_above
-from lowtide.memory import ActivationPolicy, Adapters, apply_policy
-from lowtide.memory.planner.four_bit import config_of
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.mlp.call import Adapter, Projection
 from lowtide.mlp.packed import Packed
 from lowtide.mlp.swiglu import adapted_mlp
+from lowtide.plan import Adapters
+from lowtide.plan.four_bit import config_of
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.job import Job
+from lowtide.plan.shapes import read_shape
+from lowtide.plan.step_costs import StepCosts
 from support import every_pair, relative_error
 
 bnb = pytest.importorskip("bitsandbytes")

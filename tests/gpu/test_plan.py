@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 
 from lowtide.bench.plan import check_plan
-from lowtide.memory import plan_memory
-from lowtide.memory.planner.shapes import read_settings
+from lowtide.plan import plan_memory
+from lowtide.plan.shapes import read_settings
 from support import alone
 
 SETTINGS: dict[str, Any] = {

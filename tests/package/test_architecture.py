@@ -22,8 +22,8 @@ import lowtide
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "lazy", "arguments", "swap", "measure", "kernel_launch", "graph", "head", "skip",
-    "mlp", "layers", "nn", "losses", "memory", "distributed", "trl", "models", "stacks", "train", "bench", "profile",
-    "cli", "__main__",
+    "mlp", "layers", "nn", "losses", "memory", "plan", "distributed", "trl", "models", "stacks", "train", "bench",
+    "profile", "cli", "__main__",
 ]  # fmt: skip
 SEAM = "lowtide.head.choice", "lowtide.skip.seam"  # the one import of a room below
 
@@ -261,8 +261,8 @@ def test_the_test_of_private_names_can_fail(tmp_path: Path) -> None:
 # Thousands of Python tokens of code, and of lines of src and tests. Raising one is a decision: CHANGELOG.md says why,
 # and which other room gives as much.
 BUDGETS = {
-    "top": 6.2, "head": 95.0, "skip": 11.0, "mlp, layers": 23.7, "losses": 8.7, "memory": 38.3, "models": 36.1,
-    "distributed, trl, stacks": 5.6, "train": 31.8, "profile, measure": 17.4, "bench": 23.0, "cli": 4.7,
+    "top": 6.2, "head": 95.0, "skip": 11.0, "mlp, layers": 23.7, "losses": 8.7, "memory": 14.4, "plan": 24.2,
+    "models": 36.1, "distributed, trl, stacks": 5.6, "train": 31.8, "profile, measure": 17.4, "bench": 23.0, "cli": 4.7,
 }  # fmt: skip
 SRC_TOKENS, SRC_LINES, TEST_LINES = 301, 40.6, 46
 FOREIGN_NAMES = 58  # lines of src that name something private of another library

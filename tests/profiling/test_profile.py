@@ -16,7 +16,7 @@ from lowtide.bench.way import Way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.child import ChildResult
-from lowtide.memory.planner.optimizers import OPTIMIZERS
+from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.profile import run as profiling
 from lowtide.profile.config import ProfileConfig
 from lowtide.profile.owners import OWNERS

@@ -14,9 +14,9 @@ import torch
 
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.planner.four_bit import config_of
 from lowtide.memory.policy import layer_policies, words_of
+from lowtide.plan import Adapters, plan_memory
+from lowtide.plan.four_bit import config_of
 from lowtide.train import checkpoints
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig

@@ -18,8 +18,9 @@ from lowtide.measure.machine import describe_machine
 from lowtide.measure.resident import cuda_reserved_bytes
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
-from lowtide.memory import Adapters, MemoryPlan, apply_policy, offload_optimizer, remove_policy
+from lowtide.memory import apply_policy, offload_optimizer, remove_policy
 from lowtide.models import patch
+from lowtide.plan import MemoryPlan
 
 WARM, STEPS = 2, 3
 
@@ -66,16 +67,13 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
     """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
 
     Raises:
-        UnsupportedError: the plan is for weights in 4 bits or for adapters given by their number; there is no GPU;
-            transformers, peft or the optimizer's library is missing, or memory ran out.
+        UnsupportedError: the plan is for weights in 4 bits; there is no GPU; transformers,
+            peft or the optimizer's library is missing, or memory ran out.
     """
     job = plan.job
     if job.shape.four_bit:
         hint = "Check the plan of the config without quantization_config."
         raise UnsupportedError(message("check", "weights in 16 or 32 bits", job.shape.four_bit, hint))
-    if isinstance(job.adapters, int):
-        hint = "Plan with lowtide.memory.Adapters(rank): which layers a number of parameters is in is not known."
-        raise UnsupportedError(message("check", "adapters by their rank", f"{job.adapters} parameters", hint))
     if not torch.cuda.is_available():
         raise UnsupportedError(message("check", "a CUDA GPU on this machine", "none", "Leave it out to plan alone."))
     gc.collect()
@@ -129,9 +127,9 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     except ValueError as error:  # capped scores, for one
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
-    if isinstance(job.adapters, Adapters):
+    if job.adapters is not None:
         model = get_peft_model(model, LoraConfig(r=job.adapters.rank, target_modules=list(job.adapters.targets)))
-    patch(model, options=job.head)
+    patch(model, options=job.options)
     offloaded = any(policy.offload for policy in plan.policies)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)
     if job.compile_layers:

@@ -17,10 +17,10 @@ from lowtide.bench.loss_peers import IGNORED, Loss, loss_on
 from lowtide.bench.way import COMPILE, HEADS, LIGER, OURS, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.planner.settings import with_layers
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
+from lowtide.plan.settings import with_layers
 from lowtide.train.model import model_config
 
 SDPA = "sdpa"

@@ -59,3 +59,23 @@ def as_gib(name: str, size: object) -> float:
         return float(size)
     except OverflowError:  # an int beyond every float
         return math.inf
+
+
+def budget_bytes(name: str, size: object, *, above_0: bool = False, hint: str = "") -> int:
+    """Return a budget of memory in bytes.
+
+    Args:
+        name: The argument, for the error.
+        size: What was given for it: a number of GiB, or a text with a unit.
+        above_0: Whether 0 is an error.
+        hint: What to do where it is not allowed.
+
+    Raises:
+        ArgumentTypeError: It is neither.
+        ArgumentValueError: It is negative, not finite, or 0 with ``above_0``.
+    """
+    value = as_gib(name, size) * 2**30
+    if not 0 <= value < math.inf or (above_0 and value == 0):
+        expected = f"a finite number of GiB, {'above' if above_0 else 'at least'} 0"
+        raise ArgumentValueError(message(name, expected, f"{size}", hint))
+    return int(value)

@@ -7,20 +7,14 @@ from lowtide.lazy import on_first_use
 if TYPE_CHECKING:
     from lowtide.memory.apply import PolicyReport, apply_policy, remove_policy
     from lowtide.memory.optimizer import OptimizerOffload, offload_optimizer
-    from lowtide.memory.planner.adapters import Adapters
-    from lowtide.memory.planner.plan import plan_memory
-    from lowtide.memory.planner.report import MemoryPlan
     from lowtide.memory.policy import ActivationPolicy
 
 __all__ = [
     "ActivationPolicy",
-    "Adapters",
-    "MemoryPlan",
     "OptimizerOffload",
     "PolicyReport",
     "apply_policy",
     "offload_optimizer",
-    "plan_memory",
     "remove_policy",
 ]
 
@@ -29,9 +23,6 @@ __getattr__, __dir__ = on_first_use(
     {
         "lowtide.memory.apply": ("PolicyReport", "apply_policy", "remove_policy"),
         "lowtide.memory.optimizer": ("OptimizerOffload", "offload_optimizer"),
-        "lowtide.memory.planner.adapters": ("Adapters",),
-        "lowtide.memory.planner.plan": ("plan_memory",),
-        "lowtide.memory.planner.report": ("MemoryPlan",),
         "lowtide.memory.policy": ("ActivationPolicy",),
     },
 )

@@ -13,11 +13,11 @@ from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.text import table
+from lowtide.measure.units import budget_bytes
 from lowtide.memory import copies
 from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer
 from lowtide.memory.groups import Group
 from lowtide.memory.offload import ON_DEVICE, Offloader
-from lowtide.memory.pinned import budget_bytes
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.stack import Stack, find_stack
 from lowtide.swap import child_class

@@ -24,11 +24,12 @@ from torch.utils.hooks import RemovableHandle
 from lowtide.arguments import check_flag
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.graph import run_in_eager
+from lowtide.measure.units import budget_bytes
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import copies
 from lowtide.memory import optimizer_blocks as blocks
 from lowtide.memory.optimizer_blocks import Block, Slot
-from lowtide.memory.pinned import HostPool, budget_bytes
+from lowtide.memory.pinned import HostPool
 from lowtide.memory.policy import check_count
 from lowtide.memory.stack import find_stack
 

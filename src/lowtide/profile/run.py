@@ -20,11 +20,12 @@ from lowtide.bench.ways import language_part
 from lowtide.errors import LowtideError
 from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
 from lowtide.measure.plots import NO_PLOT
-from lowtide.memory.planner.gpus import DEFAULT as ANY_GPU
-from lowtide.memory.planner.gpus import GPUS, known_as
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import flop_of_layers
-from lowtide.memory.planner.shapes import read_shape
+from lowtide.plan.arguments import PlanArguments
+from lowtide.plan.gpus import DEFAULT as ANY_GPU
+from lowtide.plan.gpus import GPUS, known_as
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import flop_of_layers
+from lowtide.plan.shapes import read_shape
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.page import write_page
 from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
@@ -117,9 +118,8 @@ def step_flop(
         shape = read_shape(settings)
     except LowtideError as error:
         return {}, str(error).partition(". ")[0]  # without the planner's hint
-    job = Job(  # the formulas read neither GPU, dtype nor optimizer
-        shape=shape, seq_len=seq_len, batch_size=batch_size, gpu=GPUS[ANY_GPU], dtype=torch.bfloat16, optimizer="adamw"
-    )
+    given = PlanArguments(seq_len=seq_len, batch_size=batch_size, device=ANY_GPU, dtype="bfloat16")
+    job = Job.of(shape, given)  # the formulas read neither GPU, dtype nor optimizer
     gemms, attention = flop_of_layers(job)
     head = 2.0 * job.tokens * shape.vocab_params
     gradients = 1 if lora else 2

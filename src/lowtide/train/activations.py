@@ -10,22 +10,13 @@ from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import gib, parse_gib
-from lowtide.memory import (
-    ActivationPolicy,
-    Adapters,
-    MemoryPlan,
-    apply_policy,
-    copies,
-    offload_optimizer,
-    plan_memory,
-)
-from lowtide.memory.planner.adapters import PROJECTIONS
-from lowtide.memory.planner.optimizers import OPTIMIZERS
-from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory import ActivationPolicy, apply_policy, copies, offload_optimizer
 from lowtide.memory.policy import layer_policies, words_of
 from lowtide.memory.stack import find_stack
+from lowtide.plan import Adapters, MemoryPlan, plan_memory
+from lowtide.plan.arguments import OPTIMIZERS, PROJECTIONS
+from lowtide.plan.shapes import read_shape
 from lowtide.train.config import TrainConfig
-from lowtide.train.model import count
 from lowtide.train.parallel import reshards, uses_deepspeed, uses_fsdp
 from lowtide.train.run_state import RunState
 
@@ -77,7 +68,7 @@ def current_policies(run: RunState, layers: int) -> Sequence[ActivationPolicy]:
 
 
 def planned_job(run: RunState) -> dict[str, Any]:
-    """Return the arguments that `plan_memory` and `lowtide.memory.planner.job.Job` both take of a run.
+    """Return the arguments that `plan_memory` takes of a run.
 
     Raises:
         ArgumentValueError: the planner does not have the optimizer.
@@ -189,17 +180,13 @@ def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> It
     yield from (f"         {note}" for note in plan.notes)
 
 
-def _adapters(model: Any) -> Adapters | int:
-    """Return peft's adapters as the planner has them; else how many parameters they are."""
+def _adapters(model: Any) -> Adapters:
+    """Return peft's adapters as the planner has them: all of the highest rank."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    numbers = count(trained.values())
     ranks = {len(p) for name, p in trained.items() if _LORA_A in name}
     targets = {name.partition(_LORA_A)[0].rpartition(".")[2] for name in trained if _LORA_A in name}
-    pairs = len(targets) * len(find_stack(model).layers)  # of A and B, the same in every layer
-    if len(ranks) != 1 or len(trained) != 2 * pairs:
-        return int(numbers)
     known = [name for name in PROJECTIONS if name in targets]  # in their usual order
-    return Adapters(ranks.pop(), (*known, *sorted(targets.difference(known))))
+    return Adapters(max(ranks), (*known, *sorted(targets.difference(known))))
 
 
 def _has_dropout(model: Any) -> bool:

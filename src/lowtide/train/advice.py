@@ -13,14 +13,13 @@ import torch
 from lowtide.errors import LowtideError
 from lowtide.measure.resident import available_bytes, resident_bytes
 from lowtide.measure.units import gib
-from lowtide.memory.planner.adapters import PROJECTIONS
-from lowtide.memory.planner.four_bit import NESTED
-from lowtide.memory.planner.gpus import GPUS, USABLE, find_gpu
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.search import Search
-from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy import mixture_of, words_of
+from lowtide.plan.arguments import PROJECTIONS, PlanArguments
+from lowtide.plan.four_bit import NESTED
+from lowtide.plan.gpus import GPUS, USABLE, find_gpu
+from lowtide.plan.job import Job
+from lowtide.plan.search import Search
+from lowtide.plan.step_costs import StepCosts
 from lowtide.train.activations import current_policies, planned_job, planned_optimizer
 from lowtide.train.checkpoints import how_to_resume
 from lowtide.train.config import TrainConfig
@@ -61,7 +60,8 @@ def _what_fits(run: RunState) -> list[str]:
         return [f"The planner has no figures for it ({why(error)}): lower --per_device_train_batch_size or --seq-len."]
     policies = current_policies(run, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
-    search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
+    offloads = any(policy.offload for policy in policies)
+    search = Search(replace(job, host_gib=host / 2**30 if offloads else 0, offload_states=False))
     every = search.costs.states if config.offload_states else 0
     away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
     groups = mixture_of(policies)
@@ -143,8 +143,6 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) 
     if config.host_budget:
         words.append(f"--host {shlex.quote(config.host_budget)}")
         words += [] if config.offload_states else ["--no-offload-states"]
-    if isinstance(job.adapters, int):
-        return ""
     if job.adapters is not None:
         words.append(f"--lora-rank {job.adapters.rank}")
         if job.adapters.targets != PROJECTIONS:
@@ -158,7 +156,7 @@ def _plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) 
 
 def _job(run: RunState) -> Job:
     gpu = find_gpu(None) if run.settings.args.device.type == "cuda" else GPUS["h100"]
-    return Job(shape=read_shape(run.model.config), gpu=gpu, **planned_job(run))
+    return Job.of(run.model.config, PlanArguments(device=gpu, **planned_job(run)))
 
 
 def _memory(args: Any) -> tuple[int, str]:

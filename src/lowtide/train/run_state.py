@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide.memory import ActivationPolicy, MemoryPlan
+from lowtide.memory import ActivationPolicy
 from lowtide.models import PatchReport
+from lowtide.plan import MemoryPlan
 from lowtide.train.config import TrainConfig
 from lowtide.train.monitor import StepMetrics
 from lowtide.trl import TrlReport

@@ -12,15 +12,15 @@ import torch
 import lowtide
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, apply_policy, plan_memory
-from lowtide.memory.planner import layer_costs
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import LayerCosts
-from lowtide.memory.planner.search import ladder
-from lowtide.memory.planner.settings import read_settings, with_layers
-from lowtide.memory.planner.shapes import ModelShape, read_shape
-from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.plan import layer_costs, plan_memory
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import LayerCosts
+from lowtide.plan.search import ladder
+from lowtide.plan.settings import read_settings, with_layers
+from lowtide.plan.shapes import ModelShape, read_shape
+from lowtide.plan.step_costs import StepCosts
 from models.tiny import HEAD_DIMS, tiny_config
 from models.type_case import types
 

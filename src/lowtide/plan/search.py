@@ -17,9 +17,9 @@ from typing import Any
 
 from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.step_costs import StepCosts
 from lowtide.memory.policy import ActivationPolicy, Mixture, words_of
+from lowtide.plan.job import Job
+from lowtide.plan.step_costs import StepCosts
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states: the amounts that are tried
@@ -81,15 +81,14 @@ class Search:
 
     Args:
         job: The step.
-        host_bytes: The budget.
-        offload_states: Whether optimizer states may be offloaded.
     """
 
-    def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True) -> None:
-        self.job, self.host_bytes, self.offload_states = job, host_bytes, offload_states
+    def __init__(self, job: Job) -> None:
+        self.job, self.host_bytes = job, job.size("host_gib") or 0
+        host_bytes = self.host_bytes
         self.costs = StepCosts(job)
         self.ladder, self.sparse = ladder(job, offload=host_bytes > 0), sparse(job, offload=host_bytes > 0)
-        states = self.costs.states if offload_states and host_bytes else 0
+        states = self.costs.states if job.offload_states and host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
         tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
         rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # short in the lines of Python
@@ -193,14 +192,9 @@ class Search:
                     others = self._beside(policy)
                     yield from (self.candidate([(policy, room), (other, layers - room)]) for other in others)
 
-    def of(self, job: Job, host_bytes: int | None = None) -> Search:
-        """Return the search for another job, or with another budget of host memory, that may offload the same."""
-        host_bytes = self.host_bytes if host_bytes is None else host_bytes
-        return Search(job, host_bytes, offload_states=self.offload_states)
-
     def fits(self, budget_bytes: int, **changes: Any) -> bool:
         """Return whether a step with other fields of its `Job` would fit."""
-        return self.of(replace(self.job, **changes)).least().peak <= budget_bytes
+        return Search(replace(self.job, **changes)).least().peak <= budget_bytes
 
     def longest_sequence(self, budget_bytes: int) -> int:
         """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does."""

@@ -16,7 +16,7 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
     """Return a config's fields, completed by transformers' defaults.
 
     Args:
-        model_or_config: As for `lowtide.memory.planner.shapes.read_shape`.
+        model_or_config: As for `lowtide.plan.shapes.read_shape`.
 
     Raises:
         ArgumentTypeError: It is something else.

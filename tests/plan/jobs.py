@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import LayerCosts
-from lowtide.memory.planner.shapes import ModelShape, read_shape
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import LayerCosts
+from lowtide.plan.shapes import ModelShape, read_shape
 from lowtide.train.shapes import SHAPES
 
 FLASH_STATES = 24  # bytes that flash attention saves of its dropout

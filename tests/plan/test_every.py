@@ -11,18 +11,19 @@ import torch
 
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, apply_policy, plan_memory
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import PAGES, LayerCosts
-from lowtide.memory.planner.runs import runs_of
-from lowtide.memory.planner.search import Search
-from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import layer_policies, mixture_of, words_of
 from lowtide.models import patch
+from lowtide.plan import plan_memory
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import PAGES, LayerCosts
+from lowtide.plan.runs import runs_of
+from lowtide.plan.search import Search
+from lowtide.plan.shapes import read_shape
+from lowtide.plan.step_costs import StepCosts
 from lowtide.train.shapes import SHAPES
-from memory.planner.jobs import FLASH_STATES, job_of, saved_by
+from plan.jobs import FLASH_STATES, job_of, saved_by
 
 GIB, T, H = 2**30, 8192, 4096
 INPUT = ActivationPolicy(keep="input", mlp_level=1)

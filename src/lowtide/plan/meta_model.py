@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.memory.planner.adapters import Adapters
-from lowtide.memory.planner.meter import Meter, autocast, stand_ins
-from lowtide.memory.planner.readings import LayerRun, Reading, Work
 from lowtide.memory.stack import find_stack
+from lowtide.plan.arguments import Adapters
+from lowtide.plan.meter import Meter, autocast, stand_ins
+from lowtide.plan.readings import LayerRun, Reading, Work
 
 _INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # attributes in which equal layers differ
 _WINDOWS = ("sliding_window", "attention_chunk_size")

@@ -10,13 +10,14 @@ import torch
 
 from four_bit import in_four_bits
 from lowtide.errors import ArgumentValueError
-from lowtide.memory import ActivationPolicy, Adapters, plan_memory
-from lowtide.memory.planner.four_bit import config_of
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import LayerCosts
-from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory import ActivationPolicy
+from lowtide.plan import Adapters, plan_memory
+from lowtide.plan.four_bit import config_of
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import LayerCosts
+from lowtide.plan.shapes import read_shape
+from lowtide.plan.step_costs import StepCosts
 from lowtide.train.shapes import SHAPES
 
 TINY: dict[str, Any] = {

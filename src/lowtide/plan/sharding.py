@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import FSDP2, OPTIMIZERS, ZERO3
+from lowtide.plan.arguments import FSDP2, OPTIMIZERS, ZERO3
+from lowtide.plan.job import Job
 
 # Share of an exchange's time that it takes from the GEMMs it runs beside. Fitted to the steps of two H200.
 SLOWS = 0.8
@@ -215,7 +215,7 @@ def _zero3(job: Job) -> Ranks:
     )
 
 
-def check_sharding(job: Job, host_bytes: int) -> None:
+def check_sharding(job: Job) -> None:
     """Check that a step of several GPUs can be planned.
 
     Raises:
@@ -224,19 +224,16 @@ def check_sharding(job: Job, host_bytes: int) -> None:
     if job.gpus == 1:
         return
     shard = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
-    zero3, dtype = job.parallel == ZERO3, str(job.dtype).removeprefix("torch.")
-    for name, got, expected, refused in (
-        ("host_gib", f"{host_bytes / 2**30:g}", "0: offloading is planned for one GPU alone", host_bytes > 0),
+    dtype = str(job.dtype).removeprefix("torch.")
+    wide = job.parallel == ZERO3 and job.element > 2 and not job.autocast
+    refused: list[tuple[str, object, str, bool]] = [
+        ("host_gib", job.host_gib, "0: offloading is planned for one GPU alone", bool(job.size("host_gib"))),
         ("adapters", job.adapters, "None: adapters are planned for one GPU alone", job.adapters is not None),
         ("optimizer", repr(job.optimizer), f"one that shards: {shard}", not OPTIMIZERS[job.optimizer].shards),
-        (
-            "dtype",
-            dtype,
-            "bfloat16 or float16, or autocast: DeepSpeed's float32 training is not planned",
-            zero3 and job.element > 2 and not job.autocast,
-        ),
-    ):
-        if refused:
+        ("dtype", dtype, "bfloat16 or float16, or autocast: DeepSpeed's float32 training is not planned", wide),
+    ]
+    for name, got, expected, applies in refused:
+        if applies:
             hint = f"For {job.gpus} GPUs by {job.parallel}, leave it out or change it; or plan for one GPU."
             raise ArgumentValueError(message(name, expected, f"{got}", hint))
 

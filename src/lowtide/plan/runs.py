@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.planner.layer_costs import PAGES, LayerCost
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.plan.layer_costs import PAGES, LayerCost
 
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
 

@@ -7,12 +7,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back, share_out
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import PAGES, LayerCosts
-from lowtide.memory.planner.optimizers import OPTIMIZERS
-from lowtide.memory.planner.runs import Groups, Run, runs_of
-from lowtide.memory.planner.sharding import SLOWS, Exchange, ranks_of
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.plan.arguments import OPTIMIZERS
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import PAGES, LayerCosts
+from lowtide.plan.runs import Groups, Run, runs_of
+from lowtide.plan.sharding import SLOWS, Exchange, ranks_of
 
 MIB = 2**20
 # What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.memory.planner.gpus import HALF_RATE, attention_reaches
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.readings import LayerRun, Reading, Work, mixed
-from lowtide.memory.planner.shapes import refused
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.plan.gpus import HALF_RATE, attention_reaches
+from lowtide.plan.job import Job
+from lowtide.plan.readings import LayerRun, Reading, Work, mixed
+from lowtide.plan.shapes import refused
 
 PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
 BACKWARD_ATTENTION = 2.5  # GEMMs of attention's backward for each of its forward's
@@ -87,19 +87,18 @@ def _mean(costs: list[LayerCost]) -> LayerCost:
 
 def _run(job: Job, policy: ActivationPolicy) -> LayerRun:
     """Return how a job's layers run under a policy."""
-    adapters = job.lora
     return LayerRun(
         job.shape.config,
         job.dtype,
         job.fused_mlp,
-        adapters,
+        job.adapters,
         job.batch_size,
         job.seq_len,
         policy.mlp_level,
         policy.mlp_tile_tokens,
         frozen=job.adapters is not None,
         keep_gradients=job.keep_gradients,
-        autocast=job.autocast or (adapters is not None and job.narrow == 2),
+        autocast=job.autocast or (job.adapters is not None and job.narrow == 2),
         masked=job.attention_mask,
     )
 
@@ -110,7 +109,7 @@ def _readings(job: Job, run: LayerRun) -> tuple[Reading, ...]:
     A layer with a loop over tokens would take minutes at that size. Its figures are a + b N + c N T, with N tokens in
     sequences of T: the coefficients follow from three short sequences.
     """
-    from lowtide.memory.planner.meta_model import readings_of  # it imports Triton, as PyTorch's table of FLOP does
+    from lowtide.plan.meta_model import readings_of  # it imports Triton, as PyTorch's table of FLOP does
 
     def read(tokens: int, run: LayerRun = run) -> tuple[Reading, ...]:
         with refused(job.shape.model_type):

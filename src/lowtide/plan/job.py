@@ -1,4 +1,4 @@
-"""A training step that is planned: the model's shape, the batch, the GPU, dtypes and the optimizer."""
+"""A training step that is planned: its arguments, the model's shape and the GPU."""
 
 from __future__ import annotations
 
@@ -9,43 +9,46 @@ from typing import Any
 import torch
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
-from lowtide.memory.planner.adapters import Adapters
-from lowtide.memory.planner.four_bit import BYTES, SCALES
-from lowtide.memory.planner.gpus import Gpu
-from lowtide.memory.planner.shapes import ModelShape
+from lowtide.plan.arguments import PlanArguments
+from lowtide.plan.four_bit import BYTES, SCALES
+from lowtide.plan.gpus import Gpu, find_gpu
+from lowtide.plan.settings import is_module
+from lowtide.plan.shapes import ModelShape, read_shape
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training step that is planned; the fields are `plan_memory`'s arguments.
+@dataclass(frozen=True, kw_only=True)
+class Job(PlanArguments):
+    """A training step with everything that its arguments leave open.
 
     Raises:
-        ArgumentValueError: Weights in 4 bits without adapters, under autocast, or that compute in a wider dtype; a
-            mixture of experts under autocast.
+        ArgumentValueError: Weights in 4 bits without adapters, under autocast, or that compute in a wider dtype.
     """
 
     shape: ModelShape
-    seq_len: int
-    batch_size: int
     gpu: Gpu
     dtype: torch.dtype
-    optimizer: str
-    keep_gradients: bool = False
-    head: HeadOptions | None = None
-    autocast: bool = False
-    adapters: int | Adapters | None = None
-    attention_mask: bool = False
-    fused_mlp: bool = True  # the MLPs are lowtide's, and have levels
-    compile_layers: bool = False  # each layer goes through torch.compile by itself
-    gpus: int = 1
-    parallel: str = ""  # how several GPUs share the step: a name of `PARALLEL`
-    link: float | None = None  # bytes per second that a GPU receives from the others; None: the GPU's own
+    autocast: bool
+
+    @classmethod
+    def of(cls, model_or_config: Any, arguments: PlanArguments) -> Job:
+        """Return the job of a model: as for `plan_memory`."""
+        shape, gpu = read_shape(model_or_config), find_gpu(arguments.device)
+        dtype: Any = arguments.dtype
+        if dtype is None and is_module(model_or_config):
+            dtype = next(model_or_config.parameters()).dtype
+        if dtype is None:
+            dtype = torch.bfloat16 if shape.four_bit else torch.float32
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        autocast = arguments.autocast
+        if autocast is None:
+            autocast = dtype == torch.float32 and not shape.four_bit
+        return cls(**{**vars(arguments), "shape": shape, "gpu": gpu, "dtype": dtype, "autocast": autocast})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shape.four_bit and self.adapters is None:
-            hint = "In Python pass adapters=lowtide.memory.Adapters(rank), to the command --lora-rank."
+            hint = "In Python pass adapters=lowtide.plan.Adapters(rank), to the command --lora-rank."
             raise ArgumentValueError(message("adapters", "LoRA for weights in 4 bits, which are frozen", "none", hint))
         if self.shape.four_bit and self.autocast:
             hint = "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."
@@ -55,22 +58,16 @@ class Job:
             expected = f"{dtype}, as it is planned in, for all GEMMs over weights in 4 bits run in it"
             hint = f"Set it in the config (transformers' default is float32), or plan in {self.shape.compute_dtype}."
             raise ArgumentValueError(message("bnb_4bit_compute_dtype", expected, self.shape.compute_dtype, hint))
-        if self.shape.experts and self.autocast:
-            hint = "Plan with dtype='bfloat16', or dtype='float32' for an upper bound."
-            raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True", hint))
-
-    @property
-    def lora(self) -> Adapters | None:
-        """Return the adapters, None where there are none or only their number is known."""
-        return self.adapters if isinstance(self.adapters, Adapters) else None
+        if self.autocast and self.dtype != torch.float32:
+            raise ArgumentValueError(message("dtype", "float32 with autocast=True", str(self.dtype)))
 
     @cached_property
     def trained_adapters(self) -> int | None:
         """Return how many parameters adapters have, None where the model is trained."""
-        from lowtide.memory.planner.meta_model import meta_model
+        from lowtide.plan.meta_model import meta_model
 
-        if not isinstance(self.adapters, Adapters):
-            return self.adapters
+        if self.adapters is None:
+            return None
         settings: Any = {"fused_mlp": self.fused_mlp, "adapters": self.adapters}
         return meta_model(self.shape.config, self.dtype, **settings).adapter_params
 
@@ -97,7 +94,7 @@ class Job:
     @property
     def link_rate(self) -> float:
         """Return the bytes per second that a GPU receives from the others."""
-        return self.gpu.between if self.link is None else self.link
+        return self.size("link") or self.gpu.between
 
     @property
     def weight_bytes(self) -> int:
@@ -129,7 +126,7 @@ class Job:
             self.shape.vocab,
             self.operand,
             "cuda",
-            self.head,
+            self.options,
             weight_dtype=self.dtype,
             weight_frozen=self.adapters is not None,
             input_is_copied=self.autocast,

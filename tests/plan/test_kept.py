@@ -14,17 +14,18 @@ from peft import LoraConfig, get_peft_model
 import lowtide
 from four_bit import in_four_bits
 from lowtide.measure.allocations import track_allocations
-from lowtide.memory import ActivationPolicy, Adapters, apply_policy
-from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
-from lowtide.memory.planner.four_bit import config_of
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import LayerCosts
-from lowtide.memory.planner.search import ladder
-from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.step_costs import StepCosts
+from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import word_of
 from lowtide.mlp import elementwise
+from lowtide.plan import Adapters
+from lowtide.plan.arguments import ATTENTION, PROJECTIONS
+from lowtide.plan.four_bit import config_of
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import LayerCosts
+from lowtide.plan.search import ladder
+from lowtide.plan.shapes import read_shape
+from lowtide.plan.step_costs import StepCosts
 
 transformers = pytest.importorskip("transformers")
 

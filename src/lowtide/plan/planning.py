@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
-from lowtide.arguments import check_flag, check_name
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.options import HeadOptions
+from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import gib, gib_text
-from lowtide.memory.pinned import budget_bytes
-from lowtide.memory.planner.adapters import Adapters
-from lowtide.memory.planner.gpus import Gpu, find_gpu
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.optimizers import DTYPES, FSDP2, OPTIMIZERS, PARALLEL
-from lowtide.memory.planner.report import MemoryPlan
-from lowtide.memory.planner.search import Candidate, Search
-from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.sharding import check_sharding, notes_on
-from lowtide.memory.policy import check_count
+from lowtide.plan.arguments import OPTIMIZERS, PlanArguments
+from lowtide.plan.gpus import Gpu
+from lowtide.plan.job import Job
+from lowtide.plan.report import MemoryPlan
+from lowtide.plan.search import Candidate, Search
+from lowtide.plan.sharding import check_sharding, notes_on
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
 
@@ -30,24 +23,11 @@ CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more th
 def plan_memory(
     model_or_config: Any,
     seq_len: int,
-    batch_size: int,
+    batch_size: int = 1,
     budget_gib: float | str | None = None,
     host_gib: float | str = 0,
     device: str | torch.device | Gpu | None = None,
-    *,
-    dtype: torch.dtype | str | None = None,
-    optimizer: str = "adamw",
-    autocast: bool = False,
-    keep_gradients: bool = False,
-    options: HeadOptions | None = None,
-    adapters: int | Adapters | None = None,
-    attention_mask: bool = False,
-    fused_mlp: bool = True,
-    compile_layers: bool = False,
-    offload_states: Literal["auto", False] = "auto",
-    gpus: int = 1,
-    parallel: str = FSDP2,
-    link: float | str | None = None,
+    **arguments: Any,
 ) -> MemoryPlan:
     """Choose what each layer saves for backward, so that a training step is the fastest that fits in a budget.
 
@@ -56,11 +36,10 @@ def plan_memory(
     the largest of what is live at the end of forward, in the head, in each layer's backward, in the embedding's and in
     the optimizer's step: parameters, gradients as far as they exist, optimizer states, what the layers save, and the
     phase's own temporaries. The time is that of the GEMMs and of attention at the GPU's rates, of the bytes that the
-    other operations read and write, of transfers where they are not hidden, and never less than what the host takes to
-    launch it.
+    other operations read and write, and of transfers where they are not hidden.
 
-    It describes full training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, with
-    attention that stores no scores (flash attention), on one GPU or several.
+    It describes training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, with attention
+    that stores no scores (flash attention), on one GPU or several.
 
     Args:
         model_or_config: A `transformers` model (on any device, the meta device too) or config, a dictionary like a
@@ -68,36 +47,10 @@ def plan_memory(
             linear layers are planned so: frozen, with ``adapters``.
         seq_len: Tokens of a sequence.
         batch_size: Sequences per step, of each GPU.
-        budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's
-            memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
-        host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
-        device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``, or a `Gpu`; ``"cuda"``: the one at hand; None: the
-            one at hand, without a GPU an H100. A GPU that the table lacks has its own memory and the rates of an H100.
-        dtype: Of parameters, activations, gradients and optimizer states: ``"bfloat16"``, ``"float16"``,
-            ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config, float32 with ``autocast``.
-        optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.
-        autocast: Whether parameters, gradients and states are float32 and GEMMs run in bfloat16 (``torch.autocast``).
-        keep_gradients: Whether gradients outlive a backward pass, as where they are accumulated over several.
-        options: How the loss is to run, as for `lowtide.patch`.
-        adapters: With LoRA, its `Adapters`, or how many float32 parameters they have: the model is frozen then, and
-            only they have gradients and optimizer states. Given as a number, what they save and compute is not
-            counted. With 16-bit weights the GEMMs run under autocast. None: no adapters.
-        attention_mask: Whether attention takes a [T, T] mask for each sequence, as
-            ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
-            other: T^2 numbers of each sequence in each layer with ``keep="all"``, beside keys and values that are
-            repeated for each query head.
-        fused_mlp: False for ``lowtide.patch(model, mlp=False)``. Stock MLPs save twice as much, and have no levels.
-        compile_layers: Whether each decoder layer is compiled by itself (``layer.compile(dynamic=False)``, after
-            `apply_policy`). Layers that offload run in eager even so.
-        offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
-            during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
-            without holding the layers up, or where that does not fit, after backward; False: none.
-        gpus: How many GPUs share the step. The plan is that of one of them. Offloading, adapters and the 8-bit
-            optimizer are planned for one GPU alone.
-        parallel: With several, what shards parameters, gradients and optimizer states: ``"fsdp2"`` or ``"zero3"``
-            (DeepSpeed, in 16 bits).
-        link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
-            GPU has it, else by PCIe, all GPUs in one host.
+        budget_gib: GPU memory for tensors, in GiB or as a text with a unit.
+        host_gib: Pinned host memory for offloading, likewise.
+        device: The GPU, by name.
+        **arguments: The other fields of `PlanArguments`, which has them all.
 
     Returns:
         MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
@@ -115,45 +68,17 @@ def plan_memory(
         >>> len(plan.policies)
         4
     """
-    for name, size in (("seq_len", seq_len), ("batch_size", batch_size)):
-        check_count(name, size)
-    flags = {"autocast": autocast, "keep_gradients": keep_gradients, "attention_mask": attention_mask}
-    flags["compile_layers"] = compile_layers
-    for name, flag in (*flags.items(), ("fused_mlp", fused_mlp)):
-        check_flag(name, flag)
-    if options is not None and not isinstance(options, HeadOptions):
-        raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
-    check_name("optimizer", optimizer, tuple(OPTIMIZERS))
-    if adapters is not None and not isinstance(adapters, Adapters):
-        check_count("adapters", adapters)
-    if offload_states is not False and offload_states != "auto":
-        raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
-    check_count("gpus", gpus)
-    check_name("parallel", parallel, PARALLEL)
-    gpu = find_gpu(device)
-    requested = gpu.default_budget_bytes
-    if budget_gib is not None:
-        requested = budget_bytes("budget_gib", budget_gib, above_0=True)
-    host = budget_bytes("host_gib", host_gib)
-    shape = read_shape(model_or_config)
-    job = Job(
-        shape=shape,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        gpu=gpu,
-        dtype=_dtype(dtype, model_or_config, autocast),
-        optimizer=optimizer,
-        head=options,
-        adapters=adapters,
-        fused_mlp=fused_mlp,
-        gpus=gpus,
-        parallel=parallel,
-        link=None if link is None else budget_bytes("link", link, above_0=True),
-        **flags,
-    )
-    check_sharding(job, host)
-    search = Search(job, host, offload_states=offload_states == "auto")
-    costs, budget = search.costs, min(requested, gpu.most_bytes)
+    given: Any = {"seq_len": seq_len, "batch_size": batch_size, "budget_gib": budget_gib, "host_gib": host_gib}
+    return plan_step(model_or_config, PlanArguments(**given, device=device, **arguments))
+
+
+def plan_step(model_or_config: Any, arguments: PlanArguments) -> MemoryPlan:
+    """Return the plan of a step that is described by `PlanArguments`: `plan_memory`, which has the errors too."""
+    job = Job.of(model_or_config, arguments)
+    requested = job.size("budget_gib") or job.gpu.default_budget_bytes
+    check_sharding(job)
+    search = Search(job)
+    costs, budget = search.costs, min(requested, job.gpu.most_bytes)
     chosen = search.fastest(budget)
     if chosen is None:
         raise _refusal(search, search.least(), budget, requested)
@@ -172,7 +97,6 @@ def plan_memory(
         host_budget_bytes=search.host_bytes,
         front=tuple(search.front),
         ladder=tuple(costs.layers[policy] for policy in rungs),
-        offload_states=search.offload_states,
         job=job,
         chosen=chosen,
         notes=tuple(note for note, applies in _notes(costs.job, chosen).items() if applies) + notes_on(job),
@@ -199,9 +123,9 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
-    if not helps and (most := search.of(replace(job, batch_size=1)).longest_sequence(budget)):
+    if not helps and (most := Search(replace(job, batch_size=1)).longest_sequence(budget)):
         helps.append(f"batch_size=1 with seq_len={most} fits")
-    roomy = search.of(job, 2**60 if job.gpus == 1 else 0).least()
+    roomy = Search(replace(job, host_gib=2**30 if job.gpus == 1 else 0)).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
     phase = costs.peak(least.groups, least.states, late=least.late)
@@ -216,8 +140,7 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
 def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
     """Return each note on a plan's figures, and whether it applies."""
     shape, gpu = job.shape, job.gpu
-    by_rank = isinstance(job.adapters, Adapters)
-    adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained{f', {job.adapters}' if by_rank else ''}"
+    adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained, {job.adapters}"
     mask = gib(job.narrow * job.batch_size * job.seq_len**2)
     kinds, dtype = f"{max(shape.kind_of) + 1} kind(s)", str(job.dtype).removeprefix("torch.")
     close = CLOSE * gpu.memory_bytes < chosen.peak <= gpu.memory_bytes
@@ -226,7 +149,7 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
         f"head: {str(job.head_plan).splitlines()[0]}": True,
         f"rates of the {gpu.name} from a table": not gpu.like,
         f"memory of the {gpu.name}; its rates are not in the table: times are those of the {gpu.like}": bool(gpu.like),
-        f"{adapted}{'' if by_rank else ': what they save and compute is not counted'}": job.adapters is not None,
+        f"{adapted}": job.adapters is not None,
         f"attention has a mask of {mask:.3g} GiB in each layer with keep='all'; flash attention needs none": (
             job.attention_mask
         ),
@@ -260,17 +183,3 @@ def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
         ),
         "attention caps its scores: assumes a kernel that does so without storing them": shape.capped_scores,
     }
-
-
-def _dtype(dtype: object, model_or_config: Any, autocast: bool) -> torch.dtype:
-    if dtype is None:
-        if not isinstance(model_or_config, nn.Module):
-            return torch.float32 if autocast else torch.bfloat16
-        dtype = next(model_or_config.parameters()).dtype
-    found = getattr(torch, dtype) if dtype in DTYPES else dtype
-    if found not in [getattr(torch, name) for name in DTYPES]:
-        raise ArgumentValueError(message("dtype", f"one of {', '.join(DTYPES)}", f"{dtype!r}"))
-    assert isinstance(found, torch.dtype)
-    if autocast and found != torch.float32:
-        raise ArgumentValueError(message("dtype", "float32 with autocast=True", f"{dtype!r}"))
-    return found

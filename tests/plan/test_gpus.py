@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.memory.planner.gpus import GPUS, find_gpu, known_as
+from lowtide.plan.gpus import GPUS, find_gpu, known_as
 
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",

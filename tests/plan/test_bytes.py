@@ -9,13 +9,13 @@ import torch
 
 from lowtide import HeadOptions, plan_head
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import PAGES, LayerCosts, flop_of_layers
-from lowtide.memory.planner.optimizers import OPTIMIZERS
-from lowtide.memory.planner.runs import Groups
-from lowtide.memory.planner.step_costs import BESIDE, WORKSPACE, Phase, StepCosts
-from memory.planner.jobs import FLASH_STATES, job_of, saved_by
+from lowtide.plan.arguments import OPTIMIZERS
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import PAGES, LayerCosts, flop_of_layers
+from lowtide.plan.runs import Groups
+from lowtide.plan.step_costs import BESIDE, WORKSPACE, Phase, StepCosts
+from plan.jobs import FLASH_STATES, job_of, saved_by
 
 T, H = 8192, 4096
 ALL, ALL1 = ActivationPolicy(mlp_level=0), ActivationPolicy(mlp_level=1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.memory.planner.adapters import Adapters
+    from lowtide.plan.arguments import Adapters
 
 
 class Work(NamedTuple):

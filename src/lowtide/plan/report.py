@@ -9,13 +9,13 @@ from typing import Any
 from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
-from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_costs import LayerCost
-from lowtide.memory.planner.search import Candidate, Search
-from lowtide.memory.planner.shapes import ModelShape
-from lowtide.memory.planner.sharding import Exchange, ranks_of, sharding_lines
-from lowtide.memory.planner.step_costs import PARTS, Phase
 from lowtide.memory.policy import ActivationPolicy, word_of
+from lowtide.plan.job import Job
+from lowtide.plan.layer_costs import LayerCost
+from lowtide.plan.search import Candidate, Search
+from lowtide.plan.shapes import ModelShape
+from lowtide.plan.sharding import Exchange, ranks_of, sharding_lines
+from lowtide.plan.step_costs import PARTS, Phase
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12
 LEAST_CHART, BESIDE_CHART = 30, 12  # letters: the narrowest chart, and what stands left of one
@@ -47,7 +47,6 @@ class MemoryPlan:
         host_budget_bytes: Pinned host memory that may be taken.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
         ladder: What each policy stores and takes, for one layer.
-        offload_states: Whether optimizer states may be offloaded.
         job: The step: the model's shape, the GPU, dtype and optimizer.
         chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded.
         notes: What the figures assume.
@@ -66,13 +65,12 @@ class MemoryPlan:
     host_budget_bytes: int
     front: tuple[Candidate, ...]
     ladder: tuple[LayerCost, ...]
-    offload_states: bool
     job: Job
     chosen: Candidate
     notes: tuple[str, ...]
 
     def _search(self) -> Search:
-        return Search(self.job, self.host_budget_bytes, offload_states=self.offload_states)
+        return Search(self.job)
 
     @cached_property
     def longest_sequence(self) -> int:
@@ -96,8 +94,8 @@ class MemoryPlan:
         """Return the lines of Python that apply the plan to ``model``, and to ``optimizer`` where states move."""
         job, late, states = self.job, self.chosen.late, self.chosen.states
         patched = "" if job.fused_mlp else ", mlp=False"
-        if job.head not in (None, HeadOptions()):
-            patched += f", options=lowtide.{_constructor(job.head)}"
+        if job.options not in (None, HeadOptions()):
+            patched += f", options=lowtide.{_constructor(job.options)}"
         names = {policy: f"p{i}" for i, (policy, _) in enumerate(self.chosen.groups)}
         layers = " + ".join(f"[{names[policy]}] * {n}" for policy, n in self.chosen.groups)
         moved = any(policy.offload for policy in names)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.memory.planner.four_bit import BYTES, compute_dtype, four_bit
-from lowtide.memory.planner.settings import is_module, read_settings
+from lowtide.plan.four_bit import BYTES, compute_dtype, four_bit
+from lowtide.plan.settings import is_module, read_settings
 
 MEASURE = "Measure its step instead, with `lowtide profile`."
 _OTHER_DTYPE = "scalar type"  # in the error of an operator whose operands differ
@@ -95,8 +95,8 @@ def _read(settings: Mapping[str, Any]) -> ModelShape:
     import torch
     from transformers import AutoConfig
 
-    from lowtide.memory.planner.meta_model import meta_model, readings_of
-    from lowtide.memory.planner.readings import LayerRun
+    from lowtide.plan.meta_model import meta_model, readings_of
+    from lowtide.plan.readings import LayerRun
 
     config = json.dumps(settings, default=str, sort_keys=True)
     with refused(model_type):
@@ -183,7 +183,7 @@ def _compare(shape: ModelShape, model: Any) -> None:
     """Raise where a model's parameters are frozen, or others than its config says."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
-        hint = "For a model with adapters pass its config, and adapters=lowtide.memory.Adapters(rank)."
+        hint = "For a model with adapters pass its config, and adapters=lowtide.plan.Adapters(rank)."
         raise ArgumentValueError(message("model_or_config", "all parameters trained", f"{frozen[0]} frozen", hint))
     params = sum(parameter.numel() for parameter in model.parameters())
     if params != shape.params:

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import flop_registry
 
 from lowtide.graph import flop_of
 from lowtide.memory.attention import is_attention
-from lowtide.memory.planner.gpus import FLASH_ACCUMULATOR
-from lowtide.memory.planner.readings import Work
 from lowtide.mlp.call import SwigluCall
+from lowtide.plan.gpus import FLASH_ACCUMULATOR
+from lowtide.plan.readings import Work
 
 _ATEN = torch.ops.aten
 # Operators of lowtide's MLP, whose scratch no dispatch mode sees: tensors of gate's size that live inside, by whether

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.planner.adapters import PROJECTIONS
-from lowtide.memory.planner.shapes import read_settings, read_shape
+from lowtide.plan import Adapters, plan_memory
+from lowtide.plan.arguments import PROJECTIONS
+from lowtide.plan.shapes import read_settings, read_shape
 from lowtide.train.shapes import SHAPES
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

@@ -14,9 +14,10 @@ import torch
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.search import Search, ladder
+from lowtide.memory import ActivationPolicy
+from lowtide.plan import MemoryPlan, plan_memory
+from lowtide.plan.gpus import GPUS
+from lowtide.plan.search import Search, ladder
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30

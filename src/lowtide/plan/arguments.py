@@ -1,0 +1,176 @@
+"""What is planned: `PlanArguments`, shared by all that ask for a plan. Their names alone need no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.head.options import HeadOptions, check_options
+from lowtide.measure.units import budget_bytes
+from lowtide.memory.policy import check_count
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowtide.plan.gpus import Gpu
+
+DTYPES = ("bfloat16", "float16", "float32")  # as torch has them
+DDP, FSDP2, ZERO3 = "ddp", "fsdp2", "zero3"  # as lowtide train has them
+PARALLEL = (DDP, FSDP2, ZERO3)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer takes for the parameters that it trains."""
+
+    states: int  # tensors of the parameters' size and dtype
+    bytes_each: float = 0.0  # bytes per parameter besides
+    temporary: int = 0  # tensors of all parameters' size that its step makes
+    shards: bool = True  # for several GPUs: its states follow shards of the parameters
+    traffic: float = 3.0  # times that a copy would read or write the parameters' bytes in its step's time, as measured
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(2, traffic=8.1),
+    "adamw-foreach": Optimizer(2, temporary=1, traffic=21),
+    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, shards=False, traffic=6),
+    "sgd": Optimizer(0, traffic=3),
+    "sgd-momentum": Optimizer(1, traffic=8.2),
+}
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters by peft, float32 and without dropout, on projections of each layer; all else is frozen.
+
+    Attributes:
+        rank: r.
+        targets: Names of the projections, as peft's ``target_modules``.
+
+    Raises:
+        ArgumentTypeError: A rank that is no whole number.
+        ArgumentValueError: A rank below 1, or no names.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = PROJECTIONS
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        if not self.targets or not all(isinstance(name, str) and name for name in self.targets):
+            raise ArgumentValueError(message("targets", "names of projections", f"{self.targets!r}"))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {' '.join(self.targets)}"
+
+
+def _option(help: str, metavar: str | None = None, flag: str | None = None) -> dict[str, Any]:
+    """Return the metadata of a field that is an option of ``lowtide plan`` as well."""
+    return {"help": help, "metavar": metavar, "flag": flag}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """A training step that is to be planned, and what it may take: the arguments of `lowtide.plan.plan_memory`.
+
+    What is not said is as ``lowtide train`` and TRL have it: float32 weights and states under bfloat16 autocast.
+
+    Attributes:
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences per step, of each GPU.
+        budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's
+            memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
+        host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
+        device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``, or a `Gpu`; ``"cuda"``: the one at hand; None: the
+            one at hand, without a GPU an H100. A GPU that the table lacks has its own memory and the rates of an H100.
+        dtype: Of parameters, gradients and optimizer states: ``"bfloat16"``, ``"float16"``, ``"float32"`` or the
+            `torch.dtype`. None: a model's own; of a config float32, but for weights in 4 bits.
+        autocast: Whether GEMMs run in bfloat16 over float32 weights (``torch.autocast``). None: where these are
+            float32. Over 16-bit weights adapters run under it in any case.
+        optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.
+        keep_gradients: Whether gradients outlive a backward pass, as where they are accumulated over several.
+        adapters: With LoRA, its `Adapters`: the model is frozen then, and only they have gradients and optimizer
+            states. None: no adapters.
+        options: How the loss is to run, as for `lowtide.patch`.
+        attention_mask: Whether attention takes a [T, T] mask for each sequence, as
+            ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
+            other: T^2 numbers of each sequence in each layer with ``keep="all"``, beside keys and values that are
+            repeated for each query head.
+        fused_mlp: False for ``lowtide.patch(model, mlp=False)``. Stock MLPs save twice as much, and have no levels.
+        compile_layers: Whether each decoder layer is compiled by itself (``layer.compile(dynamic=False)``, after
+            `apply_policy`). Layers that offload run in eager even so.
+        offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
+            during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
+            without holding the layers up, or where that does not fit, after backward; False: none.
+        gpus: How many GPUs share the step. The plan is that of one of them. Offloading is planned for one GPU alone.
+        parallel: With several, how: ``"ddp"`` (each has all of the model), ``"fsdp2"`` or ``"zero3"`` (DeepSpeed, in
+            16 bits), which shard parameters, gradients and optimizer states.
+        link: What a GPU receives from the others per second, in GiB, or a text: ``"50GB"``. None: by NVLink where the
+            GPU has it, else by PCIe, all GPUs in one host.
+
+    Raises:
+        ArgumentTypeError: An argument of a wrong type.
+        ArgumentValueError: A value that is not allowed.
+    """
+
+    seq_len: int = field(metadata=_option("tokens per sequence"))
+    batch_size: int = field(default=1, metadata=_option("sequences per step, of each GPU"))
+    budget_gib: float | str | None = field(
+        default=None,
+        metadata=_option("GPU memory for tensors: 40GiB, 40GB or 40 (GiB) (default: 93% of it)", "SIZE", "--budget"),
+    )
+    host_gib: float | str = field(default=0, metadata=_option("pinned host memory for offloading", "SIZE", "--host"))
+    device: str | torch.device | Gpu | None = field(
+        default=None,
+        metadata=_option("{gpus}; or cuda: the one at hand (default: the one at hand, or h100)", "NAME", "--gpu"),
+    )
+    dtype: torch.dtype | str | None = field(
+        default=None,
+        metadata=_option("of weights, gradients and states: {dtypes} (default: float32; bfloat16 in 4 bits)", "NAME"),
+    )
+    autocast: bool | None = None
+    optimizer: str = field(default="adamw", metadata=_option("{optimizers}", "NAME"))
+    keep_gradients: bool = False
+    adapters: Adapters | None = None
+    options: HeadOptions | None = None
+    attention_mask: bool = field(default=False, metadata=_option("attention takes a [T, T] mask, for packed documents"))
+    fused_mlp: bool = field(default=True, metadata=_option("stock MLPs, as where lowtide.patch fuses none"))
+    compile_layers: bool = field(
+        default=False, metadata=_option("each layer through torch.compile, offloaded ones excepted")
+    )
+    offload_states: Literal["auto", False] = "auto"
+    gpus: int = field(default=1, metadata=_option("GPUs that share the step"))
+    parallel: str = field(default=FSDP2, metadata=_option("with --gpus: {parallel}", "NAME"))
+    link: float | str | None = field(
+        default=None,
+        metadata=_option("what a GPU receives from others per second: 50GB (default: NVLink's rate)", "SIZE"),
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch_size", "gpus"):
+            check_count(name, getattr(self, name))
+        for name in ("keep_gradients", "attention_mask", "fused_mlp", "compile_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentTypeError(message(name, "True or False", f"{getattr(self, name)!r}"))
+        if self.autocast is not None and not isinstance(self.autocast, bool):
+            raise ArgumentTypeError(message("autocast", "True, False or None", f"{self.autocast!r}"))
+        check_options(self.options)
+        if self.adapters is not None and not isinstance(self.adapters, Adapters):
+            raise ArgumentTypeError(message("adapters", "lowtide.plan.Adapters or None", type(self.adapters).__name__))
+        for name, names in (("optimizer", tuple(OPTIMIZERS)), ("parallel", PARALLEL)):
+            if (got := getattr(self, name)) not in names:
+                raise ArgumentValueError(message(name, f"one of {', '.join(names)}", f"{got!r}"))
+        if self.dtype is not None and str(self.dtype).removeprefix("torch.") not in DTYPES:
+            raise ArgumentValueError(message("dtype", f"one of {', '.join(DTYPES)}", f"{self.dtype!r}"))
+        if self.offload_states is not False and self.offload_states != "auto":
+            raise ArgumentValueError(message("offload_states", "'auto' or False", f"{self.offload_states!r}"))
+        for name in ("budget_gib", "host_gib", "link"):
+            self.size(name)
+
+    def size(self, name: str) -> int | None:
+        """Return one of the sizes in bytes; None: left to the GPU."""
+        value = getattr(self, name)
+        return None if value is None else budget_bytes(name, value, above_0=name != "host_gib")
