@@ -74,17 +74,6 @@ def test_adapters_and_a_mask_are_noted(capsys: pytest.CaptureFixture[str]) -> No
     assert "41,943,040 numbers of adapters are trained" in " ".join(whole), "as peft counts them"
 
 
-def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    picture, numbers = tmp_path / "plan.png", tmp_path / "plan.json"
-    assert main([*SMALL, "--png", str(picture), "--json", str(numbers)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(numbers.read_text())["gpu"] == "h100"
-    out = capsys.readouterr().out
-    assert "policies 16 x all/0" in out
-    assert out.endswith(f"\nwritten: {picture}\nwritten: {numbers}\n")
-
-
 def test_a_config_is_read_and_its_layers_counted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["gemma-2-2b"]))
     run = ["plan", "--model", str(tmp_path), "--seq-len", "512", "--gpu", "a100-80gb", "--layers", "3"]

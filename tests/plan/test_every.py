@@ -64,24 +64,6 @@ def test_offloaded_groups() -> None:
     assert cost.transfer == pytest.approx(ONE / 4 / job_of().gpu.pcie)
 
 
-@pytest.mark.parametrize("seq_len", [256, 65536, 131072, 262144])
-@pytest.mark.parametrize(("policy", "n"), [(TWO, 32), (TWO, 29), (FOUR, 31), (FOUR, 2)])
-def test_no_layer_between_holds_more_than_those_that_are_looked_at(
-    seq_len: int, policy: ActivationPolicy, n: int
-) -> None:
-    """With the gradients of a layer larger and smaller than its input."""
-    costs = StepCosts(job_of(seq_len=seq_len))
-
-    def most() -> int:
-        groups = ((policy, n), (INPUT, 32 - n))[: 1 + (n < 32)]
-        return max(phase.bytes for phase in costs.phases(groups) if phase.name == "backward")
-
-    costs._turns = ()  # of optimizer states, which happen to be a group's end
-    looked_at = most()
-    costs._turns = tuple(range(32))
-    assert most() == looked_at
-
-
 def test_what_it_takes() -> None:
     """A forward more for three of four layers: FLOP, and seconds where the GPU sets the pace."""
     job = job_of(seq_len=32768)
