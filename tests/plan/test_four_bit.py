@@ -117,30 +117,6 @@ def test_what_is_refused(model: dict[str, Any], more: dict[str, Any], error: str
         plan_memory(config, 64, 1, device="h100", **{"adapters": Adapters(4), **more})
 
 
-def test_experts_stay_as_they_are() -> None:
-    mixtral = {**SHAPES["llama-3-8b"], "model_type": "mixtral", "num_local_experts": 8, "num_hidden_layers": 4}
-    planned, plain = (replace(job(mixtral, nested=nested), adapters=9, seq_len=32768) for nested in (False, None))
-    attention = 4096 * (4096 + 1024 + 1024 + 4096)
-    assert plain.weight_bytes - planned.weight_bytes == 4 * attention * (2 - 0.5 - 4 / 64)
-    assert planned.dequantised_bytes == int(4096 * 4096 * (2 + 4 / 64))
-    ours, theirs = (LayerCosts(one)[ActivationPolicy(mlp_level=0)] for one in (planned, plain))
-    each = attention * (0.5 + 4 / 64 + 2) / GPUS["h100"].bandwidth
-    assert ours.forward - theirs.forward == pytest.approx(each, rel=0.02)
-    assert ours.backward - theirs.backward == pytest.approx(each, rel=0.02)
-    config = {**mixtral, "quantization_config": config_of(nested=False)}
-    plan = plan_memory(config, 64, 1, device="h100", adapters=9)
-    assert any("experts stay" in note for note in plan.notes)
-
-
-@pytest.mark.parametrize(("compute", "dtype"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), (None, "bfloat16")])
-def test_layers_that_compute_in_the_planned_dtype_or_a_narrower_one(compute: str | None, dtype: str) -> None:
-    config = {**config_of(nested=False), "bnb_4bit_compute_dtype": compute}
-    plan = plan_memory(
-        {**SHAPES["llama-3.2-1b"], "quantization_config": config}, 64, 1, device="h100", dtype=dtype, adapters=9
-    )
-    assert plan.job.dtype == getattr(torch, dtype)
-
-
 def test_the_text_part_of_a_larger_model_is_in_4_bits_as_the_whole_is() -> None:
     pytest.importorskip("transformers")
     text = {"model_type": "gemma3_text", **TINY, "pad_token_id": 0}
@@ -148,11 +124,3 @@ def test_the_text_part_of_a_larger_model_is_in_4_bits_as_the_whole_is() -> None:
     planned, plain = (read_shape({**whole, **more}) for more in ({"quantization_config": config_of(nested=True)}, {}))
     assert (planned.four_bit, plain.four_bit) == ("4 bits, double quantisation", "")
     assert planned.packed_params > 0
-
-
-def test_a_head_that_is_skipped_changes_nothing() -> None:
-    config = {**config_of(nested=True), "llm_int8_skip_modules": ["lm_head"]}
-    shapes = [
-        read_shape({**SHAPES["llama-3.2-1b"], "quantization_config": one}) for one in (config, config_of(nested=True))
-    ]
-    assert shapes[0] == shapes[1]

@@ -172,14 +172,6 @@ def test_the_lines_offload_the_optimizers_states(
     assert (told["states_gib"], told["late"]) == (found.chosen.states / GIB, late)
 
 
-def test_the_lines_say_what_gradient_accumulation_needs() -> None:
-    """States come back in the first backward where nobody says that more follow."""
-    name = "backwards_per_step"
-    assert name in plan(seq_len=32768, host_gib=64, keep_gradients=True).lines()
-    assert name not in plan(seq_len=32768, host_gib=64).lines()
-    assert name not in plan(seq_len=32768, host_gib=64, keep_gradients=True, offload_states=False).lines()
-
-
 def test_states_stay_where_requested_or_where_nothing_is_gained() -> None:
     for found in (
         plan(seq_len=32768, host_gib=64, offload_states=False),
@@ -199,19 +191,6 @@ def test_states_that_come_back_late_make_sequences_longer() -> None:
     assert longest.chosen.late
     assert longest.peak_bytes <= 16 * GIB
     assert "until after backward" in str(longest)
-
-
-def test_notes_say_what_is_assumed() -> None:
-    assert not any("max_position" in note for note in plan(seq_len=8192, budget=70).notes)
-    notes = " ".join(plan({**LLAMA, "max_position_embeddings": 4096}, seq_len=8192, budget=70).notes)
-    assert "max_position_embeddings is 4,096" in notes
-    assert "from a table" in notes
-    window = {**FEW, "model_type": "mistral", "sliding_window": 1024}
-    assert "have sliding windows" in " ".join(plan(window, seq_len=8192, budget=70).notes)
-    assert "caps its scores" in " ".join(plan(SHAPES["gemma-2-2b"], seq_len=512, budget=70).notes)
-    assert "float32" in " ".join(plan(FEW, seq_len=512, budget=70, dtype="float32").notes)
-    assert "expandable_segments" in " ".join(plan(seq_len=65536, budget=79).notes)
-    assert "expandable_segments" not in notes
 
 
 @pytest.mark.parametrize("device", ["h100", "rtx4090"])

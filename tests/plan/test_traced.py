@@ -151,14 +151,6 @@ def test_sizes_are_read_by_the_names_of_every_type() -> None:
     assert any("eager" in note for note in notes)
 
 
-def test_frozen_weights_save_no_inputs() -> None:
-    shape = read_shape(settings_of("olmo2", 2))
-    policy = ActivationPolicy(keep="all", mlp_level=0)
-    trained, frozen = (LayerCosts(job_of(shape, adapters=adapters))[policy] for adapters in (None, 1000))
-    assert frozen.saved < trained.saved
-    assert frozen.backward <= trained.backward
-
-
 def test_a_plan_of_layers_without_attention_has_no_policy_that_saves_it() -> None:
     config = tiny_config(config_class("mamba2"), head_dim=HEAD_DIMS[0], decoder=True)
     plan = plan_memory(config, 64, 1, 0.25, device="h100")
