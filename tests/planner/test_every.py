@@ -23,7 +23,7 @@ from lowtide.plan.search import Search
 from lowtide.plan.shapes import read_shape
 from lowtide.plan.step_costs import StepCosts
 from lowtide.train.shapes import SHAPES
-from plan.jobs import FLASH_STATES, job_of, saved_by
+from planner.jobs import FLASH_STATES, job_of, saved_by
 
 GIB, T, H = 2**30, 8192, 4096
 INPUT = ActivationPolicy(keep="input", mlp_level=1)

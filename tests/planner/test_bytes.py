@@ -15,7 +15,7 @@ from lowtide.plan.job import Job
 from lowtide.plan.layer_costs import PAGES, LayerCosts, flop_of_layers
 from lowtide.plan.runs import Groups
 from lowtide.plan.step_costs import BESIDE, WORKSPACE, Phase, StepCosts
-from plan.jobs import FLASH_STATES, job_of, saved_by
+from planner.jobs import FLASH_STATES, job_of, saved_by
 
 T, H = 8192, 4096
 ALL, ALL1 = ActivationPolicy(mlp_level=0), ActivationPolicy(mlp_level=1)

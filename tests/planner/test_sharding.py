@@ -18,7 +18,7 @@ from lowtide.plan.job import Job
 from lowtide.plan.sharding import BUCKET, LIVE, SUB_GROUP
 from lowtide.plan.step_costs import Phase, StepCosts
 from lowtide.train.shapes import SHAPES
-from plan.jobs import job_of, saved_by
+from planner.jobs import job_of, saved_by
 
 T, H, V, LAYER, PARAMS = 8192, 4096, 128_256, 218_112_000, 8_030_261_248  # of Llama-3-8B
 VOCAB, TAIL = V * H, V * H + H  # the embedding's unit, and that of the last norm and the output layer
