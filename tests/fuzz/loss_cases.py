@@ -55,6 +55,8 @@ def token_loss(
 
     logprob, other, ref = clean(logprob), clean(other), clean(ref)
     terms = (reduction, num_items)
+    if loss == "reduce_tokens":
+        return reduced(logprob, mask, *terms)
     if loss == "sft_loss":
         return reduced(-logprob, mask, *terms)
     if loss == "dft_loss":
@@ -71,9 +73,12 @@ def token_loss(
         return reduced(temperature**2 * logprob, mask, *terms)
     if loss == "sampled_distillation_loss":
         return reduced(k_estimate(logprob, other, kind), mask, *terms)
-    a = wide(advantage).detach()
-    a = (a[..., None].expand(mask.shape) if a.dim() < mask.dim() else a).where(mask, 0)
-    if loss == "reinforce_loss":
+    if advantage is not None:
+        a = wide(advantage).detach()
+        a = (a[..., None].expand(mask.shape) if a.dim() < mask.dim() else a).where(mask, 0)
+    if loss == "policy_loss":
+        value = other
+    elif loss == "reinforce_loss":
         value = -a * logprob
     else:
         d = logprob - other.detach()

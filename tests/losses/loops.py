@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -78,3 +80,16 @@ def each(of: Batch, f: Callable[[int, int], float]) -> Tensor:
         for t in ts:
             out[i, t] = f(i, t)
     return out
+
+
+class NoHostSync(TorchDispatchMode):
+    """Refuses what makes the host wait for the device."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.FORBIDDEN, name
+        if name == "index":
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), "indexing with a bool mask"
+        return func(*args, **(kwargs or {}))
