@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lowtide.errors import LowtideError
 from programs.families import build
-from programs.grammar import Program, make
+from programs.grammar import Program
 from programs.judge import Judge
 from programs.prelude import Recorder, namespace, sandbox
 
@@ -216,20 +214,3 @@ def as_script(program: Program, why: str) -> str:
         "see({n: p.grad for n, p in model.named_parameters()})",
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def main(argv: list[str]) -> None:
-    """``python -m programs.run FIRST COUNT``: how many programs came to what, and failures as small as they get."""
-    kinds: Counter[str] = Counter()
-    torch.set_num_threads(1)
-    for seed in range(int(argv[1]), int(argv[1]) + int(argv[2])):
-        found = verdict(make(seed))
-        kinds[found.kind] += 1
-        if found.kind == "different":
-            small = shrunk(make(seed))
-            sys.stdout.write(f"{'=' * 80}\n{as_script(small, verdict(small).why)}\n")
-    sys.stdout.write(f"{dict(kinds)}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv)

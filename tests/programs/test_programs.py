@@ -1,4 +1,7 @@
-"""Random programs around a model give with lowtide what they give without it, or an error that says what to do."""
+"""Random programs around a model give with lowtide what they give without it, or an error that says what to do.
+
+`make slow` runs 10,000 of fresh seeds; `LOWTIDE_PROGRAMS` says how many else, `LOWTIDE_PROGRAMS_SEED` the first seed.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,24 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from programs.grammar import make
+from programs.grammar import Program, make
 from programs.open_defects import which
-from programs.run import as_script, shrunk, verdict
+from programs.run import as_script, run, shrunk, verdict
+from promises import promise
 
-# PyTorch's, of the generator in a checkpoint whose recompute an error ended.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-BATCH, FIXED = 50, 12  # 600 programs
-SLOW_BATCHES = 100
+pytestmark = [
+    promise("patched", "reported", "reversible"),
+    # PyTorch's, of the generator in a checkpoint whose recompute an error ended
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+BATCH, FIXED = 40, 12
+SLOW_BATCHES = 40
 MOST_SHOWN = 10  # failures of a batch
-SLOW = int(os.environ.get("LOWTIDE_PROGRAMS", "100000"))
+SLOW = int(os.environ.get("LOWTIDE_PROGRAMS", "10000"))
 SEED = os.environ.get("LOWTIDE_PROGRAMS_SEED")  # of the first slow batch; none: fresh ones
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(first: int, count: int) -> Counter[str]:
@@ -46,25 +47,70 @@ def check(first: int, count: int) -> Counter[str]:
         kinds[found.kind] += 1
     if failures:
         pytest.fail("\n\n" + "\n\n".join(failures[:MOST_SHOWN]) + f"\n\n{len(failures)} of {count}", pytrace=False)
-    # Most run to their end, or the grammar would test little.
-    assert kinds["equal"] > 0.6 * count, kinds
-    assert kinds["refused"] < 0.2 * count, kinds
     return kinds
 
 
 @pytest.mark.parametrize("number", range(FIXED))
-def test_fixed_programs(number):
+def test_fixed_programs(number: int) -> None:
     check(number * BATCH, BATCH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(SLOW_BATCHES))
-def test_fresh_programs(number, capsys, record_property):
-    """As many as ``LOWTIDE_PROGRAMS`` says, of fresh seeds."""
-    count = SLOW // SLOW_BATCHES
+def test_fresh_programs(number: int, record_property: pytest.RecordProperty) -> None:
+    count = -(-SLOW // SLOW_BATCHES)
     first = random.SystemRandom().randrange(10**9) if SEED is None else int(SEED) + number * count
     kinds = check(first, count)
     for kind, programs in kinds.items():
         record_property(kind, programs)  # in the file of --junitxml: several processes print nowhere
-    with capsys.disabled():
-        print(f"\nprograms {first} to {first + count - 1}: {dict(kinds)}")  # noqa: T201
+    # most run to their end, or the grammar would test little
+    assert kinds["equal"] > 0.6 * count, kinds
+    assert kinds["refused"] < 0.2 * count, kinds
+
+
+PROGRAM = (
+    "model = build('llama', torch.float32)",
+    "x, y = batch(3)",
+    "see(x.float().mean())",
+    "patch(model)",
+    "out = model(input_ids=x, labels=y)",
+    "loss = out.loss",
+    "{}",
+    "loss.backward()",
+    "see(model.training)",
+)
+
+
+@pytest.mark.parametrize("wrong", ["loss = 1.001 * loss", "replace(out, 'logits', 2 * out.logits)\nsee(out.logits)"])
+def test_a_difference_is_found_and_shown_small(wrong: str) -> None:
+    """A program that sees whether it runs patched, as no other can."""
+    program = Program(0, tuple(line.format(f"if patch.__name__ == 'patch':\n    {wrong}") for line in PROGRAM))
+    assert verdict(program).kind == "different"
+    small = shrunk(program)
+    assert len(small.statements) <= 7
+    assert "statement" in verdict(small).why or ".grad: off by" in verdict(small).why
+
+
+def test_nothing_global_leaks() -> None:
+    state = torch.get_rng_state()
+    before = (dict(vars(F)), dict(vars(nn.Linear)), dict(vars(torch.Tensor)), torch.get_default_dtype())
+    program = Program(
+        0,
+        (
+            *PROGRAM[:4],
+            "replace(F, 'cross_entropy', None)",
+            "replace(nn.Linear, 'forward', None)",
+            "replace(torch.Tensor, 'log_softmax', None)",
+            "torch.nn.modules.module.register_module_forward_hook(lambda m, a, r: r * 2)",
+            "torch.set_default_dtype(torch.float64)",
+            "raise ValueError",
+        ),
+    )
+    for how in ("stock", "patched"):
+        error = run(program, how).error
+        assert error is not None
+        assert isinstance(error[1], ValueError)
+    after = (dict(vars(F)), dict(vars(nn.Linear)), dict(vars(torch.Tensor)), torch.get_default_dtype())
+    assert after == before
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert torch.equal(torch.get_rng_state(), state)
