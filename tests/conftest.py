@@ -68,6 +68,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
+    parser.addoption("--device", default="cpu", help="hold the contract on this device: tests/contract")
     parser.addoption("--order", type=int, metavar="SEED", help="run the tests in an order that the seed draws")
     parser.addoption("--seed-offset", type=int, default=0, help="other random inputs: added to each test's seed")
     parser.addoption("--times", metavar="FILE", help="write the CPU seconds of each test as json")
@@ -77,6 +78,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import support
+
+    support.DEVICE = config.getoption("--device")
     if config.getoption("--slow"):
         os.environ["THOROUGH"] = "1"  # for the cases of ranks
     config.pluginmanager.register(cpu_time.Times(judge=config.getoption("--slow")), "cpu_time")

@@ -7,7 +7,8 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuzz import references
+
+DEVICE = "cpu"  # where the contract is held: pytest --device
 
 
 class Sharded(Tensor):
@@ -270,3 +273,33 @@ def mask_of_ids(ids: Tensor, V: int) -> Tensor:
     """Return which of V classes are among ids [..., K], of which -1 is none."""
     mask = torch.zeros(*ids.shape[:-1], V + 1, dtype=torch.bool, device=ids.device)
     return mask.scatter_(-1, torch.where(ids < 0, V, ids), True)[..., :V]
+
+
+def gemm_flop(*calls: Callable[[], Any]) -> list[int]:
+    """Return what the GEMMs that really run take in each call, inside operators, too."""
+    from torch.autograd.profiler import profile, record_function
+
+    with profile(use_kineto=True, record_shapes=True) as profiler:  # whose own list of events takes seconds to make
+        for i, call in enumerate(calls):
+            with record_function(f"call {i}"):
+                call()
+    flop = [0] * len(calls)
+    events = profiler.kineto_results.events()
+    starts = sorted(event.start_ns() for event in events if event.name().startswith("call "))
+    for event in events:
+        if event.name() in ("aten::mm", "aten::addmm"):
+            (rows, depth), (_, columns) = event.shapes()[event.name() == "aten::addmm" :][:2]
+            at = bisect(starts, event.start_ns()) - 1
+            flop[at] += 2 * rows * depth * columns * (rows > 1)  # a bias's sum may be a product of one row
+    return flop
+
+
+def counted_flop(*calls: Callable[[], Any]) -> list[int]:
+    """Return what PyTorch's own counter says."""
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton where there is one
+
+    counters = [FlopCounterMode(display=False) for _ in calls]
+    for call, counter in zip(calls, counters, strict=True):
+        with counter:
+            call()
+    return [int(counter.get_total_flops()) for counter in counters]

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from contract.function import NARROW, WIDE, Arguments, Function, Mode, flat, near, total, trained  # noqa: F401
 from lowtide import (
     HeadOptions,
-    HeadPlan,
     TokenStats,
     linear_apply,
+    linear_contrastive,
     linear_cross_entropy,
     linear_divergence,
     linear_logprobs,
     linear_token_stats,
     plan_divergence,
-    plan_head,
 )
 from lowtide.head.token_stats import WANTS, TopK
 from support import (
     divergence_oracle,
     head,
-    in_float64,
     logits_of,
     mask_of_ids,
     oracle,
-    relative_error,
     sets_oracle,
     stats_oracle,
 )
 
-Arguments = dict[str, Any]
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3), ("jsd", 0.5), ("jsd", 0.0), ("jsd", 1.0), ("tv", 0.5)]
 TAILS = ("bucket", "renormalise", "drop")
 OF_SETS = tuple(name for name in WANTS if name not in ("mean_logit", "topk"))
 LEAVES = ("input", "linear_weight", "linear_bias")  # what every function differentiates
-WIDE = (torch.float64, torch.float32)
-NARROW = (torch.bfloat16, torch.float16)
 
 # what each option may be; the first is the plain one
 COMMON: dict[str, list[Any]] = {
@@ -56,8 +49,9 @@ COMMON: dict[str, list[Any]] = {
     "workspace_mib": [None, 1e-6, 0.004],
     "gradient": ["auto", "recompute"],
     "accumulate": ["auto", "float32", "input"],
+    "ignored_tokens": ["auto", "compute"],
 }
-LAYOUT = ("leading", "workspace_mib", "gradient", "accumulate")  # options that change no number
+LAYOUT = ("leading", "workspace_mib", "gradient", "accumulate", "ignored_tokens")  # options that change no number
 TARGETS: dict[str, list[Any]] = {
     **COMMON,
     "ignored": ["none", "some", "a class", "all but one"],
@@ -124,7 +118,9 @@ def of_statistics(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.G
 def of_divergence(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.Generator) -> Arguments:
     V, (kind, beta) = w.shape[0], choice["kind"]
     U = max(1, V - choice.get("teacher_lacks", 0))  # of so many classes
-    tx, tw, tb, _ = head(y.shape, choice["teacher_D"], U, dtype=x.dtype, seed=7, bias=choice["teacher_bias"])
+    tx, tw, tb, _ = head(
+        y.shape, choice["teacher_D"], U, dtype=x.dtype, seed=choice["seed"] + 7, bias=choice["teacher_bias"]
+    )
     tx, tw, tb = (None if t is None else t.detach() for t in (tx, tw, tb))
     items = {"tensor": torch.tensor(7.5), "zero": torch.tensor(0.0)}.get(choice["num_items"], choice["num_items"])
     caps = {"softcap": choice["softcap"], "teacher_softcap": choice["teacher_softcap"]}
@@ -246,32 +242,75 @@ def statistics_oracle(*, want: tuple[str, ...], topk: int | None, **kwargs: Any)
     return TokenStats(**{name: found[name] for name in want})
 
 
-@dataclass(frozen=True)
-class Function:
-    """One public function: how it is called, plain PyTorch's twin, its options, and how near it has to come."""
+def of_contrastive(choice: Arguments) -> Arguments:
+    g, D, dtype, P, masked = (choice[name] for name in ("g", "D", "dtype", "P", "mask"))
+    Q = math.prod(choice["leading"])
+    K = Q + choice["more_keys"]
+    wide = torch.promote_types(dtype, torch.float32)
+    kwargs: Arguments = {
+        name: (torch.randn(size, D, generator=g, dtype=torch.float64) / max(D / 8, 1) ** 0.5).to(dtype).requires_grad_()
+        for name, size in (("queries", Q), ("keys", K))
+    }
+    if P is not None:
+        y = torch.randint(K, (Q, max(P, 1)), generator=g)
+        y[torch.rand(y.shape, generator=g) < 0.3] = -1
+        y[3:4], y[4:6], y[:1, :1] = -1, 0, K - 1  # none at all; one key for two queries, and several times for one
+        kwargs["positives"] = y[:, 0] if P == 0 else y
+    if masked is not None:
+        mask = torch.rand(Q, K, generator=g) < (2 if masked == "all" else 0.6)
+        kwargs["mask"] = mask.T.contiguous().T if masked == "transposed" else mask
+    scale = choice["temperature"]
+    if isinstance(scale, str):
+        scale = torch.tensor(0.7, dtype=wide, requires_grad=scale == "trained")
+    options = HeadOptions(**{name: choice[name] for name in ("workspace_mib", "gradient", "ignored_tokens")})
+    return kwargs | {"temperature": scale, "symmetric": choice["symmetric"], "options": options}
 
-    run: Callable[..., Any]
-    truth: Callable[..., Any]
-    own: Callable[..., Arguments]
-    options: dict[str, list[Any]]
-    busy: Arguments  # the choice with everything in it
-    tolerance: dict[torch.dtype, tuple[float, float]]  # relative errors of values and of gradients
-    of_scalars: float = 100.0  # times as much for the gradient of a number: a sum with cancellation
-    rounding: float = 0.0  # of gradients, in eps times the upstream's norm: all there is in a saturated row
-    plan: Callable[..., HeadPlan] = plan_head
+
+def contrastive_oracle(
+    queries: Tensor, keys: Tensor, positives: Tensor | None = None, *, temperature: Any = 1.0,
+    mask: Tensor | None = None, symmetric: bool = False,
+) -> Tensor:  # fmt: skip
+    """The loss from all similarities, and the times that each key is a query's positive."""
+    y = torch.arange(len(queries), device=queries.device) if positives is None else positives
+    times = F.one_hot(y.view(len(queries), -1) + 1, len(keys) + 1).sum(1)[:, 1:]
+    z = (queries @ keys.T).to(torch.promote_types(queries.dtype, torch.float32)) / temperature
+    masked = torch.zeros_like(times, dtype=torch.bool) if mask is None else mask & (times == 0)
+
+    def one_way(z: Tensor, times: Tensor, masked: Tensor) -> Tensor:
+        nll = z.masked_fill(masked, -torch.inf).logsumexp(1, keepdim=True) - z
+        some = times.sum(1) > 0
+        return ((nll * times).sum(1)[some] / times.sum(1)[some]).mean()
+
+    loss = one_way(z, times, masked)
+    return (loss + one_way(z.T, times.T, masked.T)) / 2 if symmetric else loss
 
 
-def near(double: float, single: float, bf16: float = 1e-2, fp16: float = 2e-3, times: float = 1.0) -> Any:
-    """Return the bounds of each dtype, ``times`` as far for gradients in the wide ones."""
-    wide = {dtype: (bound, times * bound) for dtype, bound in ((torch.float64, double), (torch.float32, single))}
-    return wide | {torch.bfloat16: (1e-5, bf16), torch.float16: (1e-5, fp16)}
+def on_a_head(own: Callable[..., Arguments]) -> Callable[[Arguments], Arguments]:
+    """Return what draws hidden states, weight and bias, and with them a function's own arguments."""
+
+    def draw(choice: Arguments) -> Arguments:
+        size = (choice[name] for name in ("leading", "D", "V"))
+        x, w, b, y = head(*size, dtype=choice["dtype"], seed=choice["seed"], bias=choice["linear_bias"])
+        common = {"input": x, "linear_weight": w, "linear_bias": b, "softcap": choice["softcap"]}
+        options = HeadOptions(**{name: choice[name] for name in LAYOUT[1:]})
+        return common | own(choice, x, w, y, choice["g"]) | {"options": options}
+
+    return draw
 
 
+OF_HEADS: Arguments = {
+    "sizes": {"D": 9, "V": 23},
+    "large": {"D": 40, "V": 211},
+    "instead": r"(linear|cross_entropy\(|fn\()",
+    "cast": ("input", "linear_weight", "teacher_input", "teacher_weight"),
+    "saved": ("linear_weight", "teacher_weight", "weights", "temperature"),
+}
 FUNCTIONS = {
     "linear_cross_entropy": Function(
+        name="linear_cross_entropy",
         run=linear_cross_entropy,
         truth=oracle,
-        own=of_cross_entropy,
+        draw=on_a_head(of_cross_entropy),
         options=TARGETS | {
             "weight": [False, True],
             "label_smoothing": [0.0, 0.1, 1.0],
@@ -283,28 +322,34 @@ FUNCTIONS = {
         },
         busy={"weight": True, "label_smoothing": 0.1, "z_loss": 0.1, "token_weight": True, "shift": True,
               "softcap": 3.0, "logit_scale": "trained"},
+        **OF_HEADS,
         tolerance=near(1e-13, 5e-6, 8e-3, 8e-4),
     ),
     "linear_logprobs": Function(
+        name="linear_logprobs",
         run=linear_logprobs,
         truth=lambda **kwargs: stats_oracle(**kwargs)["logprob"],
-        own=of_statistics,
+        draw=on_a_head(of_statistics),
         options=TARGETS | {"targets": [1, 3]},
         busy={"softcap": 3.0, "logit_scale": "trained"},
+        **OF_HEADS,
         tolerance=near(1e-12, 1e-5),
     ),
     "linear_token_stats": Function(
+        name="linear_token_stats",
         run=linear_token_stats,
         truth=statistics_oracle,
-        own=of_statistics,
+        draw=on_a_head(of_statistics),
         options=TARGETS | {"targets": [1, None, 3, 40], "want": [WANTS]},
         busy={"softcap": 3.0, "logit_scale": "trained"},
+        **OF_HEADS,
         tolerance=near(1e-12, 1e-5),
     ),
     "linear_divergence": Function(
+        name="linear_divergence",
         run=linear_divergence,
         truth=divergence_oracle,
-        own=of_divergence,
+        draw=on_a_head(of_divergence),
         options=COMMON | {
             "kind": KINDS,
             "tail": [None, None, None, *TAILS],
@@ -317,14 +362,16 @@ FUNCTIONS = {
             "reduction": ["none", "sum", "mean"],
         },
         busy={"teacher_bias": True, "teacher_softcap": 4.0, "temperature": "tensor", "softcap": 3.0},
+        **OF_HEADS,
         tolerance=near(1e-11, 2e-5),
         rounding=50,
         plan=plan_divergence,
     ),
     "linear_apply": Function(
+        name="linear_apply",
         run=applied,
         truth=apply_oracle,
-        own=of_apply,
+        draw=on_a_head(of_apply),
         options=TARGETS | {
             "ignored": ["none", "some", "all but one", "all"],
             "leading": [(2, 7), (), (1,), (13,), (2, 1, 5), (0,), (3, 0)],
@@ -332,8 +379,35 @@ FUNCTIONS = {
             "args": ["trained", "fixed", "strided"],
         },
         busy={"softcap": 3.0, "logit_scale": "trained"},
+        **OF_HEADS,
         tolerance=near(1e-12, 1e-5, times=3),
         of_scalars=1.0,
+    ),
+    "linear_contrastive": Function(
+        name="linear_contrastive",
+        run=linear_contrastive,
+        truth=contrastive_oracle,
+        draw=of_contrastive,
+        options={
+            "leading": [(21,), (5,), (1,)],
+            "more_keys": [0, 19],
+            "P": [None, 0, 1, 3],
+            "temperature": [1.0, 0.3, "tensor", "trained"],
+            "mask": [None, "some", "all", "transposed"],
+            "symmetric": [False, True],
+            "workspace_mib": [None, 2e-3],
+            "gradient": ["auto", "recompute"],
+            "ignored_tokens": ["auto", "compute"],
+            "reduction": ["mean"],  # there is no other
+        },
+        sizes={"D": 8},
+        large={"D": 64},
+        busy={"temperature": "trained", "P": 0, "mask": "some"},
+        tolerance=near(1e-12, 2e-6, times=3),
+        instead=r"(queries @ keys\.T|linear\()",
+        cast=("queries", "keys"),
+        saved=("queries", "keys"),
+        rounding=50,
     ),
 }  # fmt: skip
 
@@ -341,86 +415,45 @@ FUNCTIONS = {
 def arguments(
     name: str, dtype: torch.dtype = torch.float64, seed: int = 0, D: int = 9, V: int = 23, **choice: Any
 ) -> Arguments:
-    """Return random arguments of a function, everything not chosen plain; float leaves that need gradients."""
-    function = FUNCTIONS[name]
-    choice = {option: values[0] for option, values in function.options.items()} | choice
-    x, w, b, y = head(choice["leading"], D, V, dtype=dtype, seed=seed, bias=choice["linear_bias"])
-    g = torch.Generator().manual_seed(seed + 1)
-    common = {"input": x, "linear_weight": w, "linear_bias": b, "softcap": choice["softcap"]}
-    kept = {name: choice[name] for name in ("workspace_mib", "gradient", "accumulate")}
-    return common | function.own(choice, x, w, y, g) | {"options": HeadOptions(**kept)}
+    """Return random arguments of a function by its name."""
+    return FUNCTIONS[name].arguments(dtype, seed, D=D, V=V, **choice)
 
 
-@dataclass(frozen=True)
-class Mode:
-    """A function with some of its options chosen."""
-
-    name: str
-    choice: Arguments = field(default_factory=dict)
-    stored: bool = False  # gradients are computed in forward
-    stored_where_frozen: bool = False  # the same, where the head is frozen
-
-    @property
-    def per_token(self) -> bool:
-        """Whether each token has a value of its own."""
-        plain = self.name in ("linear_logprobs", "linear_token_stats")
-        whole = self.choice.get("reduction", "mean" if self.name == "linear_cross_entropy" else "none")
-        return plain or (whole == "none" and self.choice.get("out", "token") == "token")
-
-    @property
-    def function(self) -> Function:
-        return FUNCTIONS[self.name]
-
-    def arguments(self, leading: int | tuple[int, ...] = 9, D: int = 5, V: int = 13, **kwargs: Any) -> Arguments:
-        leading = (leading,) if isinstance(leading, int) else leading
-        return arguments(self.name, **{"D": D, "V": V, "leading": leading, **self.choice, **kwargs})
-
-    def run(self, kwargs: Arguments) -> dict[str, Tensor]:
-        return flat(self.function.run(**kwargs))
-
-    def truth(self, kwargs: Arguments) -> dict[str, Tensor]:
-        return flat(self.function.truth(**{k: v for k, v in kwargs.items() if k != "options"}))
+def mode(name: str, choice: Arguments | None = None, **when: bool) -> Mode:
+    return Mode(FUNCTIONS[name], choice or {}, **when)
 
 
 MODES = {
-    "mean": Mode("linear_cross_entropy", stored=True),
-    "mean-recomputed": Mode("linear_cross_entropy", {"gradient": "recompute"}),
-    "each": Mode("linear_cross_entropy", {"reduction": "none"}, stored_where_frozen=True),
-    "logprobs": Mode("linear_logprobs", stored_where_frozen=True),
-    "logprobs-of-several": Mode("linear_logprobs", {"targets": 3}),
-    "statistics": Mode("linear_token_stats", {"want": WANTS, "targets": 3}),
-    "sets": Mode("linear_token_stats", {"want": OF_SETS, "targets": 3, "support": 4}),
-    "forward_kl": Mode("linear_divergence", {"teacher_lacks": 3}),
-    "reverse_kl-mean": Mode("linear_divergence", {"kind": ("reverse_kl", 0.5), "reduction": "mean"}, stored=True),
-    "jsd": Mode("linear_divergence", {"kind": ("jsd", 0.3)}),
-    "jsd-sum": Mode("linear_divergence", {"kind": ("jsd", 0.3), "reduction": "sum"}, stored=True),
-    "tv": Mode("linear_divergence", {"kind": ("tv", 0.5)}),
-    "top-k": Mode("linear_divergence", {"kind": ("jsd", 0.3), "tail": "bucket"}),
-    "top-k-mean": Mode("linear_divergence", {"tail": "drop", "reduction": "mean"}, stored=True),
-    "apply": Mode("linear_apply"),
-    "apply-sum": Mode("linear_apply", {"out": "sum"}, stored=True),
-    "apply-sum-recomputed": Mode("linear_apply", {"out": "sum", "gradient": "recompute", "workspace_mib": 1e-6}),
+    "mean": mode("linear_cross_entropy", stored=True),
+    "mean-recomputed": mode("linear_cross_entropy", {"gradient": "recompute"}),
+    "each": mode("linear_cross_entropy", {"reduction": "none"}, stored_where_frozen=True),
+    "logprobs": mode("linear_logprobs", stored_where_frozen=True),
+    "logprobs-of-several": mode("linear_logprobs", {"targets": 3}),
+    "statistics": mode("linear_token_stats", {"want": WANTS, "targets": 3}),
+    "sets": mode("linear_token_stats", {"want": OF_SETS, "targets": 3, "support": 4}),
+    "forward_kl": mode("linear_divergence", {"teacher_lacks": 3}),
+    "reverse_kl-mean": mode("linear_divergence", {"kind": ("reverse_kl", 0.5), "reduction": "mean"}, stored=True),
+    "jsd": mode("linear_divergence", {"kind": ("jsd", 0.3)}),
+    "jsd-sum": mode("linear_divergence", {"kind": ("jsd", 0.3), "reduction": "sum"}, stored=True),
+    "tv": mode("linear_divergence", {"kind": ("tv", 0.5)}),
+    "top-k": mode("linear_divergence", {"kind": ("jsd", 0.3), "tail": "bucket"}),
+    "top-k-mean": mode("linear_divergence", {"tail": "drop", "reduction": "mean"}, stored=True),
+    "apply": mode("linear_apply"),
+    "apply-sum": mode("linear_apply", {"out": "sum"}, stored=True),
+    "apply-sum-recomputed": mode("linear_apply", {"out": "sum", "gradient": "recompute", "workspace_mib": 1e-6}),
 }
-every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-OPERATORS = {name: mode for name, mode in MODES.items() if mode.name != "linear_apply"}  # what is one operator
-every_operator = pytest.mark.parametrize("mode", OPERATORS.values(), ids=OPERATORS)
-
-
-def flat(found: Any) -> dict[str, Tensor]:
-    """Return the tensors of any pytree by their places in it."""
-    leaves, _ = pytree.tree_flatten_with_path(found)
-    return dict(sorted((pytree.keystr(path), leaf) for path, leaf in leaves if leaf is not None))
-
-
-def trained(kwargs: Arguments) -> list[str]:
-    return [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
+CONTRASTIVE = {
+    "contrastive": mode("linear_contrastive", stored=True),
+    "contrastive-of-several": mode("linear_contrastive", {"P": 3, "symmetric": True, "mask": "some"}),
+}
 
 
 def counting(kwargs: Arguments) -> Tensor:
     """Return which tokens are not ignored: bool [...]."""
     leading = kwargs["input"].shape[:-1]
     if "mask" in kwargs:
-        return torch.ones(leading, dtype=torch.bool) if kwargs["mask"] is None else kwargs["mask"]
+        everything = torch.ones(leading, dtype=torch.bool, device=kwargs["input"].device)
+        return everything if kwargs["mask"] is None else kwargs["mask"]
     return (kwargs["target"] != kwargs["ignore_index"]).view(*leading, -1).any(-1)
 
 
@@ -435,68 +468,3 @@ def of_tokens(kwargs: Arguments, chosen: Tensor, **changes: Any) -> Arguments:
         ids, logprobs, tail = kwargs["teacher_topk"]
         cut["teacher_topk"] = (ids[chosen], logprobs[chosen], tail)
     return cut | changes
-
-
-def total(found: dict[str, Tensor], through: Callable[[Tensor], Tensor] = torch.sin) -> Tensor:
-    """One number to which all differentiable outputs contribute, each with a factor of its own."""
-    needed = any(out.requires_grad for out in found.values())
-    terms = [(i + 1) * through(out).sum() for i, out in enumerate(found.values()) if out.requires_grad or not needed]
-    return torch.stack(terms).sum()
-
-
-def gradients(mode: Mode, kwargs: Arguments, **total_of: Any) -> list[Tensor]:
-    return list(torch.autograd.grad(total(mode.run(kwargs), **total_of), [kwargs[n] for n in trained(kwargs)]))
-
-
-def true_gradients(mode: Mode, kwargs: Arguments, **total_of: Any) -> list[Tensor]:
-    """The same from whole logits in float64."""
-    wide = in_float64(kwargs)
-    return list(torch.autograd.grad(total(mode.truth(wide), **total_of), [wide[n] for n in trained(kwargs)]))
-
-
-def check(
-    name: str, choice: Arguments, dtype: torch.dtype, seed: int = 0, D: int = 9, V: int = 23, **bounds: Any
-) -> None:
-    """Compare a function's values and gradients with plain PyTorch's in float64; some outputs get an upstream."""
-    function, choose = replace(FUNCTIONS[name], **bounds), random.Random(seed)
-    kwargs = arguments(name, dtype, seed, D, V, **choice)
-    wide = in_float64(kwargs)
-    got, want = flat(function.run(**kwargs)), flat(function.truth(**wide))
-    near, near_gradients = function.tolerance[dtype]
-    case = (choice, seed)
-    assert got.keys() == want.keys()
-    for key, e in want.items():
-        g = got[key]
-        assert g.shape == e.shape, key
-        if e.is_floating_point():
-            assert g.dtype == (torch.float64 if dtype == torch.float64 else torch.float32), key
-            assert relative_error(g, e) <= near or (g.isnan().all() and e.isnan().all()), (key, case)
-            assert g.requires_grad == e.requires_grad, (key, case)
-        else:
-            assert g.dtype == e.dtype
-            assert torch.equal(g, e), (key, case)
-    used = [key for key in want if want[key].requires_grad and choose.random() < 0.7]
-    used = used or [key for key in want if want[key].requires_grad][:1]
-    if not used:
-        return
-    one = choose.random() < 0.3
-    torch.manual_seed(seed)
-    upstream = [torch.ones_like(want[key]) if one else torch.randn_like(want[key]) for key in used]
-    names = trained(kwargs)
-    found, true = (
-        torch.autograd.grad(
-            [outputs[key] for key in used], [leaves[n] for n in names],
-            [u.to(outputs[key].dtype) for key, u in zip(used, upstream, strict=True)],
-            allow_unused=True, materialize_grads=True,
-        )
-        for outputs, leaves in ((got, kwargs), (want, wide))
-    )  # fmt: skip
-    rounding = function.rounding * torch.finfo(got[used[0]].dtype).eps * sum(u.norm().item() for u in upstream)
-    for n, g, e in zip(names, found, true, strict=True):
-        assert g.dtype == kwargs[n].dtype
-        bound = near_gradients * (function.of_scalars if e.dim() == 0 else 1)
-        error, norm = relative_error(g, e), e.norm().item() or 1.0
-        assert error <= bound + rounding / norm, (n, used, case)
-    kept = kwargs.get("mask")
-    if kept is not None:
-        assert (found[0][~kept] == 0).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,36 +11,24 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contract.cases import (
-    MODES,
-    OPERATORS,
-    Arguments,
-    Mode,
-    every_mode,
-    flat,
-    gradients,
-    total,
-    trained,
-)  # fmt: skip
+from contract import parts
+from contract.function import Arguments, Mode, flat, gradients, leaves, total, trained
+from contract.table import MODES, every_mode
 from lowtide import linear_logprobs
+from promises import promise
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
 pytestmark = [
+    promise("compile"),
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
 ]
 SLOW = pytest.mark.slow
 HEADS = ("mean", "each", "statistics", "jsd-sum", "top-k")
-QUICK = [(name, True) for name in ("mean", "statistics", "jsd-sum", "apply-sum")] + [("apply", None)]
+QUICK = ("mean", "statistics", "jsd-sum", "apply-sum", "contrastive", *parts.COMPILED)
 # but for a name among their arguments, or where gradients are computed
-OPERATORS_ALIKE = ("reverse_kl-mean", "jsd", "tv", "mean-recomputed", "logprobs-of-several", "top-k-mean")
-
-
-def busy(mode: Mode, leading: tuple[int, ...] = (2, 6), **changes: Any) -> Arguments:
-    """Return arguments with all options in them; their tensors alone change from call to call."""
-    choice = {**mode.function.busy, **mode.choice, "ignored": "some", **changes}
-    return mode.arguments(leading, **({"D": 8, "V": 33, "dtype": torch.float32} | choice))
+ALIKE = ("reverse_kl-mean", "jsd", "tv", "mean-recomputed", "logprobs-of-several", "top-k-mean")
 
 
 def split(kwargs: Arguments) -> tuple[Arguments, Arguments]:
@@ -53,8 +40,8 @@ def split(kwargs: Arguments) -> tuple[Arguments, Arguments]:
 def same(got: dict[str, Tensor], want: dict[str, Tensor], kwargs: Arguments, **near: float) -> None:
     """Compare what a compiled step returns, and its gradients, with what it returns when it is not."""
     torch.testing.assert_close(got, want, **near)
-    leaves = [kwargs[n] for n in trained(kwargs)]
-    for g, e in zip(torch.autograd.grad(total(got), leaves), torch.autograd.grad(total(want), leaves), strict=True):
+    grads = (torch.autograd.grad(total(found), leaves(kwargs)) for found in (got, want))
+    for g, e in zip(*grads, strict=True):
         torch.testing.assert_close(g, e, **near)
 
 
@@ -71,8 +58,8 @@ def test_log_probabilities_twice_in_one_graph_for_any_shape() -> None:
 @pytest.mark.parametrize(
     ("mode", "dynamic"),
     [
-        pytest.param(mode, dynamic, marks=[] if (name, dynamic) in QUICK else SLOW, id=f"{name}-{dynamic}")
-        for (name, mode), dynamic in itertools.product(MODES.items(), (True, None))
+        *(pytest.param(m, True, marks=[] if n in QUICK else SLOW, id=n) for n, m in MODES.items()),
+        pytest.param(MODES["apply"], None, id="apply-by-default"),
     ],
 )
 def test_one_graph_for_any_shape_and_scale(mode: Mode, dynamic: bool | None) -> None:
@@ -81,32 +68,32 @@ def test_one_graph_for_any_shape_and_scale(mode: Mode, dynamic: bool | None) -> 
     By default (None) sizes become variables where the compiler has seen them change.
     """
     torch._dynamo.utils.counters.clear()
-    _, constant = split(busy(mode))
+    drawn = {"dtype": torch.float32, "ignored": "some"}
+    first = mode.busy(**drawn)
+    constant, (tokens, *_) = split(first)[1], trained(first)
     whole = mode.name != "linear_apply"
     compiled = torch.compile(
-        lambda given: mode.function.run(**(given | constant | {"input": given["input"] * 2})),
+        lambda given: mode.function.run(**(given | constant | {tokens: given[tokens] * 2})),
         fullgraph=whole,
         dynamic=dynamic,
         backend="aot_eager",
     )
-    shapes = [((2, 6), 8, 33), ((3, 5), 8, 33), ((4, 9), 6, 41), *[((5, 4), 7, 37)] * (dynamic is None)]
-    shapes += [((1, 7), 8, 33)] * (mode in (MODES["jsd-sum"], MODES["top-k"], MODES["apply"]))
-    for i, (shape, D, V) in enumerate(shapes):
-        kwargs = busy(mode, shape, seed=i, D=D, V=V)
+    for i, leading in enumerate([(2, 6), (3, 5), (4, 9), *[(1, 7)] * (mode in (MODES["jsd-sum"], MODES["apply"]))]):
+        sizes = {name: size + 2 * (i == 2) for name, size in mode.function.sizes.items()}
+        kwargs = mode.busy(leading, **drawn, **sizes)
         for name in ("logit_scale", "temperature"):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = (kwargs[name].detach() * (1 + i / 10)).requires_grad_(kwargs[name].requires_grad)
-        same(flat(compiled(split(kwargs)[0])), mode.run(kwargs | {"input": kwargs["input"] * 2}), kwargs)
+        same(flat(compiled(split(kwargs)[0])), mode.run(kwargs | {tokens: kwargs[tokens] * 2}), kwargs)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         # the compiler takes an axis of 1 for a constant
-        assert graphs == 1 or 1 in shape or not (whole and dynamic)
+        assert graphs == 1 or 1 in leading or not (whole and dynamic)
 
 
-@pytest.mark.parametrize("name", ["mean", pytest.param("each", marks=SLOW)])
-def test_float16(name: str) -> None:
+def test_float16() -> None:
     """It stores its gradients in its own way; in bfloat16 a model's several heads are compiled."""
-    mode = MODES[name]
-    kwargs = busy(mode, dtype=torch.float16)
+    mode = MODES["mean"]
+    kwargs = mode.busy(dtype=torch.float16)
     tensors, constant = split(kwargs)
     compiled = torch.compile(lambda given: mode.function.run(**given | constant), fullgraph=True, backend="aot_eager")
     same(flat(compiled(tensors)), mode.run(kwargs), kwargs)
@@ -120,7 +107,7 @@ def test_a_model_with_several_heads(case: str) -> None:
     changing = case == "numbers that change"
     plain: Arguments = {"logit_scale": 1.0, "temperature": 1.0} if changing else {}
     dtype = torch.bfloat16 if case == "inductor" else torch.float32
-    given = {name: busy(MODES[name], dtype=dtype, **plain) for name in HEADS}
+    given = {name: MODES[name].busy(dtype=dtype, ignored="some", **plain) for name in HEADS}
     parts = {name: split(kwargs) for name, kwargs in given.items()}
 
     def step(tensors: dict[str, Arguments], scale: float) -> dict[str, Any]:
@@ -149,7 +136,7 @@ def test_a_model_with_several_heads(case: str) -> None:
 @every_mode
 def test_a_step_on_fake_tensors(mode: Mode) -> None:
     """What memory estimators run: shapes without numbers, eager, forward and backward."""
-    kwargs = busy(mode, (3, 3), **({"ignored": "none", "logit_scale": 1.0} if mode.name == "linear_apply" else {}))
+    kwargs = mode.busy((3, 3), dtype=torch.float32, **({"logit_scale": 1.0} if mode.name == "linear_apply" else {}))
     real = mode.run(kwargs)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         given = pytree.tree_map_only(Tensor, fake.from_tensor, kwargs)
@@ -157,8 +144,8 @@ def test_a_step_on_fake_tensors(mode: Mode) -> None:
         total(found).backward()
     for key, value in real.items():
         assert (found[key].shape, found[key].dtype) == (value.shape, value.dtype)
-    for name in trained(kwargs):
-        assert given[name].grad.shape == kwargs[name].shape
+    for fake_leaf, leaf in zip(leaves(given), leaves(kwargs), strict=True):
+        assert fake_leaf.grad.shape == leaf.shape
 
 
 class Recorded(TorchDispatchMode):
@@ -178,14 +165,15 @@ class Recorded(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=SLOW if n in OPERATORS_ALIKE else []) for n, m in OPERATORS.items()], ids=OPERATORS
+    "mode",
+    [pytest.param(m, id=n, marks=SLOW if n in ALIKE else []) for n, m in MODES.items() if m.name != "linear_apply"],
 )
 def test_the_registered_operators_pass_opcheck(mode: Mode) -> None:
     """Those that a call of the function runs, forward and backward, for all its gradients and for the input's alone."""
     other = torch.float16 if mode.stored or mode.stored_where_frozen else torch.float64
     cases = [(torch.float32, False), (torch.float32, mode.stored_where_frozen), (other, not mode.stored), (other, True)]
     for dtype, frozen in dict.fromkeys(cases):
-        kwargs = busy(mode, dtype=dtype)
+        kwargs = mode.busy(dtype=dtype, ignored="some")
         kwargs |= {n: kwargs[n].detach() for n in trained(kwargs)[1:] if frozen}
         with Recorded() as recorded:
             gradients(mode, kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lowtide
+from contract import parts
 from lowtide import (
     HeadOptions,
     TeacherTopK,
@@ -43,6 +44,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "linear_token_stats": (linear_token_stats, {**HEAD, "target": y}),
     "linear_divergence": (linear_divergence, {**HEAD, "teacher_input": tx, "teacher_weight": tw, "teacher_bias": tb}),
     "linear_apply": (applied, HEAD),
+    **parts.GOOD,
 }
 LONG = torch.long
 OF_ALL: list[Bad] = [
@@ -223,6 +225,8 @@ OWN: dict[str, list[Bad]] = {
 
 
 def bad_arguments(name: str) -> list[Bad]:
+    if name in parts.BAD:
+        return parts.BAD[name]
     found = OF_ALL + OWN.get(name, [])
     found += [] if name == "linear_divergence" else OF_SCALED
     found += OF_TARGETS if "target" in FUNCTIONS[name][1] else []

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from contract.cases import LEAVES, MODES, NARROW, WIDE, Arguments, Mode, every_mode, total, trained
+from contract.cases import LEAVES, MODES, NARROW, WIDE, counting
+from contract.function import Arguments, Mode, total, trained
+from contract.table import each, every_head
 from lowtide import HeadOptions, HeadPlan
 from lowtide.measure.allocations import track_allocations
+from promises import promise
+from support import counted_flop, gemm_flop
 
 MIB = 2**20
 CASES = [  # a dtype, what else, and MiB
@@ -32,12 +37,12 @@ WIDTHS = [  # each mode in two dtypes, and what computes in another way in each 
 ]
 
 
-def arguments(mode: Mode, *sizes: Any, **kwargs: Any) -> Arguments:
+def arguments(mode: Mode, N: Any, D: int, V: int, **kwargs: Any) -> Arguments:
     """Return a mode's arguments; the user's function takes a few numbers of a row."""
     kwargs = {**mode.choice, "shift": False, "dtype": torch.float32, "workspace_mib": None} | kwargs
     if mode.name == "linear_apply":
         kwargs["out"] = "light " + kwargs.get("out", "token")
-    return mode.arguments(*sizes, **kwargs)
+    return mode.arguments(N, D=D, V=V, **kwargs)
 
 
 def peak_of(mode: Mode, kwargs: Arguments, *, every: int = 1, **context: Any) -> tuple[Any, int]:
@@ -67,7 +72,7 @@ def test_no_quarter_of_the_logits_is_ever_allocated(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("name", ["mean", "statistics", "jsd"])
 def test_logits_are_seen_where_there_are_any(name: str, dtype: torch.dtype) -> None:
     N, D, V = 512, 16, 3001
-    kwargs = MODES[name].arguments(N, D, V, dtype=dtype)
+    kwargs = MODES[name].arguments(N, D=D, V=V, dtype=dtype)
     with track_allocations() as seen:
         total(MODES[name].truth(kwargs)).backward()
     assert seen.largest_bytes >= N * V * 4
@@ -116,7 +121,7 @@ def test_the_workspace_is_kept(name: str, dtype: torch.dtype, case: str, workspa
         assert beyond >= 0.3 * workspace_mib * MIB, "what is allowed is put to use"
 
 
-@every_mode
+@every_head
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_is_saved_between_forward_and_backward(mode: Mode, frozen: bool) -> None:
     """Gradients in forward: they alone, which backward hands on where they lie. Recomputed: O(N)."""
@@ -135,3 +140,53 @@ def test_what_is_saved_between_forward_and_backward(mode: Mode, frozen: bool) ->
         with track_allocations() as seen:
             value.backward()
         assert seen.peak_bytes <= 4096, "scaled where they lie"
+
+
+OPERATORS = {name: mode for name, mode in MODES.items() if mode.name != "linear_apply"}
+
+
+@promise("host")
+@each(OPERATORS)
+def test_only_the_gemms_that_are_needed_and_those_are_counted(mode: Mode) -> None:
+    """PyTorch's counter counts what the operators compute; the profiler sees it."""
+    if "support" in mode.choice:
+        pytest.skip("no GEMMs; their FLOP: tests/head/test_support.py")
+    N, D, V, teacher_D = 40, 6, 70, 14
+    product = 2 * N * D * V
+    U = V - mode.choice.get("teacher_lacks", 0)
+    forward = product + (2 * N * teacher_D * U if mode.name == "linear_divergence" and "tail" not in mode.choice else 0)
+    calls: list[Callable[[], Any]] = []
+    expected: list[int] = []
+    values: list[Tensor] = []
+    for needed in (n for k in range(4) for n in itertools.combinations(LEAVES, k)):
+        kwargs = mode.arguments(N, D=D, V=V, dtype=torch.float32)
+        for name in LEAVES:
+            kwargs[name].requires_grad_(name in needed)
+        gemms = product * len({*needed} & {*LEAVES[:2]})
+        # a gradient for each token that the head does not need is the input's alone: it is stored
+        stored = mode.stored or (needed == LEAVES[:1] and mode.stored_where_frozen)
+        calls.append(lambda kwargs=kwargs: values.append(total(mode.run(kwargs))))
+        calls.append(lambda kwargs=kwargs: torch.no_grad()(mode.run)(kwargs))
+        calls.append(lambda needed=needed: values[-1].backward() if needed else None)
+        expected += [forward + stored * gemms, forward, 0 if stored or not needed else gemms + forward]
+    assert gemm_flop(*calls) == expected
+    assert counted_flop(*calls) == expected
+
+
+@promise("host")
+@each({name: mode for name, mode in OPERATORS.items() if mode.per_token})
+def test_tokens_of_no_use_cost_nothing_on_the_cpu(mode: Mode) -> None:
+    """Those that do not count, in forward, and those to which nothing flows back."""
+    kwargs = mode.arguments(40, D=6, V=70, dtype=torch.float32, linear_bias=False)
+    values = [v for v in mode.run(kwargs).values() if v.requires_grad]
+    upstream = [(torch.arange(40) < 10).view(-1, *[1] * (v.dim() - 1)).to(v.dtype).expand_as(v) for v in values]
+    some = mode.arguments(40, D=6, V=70, dtype=torch.float32, linear_bias=False, ignored="some")
+    run = torch.no_grad()(mode.run)
+    back, back_of_used, whole, part = gemm_flop(
+        lambda: torch.autograd.backward(values, [torch.ones_like(v) for v in values], retain_graph=True),
+        lambda: torch.autograd.backward(values, upstream),
+        lambda: run(kwargs),
+        lambda: run(some),
+    )
+    assert back_of_used == back / 4
+    assert "want" in mode.choice or part == whole * counting(some).sum() / 40

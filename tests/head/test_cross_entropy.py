@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from contract.test_autograd import gemm_flop
 from lowtide import HeadOptions, linear_cross_entropy
 from lowtide.head.terms import cross_entropy as terms
 from lowtide.measure.allocations import track_allocations
-from support import assert_near, head, in_float64, oracle, relative_error
+from support import assert_near, gemm_flop, head, in_float64, oracle, relative_error
 
 MIB = 2**20
 
