@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import tempfile
+import warnings
 import zlib
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
@@ -19,6 +20,9 @@ import cpu_time
 import interpreter
 import promises
 from lowtide.measure.machine import describe_machine, source_commit
+
+with warnings.catch_warnings(action="ignore"):  # of torch's own deprecated calls, when its compiler imports it
+    import torch.utils.mkldnn
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
@@ -81,6 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import support
 
     support.DEVICE = config.getoption("--device")
+    if support.DEVICE != "cpu":  # products as exact as their operands, for comparisons with float64
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if config.getoption("--slow"):
         os.environ["THOROUGH"] = "1"  # for the cases of ranks
     config.pluginmanager.register(cpu_time.Times(judge=config.getoption("--slow")), "cpu_time")
