@@ -78,7 +78,7 @@ def decided(
     if torch.compiler.is_compiling():
         return "skip", None
     x, w, target = tensors
-    if x.device.type != "cuda" or kind[1] not in COUNTED or not _skips(x.device):
+    if x.device.type != "cuda" or kind[1] not in COUNTED or not len(x) or not _skips(x.device):
         return "auto", None
     if torch.are_deterministic_algorithms_enabled() or watched((x, target)):
         return "skip", None
