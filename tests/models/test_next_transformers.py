@@ -31,6 +31,6 @@ def test_the_folder_is_what_runs() -> None:
     assert Path(where.strip()).is_relative_to(Path(FOLDER).resolve())
 
 
-@pytest.mark.parametrize("file", ["test_every_type.py", "test_rope_types.py", "test_patch_parts.py"])
+@pytest.mark.parametrize("file", ["test_every_type.py", "test_forms.py", "test_parts.py"])
 def test_the_sample(file: str) -> None:
     run("-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", str(HERE / file))

@@ -1,5 +1,8 @@
-"""Norms and rotations are known by their numbers: what looks like one and computes something else is left alone."""
+"""Norms, rotations and joined MLPs are known by their numbers: what only looks like one is left alone."""
 
+from __future__ import annotations
+
+import copy
 import functools
 import inspect
 
@@ -8,8 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowtide.models import norm_part, rope_part
-from lowtide.models.instance import give_class
+import lowtide
+from models.conftest import fused
+from promises import promise
+
+pytestmark = promise("patched", "reported")
+
+
+class Holder(nn.Module):
+    """A model that has nothing but one module."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def get_output_embeddings(self):
+        return None
+
+
+def patched(part, module):
+    """Patch the module and return the line of the report."""
+    return lowtide.patch(Holder(module)).parts[part]
 
 
 class Norm(nn.Module):
@@ -43,41 +65,42 @@ def epsilon_as_least(norm, x):
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-9, 1e-16])
 def test_where_the_epsilon_stands_shows_however_small_it_is(eps):
-    assert isinstance(norm_part.find(Norm(plain, eps), Norm), tuple)
+    assert patched("norm", Norm(plain, eps)).patched
     for forward in (epsilon_outside, epsilon_as_least):
-        assert isinstance(norm_part.find(Norm(forward, eps), Norm), str)
+        assert not patched("norm", Norm(forward, eps)).patched
 
 
-def test_a_norm_is_not_patched_for_dtypes_that_no_probe_saw():
+@promise("dtypes")
+def test_a_norm_runs_its_own_code_for_dtypes_that_no_probe_saw():
     def in_the_weights_dtype(norm, x):  # of float32 rows and a bfloat16 weight bfloat16, as T5's
         narrow = norm.weight.dtype not in (torch.float32, x.dtype)
         return plain(norm, x).to(norm.weight.dtype if narrow else torch.promote_types(norm.weight.dtype, x.dtype))
 
     norm = Norm(in_the_weights_dtype)
-    give_class(norm, "norm", norm_part.overrides, *norm_part.find(norm, Norm)[1])
+    assert patched("norm", norm).patched
     norm.bfloat16()
     assert norm(torch.randn(3, 12)).dtype == torch.bfloat16
+    assert fused(norm(torch.randn(3, 12).bfloat16())) == {"norm": 1}
 
 
 @pytest.mark.parametrize(
-    ("forward", "patched"),
+    "forward",
     [
-        (plain, True),
-        (lambda norm, x: F.rms_norm(x, (12,), norm.weight.to(x.dtype), norm.variance_epsilon), False),
-        (lambda norm, x: plain(norm, x) * 1.001, False),
-        (lambda norm, x: plain(norm, x) + 1e-3, False),
-        (lambda norm, x: plain(norm, x.clamp(-20, 20)), False),
-        (lambda norm, x: plain(norm, x).clamp(-0.5, 0.5) if x.dtype == torch.float16 else plain(norm, x), False),
-        (lambda norm, x: plain(norm, x.clamp(-3000, 3000)), False),
-        (lambda norm, x: norm.weight * F.layer_norm(x.float(), (12,)).to(x.dtype), False),
-        (lambda norm, x: norm.weight * F.normalize(x.float(), dim=-1).to(x.dtype) * 12**0.5, False),  # no epsilon
-        (lambda norm, x: norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)), False),  # narrow
-        (lambda norm, x: plain(norm, x).tolist(), False),
+        lambda norm, x: F.rms_norm(x, (12,), norm.weight.to(x.dtype), norm.variance_epsilon),
+        lambda norm, x: plain(norm, x) * 1.001,
+        lambda norm, x: plain(norm, x) + 1e-3,
+        lambda norm, x: plain(norm, x.clamp(-20, 20)),
+        lambda norm, x: plain(norm, x).clamp(-0.5, 0.5) if x.dtype == torch.float16 else plain(norm, x),
+        lambda norm, x: plain(norm, x.clamp(-3000, 3000)),
+        lambda norm, x: norm.weight * F.layer_norm(x.float(), (12,)).to(x.dtype),
+        lambda norm, x: norm.weight * F.normalize(x.float(), dim=-1).to(x.dtype) * 12**0.5,  # no epsilon
+        lambda norm, x: norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),  # narrow
+        lambda norm, x: plain(norm, x).tolist(),
     ],
 )
-def test_a_norm_is_what_its_numbers_say(forward, patched):
-    found = norm_part.find(Norm(forward), Norm)
-    assert isinstance(found, tuple) == patched, found
+def test_what_is_no_norm_by_its_numbers_stays(forward):
+    line = patched("norm", Norm(forward))
+    assert line.outcome == "left as it is: it is not an RMS norm whose arithmetic is float32"
 
 
 def test_a_norm_that_learns_more_or_takes_more_stays():
@@ -85,14 +108,12 @@ def test_a_norm_that_learns_more_or_takes_more_stays():
         def forward(self, x, gate=None):
             return plain(self, x) if gate is None else plain(self, x) * gate
 
-    assert "more than one input" in norm_part.find(Gated(plain), Gated)
-    assert "not a finite number" in norm_part.find(Norm(plain, eps=None), Norm)
     biased = Norm(plain)
     biased.bias = nn.Parameter(torch.zeros(12))
-    assert not norm_part.is_candidate(biased)
-    assert not norm_part.is_candidate(nn.BatchNorm1d(12))
-    assert norm_part.is_candidate(Norm(plain))
-    assert norm_part.find(nn.RMSNorm(12, eps=1e-5), nn.RMSNorm)
+    assert "more than one input" in patched("norm", Gated(plain)).outcome
+    assert "not a finite number" in patched("norm", Norm(plain, eps=None)).outcome
+    for other in (biased, nn.BatchNorm1d(12)):
+        assert "no module of that form" in patched("norm", other).outcome
 
 
 def attention(turn, decorate=None):
@@ -177,10 +198,6 @@ def turn_clamped_in_float16(q, k, cos, sin, unsqueeze_dim=1):
     return tuple(x.clamp(-0.5, 0.5) for x in turned) if q.dtype == torch.float16 else turned
 
 
-def plain_forward(module):
-    return type(module).__mro__[1].forward
-
-
 def turn_in_place(q, k, cos, sin, unsqueeze_dim=1):
     for x, new in zip((q, k), stock_turn(q, k, cos, sin, unsqueeze_dim), strict=True):
         x.copy_(2 * new)
@@ -188,70 +205,38 @@ def turn_in_place(q, k, cos, sin, unsqueeze_dim=1):
 
 
 @pytest.mark.parametrize(
-    ("turn", "fused"),
+    "turn",
     [
-        (stock_turn, True), (turn_the_last, False), (turn_pairs, True), (turn_the_other_way, True),
-        (turn_one_twice, False), (turn_clamped_in_float16, False), (turn_in_place, False),
-        (turn_with_tables_exchanged, False), (turn_by_conjugate, False),
-        (lambda q, k, cos, sin: (q, k), False),
+        turn_the_last, turn_one_twice, turn_clamped_in_float16, turn_in_place, turn_with_tables_exchanged,
+        turn_by_conjugate, lambda q, k, cos, sin: (q, k),
     ],
 )  # fmt: skip
-def test_a_rotation_is_what_its_numbers_say(turn, fused, monkeypatch):
-    module = attention(turn)
-    assert rope_part.is_candidate(module)
-    found = rope_part.find(module, type(module))
-    assert isinstance(found, tuple) == fused, found
-    if not fused:
-        return
-    calls = []
-    fused = rope_part.checked_rotary
-    monkeypatch.setattr(rope_part, "checked_rotary", lambda *a, **k: (calls.append(1), fused(*a, **k))[1])
-    give_class(module, "rope", rope_part.overrides, *found[1])
-    q, k, cos, sin = (torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)))
-    for tables in ((cos, sin), (cos[:, :, :6], sin[:, :, :6]), (cos[:1], sin[:1])):
-        torch.testing.assert_close(module(q, k, *tables), turn(q, k, *tables))
-    assert len(calls) == 3
-    learned = cos.clone().requires_grad_()  # what rotary has no derivative for runs stock code, as do odd calls
-    module(q, k, learned, sin)[0].sum().backward()
-    assert learned.grad is not None
-    turned_alone = type(module)._lowtide_probed.rotating.__globals__["apply_rotary_pos_emb"](q=q, k=k, cos=cos, sin=sin)
-    assert torch.equal(turned_alone[0], turn(q, k, cos, sin)[0])
-    assert len(calls) == 3
-    assert plain_forward(module).__globals__["apply_rotary_pos_emb"] is turn
+def test_what_is_no_rotation_by_its_numbers_stays(turn):
+    assert "rotates other pairs" in patched("rope", attention(turn)).outcome
 
 
-def test_attention_under_a_decorator_of_transformers_is_fused(ran):
-    decorator = pytest.importorskip("transformers.utils.deprecation").deprecate_kwarg("keys", "99.0", new_name="k")
-    module = attention(stock_turn, lambda forward: decorator(decorator(forward)))
-    give_class(module, "rope", rope_part.overrides, *rope_part.find(module, type(module))[1])
-    q, k, cos, sin = (torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)))
-    torch.testing.assert_close(module(q, k, cos, sin), stock_turn(q, k, cos, sin))
-    assert ran["rotary"] == 1
-    with pytest.warns(FutureWarning, match="`keys` is deprecated"):  # the decorator still runs
-        torch.testing.assert_close(module(q, keys=k, cos=cos, sin=sin), stock_turn(q, k, cos, sin))
-
-
-def test_attention_under_another_decorator_stays():
-    def decorator(forward):
-        return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
-
-    module = attention(stock_turn, decorator)
-    assert rope_part.is_candidate(module)
-    assert "wrapped in another function" in rope_part.find(module, type(module))
+def as_tuple(result):
+    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 def arguments_of(turn, shapes):
     """Return heads that are trained, and tables: one complex one where the function takes such."""
-    g = torch.Generator().manual_seed(0)
     kinds = [torch.complex64 if name == "table" else torch.float32 for name in inspect.signature(turn).parameters]
-    args = [torch.randn(shape, generator=g, dtype=kind) for shape, kind in zip(shapes, kinds, strict=False)]
+    args = [torch.randn(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=False)]
     return [x.requires_grad_(x.dim() > args[-1].dim()) for x in args]
+
+
+HEADS = [(2, 3, 5, 8), (2, 1, 5, 8)]
 
 
 @pytest.mark.parametrize(
     ("turn", "shapes"),
     [
-        (turn_to_halves, [(2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)]),
+        (stock_turn, [*HEADS, (2, 5, 8), (2, 5, 8)]),
+        (stock_turn, [*HEADS, (1, 5, 6), (1, 5, 6)]),
+        (turn_pairs, [*HEADS, (2, 5, 8), (2, 5, 8)]),
+        (turn_the_other_way, [*HEADS, (2, 5, 8), (2, 5, 8)]),
+        (turn_to_halves, [*HEADS, (2, 5, 8), (2, 5, 8)]),
         (turn_one, [(2, 3, 5, 8), (2, 5, 8), (2, 5, 8)]),
         (turn_one, [(2, 3, 5, 8), (1, 5, 4), (1, 5, 4)]),
         (turn_one_without_batch, [(5, 3, 8), (5, 8), (5, 8)]),
@@ -260,36 +245,131 @@ def arguments_of(turn, shapes):
         (turn_by_complex, [(2, 5, 3, 8), (2, 5, 1, 8), (1, 5, 4)]),
     ],
 )
-def test_how_a_function_takes_its_arguments(turn, shapes, ran):
+def test_how_a_function_takes_its_arguments(turn, shapes):
     module = attention(turn)
-    give_class(module, "rope", rope_part.overrides, *rope_part.find(module, type(module))[1])
+    assert patched("rope", module).patched
     args = arguments_of(turn, shapes)
-    flipped = [x.conj() if x.is_complex() else x for x in args]
-    for given in (args, flipped):
-        ran.clear()
-        results = [f(*given) for f in (module, turn)]
-        assert ran["rotary"] == 1
-        got, expected = ([one] if isinstance(one, torch.Tensor) else one for one in results)
+    for given in (args, [x.conj() if x.is_complex() else x for x in args]):
+        got, expected = (as_tuple(f(*given)) for f in (module, turn))
+        assert fused(*got) == {"rope": 1}
         torch.testing.assert_close(got, expected)
         trained = [x for x in given if x.requires_grad]
         upstream = [torch.randn_like(x) for x in expected]
-        gradients = [torch.autograd.grad(outs, trained, upstream) for outs in (got, expected)]
-        torch.testing.assert_close(*gradients)
+        torch.testing.assert_close(*(torch.autograd.grad(outs, trained, upstream) for outs in (got, expected)))
 
 
-def test_calls_of_another_form_are_stock(ran):
-    by_complex = attention(turn_by_complex)
-    give_class(by_complex, "rope", rope_part.overrides, *rope_part.find(by_complex, type(by_complex))[1])
+def test_calls_of_another_form_are_stock():
+    """Also tables that are trained, of which the fused rotation has no derivative."""
+    by_complex, alone, both = attention(turn_by_complex), attention(turn_one), attention(stock_turn)
+    for module in (by_complex, alone, both):
+        assert patched("rope", module).patched
     q, k, table = arguments_of(turn_by_complex, [(2, 5, 3, 8), (2, 5, 1, 8), (2, 5, 4)])
-    for q_then in (q.double(), q):
-        got, expected = (f(q_then, k, table if q_then is not q else table.real) for f in (by_complex, turn_by_complex))
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    alone = attention(turn_one)
-    give_class(alone, "rope", rope_part.overrides, *rope_part.find(alone, type(alone))[1])
     x, cos, sin = arguments_of(turn_one, [(2, 5, 5, 8), (2, 5, 8), (2, 5, 8)])
-    by_name = {"x": x, "cos": cos, "sin": sin}
-    for args, kwargs in (((x, cos, sin), {"unsqueeze_dim": -2}), ((), by_name), ((x, cos, sin, 2), {})):
-        assert torch.equal(alone(*args, **kwargs), turn_one(*args, **kwargs))
-    assert not ran
-    alone(x, cos, sin, unsqueeze_dim=2)
-    assert ran["rotary"] == 1
+    learned = cos.clone().requires_grad_()
+    calls = [
+        (by_complex, turn_by_complex, (q.double(), k, table), {}),
+        (by_complex, turn_by_complex, (q, k, table.real), {}),
+        (alone, turn_one, (x, cos, sin), {"unsqueeze_dim": -2}),
+        (alone, turn_one, (), {"x": x, "cos": cos, "sin": sin}),
+        (alone, turn_one, (x, cos, sin, 2), {}),
+        (both, stock_turn, (x, x, learned, sin), {}),
+    ]
+    for module, turn, args, kwargs in calls:
+        got, expected = (as_tuple(f(*args, **kwargs)) for f in (module, turn))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert not fused(*got)
+    assert fused(alone(x, cos, sin, unsqueeze_dim=2)) == {"rope": 1}
+
+
+def test_attention_under_decorators():
+    """Those of transformers run; what another one does is unknown."""
+    decorator = pytest.importorskip("transformers.utils.deprecation").deprecate_kwarg("keys", "99.0", new_name="k")
+    module = attention(stock_turn, lambda forward: decorator(decorator(forward)))
+    assert patched("rope", module).patched
+    q, k, cos, sin = arguments_of(stock_turn, [*HEADS, (2, 5, 8), (2, 5, 8)])
+    got = module(q, k, cos, sin)
+    torch.testing.assert_close(got, stock_turn(q, k, cos, sin))
+    assert fused(*got) == {"rope": 1}
+    with pytest.warns(FutureWarning, match="`keys` is deprecated"):
+        torch.testing.assert_close(module(q, keys=k, cos=cos, sin=sin), stock_turn(q, k, cos, sin))
+
+    def another(forward):
+        return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+    assert "wrapped in another function" in patched("rope", attention(stock_turn, another)).outcome
+
+
+# Forwards of modules with the children of a joined MLP.
+def up_first(self, x):
+    up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+    return self.down_proj(up * self.activation_fn(gate))
+
+
+def interleaved(self, x):
+    both = self.gate_up_proj(x)
+    return self.down_proj(both[..., 1::2] * self.activation_fn(both[..., ::2]))
+
+
+def split(self, x):
+    both = self.gate_up_proj(x)
+    gate, up = both.split(both.shape[-1] // 2, dim=-1)
+    return self.down_proj(up * self.activation_fn(gate))
+
+
+def of(function):
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return function(self, x, gate, up)
+
+    return forward
+
+
+JOINED = {"gate first": split, "up first": up_first, "interleaved": interleaved}
+OTHERS = {
+    "clamped": of(lambda mlp, x, gate, up: mlp.down_proj(F.silu(gate.clamp(max=7)) * up)),
+    "exact GELU": of(lambda mlp, x, gate, up: mlp.down_proj(F.gelu(gate) * up)),
+    "no activation": of(lambda mlp, x, gate, up: mlp.down_proj(gate * up)),
+    "input added": of(lambda mlp, x, gate, up: mlp.down_proj(F.silu(gate) * up) + x),
+    "halves of the input": lambda self, x: self.down_proj(
+        torch.cat([F.silu(h[..., ::2]) * h[..., 1::2] for h in self.gate_up_proj(x).chunk(2, -1)], -1).flip(-1)
+    ),
+    "dropout": of(lambda mlp, x, gate, up: mlp.down_proj(F.dropout(F.silu(gate) * up, 0.5, mlp.training))),
+    "a tuple": of(lambda mlp, x, gate, up: (mlp.down_proj(F.silu(gate) * up), None)),
+    "its own sizes": lambda self, x: self.down_proj(
+        F.silu(self.gate_up_proj(x)[..., :24]) * self.gate_up_proj(x)[..., 24:]
+    ),
+}
+
+
+def joined_mlp(build, forward):
+    mlp = build("phi3").model.layers[0].mlp
+    mlp.__class__ = type("Own", (nn.Module,), {"forward": forward})
+    return mlp, copy.deepcopy(mlp)
+
+
+@pytest.mark.parametrize("joined", JOINED)
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_probe_finds_where_gate_and_up_are(joined, level, build):
+    mlp, stock = (m.double() for m in joined_mlp(build, JOINED[joined]))
+    assert f"which keeps gate and up, one projection ({joined})" in patched("mlp", mlp).outcome
+    mlp.checkpoint_level = level
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    results = []
+    for m in (mlp, stock):
+        y = m(x)
+        assert bool(fused(y)) == (m is mlp)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, *m.parameters()))])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_a_joined_mlp_runs_its_own_code(name, build):
+    mlp, stock = joined_mlp(build, OTHERS[name])
+    outcome = patched("mlp", mlp).outcome
+    own = name == "its own sizes"
+    assert ("does not run on its projections alone" if own else "it is not down(act(gate(x)) * up(x))") in outcome
+    outputs = []
+    for m in (mlp, stock):
+        torch.manual_seed(3)
+        outputs.append(m(torch.ones(2, 16)))
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)

@@ -5,6 +5,7 @@ Legend: B sequences of T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import traceback
@@ -47,7 +48,7 @@ def types(kind: str) -> list[str]:
 def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
     """Return a type's row: ``status``, ``why``, ``cases``, ``parts``, and the size of the model."""
     try:
-        make, extra = _maker(kind, model_type, seed)
+        make, extra = maker(kind, model_type, seed)
     except Exception as error:
         return {"status": NOT_BUILT, "why": _reason(error)}
     try:
@@ -56,7 +57,7 @@ def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
         return {"status": CRASHED, "why": _reason(error)}
 
 
-def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
+def maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
     """Return what makes a model that computes a loss, the same one each time, and what it needs beside tokens.
 
     Where none does, the last error is raised.
@@ -73,7 +74,7 @@ def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], di
             model = make()
             for extra in _extras(model):
                 try:
-                    _run(model, {**batch(seed), **extra})
+                    run(model, {**batch(seed), **extra})
                 except Exception as error:
                     last = error
                 else:
@@ -97,6 +98,18 @@ def _extras(model: Any) -> list[dict[str, Any]]:
         if "qformer_input_ids" in names:
             found.append({**images, "qformer_input_ids": batch(0)["input_ids"]})
     return found
+
+
+def on_meta(kind: str, model_type: str) -> Any:
+    """Return a tiny model without weights, None where the default config makes none."""
+    import transformers
+
+    auto = getattr(transformers, KINDS[kind][0])
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    for head_dim in HEAD_DIMS:
+        with torch.device("meta"), contextlib.suppress(Exception):
+            return tiny_model(auto, config, head_dim=head_dim, decoder=kind == "causal", seed=0)
+    return None
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -126,7 +139,7 @@ def cases(model: Any, seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
+def run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
     """Return the model's outputs and every gradient of its loss."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
@@ -142,7 +155,7 @@ def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | No
 def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict[str, Any]:
     stock, model = make(), make()  # not copies: some models keep what belongs to a graph
     report = lowtide.patch(model, options=OPTIONS)
-    noise = _noise(stock, make(), {**batch(seed), **extra})
+    noise = noise_of(stock, make(), {**batch(seed), **extra})
     found: dict[str, Any] = {
         "class": type(stock).__name__,
         "parameters": sum(p.numel() for p in stock.parameters()),
@@ -157,10 +170,10 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
         failed = "not for this type"
         try:
             with track_allocations() as seen_stock:
-                expected = _run(stock, {**inputs, **extra})
+                expected = run(stock, {**inputs, **extra})
             failed = DIFFERENT
             with track_allocations() as seen:
-                got = _run(model, {**inputs, **extra})
+                got = run(model, {**inputs, **extra})
         except Exception as error:
             results[name] = f"{failed}: {_reason(error)}"
             continue
@@ -170,8 +183,15 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
         if wrong is None and name == "labels":
             wrong = _read_after(got[0], expected[0], noise)
         results[name] = "equal" if wrong is None else f"{DIFFERENT}: {wrong}"
+        _save_less(model)  # in the batches behind the first
     status, why = _status(results, report, built=built, sighted=sighted)
     return {**found, "cases": results, "status": status, "why": why}
+
+
+def _save_less(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "checkpoint_level"):
+            vars(module)["checkpoint_level"] = 1
 
 
 def _status(results: dict[str, str], report: lowtide.PatchReport, *, built: bool, sighted: bool) -> tuple[str, str]:
@@ -225,15 +245,15 @@ class Noise:
         return {"loss": self.loss, "gradients_median": some[len(some) // 2], "gradients_largest": some[-1]}
 
 
-def _noise(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:
+def noise_of(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:
     """Return `FACTOR` times what one ulp more or less in each weight changes, and a floor of a few ulps."""
-    outputs, gradients = _run(stock, inputs)
+    outputs, gradients = run(stock, inputs)
     gradients = {name: g if g is None else g.clone() for name, g in gradients.items()}
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in shaken.parameters():
             p.mul_(1 + ULP * (2.0 * torch.randint(0, 2, p.shape, generator=generator) - 1))
-    other, shaken_gradients = _run(shaken, inputs)
+    other, shaken_gradients = run(shaken, inputs)
     relative = {}
     for name, g in gradients.items():
         again = shaken_gradients[name]

@@ -189,13 +189,13 @@ def _why_not_lora(lora: nn.Module, kind: Any) -> str | None:
         drop: nn.Module = nn.Dropout(rate) if rate else nn.Identity()
         layer, z = copy.deepcopy(base).to(dtype), x.to(dtype)
         modules = {
-            **dict(lora.named_children()),
             "base_layer": layer,
             "lora_A": nn.ModuleDict({name: a for name, (a, _) in lows.items()}),
             "lora_B": nn.ModuleDict({name: b for name, (_, b) in lows.items()}),
             "lora_dropout": nn.ModuleDict(dict.fromkeys(lows, drop)),
         }
-        twin: Any = twin_of(lora, kind, modules=modules, parameters={})
+        others = {name: copy.deepcopy(child) for name, child in lora.named_children() if name not in modules}
+        twin: Any = twin_of(lora, kind, modules=others | modules, parameters={})
         vars(twin).update(scaling=dict(scales), lora_variant={}, _active_adapter=list(active))
         vars(twin).update({"merged_adapters": [], "_disable_adapters": False} | state)
 

@@ -3,7 +3,7 @@
 Every module that changes, the model and its output embedding among them, gets a class of its own: see `instance`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,7 +79,8 @@ def patch(
     Raises:
         ArgumentTypeError: ``model`` is no module with ``get_output_embeddings``, or ``options`` no HeadOptions.
         ArgumentValueError: ``scoring`` without ``loss``.
-        UnsupportedError: A part is to be undone, and something else changed a patched module's class since.
+        UnsupportedError: A part is to be undone, and something else changed a patched module's class since; then
+            nothing is changed.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("path/to/model")
@@ -96,6 +97,7 @@ def patch(
     if scoring and not loss:
         raise ArgumentValueError(message("scoring", "loss=True beside it", "loss=False"))
     state: LossState = vars(target).get(STATE) or LossState(PatchReport(), options)
+    _check_nothing_on_top(target, state, [part for part in PARTS if not flags[part]], loss=not loss)
     state.options = options
     state.set_scoring(patched=scoring, blocks=state.scoring_blocks)
     parallel_style.forget(target)
@@ -127,7 +129,8 @@ def unpatch(model: nn.Module) -> None:
 
     Raises:
         ArgumentTypeError: ``model`` is no module with output embeddings.
-        UnsupportedError: Something else changed a patched module's class since (``fully_shard``, a parametrization).
+        UnsupportedError: Something else changed a patched module's class since (``fully_shard``, a parametrization);
+            then nothing is changed.
 
     Example:
         >>> lowtide.patch(model)
@@ -137,9 +140,7 @@ def unpatch(model: nn.Module) -> None:
     state = vars(target).get(STATE)
     if state is None:
         return
-    for part in PARTS:
-        for module in patched_modules(target, part):
-            check_nothing_on_top(module)
+    _check_nothing_on_top(target, state, PARTS, loss=True)
     _unpatch_loss(target, state)
     for part in PARTS:
         restore(target, part)
@@ -185,6 +186,7 @@ def scoring(model: nn.Module) -> Iterator[PatchReport]:
     finally:
         state.set_scoring(patched=state.scoring, blocks=state.scoring_blocks - 1)
         if not has_loss and part_of(target) is not None:
+            _check_nothing_on_top(target, state, (), loss=True)
             _unpatch_loss(target, state)
             state.report.parts["loss"] = line
 
@@ -202,13 +204,22 @@ def _patch_loss(target: Any, state: LossState, outer: nn.Module) -> None:
         adopt_head(target, state)  # it may have got adapters since, or lost them
 
 
-def _unpatch_loss(target: Any, state: LossState) -> None:
+def _check_nothing_on_top(target: Any, state: LossState, parts: Iterable[str], *, loss: bool) -> None:
+    """Check, before anything changes, that these parts, and the loss's if ``loss``, can be undone."""
+    modules = [module for part in parts for module in patched_modules(target, part)]
+    for module in (*modules, *(_with_loss(target, state) if loss else ())):
+        check_nothing_on_top(module)
+
+
+def _with_loss(target: Any, state: LossState) -> list[nn.Module]:
+    """Return the model and its output embeddings, as far as they have a class of the loss's part."""
     outer = target.get_output_embeddings()
     heads = {module: None for module in (*state.heads, outer, *saved_layers(outer)) if is_free(module, state)}
-    patched = [module for module in (target, *heads) if part_of(module) is not None]
-    for module in patched:
-        check_nothing_on_top(module)
-    for module in patched:
+    return [module for module in (target, *heads) if part_of(module) is not None]
+
+
+def _unpatch_loss(target: Any, state: LossState) -> None:
+    for module in _with_loss(target, state):
         take_class_back(module)
     state.heads, state.head, state.why_not = [], None, None
 

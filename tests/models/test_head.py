@@ -1,0 +1,298 @@
+"""What is put around the output embedding does what it does to a stock model and is reported, or is refused."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrizations, prune
+
+import lowtide
+from lowtide.errors import UnsupportedError
+from models.conftest import (
+    PEFT,
+    VOCAB,
+    Doubling,
+    assert_same_gradients,
+    assert_same_training,
+    called_without_loss,
+    expect_calls,
+    lora,
+    wrap,
+)
+from promises import promise
+from support import every_pair
+
+hooks = pytest.importorskip("accelerate.hooks")
+pytestmark = [*PEFT, promise("patched", "reported")]
+
+
+class Doubled(hooks.ModelHook):
+    def post_forward(self, module, output):
+        return output * 2
+
+
+def accelerate(*made):
+    def change(model):
+        for each in made:
+            hooks.add_hook_to_module(model.lm_head, each(), append=True)
+
+    return change
+
+
+def another_class(model):
+    base = type(model.lm_head)
+    twice = {"forward": lambda self, *args: base.forward(self, *args) * 2}
+    model.lm_head.__class__ = type("Twice", (base,), twice)
+
+
+def replaced_forward(model):
+    stock = model.lm_head.forward
+    model.lm_head.forward = lambda *args: stock(*args) * 2
+
+
+def another_head(model):
+    class Head(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2.0
+
+    head = Head(16, VOCAB, bias=False)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+
+
+# each with the report's reason, where the change comes after patch
+CHANGES = {
+    "head": (another_head, "is a Head"),
+    "instance": (replaced_forward, "forward was replaced"),
+    "pre-hook": (lambda m: m.lm_head.register_forward_pre_hook(lambda m, args: (args[0] / 2,)), "a hook from"),
+    "hook": (lambda m: m.lm_head.register_forward_hook(lambda m, args, out: out * 2), "a hook from"),
+    "full backward": (
+        lambda model: model.lm_head.register_full_backward_hook(lambda m, grads, out: (grads[0] * 2,)),
+        "a hook from",
+    ),
+    "accelerate": (accelerate(hooks.AlignDevicesHook, Doubled), "Doubled"),
+    "forward": (another_class, "another class, Twice"),
+    "prune": (lambda model: prune.l1_unstructured(model.lm_head, "weight", 0.3), "weight is a Tensor"),
+    "parametrization": (lambda model: parametrizations.spectral_norm(model.lm_head), "another class, Param"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_put_around_the_head_runs_once_and_is_reported(name, when, pair, batch):
+    model, stock = pair("llama")
+    change, reason = CHANGES[name]
+    report = lowtide.patch(model, mlp=False) if when == "after" else None
+    for m in (model, stock):
+        torch.manual_seed(0)
+        change(m)
+    report = report or lowtide.patch(model, mlp=False)
+    assert_same_training(model, stock, batch)
+    expect_calls(report, 0, 1)
+    assert (reason if when == "after" else "the output embedding") in str(report)
+
+
+def test_accelerate_may_move_the_head(patched, batch):
+    model, stock, report = patched("llama", mlp=False)
+    accelerate(hooks.AlignDevicesHook, lambda: hooks.CpuOffload(torch.device("cpu")))(model)
+    assert_same_training(model, stock, batch)
+    expect_calls(report, 1)
+
+
+def own_loss(model):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", [own_loss, lambda model: setattr(model, "loss_type", "ForMaskedLM")])
+def test_another_loss_is_computed_without_logits(change, when, pair, batch):
+    model, stock = pair("llama")
+    change(stock)
+    if when == "before":
+        change(model)
+    report = lowtide.patch(model)
+    if when == "after":
+        change(model)
+    assert_same_training(model, stock, batch)
+    expect_calls(report, 1)
+
+
+def test_a_cross_entropy_that_was_replaced_before_patch_has_no_logits(pair, batch, monkeypatch):
+    model, stock = pair("llama")
+    plain = F.cross_entropy
+    z_loss = lambda z, *args, **kwargs: plain(z, *args, **kwargs) + torch.logsumexp(z.float(), -1).square().mean()  # noqa: E731
+    monkeypatch.setattr(F, "cross_entropy", z_loss)
+    report = lowtide.patch(model)
+    assert_same_training(model, stock, batch)
+    expect_calls(report, 1)
+
+
+@pytest.mark.parametrize("around", ["a hook of all modules", "a function mode"])
+def test_what_is_around_every_call_is_followed(around, patched, batch):
+    model, stock, report = patched("llama", mlp=False)
+    heads = model.lm_head, stock.lm_head
+    if around == "a function mode":
+        with Doubling(F.linear):
+            losses = {m: m(**batch).loss for m in (model, stock)}
+    else:
+        handle = nn_module.register_module_forward_hook(lambda m, args, out: out * 2 if m in heads else None)
+        losses = {m: m(**batch).loss for m in (model, stock)}
+        handle.remove()
+    assert_same_training(model, stock, lambda m: losses[m])
+    expect_calls(report, 0, 1)
+
+
+@promise("errors")
+def test_a_hook_between_forward_and_loss_is_an_error(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
+    logits = called_without_loss(model, batch)
+    accelerate(Doubled)(model)
+    with pytest.raises(UnsupportedError, match=r"got a change since.*Doubled"):
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_a_hook_on_the_graph_of_a_view_fires_as_in_stock(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
+    seen = []
+
+    def loss(m):
+        rows = called_without_loss(m, batch)[:, :-1]
+        rows.grad_fn.register_hook(lambda grads, _: seen.append(grads[0].norm()))
+        return F.cross_entropy(rows.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    assert_same_training(model, stock, loss)
+    torch.testing.assert_close(*seen)
+
+
+def cast_in_the_model(model):
+    """The head is float32, and what comes before it ends in a cast."""
+    model.lm_head.float()
+    stock = model.model.norm.forward
+    model.model.norm.forward = lambda hidden: stock(hidden).float()
+
+
+def cast_by_a_forward(model):
+    """As TRL's GRPO trainer casts it."""
+    head = model.lm_head.float()
+    head.forward = lambda hidden: F.linear(hidden.float(), head.weight.float())
+
+
+@promise("dtypes")
+@pytest.mark.parametrize(("cast", "fused"), [(cast_in_the_model, 1), (cast_by_a_forward, 0)])
+def test_a_float32_head_of_a_bfloat16_model(cast, fused, pair, batch):
+    model, stock = pair("llama", torch.bfloat16, tie_word_embeddings=False)
+    for m in (model, stock):
+        cast(m)
+    report = lowtide.patch(model, mlp=False, norm=False, rope=False)
+    found, expected = model(**batch).loss, stock(**batch).loss
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    found.backward(), expected.backward()
+    assert_same_gradients(model, stock, 2**-6)  # the layers' gradients are bfloat16
+    torch.testing.assert_close(model.lm_head.weight.grad, stock.lm_head.weight.grad, rtol=1e-5, atol=1e-6)
+    expect_calls(report, fused, 1 - fused)
+    assert model(**batch).logits.dtype == torch.float32
+
+
+LABELS = torch.full((2, 6), -100)
+IDS = torch.arange(12).view(2, 6)
+
+
+def by_items(model):
+    return model(input_ids=IDS, labels=LABELS, num_items_in_batch=torch.tensor(0)).loss
+
+
+def by_hand(model):
+    logits = model(input_ids=IDS, labels=LABELS).logits
+    total = F.cross_entropy(logits.float().flatten(0, 1), LABELS.flatten(), reduction="sum")
+    return total / (LABELS != -100).sum()
+
+
+def by_mean(model):
+    return model(input_ids=IDS, labels=LABELS).loss
+
+
+def frozen_head(model):
+    model.get_output_embeddings().requires_grad_(False)
+    return model
+
+
+@promise("ignored")
+@every_pair(
+    made=[lambda model: model, frozen_head, lambda m: wrap(m, lora(target_modules=["q_proj", "lm_head"]))],
+    loss=[by_items, by_hand, by_mean],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
+def test_a_step_without_any_label_changes_no_weight(made, loss, dtype, pair):
+    model, stock = map(made, pair("llama", dtype))
+    report = lowtide.patch(model)
+    losses = [loss(m) for m in (model, stock)]
+    assert report.calls_materialised == 0
+    assert all(value.isnan() for value in losses)
+    for value in losses:
+        value.backward()
+    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        if p.requires_grad:
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.equal(p.grad, torch.zeros_like(p)), name
+
+
+@promise("ignored")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_scaler_that_overflows_keeps_ignored_tokens_out(adapted, pair):
+    model, stock = pair("llama")
+    if adapted:
+        model, stock = (wrap(m, lora(target_modules=["lm_head"])).get_base_model() for m in (model, stock))
+    lowtide.patch(model)
+    labels = IDS.where(IDS > 8, -100)
+    grads = []
+    for m in (model, stock):
+        embeds = torch.ones(2, 6, 16).cumsum(1).requires_grad_()
+        hidden = []
+        handle = m.model.norm.register_forward_hook(lambda _m, _a, h, seen=hidden: (h.retain_grad(), seen.append(h))[1])
+        (m(inputs_embeds=embeds, labels=labels).loss * torch.inf).backward()
+        handle.remove()
+        grads.append(hidden[0].grad)
+    kept = F.pad(labels[..., 1:], (0, 1), value=-100) != -100
+    for grad in grads:
+        assert not grad[kept].isfinite().any()
+        assert torch.equal(grad[~kept], torch.zeros_like(grad[~kept]))
+
+
+@promise("reversible")
+def test_two_models_that_share_a_head(build, batch):
+    one, two = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)
+    two.lm_head = one.lm_head
+    lowtide.patch(one)
+    assert "another patched model" in str(lowtide.patch(two))
+    assert two(**batch).loss.isfinite()
+    lowtide.unpatch(two)
+    report = lowtide.patch(one)
+    one(**batch)
+    expect_calls(report, 1)
+    del one, report
+    gc.collect()
+    assert lowtide.patch(two).parts["loss"].patched  # nobody else's any more
+
+
+def test_a_teacher_inside_a_student_is_its_own_affair(build, batch):
+    teacher, student = build("llama"), build("llama")
+    of_teacher = lowtide.patch(teacher)
+
+    class Student(type(student)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                self.seen = type(teacher(input_ids=kwargs["input_ids"]).logits)
+            return super().forward(*args, **kwargs)
+
+    student.__class__ = Student
+    report = lowtide.patch(student)
+    student(**batch).loss.backward()
+    assert student.seen is torch.Tensor
+    expect_calls(report, 1)
+    expect_calls(of_teacher, 0)

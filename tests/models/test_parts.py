@@ -1,0 +1,356 @@
+"""The parts mlp, norm and rope: what is not as it seems runs its own code, and what changes after patch counts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from models.conftest import (
+    DYNAMO,
+    MLP,
+    PEFT,
+    Doubling,
+    assert_no_further_from_the_truth,
+    assert_same_training,
+    expect_calls,
+    fused,
+    lora,
+    wrap,
+)
+from promises import promise
+
+pytestmark = [
+    *DYNAMO,
+    *PEFT,
+    promise("patched", "reported"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients:UserWarning"),
+]
+
+
+@promise("values")
+@pytest.mark.parametrize("loss", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "phi3", "cohere2", "qwen3-moe"])
+def test_in_bfloat16_no_further_from_the_truth_than_stock(name, loss, patched, batch):
+    model, stock, _ = patched(name, torch.bfloat16, loss=loss)
+    assert_no_further_from_the_truth(model, stock, lambda m: m(**batch).loss)
+
+
+@pytest.mark.parametrize("part", ["mlp", "norm", "rope"])
+@pytest.mark.parametrize("name", ["glm4", "gpt-oss"])
+def test_each_part_alone_runs(name, part, patched, batch):
+    parts = {"loss": False, "mlp": False, "norm": False, "rope": False}
+    model, stock, report = patched(name, **{**parts, part: True})
+    loss = assert_same_training(model, stock, batch, rtol=1e-6, atol=1e-6)
+    lines = (report.parts[part], *report.parts[part].more)
+    assert fused(loss) == {part: sum(line.count for line in lines if line.patched)}
+
+
+def test_weights_on_no_device_and_other_surroundings(build):
+    stock = build("llama")
+    usual = str(lowtide.patch(build("llama")))
+    with torch.device("meta"):
+        assert str(lowtide.patch(type(stock)(stock.config))) == usual
+    with torch.autocast("cpu", torch.bfloat16):
+        assert str(lowtide.patch(build("llama"))) == usual
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert str(lowtide.patch(stock)) == usual
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Clamped(nn.Module):
+    def forward(self, x):
+        return F.silu(x).clamp(max=3000)
+
+
+class BufferedSilu(nn.SiLU):
+    """What a buffer holds may be loaded after patch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def with_own_forward(mlp):
+    stock = mlp.down_proj.forward
+    mlp.down_proj.forward = lambda x: stock(x) + 1
+
+
+MLP_CHANGES = {
+    "dropout": lambda mlp: setattr(mlp, "act_fn", nn.Sequential(nn.SiLU(), nn.Dropout(0.5))),
+    "exact GELU": lambda mlp: setattr(mlp, "act_fn", nn.GELU()),
+    "activation with a buffer": lambda mlp: setattr(mlp, "act_fn", BufferedSilu()),
+    "high clamp": lambda mlp: setattr(mlp, "act_fn", Clamped()),
+    "hook on the activation": lambda mlp: mlp.act_fn.register_forward_hook(lambda module, args, out: out + 0.5),
+    "forward": with_own_forward,
+    "parametrization": lambda mlp: nn.utils.parametrizations.weight_norm(mlp.gate_proj),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", MLP_CHANGES)
+def test_an_mlp_that_is_not_plain_runs_its_own_code(name, when, pair, batch):
+    model, stock = pair("llama")
+    if when == "after":
+        lowtide.patch(model)
+    for m in (model, stock):
+        MLP_CHANGES[name](m.model.layers[0].mlp)
+    if when == "before":
+        report = lowtide.patch(model)
+        assert [line.module for line in report.parts["mlp"].more] == ["model.layers.0.mlp"]
+        assert report.parts["mlp"].more[0].outcome.startswith("left as it is: ")
+    assert fused(assert_same_training(model, stock, batch, seed=5))["mlp"] == 1
+
+
+def test_probes_leave_no_trace(build):
+    class Counting(nn.SiLU):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    model = wrap(build("llama"), lora(target_modules=["lm_head", *MLP], lora_dropout=0.2)).eval()
+    counting = model.get_base_model().model.layers[1].mlp.act_fn = Counting().eval()
+    state, weights = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
+    attributes = {n: {**vars(m)} for n, m in model.named_modules()}
+    assert "LoRA with it" in str(lowtide.patch(model))
+    assert not any(module.training for module in model.modules())
+    assert counting.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    lowtide.unpatch(model)
+    assert {n: {**vars(m)} for n, m in model.named_modules()} == attributes
+
+
+@promise("reversible")
+def test_a_swiglu_of_ours_stays_and_keeps_its_level():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = lowtide.nn.SwiGLU(6, 10)
+
+        def get_output_embeddings(self):
+            return None
+
+    model = Model()
+    assert "checkpoint_level of its own" in lowtide.patch(model).parts["mlp"].outcome
+    lowtide.unpatch(model)
+    assert model.mlp.checkpoint_level == 1
+
+
+@promise("reversible")
+def test_unpatched_beneath_a_forward_put_on_the_instance(patched):
+    model, stock, _ = patched("llama")
+    mlp, expected, x = model.model.layers[0].mlp, stock.model.layers[0].mlp, torch.randn(3, 16)
+    ours = mlp.forward
+    mlp.forward = lambda x: ours(x) * 2  # as accelerate's hooks do
+    torch.testing.assert_close(mlp(x), expected(x) * 2)
+    lowtide.unpatch(model)
+    assert torch.equal(mlp(x), expected(x) * 2)
+
+
+def test_hooks_of_a_fused_module_are_honoured(patched, batch):
+    model, _, _ = patched("llama")
+    seen = []
+    layer = model.model.layers[0]
+    for module in (layer.mlp, layer.input_layernorm, layer.self_attn):
+        module.register_forward_pre_hook(lambda module, args, kwargs: seen.append("pre"), with_kwargs=True)
+        module.register_forward_hook(lambda module, args, output: seen.append("post"))
+        module.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append("backward"))
+    loss = model(**batch).loss
+    loss.backward()
+    assert fused(loss)["mlp"] == 2
+    assert sorted(seen) == ["backward"] * 3 + ["post"] * 3 + ["pre"] * 3
+
+
+def test_calls_that_are_not_ordinary_run_stock_code(patched):
+    model, stock, _ = patched("llama")
+    x = torch.randn(3, 16)
+    for name in ("mlp", "input_layernorm"):
+        ours, plain = (getattr(m.model.layers[0], name) for m in (model, stock))
+        with Doubling(F.linear, torch.rsqrt):
+            torch.testing.assert_close(ours(x), plain(x))
+        with torch.device("cpu"):  # a mode that reads nothing
+            assert fused(ours(x))
+        torch.testing.assert_close(torch.func.vmap(ours)(x), torch.func.vmap(plain)(x))
+        torch.testing.assert_close(torch.func.jacrev(ours)(x), torch.func.jacrev(plain)(x))
+    norm, theirs = model.double().model.norm, stock.double().model.norm
+    assert torch.equal(norm(x.double()), theirs(x.double()))
+    assert not fused(norm(x.double()))
+
+
+@promise("compile")
+def test_compiled_layers(patched, batch):
+    model, stock, report = patched("qwen3")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert_same_training(model, stock, batch)
+    expect_calls(report, 2)
+
+
+@promise("memory")
+def test_kept_bytes_of_a_layer(pair):
+    """What a patched layer keeps for backward: no float32 copy of anything, two of the MLP's three intermediates."""
+    model, stock = pair("llama", torch.bfloat16)
+    kept = []
+    for m in (model, stock):
+        if m is model:
+            lowtide.patch(m)
+        layer, hidden = m.model.layers[0], torch.randn(1, 64, 16).bfloat16().requires_grad_()
+        positions = m.model.rotary_emb(hidden, torch.arange(64)[None])
+        storages = {}
+        weights = {p.untyped_storage().data_ptr() for p in m.parameters()}
+
+        def keep(t, storages=storages):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage()  # alive, so that no address is used twice
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            layer(hidden, position_embeddings=positions)
+        kept.append(sum(s.nbytes() for at, s in storages.items() if at not in weights))
+    h, f, heads = 16, 24, 3 * 8 + 8
+    tables = 2 * 64 * 8 * 2
+    # inputs of two norms and of what follows each, gate and up; q, k, v and attention's output (and its lse)
+    assert kept[0] <= 64 * (4 * 2 * h + 2 * 2 * f + 2 * (heads + 16) + 4 * 2 + 4 * 2) + tables
+    assert kept[0] < 0.65 * kept[1]
+
+
+def times(function, factor=1.5):
+    """Return ``function`` with its first result multiplied."""
+
+    @functools.wraps(function)
+    def scaled(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
+
+    return scaled
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "MLP"), ("llama", "RMSNorm"), ("llama", "Attention"), ("qwen3-moe", "Experts")]
+)
+def test_a_forward_set_on_a_class_runs(name, kind, pair, batch, monkeypatch):
+    model, stock = pair(name)
+    report = lowtide.patch(model)
+    before = model(**batch).loss
+    base = next(c for m in stock.modules() for c in type(m).__mro__ if c.__name__.endswith(kind))
+    monkeypatch.setattr(base, "forward", times(base.forward))
+    for _ in range(2):
+        assert_same_training(model, stock, batch, gradients=5e-5)
+        lowtide.patch(model)
+    monkeypatch.undo()
+    assert lowtide.patch(model) is report
+    after = model(**batch).loss
+    assert torch.equal(after, before)
+    assert fused(after) == fused(before)
+
+
+@pytest.mark.parametrize("function", ["apply_rotary_pos_emb", "rotate_half", "eager_attention_forward"])
+def test_functions_that_are_replaced_count_when_patch_is_called_again(function, pair, batch, monkeypatch):
+    model, stock = pair("llama")
+    for m in (model, stock):
+        m.set_attn_implementation("eager")
+    lowtide.patch(model)
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    monkeypatch.setattr(modeling, function, times(getattr(modeling, function)))
+    lowtide.patch(model)
+    assert_same_training(model, stock, batch, gradients=5e-5)
+
+
+def set_epsilon(value):
+    def change(model):
+        for module in model.modules():
+            if "variance_epsilon" in vars(module):
+                module.variance_epsilon = copy.deepcopy(value)
+
+    return change
+
+
+def set_activation(model):
+    for module in model.modules():
+        if hasattr(module, "act_fn"):
+            module.act_fn = nn.GELU()
+
+
+SETTINGS = {
+    "epsilon": set_epsilon(0.5),
+    "an epsilon that is a tensor": set_epsilon(torch.tensor(0.5)),
+    "another activation": set_activation,
+    "attention's implementation": lambda m: m.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_that_change_later_count(what, patched, batch):
+    model, stock, _ = patched("llama")
+    model(**batch)
+    for m in (model, stock):
+        SETTINGS[what](m)
+    assert_same_training(model, stock, batch, gradients=5e-5)
+
+
+class Multiplied(nn.Module):
+    """Falcon-H1's MLP: factors that are 1 as a rule; and a dropout that drops nothing as a rule."""
+
+    def __init__(self, D=16, F_=24):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(D, F_), nn.Linear(D, F_)
+        self.down_proj = nn.Linear(F_, D)
+        self.act_fn, self.dropout = nn.SiLU(), nn.Dropout(0.0)
+        self.gate_multiplier, self.down_multiplier = 1.0, 1.0
+
+    def forward(self, x):
+        y = self.up_proj(x) * self.act_fn(self.gate_proj(x) * self.gate_multiplier)
+        return self.dropout(self.scaled(y))
+
+    def scaled(self, y):
+        return self.down_proj(y) * self.down_multiplier
+
+
+CHANGES = {
+    "a factor": lambda mlp: setattr(mlp, "gate_multiplier", 0.5),
+    "a factor that a method reads": lambda mlp: setattr(mlp, "down_multiplier", 3.0),
+    "a child's forward": lambda mlp: setattr(mlp.act_fn, "forward", torch.relu),
+    "a child's setting": lambda mlp: setattr(mlp.dropout, "p", 1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_mlps_own_settings(change, build):
+    model, stock = build("llama"), Multiplied()
+    model.model.layers[0].mlp = copy.deepcopy(stock)
+    lowtide.patch(model)
+    mlp, copied = model.model.layers[0].mlp, copy.deepcopy(model).model.layers[0].mlp
+    x = torch.randn(2, 5, 16)
+    for one in (mlp, copied):  # a copy is what it was copied from
+        assert fused(one(x)) == {"mlp": 1}
+        torch.testing.assert_close(one(x), stock(x))
+    CHANGES[change](stock)
+    for one in (mlp, copied):
+        CHANGES[change](one)
+        assert not fused(one(x))
+        torch.testing.assert_close(one(x), stock(x))
+
+
+def test_what_trains_in_another_way_than_it_evaluates_stays(build):
+    class Trains(Multiplied):
+        def forward(self, x):
+            return super().forward(x) * (1.0 if self.training else 2.0)
+
+    model = build("llama")
+    model.model.layers[0].mlp = Trains()
+    assert "it is not down(act(gate(x)) * up(x))" in str(lowtide.patch(model))
