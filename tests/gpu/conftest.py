@@ -21,6 +21,9 @@ ON_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.usefixtures("full_float32"),
 ]
+MAJOR = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+EXPONENTIAL = pytest.mark.skipif(MAJOR not in (9, 10), reason="needs a GPU that has the exponential path")
+HOPPER = pytest.mark.skipif(MAJOR != 9, reason="needs a Hopper GPU")
 
 
 @pytest.fixture

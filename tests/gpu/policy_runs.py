@@ -21,13 +21,12 @@ def model_and_ids(layers: int, D: int, T: int, *, dropout: float = 0.0, batch: i
     return model, torch.randint(3, VOCAB, (batch, T), generator=torch.Generator().manual_seed(5)).cuda()
 
 
-def differences(backend: str, *, dropout: bool) -> dict[str, Any]:
+def differences(backend: str) -> dict[str, Any]:
     """Return, by policy, what differs from the stock model to the bit, and the calls of attention's kernel."""
     torch.use_deterministic_algorithms(mode=True)
-    model, ids = model_and_ids(7, 128, 1531, dropout=0.2 if dropout else 0.0)
-    if dropout:
-        for block in model.blocks:
-            block.attend = _attend_with_dropout
+    model, ids = model_and_ids(7, 128, 1531, dropout=0.2)
+    for block in model.blocks:
+        block.attend = _attend_with_dropout
     stock = copy.deepcopy(model)
     found = {}
     with sdpa_kernel(getattr(SDPBackend, backend)):

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
-from contract.cases import LEAVES
 from distributed import sharded
 from distributed.launch import main
 from distributed.sharded import WAYS, head, plain, shard_of, spread
 from gpu.conftest import no_waits
 from lowtide.head.ranks import exchange
-from support import oracle, relative_error
 
 # Kernels are compiled anew for a bias, a soft cap, a scale: these come together, or compiling takes all the time.
 OPTIONS: list[dict[str, Any]] = [
@@ -29,8 +27,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def problem(N: int, D: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    x, w, _, y = head((1, N), D, V, dtype=dtype, bias=False)
+LEAVES = ("input", "linear_weight", "linear_bias")
+
+
+def problem(N: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, _, y = head((1, N), 64, V, dtype=torch.bfloat16, bias=False)
     return x.detach(), w.detach(), y
 
 
@@ -89,14 +90,14 @@ def edges() -> None:
     for way in ("replicated", "sequence"):
         compare(40, 64, 3, torch.bfloat16, (1e-4, 1e-2, 1e-2), backend="exp", way=way, label_smoothing=0.1)
         for N in (0, 1):
-            x, w, y = problem(N, 64, 300, torch.bfloat16)
+            x, w, y = problem(N, 300)
             px, pw = in_parts(way, x, w)
             loss = lowtide.linear_cross_entropy(px, pw, y, reduction="sum").to_local()
             loss.backward()
             assert (loss == 0) == (N == 0)
             assert px.grad.full_tensor().isfinite().all()
             assert pw.grad.full_tensor().any() == (N > 0)
-        x, w, y = problem(700, 64, 3001, torch.bfloat16)
+        x, w, y = problem(700, 3001)
         x[0, 5], x[0, 6] = torch.nan, torch.inf
         y[0, 5:7] = -100
         px, pw = in_parts(way, x, w)
@@ -108,18 +109,6 @@ def edges() -> None:
         assert not px.grad.full_tensor()[0, 5:7].any()
         y[0, 9] = 3001
         assert lowtide.linear_cross_entropy(px, pw, y).to_local().isnan()
-    x, w, y = problem(700, 64, 3001, torch.bfloat16)
-    wide = w.double().requires_grad_()
-    (true,) = torch.autograd.grad(oracle(x.double(), wide, y, label_smoothing=0.1), wide)
-    for gradient in ("forward", "recompute"):  # frozen hidden states in parts, a weight that one rank trains
-        options: Any = {"gradient": gradient, "backend": "exp"}
-        px, pw = (part.detach() for part in in_parts("sequence", x, w))
-        pw.requires_grad_(dist.get_rank() == 0)
-        loss = lowtide.linear_cross_entropy(px, pw, y, label_smoothing=0.1, options=lowtide.HeadOptions(**options))
-        if dist.get_rank() == 0:
-            loss.to_local().backward()
-            mine = pw.grad.to_local()
-            assert relative_error(mine, true[: len(mine)]) < 6e-3
 
 
 def an_exchange_that_is_dropped() -> None:
@@ -136,7 +125,7 @@ def an_exchange_that_is_dropped() -> None:
 def no_host_waits() -> None:
     """Nothing between call and end of backward waits for the device, with any option and either gradient."""
     V = 5003
-    x, w, y = problem(600, 256, V, torch.bfloat16)
+    x, w, y = problem(600, V)
     class_weight = torch.rand(V, generator=torch.Generator().manual_seed(3)).cuda() + 0.1
     for options, gradient, way in itertools.product(OPTIONS, ("auto", "recompute"), WAYS):
         kwargs = {**options, "weight": class_weight} if "weight" in options else dict(options)
@@ -148,14 +137,6 @@ def no_host_waits() -> None:
         for waits in (nullcontext, no_waits):  # the first call compiles, and sets up the ranks' connections
             with waits():
                 plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs)).backward(upstream)
-
-
-def float16_and_others() -> None:
-    """What the exponential path cannot take runs in plain PyTorch."""
-    compare(300, 100, 1003, torch.float16, (1e-4, 3e-3, 3e-3))
-    compare(300, 100, 1003, torch.float32, (1e-5, 1e-4, 1e-4))
-    compare(300, 101, 1003, torch.bfloat16, (1e-4, 6e-3, 6e-3))
-    compare(300, 104, 1003, torch.bfloat16, (1e-4, 6e-3, 6e-3), softcap=5.0, label_smoothing=0.1)
 
 
 if __name__ == "__main__":
