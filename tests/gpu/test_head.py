@@ -218,6 +218,7 @@ def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap
 
 @promise("ranks")
 @EXPONENTIAL
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's, about its own groups
 @pytest.mark.parametrize("huge", [False, True])
 def test_a_vocabulary_on_a_group_of_one_rank(huge: bool, tmp_path: Path) -> None:
     """It takes the kernels of a shard; among large losses are rows that are repaired."""
