@@ -121,10 +121,6 @@ class Times:
         if len(self.tests) < 2:
             return
         show = terminalreporter
-        if dump := os.environ.get("DUMP"):
-            import json
-
-            Path(dump).write_text(json.dumps(self.tests))
         show.section(f"{sum(self.tests.values()):.0f} CPU seconds; the longest tests and files")
         for found in (self.tests, self.files()):
             for name, seconds in sorted(found.items(), key=lambda pair: -pair[1])[:SHOWN]:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from distributed.train_ranks import python_path
+from promises import promise
 
+pytestmark = promise("values")
 ROOT = Path(__file__).parents[2]
 # What PyTorch's own kernels use, and oneDNN's, from few to many.
 LEVELS = {"DEFAULT": ("default", "SSE41"), "AVX2": ("avx2", "AVX2"), "AVX512": ("avx512", "AVX512_CORE")}

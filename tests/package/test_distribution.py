@@ -17,7 +17,9 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 import lowtide
+from promises import promise
 
+pytestmark = promise("package")
 ROOT = Path(__file__).parents[2]
 BUILDS = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "src")
 BUILD = "import sys; from setuptools import build_meta; build_meta.{}(sys.argv[1])"
@@ -52,18 +54,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, build("build_wheel", unpacked, folder / "wheel")
 
 
-def files(folder: Path) -> set[str]:
-    """Return the package's files, but for what Python and setuptools write."""
-    found = {str(path.relative_to(folder)) for path in (folder / "lowtide").rglob("*") if path.is_file()}
-    return {name for name in found if "__pycache__" not in name}
-
-
-def test_the_wheel_has_each_file_of_the_package(built: tuple[Path, Path]) -> None:
+def test_the_wheel_has_each_file_of_the_package_and_the_source_what_a_build_needs(built: tuple[Path, Path]) -> None:
+    ours = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "lowtide").rglob("*") if path.is_file()}
     with zipfile.ZipFile(built[1]) as wheel:
-        assert {name for name in wheel.namelist() if ".dist-info/" not in name} == files(ROOT / "src")
-
-
-def test_the_source_distribution_has_what_a_build_needs_and_no_tests(built: tuple[Path, Path]) -> None:
+        found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert found == {name for name in ours if "__pycache__" not in name}
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= set(BUILDS)
@@ -104,6 +99,7 @@ torch.testing.assert_close(x.grad, torch.autograd.grad(torch.nn.functional.cross
 """
 
 
+@pytest.mark.slow
 def test_it_runs_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
     """With torch, and what that needs, from here: an install of it takes minutes."""
     place = tmp_path / "environment"
