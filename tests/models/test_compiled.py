@@ -6,15 +6,18 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from models.compiled_losses import LOSSES, Graphs, Tiny, V, of_rows
 from models.conftest import (
     COPIES,
     DYNAMO,
     MLP,
     PEFT,
+    OwnFunction,
+    Tiny,
+    V,
     assert_same_training,
     called_without_loss,
     expect_calls,
@@ -24,7 +27,6 @@ from models.conftest import (
 from promises import promise
 
 pytestmark = [*DYNAMO, *PEFT, promise("compile", "patched")]
-SMALL = {"num_hidden_layers": 1}
 
 
 def with_lora(model):
@@ -46,50 +48,48 @@ def checkpointed(model):
     ],
 )
 def test_a_model(name, made, fullgraph, pair, batch):
-    """And a function of it, in which PyTorch breaks at the model."""
-    model, stock = pair(name, **(SMALL if name != "gpt2" else {}))
+    model, stock = pair(name, **({"num_hidden_layers": 1} if name != "gpt2" else {}))
     if made is not None:
         model, stock = made(model), made(stock)
     report = lowtide.patch(model)
-    graphs = Graphs()
-    compiled = torch.compile(model, backend=graphs, fullgraph=fullgraph)
-    for number in (None, torch.tensor(5)):
-        call = {**batch, "num_items_in_batch": number, "use_cache": False}
-        assert_same_training(model, stock, lambda m, call=call: m(**call).loss, through=compiled)
-    assert graphs.count > 0
-    assert not graphs.logits
-    assert name == "gpt2" or graphs.operators >= {"lowtide.rotary"}
-    assert name != "llama" or "lowtide.swiglu" in graphs.operators or made is with_lora
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    call = {**batch, "num_items_in_batch": torch.tensor(5), "use_cache": False}
+    for _ in range(2):
+        assert_same_training(model, stock, call, through=compiled)
     expect_calls(report, 2)
-    outputs, expected = compiled(**call), stock(**call)
-    torch.testing.assert_close(outputs.logits.clone(), expected.logits)
+    torch.testing.assert_close(compiled(**call).logits.clone(), stock(**call).logits)
     expect_calls(report, 3, 1)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use layer\.compile\(\)"):
-        torch.compile(lambda m: m(**call).loss * 2, backend="eager", fullgraph=True)(model)
 
 
-def test_a_function_of_the_model_and_a_loss_of_what_it_returned(patched, batch):
-    model, stock, report = patched("llama", settings=SMALL)
+def test_calls_without_labels(patched, batch):
+    model, stock, report = patched("llama", settings={"num_hidden_layers": 1})
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-
-    def loss(m):
-        return m(**batch).loss * 2
-
-    def later(m):
-        return of_rows(called_without_loss(m, batch), batch["labels"])
-
-    assert_same_training(model, stock, lambda m: torch.compile(loss, backend="eager")(m) if m is model else loss(m))
-    assert_same_training(model, stock, later, through=compiled)
-    expect_calls(report, 2)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    loss = lambda m: F.cross_entropy(called_without_loss(m, batch).flatten(0, 1), batch["labels"].flatten())  # noqa: E731
+    assert_same_training(model, stock, loss, through=compiled)
     model.eval(), stock.eval()
     with torch.no_grad():
-        logits = compiled(**inputs).logits
+        logits = compiled(input_ids=batch["input_ids"]).logits
     assert type(logits) is torch.Tensor
-    torch.testing.assert_close(logits, stock(**inputs).logits)
-    tokens = [m.generate(**inputs, max_new_tokens=3, do_sample=False) for m in (model, stock)]
-    assert torch.equal(*tokens)
-    expect_calls(report, 2)
+    torch.testing.assert_close(logits, stock(input_ids=batch["input_ids"]).logits)
+    expect_calls(report, 1)
+
+
+def of_rows(z, y):
+    return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+
+def filled(z, y):
+    z[..., 3] = -100.0
+    return of_rows(z, y)
+
+
+# Losses of logits z and labels y, and whether they need no logits.
+LOSSES = {
+    "shifted": (lambda z, y: of_rows(z[:, :-1].contiguous(), y[:, 1:]), True),
+    "another loss too": (lambda z, y: of_rows(z, y) + z.square().mean(), False),
+    "filled": (filled, False),
+    "a custom function": (lambda z, y: OwnFunction.apply(z).square().mean(), False),
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -110,55 +110,18 @@ def test_a_loss(name):
     assert (report.calls_materialised == 0) is lazy, report.why_materialised
 
 
-@promise("reversible")
-@pytest.mark.parametrize("through", ["deepcopy", "pickle"])
-def test_a_copy_compiles_by_itself(through):
-    """As DPO's reference model: what a copy runs is not the original's."""
-    model = Tiny(of_rows)
-    stock, ids = copy.deepcopy(model), torch.randint(V, (2, 7))
-    report = lowtide.patch(model)
-    torch.compile(model, backend="eager")(ids, ids)
-    other = COPIES[through](model)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)
-    compiled = torch.compile(other, backend="eager", fullgraph=True)
-    assert_same_training(other, stock, lambda m: m(ids, ids)[0], through=compiled)
-    expect_calls(report, 1)
-    expect_calls(lowtide.patch(other), 2)
-
-
 @promise("errors")
-def test_export_is_an_error_that_names_unpatch():
+def test_one_graph_of_the_model_is_an_error_that_names_the_way_out():
     model, ids = Tiny(lambda z, y: z.sum()), torch.randint(V, (2, 7))
     lowtide.patch(model)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use layer\.compile\(\)"):  # of a function of the model
+        torch.compile(lambda m: m(ids)[0] * 2, backend="eager", fullgraph=True)(model)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"lowtide\.unpatch\(model\)"):
         torch.export.export(model, (ids,), strict=True)
     with pytest.raises(RuntimeError, match=r"not supported with torch\.export"):
         torch.export.export(model, (ids,), strict=False)
     lowtide.unpatch(model)
     torch.export.export(model, (ids,), strict=False)
-
-
-@promise("reversible")
-def test_patch_and_unpatch_after_compile():
-    model = Tiny(of_rows)
-    stock = copy.deepcopy(model)
-    graphs, ids = Graphs(8, V), torch.randint(V, (2, 7))
-    compiled = torch.compile(model, backend=graphs)
-
-    def train():
-        graphs.logits.clear()
-        assert_same_training(model, stock, lambda m: m(ids, ids)[0], through=compiled)
-        return bool(graphs.logits)
-
-    assert train()
-    report = lowtide.patch(model)
-    assert not train()
-    expect_calls(report, 1)
-    lowtide.unpatch(model)
-    train()
-    assert type(compiled(ids, ids)[1]) is torch.Tensor
-    expect_calls(report, 1)
 
 
 def hooked(model):
@@ -170,17 +133,30 @@ def another_head(model):
     model.lm_head = nn.Linear(8, V, bias=False)
 
 
-@promise("reported")
-@pytest.mark.parametrize(("change", "calls"), [(hooked, 1), (another_head, 2)])
-def test_a_head_that_changes_after_compile(change, calls):
+@promise("reported", "reversible")
+@pytest.mark.parametrize(
+    ("change", "calls"),
+    [
+        (hooked, (1, 1)),
+        (another_head, (2, 0)),
+        (lambda model: lowtide.unpatch(model), (1, 0)),
+        (COPIES["deepcopy"], (2, 0)),
+        (COPIES["pickle"], (2, 0)),
+    ],
+)
+def test_changes_after_compile(change, calls):
+    """And before it: the model is compiled before patch. A copy, as DPO's reference model, compiles by itself."""
     model = Tiny(of_rows)
-    stock = copy.deepcopy(model)
-    report = lowtide.patch(model)
+    stock, ids = copy.deepcopy(model), torch.randint(V, (2, 7))
     compiled = torch.compile(model, backend="eager")
-    ids = torch.randint(V, (2, 7))
-    for step in range(2):
-        assert_same_training(model, stock, lambda m: m(ids, ids)[0], through=compiled)
-        if step == 0:
-            change(model), change(stock)
-            model.zero_grad(), stock.zero_grad()
-    expect_calls(report, calls, 2 - calls)
+    assert_same_training(model, stock, lambda m: m(ids, ids)[0], through=compiled)
+    report = lowtide.patch(model)
+    assert_same_training(model, stock, lambda m: m(ids, ids)[0], through=compiled)
+    copied = change(model)
+    if copied is None:
+        change(stock)
+    else:
+        model, compiled, report = copied, torch.compile(copied, backend="eager"), lowtide.patch(copied)
+    model.zero_grad(), stock.zero_grad()
+    assert_same_training(model, stock, lambda m: m(ids, ids)[0], through=compiled)
+    expect_calls(report, *calls)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import lowtide
 from lowtide.models import experts_part
 from models.conftest import DYNAMO, PEFT, assert_same_training, fused, lora, set_level, state_of, wrap
 from promises import promise
-from support import every_pair
+from support import every_pair, relative_error
 
 pytestmark = [*DYNAMO, *PEFT, promise("patched", "reported"), pytest.mark.filterwarnings("ignore::UserWarning")]
 ALONE = {"loss": False, "norm": False, "rope": False}
@@ -45,31 +42,21 @@ def test_each_implementation(name, way, level, both, batch):
 @every_pair(way=WAYS, hidden=[torch.float32, torch.bfloat16])
 def test_autocast(way, hidden, both):
     """The GEMMs have the dtype that stock's have: PyTorch's grouped GEMM keeps the weights'."""
-    model, stock = both(way=way)
-    errors = [0.0, 0.0]
-    for draw in range(8):
-        results = []
-        for m in (model, stock, stock):
-            generator = torch.Generator().manual_seed(draw)
-            x = torch.randn(33, 16, generator=generator).to(hidden).requires_grad_()
-            ids = torch.rand(33, 4, generator=generator).topk(2).indices
-            routing = torch.rand(33, 2, generator=generator).requires_grad_()
-            narrow = len(results) < 2
-            with torch.autocast("cpu", torch.bfloat16) if narrow else contextlib.nullcontext():
-                y = experts_of(m)[0](x if narrow else x.float(), ids, routing)
-            assert bool(fused(y)) == (m is model)
-            leaves = (x, routing, *experts_of(m)[0].parameters())
-            grads = torch.autograd.grad(y.float().square().sum(), leaves)
-            assert [g.dtype for g in grads] == [x.dtype, torch.float32, torch.float32, torch.float32]
-            results.append([y, *grads])
-        assert results[0][0].dtype == hidden
-        for i in range(2):
-            pairs = zip(results[i], results[2], strict=True)
-            errors[i] += sum(
-                ((got.double() - true.double()).norm() / true.double().norm()).item() for got, true in pairs
-            )
-    assert errors[0] <= 1.2 * errors[1] + 1e-5
-    assert (errors[0] < 1e-4) == (way == "grouped_mm" and hidden == torch.float32)
+    models, errors = both(way=way), []
+    ids, routing = torch.rand(8 * 33, 4).topk(2).indices, torch.rand(8 * 33, 2)
+    x = torch.randn(8 * 33, 16).to(hidden)
+    true = experts_of(models[1])[0](x.float(), ids, routing)
+    for m in models:
+        leaves = (x.clone().requires_grad_(), routing.clone().requires_grad_())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = experts_of(m)[0](leaves[0], ids, leaves[1])
+        assert bool(fused(y)) == (m is models[0])
+        assert y.dtype == hidden
+        gradients = torch.autograd.grad(y.float().square().sum(), (*leaves, *experts_of(m)[0].parameters()))
+        assert [g.dtype for g in gradients] == [hidden, torch.float32, torch.float32, torch.float32]
+        errors.append(relative_error(y, true))
+    assert errors[0] <= 1.1 * errors[1] + 1e-6
+    assert (errors[0] < 1e-5) == (way == "grouped_mm" and hidden == torch.float32)
 
 
 class Loud(nn.Module):
@@ -100,30 +87,6 @@ def test_changes_after_patch_are_followed(change, both, batch):
     assert change in ("implementation", "expert parallel") or abs(loss - plain) > 1e-4
 
 
-class Watching(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, Watching])
-def test_calls_that_run_the_stock_code(around, both, batch):
-    model, stock = both()
-    with around():
-        losses = [m(**batch).loss for m in (model, stock)]
-    assert torch.equal(*losses)
-    assert not fused(losses[0])
-
-
-def test_an_expert_that_no_router_has(both):
-    """Eager experts skip an id that is their number."""
-    model, stock = both(way="eager")
-    ids = torch.tensor([[0, 4], [4, 4], [3, 1]])
-    x, routing = torch.randn(3, 16), torch.rand(3, 2)
-    ours, theirs = (experts_of(m)[0](x, ids, routing) for m in (model, stock))
-    torch.testing.assert_close(ours, theirs)
-    assert fused(ours) == {"mlp": 1}
-
-
 def cap(experts):
     """Give experts a capacity, as some mixtures have it: pairs behind it add nothing."""
     kind, E = type(experts), experts.num_experts
@@ -143,11 +106,9 @@ def int8(weight):
 
 FORMS = {
     "capacity": (cap, "its experts are not"),
-    "norm inside": (lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(3))), "weights or buffers beside"),
     "quantised": (lambda m: setattr(m, "down_proj", int8(m.down_proj)), "quantised"),
     "an exact GELU": (lambda m: setattr(m, "act_fn", nn.GELU()), "its experts are not"),
     "a forward of its own": (lambda m: setattr(m, "forward", m.forward), "replaced on the instance"),
-    "an implementation for GPUs": (lambda m: setattr(m.config, "_experts_implementation", "sonicmoe"), "on a CPU"),
     "a level of its own": (lambda m: setattr(m, "checkpoint_level", 5), "checkpoint_level of its own"),
 }
 

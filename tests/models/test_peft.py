@@ -62,24 +62,18 @@ BOTH = ["embed_tokens", "lm_head"]
 # name of the model, and the adapters; also heads that are tied, capped, scaled or have a bias
 FUSED = {
     "head and embedding": ("llama", lora(target_modules=["lm_head", "q_proj", "embed_tokens"])),
-    "rank-stabilised": ("llama", lora(target_modules=["lm_head", *MLP], use_rslora=True)),
     "bias": ("llama", lora(target_modules=["lm_head", "q_proj", *MLP], lora_bias=True)),
     "saved, MLP": ("llama", lora(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "embed_tokens"])),
+    "saved projection": ("llama", lora(target_modules=["up_proj"], modules_to_save=["gate_proj"])),
     "dropout": ("llama", lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.4)),
     "patterns": ("llama", lora(target_modules=["lm_head", *MLP], rank_pattern={"up_proj": 1}, alpha_pattern=AT)),
-    "prompt": ("llama", peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
     "prefix": ("llama", peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
-    "tied": ("llama-tied", ALL),
     "tied, saved": ("llama-tied", SAVED),
     "tied adapters": ("llama-tied", lora(target_modules=BOTH, **TIED)),
-    "tied and saved": ("llama-tied", lora(target_modules=["q_proj"], modules_to_save=BOTH, **TIED)),
     "capped": ("gemma2", ALL),
-    "scaled": ("cohere2", ALL),
     "divided, saved": ("granite", SAVED),
     "biased": ("phi", ALL),
-    "biased, saved": ("phi", SAVED),
     "joined": ("phi3", lora(target_modules=["gate_up_proj", "down_proj"])),
-    "joined, gate and up alone": ("phi3", lora(target_modules=["gate_up_proj"])),
 }  # fmt: skip
 
 
@@ -100,14 +94,6 @@ def test_loss_without_logits_and_every_gradient(case, order, both, batch):
     assert ("LoRA with it" if "lm_head" in targets else "without logits") in report.parts["loss"].outcome
     if on_mlp := [part for part in ("gate_proj", "gate_up_proj", "up_proj", "down_proj") if part in targets]:
         assert name == "phi" or f"LoRA on {', '.join(on_mlp)} with it" in report.parts["mlp"].outcome
-
-
-def test_a_base_weight_that_is_trained(both, batch):
-    model, stock, report = both(lora(target_modules=["lm_head", *MLP]))
-    for m in (model, stock):
-        m.requires_grad_(True)
-    compare(model, stock, batch)
-    expect_calls(report, 1)
 
 
 @promise("values", "dtypes")
@@ -144,15 +130,6 @@ def test_mlps_with_dropout(both, batch):
         for m in (model, stock)
     ]
     assert noise[0] == pytest.approx(noise[1], rel=0.1)  # as much as stock's
-    model.eval(), stock.eval()
-    model.zero_grad()
-    compare(model, stock, batch)
-    for m in (model, stock):
-        m.add_adapter("other", lora(target_modules=["up_proj"], lora_dropout=0.5))
-        m.base_model.set_adapter(["default", "other"])
-        m.train()
-    assert fused(model(**batch).loss)["mlp"] == 0
-    assert "several LoRA adapters with dropout" in str(lowtide.patch(model))
 
 
 @promise("checkpoint")
@@ -247,18 +224,6 @@ def test_saved_heads_take_turns(order, both, batch):
     assert types_of(model) == types_of(stock)
 
 
-def test_saved_projections_of_an_mlp(both, batch):
-    for order in ORDERS:
-        model, stock, _ = both(lora(target_modules=["up_proj"], modules_to_save=["gate_proj"]), order=order)
-        assert fused(compare(model, stock, batch))["mlp"] == 2
-        with model.disable_adapter(), stock.disable_adapter():
-            torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
-    for m in (model, stock):
-        hooked(m.get_base_model().model.layers[0].mlp.gate_proj)
-    assert fused(compare(model, stock, batch))["mlp"] == 1
-    assert "gate_proj is a layer of modules_to_save with hooks" in str(lowtide.patch(model))
-
-
 OF = "is a Linear of peft.tuners."
 IA3 = {"target_modules": ["lm_head", *MLP], "feedforward_modules": ["down_proj"]}
 OTHERS = {
@@ -281,17 +246,6 @@ def test_other_tuners_run_as_they_came(case, order, both, batch):
     on_mlps = "gate_proj" in config.target_modules
     assert (fused(loss)["mlp"] == 0) == on_mlps
     assert not on_mlps or report.parts["mlp"].outcome.startswith("left as it is: gate_proj ")
-
-
-@promise("reported")
-@pytest.mark.parametrize("order", ORDERS)
-def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch):
-    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
-    model, stock, report = both(config, order=order)
-    compare(model, stock, batch)
-    expect_calls(report, int(order == "patch first"))
-    assert report.parts["loss"].patched == (order == "patch first")
-    assert ("AdaptionPromptModel around the model keeps the forward" in str(report)) == (order == "peft first")
 
 
 @promise("patched")
@@ -328,11 +282,6 @@ def test_no_logits_and_nothing_of_the_weights_size(both):
     logits = 4 * 60 * 4001 * 4
     expect_calls(report, 1)
     assert max(event.bytes for event in seen.events) <= logits / 8
-    wide = both(config, settings={"vocab_size": 997, "hidden_size": 256})[0]
-    weight = wide.get_base_model().lm_head.base_layer.weight
-    with track_allocations() as seen:
-        wide(input_ids=ids[:1, :40] % 997, labels=ids[:1, :40] % 997).loss.backward()
-    assert max(event.bytes for event in seen.events) < weight.nbytes / 4
 
 
 class Louder(peft.tuners.lora.Linear):
@@ -347,10 +296,8 @@ def with_a_forward(layer):
 
 CHANGES = {
     "hook": lambda layer: hooked(layer.lora_B["default"]),
-    "hook around": hooked,
     "forward": with_a_forward,
     "another class": lambda layer: setattr(layer, "__class__", Louder),
-    "another dropout": lambda layer: layer.lora_dropout.update({"default": nn.AlphaDropout(0.0)}),
     "parametrization": lambda layer: nn.utils.parametrizations.weight_norm(layer.base_layer),
 }
 
@@ -400,13 +347,8 @@ def test_checkpoints_of_peft_are_stock(order, config, both, build, batch, tmp_pa
 
 
 @promise("patched")
-def test_generation_and_batches_of_several_adapters(both, batch):
+def test_batches_of_several_adapters(both, batch):
     model, stock, report = both(ALL)
-    model.eval(), stock.eval()
-    prompt = {"input_ids": batch["input_ids"][:, :5], "attention_mask": batch["attention_mask"][:, :5]}
-    for adapter_names in (None, ["default", "__base__"]):  # a batch of several adapters
-        own = {} if adapter_names is None else {"adapter_names": adapter_names}
-        tokens = [m.generate(**prompt, **own, max_new_tokens=5, do_sample=False) for m in (stock, model)]
-        assert torch.equal(*tokens)
-    torch.testing.assert_close(*(m(**batch, adapter_names=["default", "__base__"]).loss for m in (model, stock)))
+    losses = [m.eval()(**batch, adapter_names=["default", "__base__"]).loss for m in (model, stock)]
+    torch.testing.assert_close(*losses)
     expect_calls(report, 0, 1)

@@ -106,19 +106,6 @@ def test_qlora(bits, order, dtype, quantised, batch):
     assert report.parts["mlp"].outcome == outcomes[bits]
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_lora_on_a_quantised_head(bits, quantised, batch):
-    model, stock = quantised(bits, skip=(), adapters=["lm_head"])
-    report = lowtide.patch(model)
-    compare(model, stock, batch)
-    expect_calls(report, int(bits == "4bit"), int(bits == "8bit"))
-    reasons = {
-        "4bit": "LoRA with it, NF4 weight dequantised for it",
-        "8bit": f"the output embedding is LoRA on a {OF_8_BITS.format('on ')} (list it in llm_int8_skip_modules",
-    }
-    assert reasons[bits] in str(report)
-
-
 @promise("dtypes")
 @every_pair(autocast=[False, True], compute=[torch.float32, torch.bfloat16], dtype=[torch.float32, torch.bfloat16])
 def test_a_quantised_head_computes_in_its_own_dtype(dtype, compute, autocast, quantised, batch):
@@ -191,30 +178,6 @@ def test_model_types_and_forms(name, sizes, settings, quantised, batch):
         assert fused(compare(model, stock, batch))["mlp"] == 2
 
 
-@promise("memory")
-def test_level_1_saves_the_inputs_alone(quantised, batch):
-    model, stock = quantised("4bit")
-    lowtide.patch(model, loss=False, norm=False, rope=False)
-    tokens, width = batch["input_ids"].numel(), SIZES["intermediate_size"]
-    wide = {}
-    for level in (0, 1, None):
-        m = stock if level is None else model
-        set_level(m, level)
-        m.enable_input_require_grads()
-        seen = []
-
-        def pack(tensor, seen=seen):
-            seen.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            m(**batch)
-        assert not any(t.numel() == width * SIZES["hidden_size"] for t in seen), "a dense weight is saved"
-        wide[level] = sum(t.numel() == tokens * width for t in seen)
-    assert (wide[0], wide[1]) == (2 * 2, 0)
-    assert wide[None] > wide[0]
-
-
 def test_what_the_fused_mlp_cannot_read_runs_as_it_came(quantised, batch):
     model, stock = quantised("4bit", adapters=["q_proj"])
     report = lowtide.patch(model)
@@ -230,38 +193,3 @@ def test_what_the_fused_mlp_cannot_read_runs_as_it_came(quantised, batch):
     text = str(lowtide.patch(model))  # the second layer has the old weight's state still
     assert "not quantised yet" in text
     assert "of another form" in text
-
-
-def test_fp8_layers_are_reported(build):
-    """transformers' own, whose kernels round the input too: they are built here, and cannot run on a CPU."""
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    model = build("llama")
-    for layer in model.model.layers:
-        layer.mlp.gate_proj = fp8.FP8Linear(16, 24, block_size=(8, 8))
-    report = lowtide.patch(model)
-    reason = "left as it is: gate_proj is a FP8Linear, not a plain torch.nn.Linear, and rounds its input too"
-    assert report.parts["mlp"].outcome == reason
-    assert report.parts["norm"].patched
-
-
-def test_adapters_that_are_merged_or_disabled(quantised, batch):
-    pair = quantised("4bit", adapters=["gate_proj", "down_proj"])
-    lowtide.patch(pair[0])
-    for m in pair:
-        m.enable_input_require_grads()
-
-    def losses():
-        found = [m(**batch).loss for m in pair]
-        torch.testing.assert_close(*found)
-        assert fused(found[0])["mlp"] == 2
-        return found[0]
-
-    plain = losses()
-    with pair[0].disable_adapter(), pair[1].disable_adapter():
-        losses()
-    for m in pair:
-        m.merge_adapter()  # the sum is quantised anew
-    assert not torch.equal(losses(), plain)
-    for m in pair:
-        m.unmerge_adapter()
-    losses()
