@@ -19,6 +19,7 @@ import torch
 import cpu_time
 import interpreter
 import promises
+import rooms
 from lowtide.measure.machine import describe_machine, source_commit
 
 with warnings.catch_warnings(action="ignore"):  # of torch's own deprecated calls, when its compiler imports it
@@ -73,6 +74,7 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
     parser.addoption("--device", default="cpu", help="hold the contract on this device: tests/contract")
+    parser.addoption("--room", help="run the tests of this room, and of those that are built on it: tests/rooms.py")
     parser.addoption("--order", type=int, metavar="SEED", help="run the tests in an order that the seed draws")
     parser.addoption("--seed-offset", type=int, default=0, help="other random inputs: added to each test's seed")
     parser.addoption("--times", metavar="FILE", help="write the CPU seconds of each test as json")
@@ -84,6 +86,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     import support
 
+    if (room := config.getoption("--room")) is not None:
+        rooms.chosen(room)  # or an error
     support.DEVICE = config.getoption("--device")
     if support.DEVICE != "cpu":  # products as exact as their operands, for comparisons with float64
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -91,6 +95,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         os.environ["THOROUGH"] = "1"  # for the cases of ranks
     config.pluginmanager.register(cpu_time.Times(judge=config.getoption("--slow")), "cpu_time")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of other rooms than the chosen ones."""
+    room, above = config.getoption("--room"), [collection_path, *collection_path.parents]
+    if room is None or rooms.TESTS not in above[1:]:
+        return None
+    return above[above.index(rooms.TESTS) - 1].name not in rooms.chosen(room) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

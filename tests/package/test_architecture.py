@@ -18,53 +18,10 @@ import torch
 
 import lowtide
 from promises import promise
+from rooms import ROOMS, ROOT, TESTS, imported, imported_rooms, room_of, rooms_of_tests, trees
 
 pytestmark = promise("package")
-ROOT = Path(lowtide.__file__).parent
-TESTS = Path(__file__).parents[1]
-ROOMS = [
-    "errors", "lazy", "arguments", "swap", "measure", "kernel_launch", "graph", "head", "skip",
-    "mlp", "layers", "nn", "losses", "memory", "plan", "distributed", "trl", "models", "stacks", "train", "bench",
-    "profile", "cli", "__main__",
-]  # fmt: skip
 SEAM = "lowtide.head.choice", "lowtide.skip.seam"  # the one import of a room below
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    """Return the module of each file of the package by its name; a package has its own."""
-    found = {}
-    for file in sorted(ROOT.rglob("*.py")):
-        name = ".".join(("lowtide", *file.relative_to(ROOT).with_suffix("").parts))
-        found[name.removesuffix(".__init__")] = ast.parse(file.read_text())
-    return found
-
-
-def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else "__init__"
-
-
-@cache
-def imported(module: str) -> set[tuple[str, str]]:
-    """Return module and name of each import statement of a module, wherever it stands; "" for one as a whole.
-
-    `importlib.import_module` of a string counts as well.
-    """
-    found = set()
-    for node in ast.walk(trees()[module]):
-        if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: write imports in full"
-            found |= {(str(node.module), alias.name) for alias in node.names}
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module":
-            found |= {(arg.value, "") for arg in node.args if isinstance(arg, ast.Constant)}
-    return found
-
-
-def imported_rooms(module: str) -> set[str]:
-    names = {f"{source}.{name}".rstrip(".") for source, name in imported(module)}
-    return {room_of(name) for name in names if name.startswith("lowtide.")}
 
 
 def test_a_room_imports_only_from_rooms_above_it() -> None:
@@ -75,6 +32,11 @@ def test_a_room_imports_only_from_rooms_above_it() -> None:
             allowed = {*ROOMS[: ROOMS.index(room) + 1], "__version__", "skip" if module == SEAM[0] else ""}
             wrong += [f"{module} imports {name}" for name in sorted(imported_rooms(module) - allowed)]
     assert not wrong
+
+
+def test_each_folder_of_tests_is_a_rooms() -> None:
+    for path in TESTS.glob("*/test_*.py"):
+        assert rooms_of_tests(path.parent)
 
 
 def test_the_head_imports_one_file_of_skip_in_one_function() -> None:
