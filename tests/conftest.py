@@ -106,12 +106,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--promises"):
+        promises.write(items)
     if not config.getoption("--slow"):
         slow = [item for item in items if "slow" in item.keywords]
         items[:] = [item for item in items if "slow" not in item.keywords]
         config.hook.pytest_deselected(items=slow)
-    if config.getoption("--promises"):
-        promises.write(items)
     if (order := config.getoption("--order")) is not None:
         random.Random(order).shuffle(items)
 

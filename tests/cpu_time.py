@@ -7,26 +7,29 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 TEST, FILE = 5.0, 25.0  # CPU seconds that a test and a file may take, on a machine that takes REFERENCE to calibrate
 REFERENCE = 0.1
-SHOWN = 20
+EVERY = 250  # tests, in each worker: what else the machine does changes
+SHOWN, SHORT = 20, 0.5  # rows of the summary, and CPU seconds of what is left out there
+BEFORE = pytest.StashKey[float]()
 
 
 def _of_children() -> float:
     """Return the CPU seconds of this process's living children and of what these have waited for."""
     total = 0.0
-    try:
-        children = Path("/proc/thread-self/children").read_text().split()
-        for pid in children:
-            fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
-            total += sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-    except OSError:  # it has just ended, or there is no such file system
-        pass
+    for listed in Path("/proc/self/task").glob("*/children"):  # those that any thread started
+        with suppress(OSError):
+            for pid in listed.read_text().split():
+                with suppress(OSError):  # it has just ended
+                    fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+                    total += sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
     return total
 
 
@@ -60,6 +63,8 @@ class Times:
         self.tests: dict[str, float] = {}
         self.slow: set[str] = set()
         self.calibrated: list[float] = []
+        self.seen = 0
+        self.fails = False
 
     def factor(self) -> float:
         """What a CPU second of this session is worth on the machine of the budgets."""
@@ -84,7 +89,7 @@ class Times:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        item.user_properties.append(("before", used()))
+        item.stash[BEFORE] = used()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -93,27 +98,28 @@ class Times:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
-            before = dict(item.user_properties)["before"]
-            found = {"cpu": used() - float(str(before)), "slow": "slow" in item.keywords}
-            report.user_properties = [*found.items(), *_calibration()]
+            seconds = max(0.0, used() - item.stash[BEFORE])
+            report.user_properties += [("cpu", seconds), ("slow", "slow" in item.keywords)]  # which xdist sends
+            if self.seen % EVERY == 0:
+                report.user_properties.append(("calibrated", calibrate()))
+            self.seen += 1
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        found = dict(report.user_properties)
+        found: dict[str, Any] = dict(report.user_properties)
         if report.when == "teardown" and "cpu" in found:
-            self.tests[report.nodeid] = float(str(found["cpu"]))
+            self.tests[report.nodeid] = found["cpu"]
             if found["slow"]:
                 self.slow.add(report.nodeid)
             if "calibrated" in found:
-                self.calibrated.append(float(str(found["calibrated"])))
+                self.calibrated.append(found["calibrated"])
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.judged() and self.too_long() and session.exitstatus == pytest.ExitCode.OK:
+        is_worker = hasattr(session.config, "workerinput")  # which knows its own tests only
+        self.fails = self.judge and not is_worker and not busy() and "ATEN_CPU_CAPABILITY" not in os.environ
+        if self.fails and self.too_long() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def judged(self) -> bool:
-        return self.judge and not busy() and "ATEN_CPU_CAPABILITY" not in os.environ
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         if file := config.getoption("--times"):
@@ -124,17 +130,7 @@ class Times:
         show.section(f"{sum(self.tests.values()):.0f} CPU seconds; the longest tests and files")
         for found in (self.tests, self.files()):
             for name, seconds in sorted(found.items(), key=lambda pair: -pair[1])[:SHOWN]:
-                show.line(f"{seconds:7.1f} s  {name}")
+                if seconds >= SHORT:
+                    show.line(f"{seconds:7.1f} s  {name}")
         for line in self.too_long():
-            show.line(("failed" if self.judged() else "warning") + f": {line}")
-
-
-_known: list[tuple[str, float]] = []
-
-
-def _calibration() -> list[tuple[str, float]]:
-    """Calibrate once in a worker, and say so once."""
-    if _known:
-        return []
-    _known.append(("calibrated", calibrate()))
-    return _known
+            show.line(("failed" if self.fails else "warning") + f": {line}")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src"
+PATIENCE = 900  # seconds: a loop without an end is a defect that is seen
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,16 @@ class Mutant:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
         command += [str(TESTS / file) for file in files.split()] + (["-k", chosen] if chosen else [])
         env = {**os.environ, "PYTHONPATH": str(src), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        found = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, check=False)
-        lines = [line for line in found.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        try:
+            found = subprocess.run(
+                command, env=env, cwd=TESTS.parent, capture_output=True, text=True, check=False, timeout=PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            return True, f"its tests do not end within {PATIENCE} s"
+        lines = [line for line in found.stdout.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
         says = (lines or found.stdout.splitlines() or found.stderr.splitlines() or ["nothing"])[-1]
-        if found.returncode not in (0, 1):
-            raise RuntimeError(f"{self}: pytest ended with {found.returncode}: {says}\n{found.stdout[-2000:]}")
+        if found.returncode not in (0, 1) or any("::" not in line for line in lines):  # or a file cannot be imported
+            raise RuntimeError(f"pytest ended with {found.returncode}: {says}\n{found.stdout[-2000:]}")
         return found.returncode == 1, says
 
 
@@ -306,9 +312,12 @@ def judge(mutant: Mutant) -> tuple[bool, str]:
     """Run a mutant's tests and return whether all is as it should be, and a line about it."""
     since = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        src = Path(shutil.copytree(SRC, Path(folder, "src"), ignore=shutil.ignore_patterns("__pycache__")))
-        mutant.change(src)
-        killed, says = mutant.killed(src)
+        src = Path(shutil.copytree(SRC, Path(folder, "src")))  # what is compiled stays valid, as times are copied
+        try:
+            mutant.change(src)
+            killed, says = mutant.killed(src)
+        except (OSError, ValueError, RuntimeError) as error:
+            return False, f"NOT TRIED: {mutant}\n    {error}"
     outcome = "killed" if killed else f"survived, as known ({mutant.survives})" if mutant.survives else "SURVIVED"
     return killed != bool(mutant.survives), f"{outcome} in {time.monotonic() - since:.0f} s: {mutant}\n    {says}"
 

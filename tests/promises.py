@@ -1,10 +1,11 @@
 """What the library promises, and which tests hold it: a test names its promise by a mark, `@promise("values")`.
 
-`pytest --collect-only --promises` writes the table in tests/README.md.
+`pytest --collect-only --promises` writes the table in tests/README.md, slow tests and those on a GPU included.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,18 +41,25 @@ PROMISES = {
     "package": "rooms, budgets, and what an import costs",
 }
 README = Path(__file__).parent / "README.md"
-promise = pytest.mark.promise
+
+
+def promise(*names: str) -> pytest.MarkDecorator:
+    """Mark a test, or as ``pytestmark`` a file, with what it holds."""
+    if not {*names} <= PROMISES.keys():
+        raise ValueError(f"promise: expected some of {', '.join(PROMISES)}, got {names}")
+    return pytest.mark.promise(*names)
 
 
 def kept(items: Iterable[pytest.Item]) -> dict[str, Counter[str]]:
-    """Return for each promise how many cases of which file hold it; an unknown promise is an error."""
+    """Return for each promise how many cases of which file hold it; of files on a GPU, which may not run here, none."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for item in items:
-        for mark in item.iter_markers("promise"):
-            for name in mark.args:
-                if name not in PROMISES:
-                    raise pytest.UsageError(f"{item.nodeid}: promise must be one of {sorted(PROMISES)}, got {name!r}")
-                found[name][item.path.relative_to(README.parent).as_posix()] += 1
+        for name in {name for mark in item.iter_markers("promise") for name in mark.args}:
+            found[name][item.path.relative_to(README.parent).as_posix()] += 1
+    for file in README.parent.glob("gpu/test_*.py"):
+        for marked in re.findall(r"\bpromise\(([^)]*)\)", file.read_text()):
+            for name in re.findall(r"\w+", marked):
+                found[name][f"gpu/{file.name}"] += 0
     return found
 
 
@@ -66,6 +74,6 @@ def table(items: Iterable[pytest.Item]) -> str:
 
 
 def write(items: Iterable[pytest.Item]) -> None:
-    """Put the table into tests/README.md, after its last line that is no row."""
+    """Put the table into tests/README.md, in place of the one at its end."""
     before = README.read_text().partition("| promise |")[0]
     README.write_text(before + table(items))

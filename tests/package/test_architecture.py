@@ -287,6 +287,8 @@ def test_names_are_those_that_a_type_checker_sees(package: Any) -> None:
     for node in typed.body:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
+            if alias.name == "PatchCallback":  # a class of transformers', whose import takes seconds
+                continue
             held = getattr(importlib.import_module(str(node.module)), alias.name)
             assert getattr(package, alias.name) is held
     assert sorted(dir(package)) == sorted(package.__all__)
