@@ -73,7 +73,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("nn.py", "self.weight.to(losses.dtype)[", "self.weight[", "test_nn.py"),
         Mutant(
             "arguments.py", "    if isinstance(value, bool) or not isinstance(value, Integral):",
-            "    if not isinstance(value, Integral):", "mlp/test_swiglu_errors.py",
+            "    if not isinstance(value, Integral):", "contract/test_errors.py -k swiglu",
         ),
         Mutant(
             "arguments.py", "    if not (low < value < high if above else low <= value <= high):",
@@ -81,19 +81,19 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "head/terms/cross_entropy.py", "position = int(wrong.nonzero()[0, 0])",
-            "position = int(wrong.nonzero()[-1, 0])", "contract/test_errors.py -k position",
+            "position = int(wrong.nonzero()[-1, 0])", "contract/test_errors.py -k place",
         ),
         Mutant(
             "graph.py", "return stored, sources, last and not ctx.shared", "return stored, sources, True",
-            "contract/test_autograd.py",
+            "contract/test_autograd.py -k retained",
         ),
         Mutant(
             "graph.py", "        if watched(args):\n            return self.registered(*args)\n", "",
-            "contract/test_compile.py",
+            "contract/test_compile.py -k opcheck",
         ),
         Mutant(
             "kernel_launch.py", "    return -(-n // size)\n", "    return max(1, n // size)\n",
-            "layers/test_norm.py -k kernel",
+            "layers/test_layers.py -k kernels",
         ),
         Mutant(
             "lazy.py", "for name in sys.modules[package].__all__ if not lacks(name)]",
@@ -107,27 +107,27 @@ MUTANTS: dict[str, list[Mutant]] = {
     "mlp": [
         Mutant(
             "mlp/elementwise.py", "    c = a.clamp(-64, 64)  # s is 0 or 1 outside\n", "    c = a + 0\n",
-            "mlp/test_swiglu_values.py -k any_size",
+            "mlp/test_values.py -k any_size",
         ),
         Mutant(
             "mlp/passes.py", "        up.backward(dup, x, dx, start, add=True)",
-            "        up.backward(dup, x, dx, start, add=False)", "mlp/test_swiglu_values.py",
+            "        up.backward(dup, x, dx, start, add=False)", "contract/test_values.py -k swiglu",
         ),
         Mutant(
             "mlp/passes.py", "call.wide if len(tiles) > 1 or t.dim() == 1", "call.wide if t.dim() == 1",
-            "mlp/test_swiglu_values.py -k float32",
+            "mlp/test_values.py -k float32",
         ),
         Mutant(
             "mlp/passes.py", "        if tile is tiles[-1]:\n            saved.clear()\n", "",
-            "mlp/test_swiglu_memory.py -k peak",
+            "mlp/test_memory.py -k peaks",
         ),
         Mutant(
             "mlp/low_rank.py", "dx[part].add_(through, alpha=self.scale)", "dx[part].add_(through)",
-            "mlp/test_low_rank.py -k drop",
+            "mlp/test_values.py -k drop",
         ),
         Mutant(
             "mlp/low_rank.py", "            first = start + part.start\n", "            first = part.start\n",
-            "mlp/test_low_rank.py mlp/test_joined.py",
+            "mlp/test_values.py -k drop",
         ),
         Mutant(
             "mlp/call.py", "return min(self.dtype, self.input.dtype,", "return max(self.dtype, self.input.dtype,",
@@ -135,15 +135,15 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "mlp/call.py", '    "up first": lambda F: (slice(F, 2 * F), slice(0, F)),',
-            '    "up first": lambda F: (slice(0, F), slice(F, 2 * F)),', "mlp/test_joined.py -k float64",
+            '    "up first": lambda F: (slice(0, F), slice(F, 2 * F)),', "contract/test_values.py -k adapted",
         ),
         Mutant(
             "mlp/expert_passes.py", "return torch.where(self.ids < E, grad, 0.0)", "return grad",
-            "mlp/test_experts.py -k no_expert",
+            "contract/test_values.py -k experts",
         ),
         Mutant(
             "mlp/expert_rows.py", "passes = (~(g > limit), ~(u.abs() > limit))",
-            "passes = (~(g > limit), ~(u > limit))", "mlp/test_experts.py -k values",
+            "passes = (~(g > limit), ~(u > limit))", "contract/test_values.py -k experts",
         ),
         Mutant(
             "mlp/packed.py", "            outer[:1] = [part(one, shared) for one in outer[:1]]\n", "",
@@ -151,31 +151,31 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "mlp/operators.py", "        ctx.shared = held_elsewhere()", "        ctx.shared = False",
-            "mlp/test_swiglu_autograd.py -k checkpointed",
+            "mlp/test_values.py -k holds",
         ),
     ],
     "layers": [
         Mutant(
             "layers/norm.py", "dx.copy_(into_rows if call.g_sum is None else into_rows.add_(call.g_sum))",
-            "dx.copy_(into_rows)", "layers/test_norm.py -k residual",
+            "dx.copy_(into_rows)", "contract/test_values.py -k add_rms_norm",
         ),
         Mutant(
             "layers/norm.py", "        normed = normed.to(x.dtype).to(wide.dtype)\n", "        pass\n",
-            "layers/test_norm.py -k transformers",
+            "layers/test_layers.py -k transformers",
         ),
         Mutant(
             "layers/rope.py", "sin_1, sin_2 = -sin_2, -sin_1", "sin_1, sin_2 = -sin_1, -sin_2",
-            "layers/test_rope.py -k values",
+            "contract/test_values.py -k rotary",
         ),
         Mutant(
             "layers/kernels/rms_norm.py",
             "        inside = (row < N)[:, None] & (column < D)[None, :]\n        g = ",
             "        inside = (row <= N)[:, None] & (column < D)[None, :]\n        g = ",
-            "layers/test_norm.py -k kernel",
+            "layers/test_layers.py -k kernels",
         ),
         Mutant(
             "layers/kernels/rotary.py", "others = 0 if LAST else 2 * half", "others = 2 * half",
-            "layers/test_rope.py -k kernel",
+            "layers/test_layers.py -k kernels",
         ),
     ],
     "losses": [

@@ -45,6 +45,8 @@ class Function:
     rounding: float = 0.0  # of gradients, in eps times the upstream's norm: all there is in a saturated row
     plan: Callable[..., HeadPlan] = plan_head
     widens: bool = True  # results are float32 of narrow operands, too
+    public: bool = True  # else patched models alone call it, which refuse transforms before
+    saves_outputs: bool = False  # which a caller may not write to before backward
 
     def arguments(self, dtype: torch.dtype, seed: int | None = None, **choice: Any) -> Arguments:
         """Return random arguments, everything not chosen plain; without a seed others each time."""

@@ -12,6 +12,7 @@ from contract.function import Mode
 HEADS = cases.MODES
 FUNCTIONS = {**cases.FUNCTIONS, **parts.FUNCTIONS}
 MODES = {**HEADS, **cases.CONTRASTIVE, **parts.MODES}
+PUBLIC = {name: mode for name, mode in MODES.items() if mode.function.public}
 PER_TOKEN = {name: mode for name, mode in HEADS.items() if mode.per_token}
 
 

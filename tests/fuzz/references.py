@@ -2,7 +2,7 @@
 
 Nothing of lowtide is used. Each function runs in the dtype of its tensors: float64 gives the truth, the dtype of a
 case what plain PyTorch errs. Matrices are multiplied in the tensors' dtype (autocast's where it is on), and what
-follows is float32 or float64. `note` says what an error bound is made of; a printed program does without.
+follows is float32 or float64.
 """
 
 from __future__ import annotations
@@ -12,23 +12,13 @@ import math
 import torch
 import torch.nn.functional as F
 
-NOTES = {}
-
-
-def note(**what):
-    """Keep what bounds are made of, for who has put something into `NOTES`: see `bounds.Scales`."""
-    if NOTES:
-        NOTES.update(what)
-
 
 def wide(x):
     return x if x.dtype == torch.float64 else x.float()
 
 
-def logits_of(input, linear_weight, linear_bias=None, softcap=None, logit_scale=1.0, side="student"):
+def logits_of(input, linear_weight, linear_bias=None, softcap=None, logit_scale=1.0):
     raw = F.linear(input, linear_weight, linear_bias)
-    if raw.requires_grad:
-        raw.retain_grad()
     z = wide(raw)
     if isinstance(logit_scale, torch.Tensor) and logit_scale.requires_grad:  # a class ruled out says nothing of it
         of_scale = z.detach().masked_fill(z == -math.inf, 0) * (logit_scale - logit_scale.detach())
@@ -37,9 +27,6 @@ def logits_of(input, linear_weight, linear_bias=None, softcap=None, logit_scale=
         z = z * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-        if z.requires_grad:
-            z.retain_grad()
-    note(**{side: (input, linear_weight, linear_bias, raw, z)})
     return z
 
 
@@ -79,31 +66,11 @@ def cross_entropy(
     if token_weight is not None:
         loss = loss * token_weight.detach().to(z.dtype)
     loss = loss.where(kept, 0)
-    note(cancels=bool(label_smoothing or z_loss), rows=(loss,))
-    if loss.requires_grad:
-        loss.retain_grad()
     if reduction == "none":
         return (loss,)
     if reduction == "sum":
         return (loss.sum(),)
     return (loss.sum() / ((q[y] * kept).sum() if num_items is None else num_items),)
-
-
-def several_outputs(input, linear_weight, target, out_features, linear_bias=None, weight=None, **options):
-    """`cross_entropy` of prod(out_features) heads that read the same hidden states."""
-    K = math.prod(out_features)
-    reduction, kept = options.pop("reduction", "mean"), target != options.get("ignore_index", -100)
-    rows, biases = linear_weight.view(len(linear_weight) // K, K, linear_weight.shape[1]), [None] * K
-    if linear_bias is not None:
-        biases = linear_bias.view(len(linear_bias) // K, K).unbind(1)
-    each = [
-        cross_entropy(input, rows[:, k], y, biases[k], weight, reduction="none", **options)[0]
-        for k, y in enumerate(target.reshape((*input.shape[:-1], K)).unbind(-1))
-    ]
-    loss = torch.stack(each, -1).view(target.shape)
-    if reduction != "mean":
-        return (loss,) if reduction == "none" else (loss.sum(),)
-    return (loss.sum() / (kept if weight is None else weight.to(loss.dtype)[target.where(kept, 0)] * kept).sum(),)
 
 
 def token_stats(
@@ -139,12 +106,7 @@ def token_stats(
         }
     if target is not None:
         found["logprob"] = found["logprob"].where(target != ignore_index, 0)
-    rows = tuple(found[name] for name in want)
-    note(cancels=not alone, rows=rows)
-    for row in rows:
-        if row.requires_grad:
-            row.retain_grad()
-    return rows
+    return tuple(found[name] for name in want)
 
 
 def divergence_of(log_s, log_t, kind, beta=0.5):
@@ -176,7 +138,7 @@ def divergence(
     if teacher_topk is None:
         teacher_input = kept_rows(teacher_input.detach(), mask)
         no_bias = None if teacher_bias is None else teacher_bias.detach()
-        b = logits_of(teacher_input, teacher_weight.detach(), no_bias, teacher_softcap, side="teacher")
+        b = logits_of(teacher_input, teacher_weight.detach(), no_bias, teacher_softcap)
         more = b.shape[-1] - a.shape[-1]
         a, b = F.pad(a, (0, max(more, 0)), value=-math.inf), F.pad(b, (0, max(-more, 0)), value=-math.inf)
         log_s, log_t = (a / temperature).log_softmax(-1), (b / temperature).log_softmax(-1)
@@ -195,9 +157,6 @@ def divergence(
             left = left.log().masked_fill(used.all(-1, keepdim=True), -math.inf)
             log_s, log_t = torch.cat((log_s, rest), -1), torch.cat((log_t, left), -1)
     value = divergence_of(log_s, log_t, kind, beta).where(mask, 0)
-    note(cancels=True, rows=(value,))
-    if value.requires_grad:
-        value.retain_grad()
     if reduction == "none":
         return (value,)
     if reduction == "sum":
@@ -205,33 +164,16 @@ def divergence(
     return (value.sum() / (mask.sum() if num_items is None else num_items),)
 
 
-def apply(fn, input, linear_weight, *token_args, linear_bias=None, params=(), mask=None, softcap=None, logit_scale=1.0):
-    """Values of tokens, 0 where masked; sums are taken by who calls this."""
-    mask = torch.ones(input.shape[:-1], dtype=torch.bool) if mask is None else mask
-    z = logits_of(kept_rows(input, mask), linear_weight, linear_bias, softcap, logit_scale)
-    values = fn(z.reshape(mask.numel(), z.shape[-1]), *(a.reshape(-1) for a in token_args), *params)
-    value = values.view((*mask.shape, *values.shape[1:]))
-    value = value.where(mask.view((*mask.shape, *[1] * (value.dim() - mask.dim()))), 0)
-    note(cancels=True, rows=(value,))
-    if value.requires_grad:
-        value.retain_grad()
-    return (value,)
-
-
 def swiglu(input, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, activation="silu"):
     gate, up = wide(F.linear(input, gate_weight, gate_bias)), wide(F.linear(input, up_weight, up_bias))
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     out = F.linear((act * up).to(down_weight.dtype), down_weight, down_bias)
-    note(mlp=(input, gate_weight, up_weight, down_weight, gate_bias, gate, up), out=out)
-    if out.requires_grad:
-        out.retain_grad()
     return (out,)
 
 
 def rms_norm(input, weight=None, eps=1e-6, offset=0.0, rounding="after_weight", residual=None):
     total = input if residual is None else input + residual
     x = wide(total)
-    note(norm=(x, weight, offset, eps))
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     scale = torch.ones(x.shape[-1:], dtype=input.dtype) if weight is None else weight
     if rounding == "before_weight":
@@ -239,14 +181,3 @@ def rms_norm(input, weight=None, eps=1e-6, offset=0.0, rounding="after_weight", 
     else:
         out = (x * (wide(scale) + offset)).to(input.dtype)
     return (out,) if residual is None else (out, total)
-
-
-def rotary(q, k, cos, sin, unsqueeze_dim=1):
-    def turned(x):
-        r = cos.shape[-1]
-        c, s = cos.to(wide(x).dtype).unsqueeze(unsqueeze_dim), sin.to(wide(x).dtype).unsqueeze(unsqueeze_dim)
-        part, rest = wide(x)[..., :r], x[..., r:]
-        half = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
-        return torch.cat(((part * c + half * s).to(x.dtype), rest), -1)
-
-    return turned(q), turned(k)

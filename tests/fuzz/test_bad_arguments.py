@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import lowtide
+from contract import parts
 from contract.cases import FUNCTIONS, arguments
-from lowtide import layers, losses
+from lowtide import losses
 from lowtide.errors import ArgumentTypeError, LowtideError
+from promises import promise
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's own, about the tensors made here
-N, D, V, FF = 3, 4, 5, 6
+pytestmark = [promise("errors"), pytest.mark.filterwarnings("ignore")]  # PyTorch's own, about the tensors made here
+N, D, V = 3, 4, 5
 
 
 def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
@@ -51,39 +53,7 @@ def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             applied,
             {"fn": entropy, **head, "token_args": torch.rand(N), "mask": mask, "logit_scale": scale, "out": "token"},
         ),
-        "swiglu_mlp": (
-            lowtide.swiglu_mlp,
-            {
-                "input": x,
-                "gate_weight": torch.randn(FF, D),
-                "up_weight": torch.randn(FF, D),
-                "down_weight": torch.randn(D, FF),
-                "gate_bias": torch.randn(FF),
-                "up_bias": torch.randn(FF),
-                "down_bias": torch.randn(D),
-                "activation": "silu",
-                "checkpoint_level": 1,
-                "tile_tokens": 2,
-            },
-        ),
-        "rms_norm": (
-            layers.rms_norm,
-            {"input": x, "weight": torch.randn(D), "eps": 1e-6, "offset": 1.0, "rounding": "after_weight"},
-        ),
-        "add_rms_norm": (
-            layers.add_rms_norm,
-            {"input": x, "residual": torch.randn(N, D), "weight": torch.randn(D), "eps": 1e-6},
-        ),
-        "rotary": (
-            layers.rotary,
-            {
-                "q": torch.randn(1, 2, 3, 4),
-                "k": torch.randn(1, 1, 3, 4),
-                "cos": torch.randn(1, 3, 4),
-                "sin": torch.randn(1, 3, 4),
-                "unsqueeze_dim": 1,
-            },
-        ),
+        **parts.GOOD,
         "sft_loss": (
             losses.sft_loss,
             {"logprob": logprob, "mask": torch.ones(2, 3).long(), "reduction": "token", "num_items": 3},

@@ -13,7 +13,7 @@ from lowtide.mlp.expert_call import Form
 from lowtide.mlp.experts import experts_mlp
 
 GPT_OSS = Form("silu", 0.8, 1.702, 1.0, "interleaved")
-FORMS = [Form("silu"), Form("gelu_tanh", joined="up first"), Form("silu", limit=0.5), GPT_OSS]
+FORMS = [GPT_OSS, Form("silu"), Form("gelu_tanh", joined="up first"), Form("silu", limit=0.5)]
 SIZES = (23, 3, 5, 10, 14)  # T tokens, K of the E experts each, D, F
 
 

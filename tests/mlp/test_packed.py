@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +17,26 @@ from lowtide.mlp import elementwise
 from lowtide.mlp.call import JOINED, Adapter, Projection
 from lowtide.mlp.packed import Packed
 from lowtide.mlp.swiglu import adapted_mlp
+from promises import promise
 from support import every_pair, relative_error
 
 bnb = pytest.importorskip("bitsandbytes")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
-
+pytestmark = [
+    promise("adapters"),
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),  # dynamo's
+]
 KINDS = {"nf4": {}, "nf4 nested": {"compress_statistics": True}, "fp4 in bf16": {"quant_storage": torch.bfloat16}}
+
+
+@pytest.fixture(autouse=True)
+def _eager(request: pytest.FixtureRequest) -> Iterator[None]:
+    """bitsandbytes compiles its own functions of the CPU, for each shape and dtype anew."""
+    if "compiled" in request.node.name:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def layer(
@@ -54,72 +68,73 @@ def adapter(rows: int, columns: int, dtype: torch.dtype) -> Adapter:
     return Adapter(a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), 0.75, 0.0)
 
 
-def projections(layers: Any, adapters: Any, dtype: torch.dtype) -> list[Projection]:
-    pairs = zip(layers, adapters, strict=True)
-    return [Projection(packed(linear, dtype), linear.bias, adapter) for linear, adapter in pairs]
+class Packs:
+    """An MLP of such layers: by lowtide, by bitsandbytes' own layers, and in float64."""
 
+    def __init__(
+        self, dtype: torch.dtype, lora: torch.dtype | None, joined: str = "", *, D: int = 34, F: int = 57,
+        kind: str = "nf4", **of_layers: Any,
+    ) -> None:  # fmt: skip
+        shapes = [(2 * F, D), (D, F)] if joined else [(F, D), (F, D), (D, F)]
+        self.dtype, self.joined = dtype, joined
+        self.layers = [layer(*shape, dtype, kind, **of_layers) for shape in shapes]
+        self.adapters = [None if lora is None else adapter(*shape, lora) for shape in shapes]
+        self.sides = [side for one in self.adapters if one is not None for side in one[:2]]
 
-def textbook(x: Tensor, layers: Any, adapters: Any, joined: str, activation: str, *, true: bool) -> Tensor:
-    """The MLP in plain PyTorch: by bitsandbytes' layers, or if ``true`` in float64."""
+    def fused(self, x: Tensor, **settings: Any) -> Tensor:
+        pairs = zip(self.layers, self.adapters, strict=True)
+        gate, *up, down = (Projection(packed(linear, self.dtype), linear.bias, one) for linear, one in pairs)
+        settings = {"activation": "silu", "joined": self.joined, **settings}
+        return adapted_mlp(x, gate, up[0] if up else None, down, **settings)
 
-    def project(i: int, z: Tensor) -> Tensor:
-        linear, lora = layers[i], adapters[i]
-        if true:
-            y = F.linear(z, exact(linear), None if linear.bias is None else linear.bias.double())
+    def textbook(self, x: Tensor, activation: str = "silu", *, true: bool = False) -> Tensor:
+        """The MLP in plain PyTorch: by bitsandbytes' layers, or if ``true`` in float64."""
+
+        def project(i: int, z: Tensor) -> Tensor:
+            linear, lora = self.layers[i], self.adapters[i]
+            bias = None if linear.bias is None else linear.bias.double()
+            y = F.linear(z, exact(linear), bias) if true else linear(z)
+            if lora is None:
+                return y
+            a, b = (side.double() if true else side for side in (lora.a, lora.b))
+            return y + lora.scale * F.linear(F.linear(z.to(a.dtype), a), b).to(y.dtype)
+
+        if self.joined:
+            both = project(0, x)
+            gate, up = (both[..., rows] for rows in JOINED[self.joined](both.shape[-1] // 2))
         else:
-            y = linear(z)
-        if lora is None:
-            return y
-        a, b = (side.double() if true else side for side in (lora.a, lora.b))
-        return y + lora.scale * F.linear(F.linear(z.to(a.dtype), a), b).to(y.dtype)
-
-    if joined:
-        both = project(0, x)
-        gate, up = (both[..., rows] for rows in JOINED[joined](both.shape[-1] // 2))
-    else:
-        gate, up = project(0, x), project(1, x)
-    act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return project(len(layers) - 1, act * up)
+            gate, up = project(0, x), project(1, x)
+        act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return project(len(self.layers) - 1, act * up)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("dtype", "lora", "joined", "tile", "bias", "block"),
+    ("kind", "dtype", "lora", "joined", "tile", "bias", "block"),
     [
-        (torch.float32, None, "", None, True, 64),
-        (torch.float32, torch.float32, "", 7, False, 128),
-        (torch.float32, torch.float32, "interleaved", None, False, 64),
-        (torch.bfloat16, torch.float32, "", None, True, 32),
-        (torch.bfloat16, torch.bfloat16, "gate first", 10, False, 64),
-        (torch.float16, None, "up first", None, True, 64),
+        ("nf4", torch.float32, None, "", None, True, 64),
+        ("nf4 nested", torch.float32, torch.float32, "", 7, False, 128),
+        ("fp4 in bf16", torch.float32, torch.float32, "interleaved", None, False, 64),
+        ("nf4 nested", torch.bfloat16, torch.float32, "", None, True, 32),
+        ("nf4", torch.bfloat16, torch.bfloat16, "gate first", 10, False, 64),
+        ("fp4 in bf16", torch.float16, None, "up first", None, True, 64),
     ],
 )
 def test_no_further_from_float64_than_bitsandbytes(
-    dtype: torch.dtype, lora: Any, joined: str, tile: int | None, bias: bool, block: int, kind: str, level: int
+    kind: str, dtype: torch.dtype, lora: Any, joined: str, tile: int | None, bias: bool, block: int
 ) -> None:
-    FF = 58 if "bf16" in kind else 57  # two values a byte, two bytes a bfloat16
-    D, activation = 34, "silu" if level else "gelu_tanh"
-    shapes = [(2 * FF, D), (D, FF)] if joined else [(FF, D), (FF, D), (D, FF)]
     ours, theirs = 0.0, 0.0
-    for seed in range(3):
-        torch.manual_seed(seed)
-        layers = [layer(*shape, dtype, kind, bias=bias, block=block) for shape in shapes]
-        adapters = [None if lora is None else adapter(*shape, lora) for shape in shapes]
-        x, upstream = torch.randn(3, 7, D).to(dtype).requires_grad_(), torch.randn(3, 7, D).to(dtype)
-        sides = [side for one in adapters if one is not None for side in one[:2]]
-        trained = [x, *sides, *(linear.bias for linear in layers if bias)]
-
-        gate, *up, down = projections(layers, adapters, dtype)
-        y = adapted_mlp(
-            x, gate, up[0] if up else None, down, activation=activation, checkpoint_level=level, tile_tokens=tile,
-            joined=joined,
-        )  # fmt: skip
+    for draw in range(8):
+        level, activation = draw % 2, "gelu_tanh" if draw % 3 else "silu"
+        width = 58 if "bf16" in kind else 57  # two values a byte, two bytes a bfloat16
+        mlp = Packs(dtype, lora, joined, F=width, kind=kind, bias=bias, block=block)
+        x, upstream = torch.randn(3, 7, 34).to(dtype).requires_grad_(), torch.randn(3, 7, 34).to(dtype)
+        trained = [x, *mlp.sides, *(linear.bias for linear in mlp.layers if bias)]
+        y = mlp.fused(x, activation=activation, checkpoint_level=level, tile_tokens=tile)
         assert y.dtype == dtype
         got = [y, *torch.autograd.grad(y, trained, upstream)]
-        y = textbook(x, layers, adapters, joined, activation, true=False)
+        y = mlp.textbook(x, activation)
         stock = [y, *torch.autograd.grad(y, trained, upstream)]
-        y = textbook(x.double(), layers, adapters, joined, activation, true=True)
+        y = mlp.textbook(x.double(), activation, true=True)
         true = [y, *torch.autograd.grad(y, trained, upstream.double())]
         for g, s, t in zip(got, stock, true, strict=True):
             ours += relative_error(g, t) ** 2
@@ -131,36 +146,22 @@ def test_no_further_from_float64_than_bitsandbytes(
     ("x_dtype", "compute"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float32)],
 )
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("tile", [None, 2])
-def test_the_output_has_the_dtype_of_the_input(
-    x_dtype: torch.dtype, compute: torch.dtype, level: int, tile: int | None
-) -> None:
-    torch.manual_seed(0)
-    layers = [layer(57, 34, compute), layer(57, 34, compute), layer(34, 57, compute)]
-    x = torch.randn(5, 34, dtype=x_dtype, requires_grad=True)
-    y = adapted_mlp(
-        x, *projections(layers, [None] * 3, compute), activation="silu", checkpoint_level=level, tile_tokens=tile
-    )
-    stock = textbook(x, layers, [None] * 3, "", "silu", true=False)
-    assert y.dtype == stock.dtype == x_dtype
-    (dx,), (dx_stock,) = (torch.autograd.grad(out.square().sum(), x) for out in (y, stock))
+def test_the_output_has_the_dtype_of_the_input(x_dtype: torch.dtype, compute: torch.dtype) -> None:
+    mlp = Packs(compute, None)
     bound = 1e-5 if {x_dtype, compute} == {torch.float32, torch.float64} else 1e-2
-    assert relative_error(y, stock) <= bound
-    assert relative_error(dx, dx_stock) <= bound
+    for level, tile in ((0, 2), (1, None)):
+        x = torch.randn(5, 34, dtype=x_dtype, requires_grad=True)
+        y, stock = mlp.fused(x, checkpoint_level=level, tile_tokens=tile), mlp.textbook(x)
+        assert y.dtype == stock.dtype == x_dtype
+        (dx,), (dx_stock,) = (torch.autograd.grad(out.square().sum(), x) for out in (y, stock))
+        assert relative_error(y, stock) <= bound
+        assert relative_error(dx, dx_stock) <= bound
 
 
 N, D, FF = 2048, 64, 160
 
 
-def big(dtype: torch.dtype, lora: bool = True, x_dtype: torch.dtype | None = None) -> tuple[Tensor, list[Projection]]:
-    torch.manual_seed(0)
-    shapes = [(FF, D), (FF, D), (D, FF)]
-    layers = [layer(*shape, dtype, "nf4 nested") for shape in shapes]
-    adapters = [adapter(*shape, dtype) if lora else None for shape in shapes]
-    return torch.randn(N, D).to(x_dtype or dtype).requires_grad_(), projections(layers, adapters, dtype)
-
-
+@promise("memory")
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
     ("compute", "x_dtype"),
@@ -168,13 +169,13 @@ def big(dtype: torch.dtype, lora: bool = True, x_dtype: torch.dtype | None = Non
 )
 def test_what_stays_after_forward(compute: torch.dtype, x_dtype: torch.dtype, lora: bool) -> None:
     """Gate and up in the narrower dtype of the two: bitsandbytes' layers return them in that of x."""
-    x, (gate, up, down) = big(compute, lora, x_dtype)
+    mlp = Packs(compute, compute if lora else None, D=D, F=FF, kind="nf4 nested")
+    x = torch.randn(N, D).to(x_dtype).requires_grad_()
     for level, expected in ((0, 2 * FF * N * 2), (1, 0)):
-        run = lambda: adapted_mlp(x, gate, up, down, activation="silu", checkpoint_level=level)  # noqa: B023, E731
-        run()
+        mlp.fused(x, checkpoint_level=level)
         gc.collect()
         with track_allocations() as seen:
-            y = run()
+            y = mlp.fused(x, checkpoint_level=level)
             gc.collect()
         stayed = seen.events[-1].total_bytes - y.numel() * y.element_size()
         assert stayed - expected in (0, 2, 4)  # one element stands for an input that is not saved
@@ -182,50 +183,41 @@ def test_what_stays_after_forward(compute: torch.dtype, x_dtype: torch.dtype, lo
         gc.collect()
 
 
+@promise("memory")
 def test_peak_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above x's gradient: gate, up and the product's gradient, as with dense weights; and one dense weight."""
     monkeypatch.setattr(elementwise, "PIECE", 2**11)
-    x, (gate, up, down) = big(torch.bfloat16, lora=False)
-    upstream = torch.ones(N, D, dtype=torch.bfloat16)
-
-    def run() -> Any:
-        return adapted_mlp(x, gate, up, down, activation="silu", checkpoint_level=1)
-
-    torch.autograd.grad(run(), x, upstream)
-    y = run()
+    mlp = Packs(torch.bfloat16, None, D=D, F=FF, kind="nf4 nested")
+    x, upstream = torch.randn(N, D).bfloat16().requires_grad_(), torch.ones(N, D, dtype=torch.bfloat16)
+    torch.autograd.grad(mlp.fused(x, checkpoint_level=1), x, upstream)
+    y = mlp.fused(x, checkpoint_level=1)
     gc.collect()
     with track_allocations() as seen:
         torch.autograd.grad(y, x, upstream)
-    peak = max(event.total_bytes for event in seen.events)
     rows = (3 * FF + D) * N * 2
     # the CPU's dequantisation has its own scratch, and the elementwise pieces theirs
-    assert rows <= peak <= rows + FF * D * 2 + 2**17
+    assert rows <= max(event.total_bytes for event in seen.events) <= rows + FF * D * 2 + 2**17
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_twice_and_compiled(dynamic: bool, level: int) -> None:
-    x, (gate, up, down) = big(torch.float32)
-    trained = [x, *(side for one in (gate, up, down) for side in one.adapter[:2])]
+@promise("again", "compile", "layouts")
+@pytest.mark.parametrize(("dynamic", "level"), [(False, 1), (True, 0)])
+def test_twice_compiled_and_without_tokens(dynamic: bool, level: int) -> None:
+    mlp = Packs(torch.float32, torch.float32, D=D, F=FF, kind="nf4 nested")
+    x = torch.randn(9, D, requires_grad=True)
 
     def run(z: Tensor) -> Tensor:
-        return adapted_mlp(z, gate, up, down, activation="silu", checkpoint_level=level).square().sum()
+        return mlp.fused(z, checkpoint_level=level).square().sum()
 
     loss = run(x)
-    expected = torch.autograd.grad(loss, trained, retain_graph=True)
+    expected = torch.autograd.grad(loss, [x, *mlp.sides], retain_graph=True)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for again in (loss, compiled(x)):
-        torch.testing.assert_close(torch.autograd.grad(again, trained), expected)
-
-
-@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
-def test_no_tokens(shape: tuple[int, ...]) -> None:
-    _, (gate, up, down) = big(torch.bfloat16)
-    x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
-    y = adapted_mlp(x, gate, up, down, activation="silu", checkpoint_level=1)
+        torch.testing.assert_close(torch.autograd.grad(again, [x, *mlp.sides]), expected)
+    nothing = torch.zeros(2, 0, D, requires_grad=True)
+    y = mlp.fused(nothing, checkpoint_level=level)
     y.sum().backward()
-    assert y.shape == x.grad.shape == shape
-    assert (gate.adapter.a.grad == 0).all()
+    assert y.shape == nothing.grad.shape == (2, 0, D)
+    assert all((side.grad == 0).all() for side in mlp.sides)
 
 
 @every_pair(kind=KINDS, sizes=[(250, 34), (256, 32), (256, 64)], joined=[name for name in JOINED if name])
