@@ -5,28 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowtide.bench.settings import PeerSettings, Precision, RunSettings, Sdpa, ShapeSettings, numbers, setting
-from lowtide.bench.shapes import HEADS as SHAPES
-from lowtide.bench.shapes import MLPS, TOKENS, Shape
-from lowtide.bench.way import HEADS, LOWTIDE, LOWTIDE_COMPILED
+from lowtide.bench.settings import ErrorSettings, PeerSettings, RunSettings, Sdpa, ShapeSettings, TokenSettings, setting
+from lowtide.bench.shapes import HEADS, MLPS, TOKENS, Shape
+from lowtide.bench.variant import COMPILE, LIGER, LOWTIDE, LOWTIDE_COMPILED, STOCK
 from lowtide.memory.policy import FORM, STATES_FORM, parse_policies, split_states
 
 HEAD_PEERS = (
-    "lowtide", "lowtide-liger-memory", "naive", "compile", "liger", "liger-large", "cce", "cce-exact", *HEADS,
+    "lowtide", "naive", "compile", "liger", "liger-large", "liger-sm90", "liger-native", "cce", "cce-exact", "quack",
+    "trl", "torch", "checkpoint-8", "checkpoint-compile-8", "torchtune-8", "forward-8",
 )  # fmt: skip
 AXES = {"tokens": "N", "hidden": "D", "vocab": "V"}  # of the sweep, by option
 AROUND = tuple(2.0**k for k in range(-4, 3))  # times the shape's own size, where no sizes are given
 NONE = "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorSettings(PeerSettings, ShapeSettings):
-    """What benchmarks of values and gradients share: what errors are against, and the precision of float32 GEMMs."""
-
-    error: bool = setting(True, "do not compute the errors of values and gradients")
-    matmul_precision: Precision = setting(  # noqa: RUF009
-        "highest", "torch.set_float32_matmul_precision, for lowtide and every peer"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,45 +28,23 @@ class HeadBenchConfig(ErrorSettings):
     """
 
     benchmark, summary = "head", "linear + cross entropy"
-    choice = SHAPES
+    choice = HEADS
     known: ClassVar = {"peers": HEAD_PEERS}
     examples: ClassVar = {
         "--sweep": "one shape with every peer, and the plot of time against memory",
         "--shape all": "the table of all named shapes",
         "--shape 4096,2048,50304 --only lowtide liger --no-error": "your own shape, two peers, times and peaks only",
-        "--no-table --settings": "other uses of the loss, each beside its own limit",
-        "--no-table --tokens 1024 16384 262144": "other numbers of tokens",
         "--shape 1024,256,8192 --skip compile --device cpu": "a quick run without a GPU",
     }
 
     sweep: bool = setting(False, "also sweep workspace_mib and plot time against memory, every peer a point")
-    workspace_mib: tuple[str, ...] = setting(
-        (), "the sweep's values (default: powers of two, from all logits down to a 64th)", metavar="MIB"
+    workspace_mib: tuple[float, ...] = setting(
+        (), "the sweep's values (default: powers of two, from all logits down to a 64th)", metavar="MIB", least=1e-3
     )
-    settings: bool = setting(
-        False, "also measure float32 accumulation, autocast, reduction none, a frozen head, no gradient, and a soft cap"
-    )
-    tokens: tuple[str, ...] = setting(
-        (), "also measure lowtide with these numbers of tokens in place of N", metavar="N"
-    )
-    table: bool = setting(True, "leave out the peers' table and measure only what other options request")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sweep_mib, token_counts = self.sweep_mib, self.token_counts  # which checks them
-        self._require("workspace_mib", self.sweep or not sweep_mib, "--sweep beside it")
-        anything = self.table or self.sweep or self.settings or token_counts
-        self._require("table", bool(anything), "--sweep, --settings or --tokens beside --no-table")
-
-    @property
-    def sweep_mib(self) -> tuple[float, ...]:
-        """The sweep's values; empty: chosen by the shape."""
-        return numbers("workspace_mib", self.workspace_mib, float)
-
-    @property
-    def token_counts(self) -> tuple[int, ...]:
-        """The numbers of tokens."""
-        return numbers("tokens", self.tokens, int)
+        self.require("workspace_mib", self.sweep or not self.workspace_mib, "--sweep beside it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +56,14 @@ class SweepBenchConfig(PeerSettings):
 
     benchmark, summary = "sweep", "the same over tokens, hidden size and vocabulary"
     exit_1 = "lowtide itself failed, other than by running out of memory"
-    known: ClassVar = {"peers": HEAD_PEERS, "shapes": SHAPES.named}
+    known: ClassVar = {"peers": HEAD_PEERS, "shapes": HEADS.named}
     examples: ClassVar = {
         "": "around 16384 tokens, hidden size 2048, vocabulary 131072",
         "--tokens 1024 2048 4096 8192 --hidden 512 1024 2048 --vocab 8192 32768 131072": "your own lines",
         "--shape 256,64,2048 --skip compile --device cpu": "a quick run without a GPU",
     }
 
-    shape: str = setting(SHAPES.usual, "where the three lines cross: {shapes} or N,D,V", metavar="SHAPE")
+    shape: str = setting(HEADS.usual, "where the three lines cross: {shapes} or N,D,V", metavar="SHAPE")
     tokens: tuple[str, ...] = setting(
         (),
         "numbers of tokens N, with the shape's D and V; none: no such line (default: powers of two times the shape's"
@@ -105,44 +73,36 @@ class SweepBenchConfig(PeerSettings):
     hidden: tuple[str, ...] = setting((), "hidden sizes D, in the same way", metavar="D")
     vocab: tuple[str, ...] = setting((), "sizes of the vocabulary V, in the same way", metavar="V")
     error: bool = setting(True, "do not compute the errors of losses and gradients")
-    warm: int = setting(2, "rounds that do not count", last=True, least=0)
     reps: int = setting(4, "rounds that count; each runs every peer once, beside the limit", last=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("tokens", bool(self.shapes), "one line that is not none")
+        self.require("tokens", bool(self.shapes), "one line that is not none")
 
     @property
     def center(self) -> Shape:
         """Where the lines cross."""
-        return SHAPES.one(self.shape)
-
-    def sizes(self, axis: str) -> tuple[int, ...]:
-        """Return the sizes along an axis, ascending; empty where it is left out."""
-        given: tuple[str, ...] = getattr(self, axis)
-        own = getattr(self.center, AXES[axis])
-        if NONE in given:
-            return ()
-        return tuple(sorted(set(numbers(axis, given, int)) or {max(1, int(own * times)) for times in AROUND}))
+        return HEADS.one(self.shape)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """All shapes, each once: where the lines cross, then from the least work to the most."""
-        center = {letter: getattr(self.center, letter) for letter in "NDV"}
-        lines = ({**center, letter: size} for axis, letter in AXES.items() for size in self.sizes(axis))
-        found = {SHAPES.one(",".join(map(str, sizes.values()))): sizes for sizes in lines}
+        center = {letter: getattr(self.center, letter) for letter in AXES.values()}
+        lines = [{**center, letter: size} for axis, letter in AXES.items() for size in self._sizes(axis)]
+        found = {HEADS.one(",".join(map(str, sizes.values()))): sizes for sizes in lines}
         return tuple(sorted(found, key=lambda shape: (found[shape] != center, shape.flops(1))))
 
+    def _sizes(self, axis: str) -> set[int]:
+        """Return the sizes along an axis; empty where it is left out."""
+        given, usual = getattr(self, axis), getattr(self.center, AXES[axis])
+        if NONE in given:
+            return set()
+        self.require(axis, all(text.isdecimal() and int(text) > 0 for text in given), "whole numbers above 0, or none")
+        return set(map(int, given)) or {max(1, int(usual * times)) for times in AROUND}
+
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBenchConfig(ErrorSettings):
-    """What benchmarks of values for each token share; ``known`` has the names of their tables as ``works``."""
-
-    work: tuple[str, ...] = setting((), "these tables alone: {works}", metavar="WORK", known="works")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatsBenchConfig(TokenBenchConfig):
+class StatsBenchConfig(TokenSettings):
     """Time, peak memory and errors of per-token statistics, of lowtide and every peer that can be imported, interleaved
     in one process with the limit. With random upstream gradients, forward and backward: the log-probability of each
     token's target, with and without the entropy, and of several targets; and backward alone. Without gradients: these,
@@ -156,8 +116,8 @@ class StatsBenchConfig(TokenBenchConfig):
     choice = TOKENS
     known: ClassVar = {
         "peers": (
-            "lowtide", "lowtide-trl-memory", "naive", "compile", "trl", "liger-grpo", "liger-scaled", "quack",
-            "cce-exact", "torch", "checkpoint-8",
+            "lowtide", "naive", "compile", "trl", "liger-grpo", "liger-scaled", "liger-native", "quack", "cce-exact",
+            "torch", "checkpoint-8",
         ),
         "works": (
             "logprob-entropy", "logprob-entropy-backward", "logprob", "targets", "logprob-forward",
@@ -185,7 +145,7 @@ class MlpBenchConfig(PeerSettings, ShapeSettings):
     known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive", "compile")}
     examples: ClassVar = {
         "--shape models": "a layer of a Llama of 8B and of 70B, at 8192 and 32768 tokens",
-        "--shape published --dtype float32": "the table of a published exercise, in its dtype",
+        "--shape 16,512,1024,4096,3 --dtype float32": "three layers of your own sizes",
         "--shape 2,64,32,96,2 --device cpu --skip compile": "a quick run without a GPU",
     }
 
@@ -193,30 +153,27 @@ class MlpBenchConfig(PeerSettings, ShapeSettings):
 @dataclass(frozen=True, kw_only=True)
 class StepBenchConfig(RunSettings):
     """Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by stock
-    transformers, with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy; and by
-    stock transformers with a loss of lowtide bench head, torchtune's with compiled layers too. A peer's layers are
-    checkpointed; NAME-attention saves attention's output, NAME-all saves everything. Each way is a process of its own.
-    The last column is the time over that of the first way.
+    transformers, with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy. A
+    peer's layers are checkpointed; NAME-attention saves attention's output, NAME-all saves everything. Each has a
+    process of its own. of_first is the time over that of the first row.
     """
 
     benchmark, summary = "step", "a training step, end to end"
     exit_1 = "lowtide itself failed, other than by running out of memory"
     known: ClassVar = {
         "ways": (
-            *(f"{who}{saved}" for who in ("liger", "stock") for saved in ("", "-attention", "-all")),
-            *(f"{who}{saved}" for who in ("compile", *HEADS) for saved in ("", "-all")),
-            NONE,
+            *(f"{who}{saved}" for who in (LIGER, STOCK) for saved in ("", "-attention", "-all")),
+            *(COMPILE, f"{COMPILE}-all", NONE),
         )
     }
     examples: ClassVar = {
         "": "a Llama-3.2-1B at three lengths",
         "--tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn": "layers of two policies",
         "--tokens 32768 --policy 10xattention-mlp0+6xall@states": "idle optimizer states in host memory",
-        "--tokens 8192 --model llama-3-8b --peer torchtune-8 torchtune-8-all": "losses that users write",
         "--model lowtide-small --tokens 64 --device cpu --peer stock --policy all input": "a quick run without a GPU",
     }
 
-    tokens: tuple[str, ...] = setting((), "lengths of a sequence (default: 8192 32768 65536)", metavar="T")
+    tokens: tuple[int, ...] = setting((8192, 32768, 65536), "lengths of a sequence", metavar="T", least=2)
     peer: tuple[str, ...] = setting(
         ("liger", "liger-attention", "stock", "compile"), "these peers: {ways}", metavar="PEER", known="ways"
     )
@@ -230,23 +187,16 @@ class StepBenchConfig(RunSettings):
     model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
     layers: int | None = setting(None, "this many layers instead of the model's: a run in less time", least=1)
     batch: int = setting(1, "sequences of a step", least=1)
-    warm: int = setting(2, "steps that do not count", last=True, least=0)
     reps: int = setting(4, "steps that count; the median is taken", last=True, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("tokens", all(n > 1 for n in self.lengths), "whole numbers above 1")
         for text in self.policy:
             parse_policies(split_states(text)[0])
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths of a sequence."""
-        return tuple(sorted(numbers("tokens", self.tokens, int))) or (8192, 32768, 65536)
-
-    @property
     def ways(self) -> tuple[str, ...]:
         """Who is measured: the peers, then lowtide with each policy, then the same with compiled layers."""
-        ours = (LOWTIDE, LOWTIDE_COMPILED) if self.compile_layers else (LOWTIDE,)
-        named = (f"{name}:{text}" for name in ours for text in self.policy)
-        return (*(peer for peer in self.peer if peer != NONE), *named)
+        names = (LOWTIDE, LOWTIDE_COMPILED) if self.compile_layers else (LOWTIDE,)
+        patched = (f"{name}:{text}" for name in names for text in self.policy)
+        return (*(peer for peer in self.peer if peer != NONE), *patched)

@@ -1,25 +1,31 @@
 """The harness of all benchmarks: rows are measured one by one, printed and written as they are known.
 
 A benchmark's file has its `Benchmark`: what it measures, in which tables, and which rows are lowtide's own failures.
+Results are dated, named after the hardware, never over an older one and never half written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import gc
+import itertools
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from lowtide.bench.results import Files, begin
 from lowtide.bench.settings import Settings
-from lowtide.bench.way import LOWTIDE
-from lowtide.errors import UnsupportedError, message
+from lowtide.bench.variant import LOWTIDE
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.machine import describe_machine, source_commit
 
 REASON_LENGTH = 200
 OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
@@ -43,14 +49,14 @@ class Peer:
         name: of its row.
         build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
-        options: lowtide's options for the case's head, where it has a plan to be recorded; None for every other peer.
+        options: lowtide's own, where the call has a plan to be recorded; None for every other peer.
         gemms: per layer of an MLP, that it cannot do without.
     """
 
     name: str
     build: Callable[[Any], Any]
     package: str = ""
-    options: Callable[[Any], HeadOptions] | None = None
+    options: HeadOptions | None = None
     gemms: int = 9
 
     def built(self, case: Any) -> Any:
@@ -80,56 +86,103 @@ def compiled(function: F) -> F:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a printed table: a key of the row or a function of it, whose None prints as blanks; the width is in
-    the value's ``format``.
-    """
-
-    title: str
-    value: str | Callable[[Row], Any]
-    format: str
-
-    @property
-    def width(self) -> int:
-        """Characters."""
-        return int(re.sub(r"\..*|\D", "", self.format))
-
-    def text(self, row: Row) -> str:
-        """Return a row's value as text."""
-        value = self.value(row) if callable(self.value) else row.get(self.value)
-        return " " * self.width if value is None else format(value, self.format)
-
-
-@dataclass(frozen=True)
 class Table:
-    """How rows are printed.
+    """How rows are printed: the keys that are shown, which are the titles too, each with the format of its value.
 
     Attributes:
-        heads: columns that every row has, also one that failed.
-        figures: columns of a row that was measured, which has the first of them.
+        heads: what every row has, also one that failed.
+        figures: of a row that was measured, which has the first of them.
         notes: more about a row that was measured.
     """
 
-    heads: tuple[Column, ...]
-    figures: tuple[Column, ...]
+    heads: Mapping[str, str]
+    figures: Mapping[str, str]
     notes: Callable[[Row], Iterable[str]] = lambda _: ()
 
     @property
     def header(self) -> str:
         """The line of titles."""
-        titles = [
-            f"{c.title:{'<' if c.format.startswith('<') else '>'}{c.width}}" for c in (*self.heads, *self.figures)
-        ]
-        return "".join(titles) + "\n"
+        return self._cells({key: key for key in (*self.heads, *self.figures)}, {**self.heads, **self.figures}) + "\n"
 
     def line(self, row: Row) -> str:
         """Return a row as text: its figures, or why there are none."""
-        text, reason = "".join(column.text(row) for column in self.heads), row.get("failed") or row.get("cannot")
-        if not self.figures[0].text(row).strip():
+        text, reason = self._cells(row, self.heads), row.get("failed") or row.get("cannot")
+        if next(iter(self.figures)) not in row:
             return f"{text}  {reason}\n"
-        text += "".join(column.text(row) for column in self.figures)
         notes = "; ".join([*self.notes(row), *([reason] if reason else [])])
-        return f"{text}  {notes}".rstrip() + "\n"
+        return f"{text}{self._cells(row, self.figures)}  {notes}".rstrip() + "\n"
+
+    @staticmethod
+    def _cells(row: Row, formats: Mapping[str, str]) -> str:
+        """Return the values, or blanks, as wide as their formats say."""
+        cells = []
+        for key, spec in formats.items():
+            value, width = row.get(key), int(re.sub(r"\..*|\D", "", spec))
+            text = value if isinstance(value, str) else "" if value is None else format(value, spec)
+            cells.append(text.ljust(width) if spec.startswith("<") else text.rjust(width))
+        return "".join(cells)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one run: ``json``, and plots whose names begin as its does."""
+
+    json: Path
+
+    @classmethod
+    def prepare(cls, folder: str, stem: str, gpu: str | None) -> Files:
+        """Return the first free name of that stem in the folder, which is made if need be.
+
+        `ArgumentValueError` where the folder cannot be made or written.
+        """
+        root, stem = Path(folder), f"{stem}-{short_gpu(gpu)}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if not os.access(root, os.W_OK):
+                raise PermissionError("it cannot be written")
+        except OSError as error:
+            raise ArgumentValueError(message("output", "a folder that can be written", f"{root} ({error})")) from error
+        names = (root / f"{stem}{end}.json" for end in itertools.chain([""], (f"-{i}" for i in itertools.count(2))))
+        return cls(next(name for name in names if not name.exists()))
+
+    def plot(self, name: str, draw: Callable[[Path], object]) -> Path:
+        """Return the path of a plot of that name, after ``draw`` has written it."""
+        file = self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
+        replace(file, draw)
+        return file
+
+    def write_json(self, result: Mapping[str, Any]) -> None:
+        """Write or replace the result."""
+        text = json.dumps(result, indent=1, allow_nan=False, default=str) + "\n"
+        replace(self.json, lambda file: file.write_text(text))
+
+
+def begin(
+    folder: str, benchmark: str, command: str, device: torch.device, packages: Iterable[str] = ()
+) -> tuple[Files, dict[str, Any]]:
+    """Return the files of a run, and what each result has first: command, date, commit, and the machine, with the
+    versions of these packages ("" counts for nothing). Errors are those of `Files.prepare`.
+    """
+    machine, today = describe_machine(sorted({*packages} - {""})), dt.datetime.now(tz=dt.UTC).date().isoformat()
+    files = Files.prepare(folder, f"{today}-{benchmark}", machine["gpu"] if device.type == "cuda" else None)
+    command = re.sub(r" --output[ =]\S+", "", command)
+    return files, {"command": command, "date": today, "commit": source_commit(), "machine": machine}
+
+
+def replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside the target, and rename it to the target, so that no half of it is seen."""
+    beside = target.with_name(f".{os.getpid()}-{target.name}")
+    try:
+        write(beside)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def short_gpu(name: str | None) -> str:
+    """Return a GPU's model for a file's name: ``h100`` for "NVIDIA H100 80GB HBM3"; ``cpu`` for None."""
+    words = re.split("[^a-z0-9]+", (name or "cpu").lower())
+    return next((word for word in words if any(c.isdigit() for c in word)), words[-1])
 
 
 @dataclass(kw_only=True)
@@ -157,21 +210,38 @@ class Run(Generic[C]):
         """The settings for a child process, with the chosen device and dtype."""
         return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
 
-    def save(self) -> None:
-        """Write the result so far."""
-        self.files.write_json(self.result)
+    def fill(
+        self, rows: list[Row], title: str, table: Table, peers: Mapping[str, Peer], measure: Callable[[Peer], Row]
+    ) -> None:
+        """Add the row of each chosen peer to a list of the result, under a title."""
+        self.say(title + table.header)
+        for name in cast("Any", self.config).peers:
+            self.add(measure(peers[name]), rows, table)
+
+    def where(self) -> str:
+        """Return the device, the version of PyTorch and the dtype, for a plot's title."""
+        machine = self.result["machine"]
+        return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {self.dtype_name}"
 
     def add(self, row: Row, rows: list[Row], table: Table) -> None:
         """Append a row to a list of the result, print it and write the result."""
         rows.append(row)
         self.rows.append(row)
         self.say(table.line(row))
-        self.save()
+        self.files.write_json(self.result)
 
 
 def own_failure(row: Row) -> bool:
-    """Return whether a row is a failure of lowtide's own: its first entry names who was measured."""
-    return "failed" in row and any(str(row.get(key)).startswith(LOWTIDE) for key in ("name", "way", "peer"))
+    """Return whether a row is a failure of lowtide's own, and no case that it does not support: its first entry names
+    who was measured.
+    """
+    measured = (str(row.get(key)) for key in ("name", "way", "peer"))
+    return "failed" in row and "unsupported" not in row and any(name.startswith(LOWTIDE) for name in measured)
+
+
+def fails_otherwise(row: Row) -> bool:
+    """Return whether a row is such a failure, and not for lack of memory."""
+    return own_failure(row) and row["failed"] != OUT_OF_MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,23 +262,22 @@ class Benchmark(Generic[C]):
     packages: Iterable[str] = ()
     check: Callable[[C], object] = lambda _: None
 
-    def run(self, config: C, say: Say) -> Run[C]:
-        """Measure, print each row as it is known, and write the result after each.
+    def run(self, config: C, say: Say, command: str = "") -> Run[C]:
+        """Measure, print each row as it is known, and write the result, with the command, after each.
 
         Raises:
             UnsupportedError: there is no such device, or a package is missing that the config needs.
             ArgumentValueError: the folder for the results cannot be written, or a value that no run could use.
         """
-        settings: Any = config  # which has device, dtype and output
-        device = chosen_device(settings.device)
-        dtype = chosen_dtype(settings.dtype, device)
+        device = chosen_device(config.device)
+        dtype = chosen_dtype(config.dtype, device)
         self.check(config)
         stem = config.stem.format(benchmark=config.benchmark, dtype=str(dtype).removeprefix("torch."))
         packages = [*self.packages, *(peer.package for peer in self.peers.values())]
-        files, result = begin(settings.output, stem, config.command(), device, packages)
+        files, result = begin(config.output, stem, command, device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:
-            with matmul_precision(getattr(settings, "matmul_precision", None)):
+            with matmul_precision(getattr(config, "matmul_precision", None)):
                 self.measure(run)
         finally:  # what is known was written, also before Ctrl-C
             if run.files.json.exists():
@@ -267,7 +336,5 @@ def chosen_device(name: str) -> torch.device:
 
 def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of that name; auto: bfloat16 on a GPU, float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32")
     return dtype

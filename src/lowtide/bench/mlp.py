@@ -6,6 +6,7 @@ N tokens (batch times sequence), D hidden size, F intermediate size.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,6 @@ from torch import Tensor
 from lowtide.bench.harness import (
     Benchmark,
     CannotError,
-    Column,
     Peer,
     Row,
     Run,
@@ -31,7 +31,7 @@ from lowtide.bench.harness import (
 )
 from lowtide.bench.settings import ShapeSettings
 from lowtide.bench.shapes import MlpShape
-from lowtide.bench.way import LOWTIDE
+from lowtide.bench.variant import LOWTIDE
 from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import mib
 from lowtide.mlp.swiglu import swiglu_mlp
@@ -39,18 +39,16 @@ from lowtide.mlp.swiglu import swiglu_mlp
 TILE = 8192  # tokens
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x [N, D], gate and up [F, D], down [D, F]
 TABLE = Table(
-    (Column("", "name", "<18"),),
-    (
-        Column("forward ms", "forward_ms", "11.2f"), Column("backward ms", "backward_ms", "12.2f"),
-        Column("both ms", "ms", "9.2f"), Column("limit ms", "limit_ms", "9.2f"), Column("over limit", "over", "12.1%"),
-        Column("saved MiB", "kept_mib", "11.1f"), Column("peak MiB", "peak_mib", "10.1f"),
-        Column("total GB", "all_gb", "10.2f"), Column("accumulating GB", "again_gb", "17.2f"),
-    ),
+    {"name": "<18"},
+    {
+        "forward_ms": "11.2f", "backward_ms": "12.2f", "ms": "9.2f", "limit_ms": "9.2f", "over": "8.1%",
+        "kept_mib": "10.1f", "peak_mib": "10.1f", "all_gb": "8.2f", "again_gb": "9.2f",
+    },
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class ModuleCase(ABC):
     """A module's hidden states ``x`` [N, D] and the gradient [N, D] of its output; subclasses have the weights."""
 
     shape: Any
@@ -58,17 +56,17 @@ class Measured:
     upstream: Tensor
 
     @property
+    @abstractmethod
     def leaves(self) -> list[Tensor]:
         """What gets a gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, layer: Any) -> Tensor:
         """Return the output."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bare(self, gemms: int) -> Callable[[], None]:
         """Return a function that runs the GEMMs that a step cannot do without."""
-        raise NotImplementedError
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -86,7 +84,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack(Measured):
+class Stack(ModuleCase):
     """Gated MLPs, one after another, with the weights of each."""
 
     weights: list[tuple[Tensor, Tensor, Tensor]]
@@ -141,15 +139,10 @@ def make_stack(shape: MlpShape, dtype: torch.dtype, device: torch.device, seed: 
         return numbers.mul_(scale).to(dtype).requires_grad_()
 
     D, size = shape.D, shape.F
-    return Stack(
-        shape=shape,
-        x=random(shape.N, D, 1.0),
-        weights=[
-            (random(size, D, D**-0.5), random(size, D, D**-0.5), random(D, size, 1.7 * size**-0.5))
-            for _ in range(shape.layers)
-        ],
-        upstream=random(shape.N, D, 1.0).detach(),
-    )
+    sizes = ((size, D, D**-0.5), (size, D, D**-0.5), (D, size, 1.7 * size**-0.5))
+    x, upstream = random(shape.N, D, 1.0), random(shape.N, D, 1.0).detach()
+    weights: Any = [tuple(random(*each) for each in sizes) for _ in range(shape.layers)]
+    return Stack(shape=shape, x=x, weights=weights, upstream=upstream)
 
 
 def _lowtide(level: int, tile: int | None = None) -> Callable[[Stack], Layer]:
@@ -167,13 +160,8 @@ def _naive(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def _liger(stack: Stack) -> Layer:
     needs_cuda(stack.x.device)
-    module: Any = importlib.import_module("liger_kernel.ops.swiglu")
-
-    def layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        product: Tensor = module.LigerSiLUMulFunction.apply(F.linear(x, gate), F.linear(x, up))
-        return F.linear(product, down)
-
-    return layer
+    product: Any = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply
+    return lambda x, gate, up, down: F.linear(product(F.linear(x, gate), F.linear(x, up)), down)
 
 
 MLP_PEERS = by_name(
@@ -186,7 +174,7 @@ MLP_PEERS = by_name(
 )
 
 
-def row_of(peer: Peer, stack: Measured, config: ShapeSettings) -> Row:
+def row_of(peer: Peer, case: ModuleCase, config: ShapeSettings) -> Row:
     """Return a peer's row, measured interleaved with the bare GEMMs.
 
     A row has the peer's ``name`` and its ``gemms`` per layer, and ``limit_ms``, their time in the same rounds;
@@ -197,44 +185,41 @@ def row_of(peer: Peer, stack: Measured, config: ShapeSettings) -> Row:
     included, and ``all_gb``, that with input and weights, in GB of 10**9 bytes; ``again_gb``, the same of a step that
     adds to the gradients of the one before, these included. Or ``cannot``, why it does not do the shape.
     """
-    device, shape = stack.x.device, stack.shape
+    device, shape = case.x.device, case.shape
     row: Row = {"name": peer.name, "gemms": peer.gemms}
     with reason_in(row, cannot="cannot"):
-        layer = peer.built(stack)
+        layer = peer.built(case)
         functions: dict[str, Callable[[], object]] = {
-            "limit": stack.bare(peer.gemms),
-            "forward": lambda: stack.forward(layer),
-            "step": lambda: stack.step(layer),
+            "limit": case.bare(peer.gemms),
+            "forward": lambda: case.forward(layer),
+            "step": lambda: case.step(layer),
         }
         timings = time_side_by_side(functions, device, warm=config.warm, reps=config.reps)
-        stack.clear()
-        kept = kept_above(lambda: stack.forward(layer), device)
-        kept += stack.x.nbytes - stack.upstream.nbytes  # the input, and not the output, which is of the same size
-        peak = peak_above(lambda: stack.step(layer), device)
-        again = peak_above(lambda: stack.add(layer), device)
+        case.clear()
+        kept = kept_above(lambda: case.forward(layer), device)
+        kept += case.x.nbytes - case.upstream.nbytes  # the input, and not the output, which is of the same size
+        peak = peak_above(lambda: case.step(layer), device)
+        again = peak_above(lambda: case.add(layer), device)
         forward, both, limit = (timings[name].median_ms for name in ("forward", "step", "limit"))
+        size = sum(leaf.nbytes for leaf in case.leaves)
         row |= {"forward_ms": forward, "backward_ms": both - forward, "ms": both, "limit_ms": limit}
         row |= {"over": both / limit - 1, "spread": timings["step"].spread}
         row |= {"kept_mib": mib(kept), "kept_bytes": kept / (shape.N * shape.layers), "peak_mib": mib(peak)}
-        size = sum(t.nbytes for t in stack.leaves)
         row |= {"all_gb": (peak + size) / 1e9, "again_gb": (again + 2 * size) / 1e9}
-    stack.clear()
+    case.clear()
     release(device)
     return row
 
 
-def measure_on(make: Callable[..., Measured], peers: Mapping[str, Peer], run: Run[Any]) -> None:
+def measure_on(make: Callable[..., ModuleCase], peers: Mapping[str, Peer], run: Run[Any]) -> None:
     """Measure the peers on what ``make`` returns for each shape."""
     config = run.config
     run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
     for shape in config.shapes:
-        stack = make(shape, run.dtype, run.device, config.seed)
-        rows: list[Row] = []
+        case, rows = make(shape, run.dtype, run.device, config.seed), list[Row]()
         run.result["shapes"].append({**vars(shape), "tokens": shape.N, "rows": rows})
-        run.say(f"\n{shape} {run.dtype_name}\n{TABLE.header}")
-        for peer in config.peers:
-            run.add(row_of(peers[peer], stack, config), rows, TABLE)
-        del stack
+        run.fill(rows, f"\n{shape} {run.dtype_name}\n", TABLE, peers, partial(row_of, case=case, config=config))
+        del case
         release(run.device)
 
 

@@ -1,14 +1,9 @@
-"""What the settings of all benchmarks share: a field becomes an option, and a run the command that repeats it.
-
-Nothing here or in the files of settings imports torch: ``--help`` and the checks of arguments need none.
-"""
+"""What the settings of all benchmarks share: a field becomes an option. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -28,7 +23,7 @@ def setting(
     *,
     metavar: str | None = None,
     last: bool = False,
-    least: int | None = None,
+    least: float | None = None,
     known: str | None = None,
 ) -> Any:
     """Return a field that `lowtide.cli.parser.add_options` makes an option of.
@@ -38,7 +33,7 @@ def setting(
         help: its meaning; ``{key}`` stands for the names that the class's ``known`` has under that key.
         metavar: what stands for its value in the help.
         last: listed after the others.
-        least: of a whole number.
+        least: of a number, or of each of several.
         known: the key of the names that its values are out of; None: any.
     """
     about = {"help": help, "metavar": metavar, "last": last, "least": least, "known": known}
@@ -47,7 +42,7 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that check themselves: whole numbers, names and choices as their fields say.
+    """Settings that check themselves: numbers, names and choices as their fields say.
 
     The docstring of a class of settings is the description in ``--help``.
 
@@ -57,9 +52,7 @@ class Settings:
         examples: arguments, and what they do.
         known: names that options can have, by the key that stands for them in the help.
         exit_1: when the exit status is 1.
-        program: the command; ``{benchmark}`` stands for that name.
         stem: of the result file's name, after the date; ``{dtype}`` stands for the dtype.
-        folders: options that say where files are written: in no result, and in no command that repeats a run.
 
     Raises:
         ArgumentValueError: a value that no run could use.
@@ -70,31 +63,31 @@ class Settings:
     examples: ClassVar[Mapping[str, str]]
     known: ClassVar[Mapping[str, Iterable[str]]] = {}
     exit_1: ClassVar[str] = "lowtide itself failed"
-    program: ClassVar[str] = "lowtide bench {benchmark}"
     stem: ClassVar[str] = "{benchmark}"
-    folders: ClassVar[Sequence[str]] = ("output",)
+    device: Any = "auto"
+    dtype: Any = "auto"
+    output: str = setting(".", "folder for the result (json) and its plots (png)", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for each in dataclasses.fields(self):
-            name, value, about = each.name, getattr(self, each.name), each.metadata
-            if about["least"] is not None and value is not None:
-                self._require(name, value >= about["least"], f"a whole number of at least {about['least']}")
-            if about["known"]:
-                known = tuple(self.known[about["known"]])
-                self._require(name, set(value) <= set(known), f"names out of {', '.join(known)}")
-            if get_origin(hints[name]) is Literal:
-                choices = get_args(hints[name])
-                self._require(name, value in choices, " or ".join(choices))
-            if name == "output":
-                self._require(name, value != "", "a name that is not empty")
-            if name == "seed":  # NumPy's largest, and one seed beyond it is used
-                self._require(name, value < 2**32 - 1, "a whole number below 2**32 - 1")
+            value, known, least = getattr(self, each.name), each.metadata.get("known"), each.metadata.get("least")
+            if least is not None and value is not None:
+                whole = "" if isinstance(least, float) else "a whole number of "
+                values = value if isinstance(value, tuple) else (value,)
+                self.require(each.name, all(v >= least for v in values), f"{whole}at least {least:g}")
+            if known:
+                names = tuple(self.known[known])
+                self.require(each.name, set(value) <= {*names}, f"names out of {', '.join(names)}")
+            if get_origin(hints[each.name]) is Literal:
+                choices = get_args(hints[each.name])
+                self.require(each.name, value in choices, " or ".join(choices))
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> Self:
         """Return the settings of a dict that has been JSON, in which tuples are lists."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        return cls(**values)
 
     def check_here(self) -> None:
         """Check what depends on files, before torch is loaded: raise `ArgumentValueError` for an unknown ``model``."""
@@ -103,54 +96,31 @@ class Settings:
             config_file(model)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings that a result file has: all but `folders`."""
-        return {name: value for name, value in vars(self).items() if name not in self.folders}
+        """Return the settings that a result file has: all but the folder."""
+        return {name: value for name, value in vars(self).items() if name != "output"}
 
-    def command(self) -> str:
-        """Return the command that repeats the run: the settings that differ from their defaults."""
-        words = self.program.format(benchmark=self.benchmark).split()
-        for each in sorted(dataclasses.fields(self), key=lambda each: each.metadata["last"]):
-            value, flag = getattr(self, each.name), "--" + each.name.replace("_", "-")
-            if value == each.default or each.name in self.folders:
-                continue
-            if isinstance(value, bool):
-                words.append(flag if value else flag.replace("--", "--no-"))
-            else:
-                words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
-        return shlex.join(words)
-
-    def _require(self, name: str, met: bool, expected: str) -> None:
+    def require(self, name: str, met: bool, expected: str) -> None:
+        """Raise `ArgumentValueError` for a setting of this name unless the condition is met."""
         if not met:
             got = getattr(self, name)
-            text = " ".join(got) or "none" if isinstance(got, tuple) else repr(got)
+            text = " ".join(map(str, got)) or "none" if isinstance(got, tuple) else repr(got)
             raise ArgumentValueError(message(name, expected, text))
 
     def chosen(self, key: str) -> tuple[str, ...]:
         """Return the known names that an option has chosen, or all where it has none, in the order of the tables."""
-        names = next(getattr(self, each.name) for each in dataclasses.fields(self) if each.metadata["known"] == key)
+        names = next(getattr(self, each.name) for each in dataclasses.fields(self) if each.metadata.get("known") == key)
         return tuple(name for name in self.known[key] if not names or name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptSettings(Settings):
-    """What scripts have that measure beside the subcommands: ``python benchmarks/NAME.py``."""
-
-    program = "python benchmarks/{benchmark}.py"
-    device: ClassVar[str] = "auto"
-    dtype: ClassVar[str] = "auto"
-    output: str = setting(".", "folder for the result", metavar="DIR", last=True)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """What all benchmarks have that measure in rounds and write a result: the last of their options."""
+    """What all benchmarks have that measure in rounds: the last of their options."""
 
     warm: int = setting(2, "rounds that do not count", last=True, least=0)
     reps: int = setting(6, "rounds that count; each runs every candidate once", last=True, least=1)
     dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
     seed: int = setting(0, "of random inputs and weights", last=True, least=0)
-    output: str = setting(".", "folder for the result (json) and its plots (png)", metavar="DIR", last=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +134,7 @@ class ShapeSettings(RunSettings):
     def __init_subclass__(cls) -> None:
         """Add the names of the shapes to those that the help has."""
         if choice := cls.__dict__.get("choice"):
-            groups = ", ".join((*choice.groups, "all"))
-            about = f"{', '.join(choice.named)}; {groups}; or numbers {choice.numbers} (default: {choice.usual})"
-            cls.known = {**cls.known, "shapes": (about,)}
+            cls.known = {**cls.known, "shapes": (str(choice),)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,7 +155,7 @@ class PeerSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("skip", bool(self.peers), "at least one peer that is left")
+        self.require("skip", bool(self.peers), "at least one peer that is left")
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -195,14 +163,16 @@ class PeerSettings(RunSettings):
         return tuple(name for name in self.chosen("peers") if name not in self.skip)
 
 
-def numbers(name: str, texts: Iterable[str], kind: type) -> tuple[Any, ...]:
-    """Return a setting's texts as finite ints or floats above 0; else `ArgumentValueError`."""
-    found = []
-    for text in texts:
-        try:
-            found.append(kind(text))
-        except ValueError:
-            raise ArgumentValueError(message(name, "numbers", repr(text))) from None
-    if not all(0 < value < math.inf for value in found):
-        raise ArgumentValueError(message(name, f"{'whole ' if kind is int else ''}numbers above 0", " ".join(texts)))
-    return tuple(found)
+@dataclass(frozen=True, kw_only=True)
+class ErrorSettings(PeerSettings, ShapeSettings):
+    """What benchmarks of values and gradients share: whether errors are computed, and how float32 GEMMs run."""
+
+    error: bool = setting(True, "do not compute the errors of values and gradients")
+    matmul_precision: Precision = setting("highest", "torch.set_float32_matmul_precision, for lowtide and every peer")  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSettings(ErrorSettings):
+    """What benchmarks of values for each token share; ``known`` has the names of their tables as ``works``."""
+
+    work: tuple[str, ...] = setting((), "these tables alone: {works}", metavar="WORK", known="works")

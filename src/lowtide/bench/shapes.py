@@ -65,6 +65,10 @@ class Choice(Generic[S]):
     named: Mapping[str, S]
     groups: Mapping[str, tuple[S, ...]] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        groups = ", ".join((*self.groups, "all"))
+        return f"{', '.join(self.named)}; {groups}; or numbers {self.numbers} (default: {self.usual})"
+
     def read(self, text: str) -> tuple[S, ...]:
         """Return the shape of a name, the shapes of a group, or that of numbers; else `ArgumentValueError`."""
         groups = {**self.groups, "all": tuple(self.named.values())}
@@ -95,13 +99,6 @@ SHAPES = _by_name(
     Shape("qwen-248k", 16384, 2048, 248320),  # Qwen3.5's vocabulary
     Shape("gemma-262k", 8192, 2560, 262144),  # Gemma 3's
 )
-PUBLISHED = (  # the table of a published exercise
-    MlpShape("published-1", 16, 128, 512, 2048, 2),
-    MlpShape("published-2", 32, 128, 512, 2048, 2),
-    MlpShape("published-3", 8, 512, 1024, 4096, 3),
-    MlpShape("published-4", 16, 512, 1024, 4096, 3),
-    MlpShape("published-5", 4, 1024, 4096, 16384, 5),
-)
 MODELS = tuple(
     MlpShape(f"{name}-{tokens >> 10}k", 1, tokens, D, F, 1)
     for name, D, F in (("llama-8b", 4096, 14336), ("llama-70b", 8192, 28672))
@@ -109,10 +106,4 @@ MODELS = tuple(
 )
 HEADS = Choice(Shape, "N,D,V", "llama-1b", SHAPES)
 TOKENS = dataclasses.replace(HEADS, usual="qwen-4k")
-MLPS = Choice(
-    MlpShape,
-    "batch,seq,hidden,intermediate,layers",
-    "llama-8b-32k",
-    _by_name(*PUBLISHED, *MODELS),
-    {"published": PUBLISHED, "models": MODELS},
-)
+MLPS = Choice(MlpShape, "batch,seq,hidden,intermediate,layers", "llama-8b-32k", _by_name(*MODELS), {"models": MODELS})

@@ -6,21 +6,19 @@ N tokens, D hidden size, V vocabulary, K targets per token.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.case import Case, Function, Values, make_case, token_benchmark
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
-from lowtide.bench.loss_peers import IGNORED, LOSSES, PEERS, TRL_TILE, checkpointed, trl_logprobs
-from lowtide.bench.problem import Problem, Setting, make_problem
+from lowtide.bench.loss_peers import IGNORED, PEERS, checkpointed, liger_native, trl_logprobs
+from lowtide.bench.settings import TokenSettings
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import Function, Task, Values, token_benchmark
-from lowtide.bench.way import CHECKPOINT, LOWTIDE, QUACK, TORCH
-from lowtide.head.options import HeadOptions
+from lowtide.bench.variant import LOWTIDE
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
 LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB = "logprob", "entropy", "lse", "mean_logit", "sum_sq_prob"
@@ -30,224 +28,210 @@ SEVERAL = 8  # targets of a token, or highest logits
 
 @dataclass(frozen=True)
 class Work:
-    """A use: the values, and the setting; how many targets per token, and how many highest logits; whether backward
-    alone is measured, after one forward.
+    """A use: its title, the values, and the GEMMs it needs (1: no gradients; 3: backward alone is measured, after one
+    forward); how many targets a token has.
     """
 
+    title: str
     names: tuple[str, ...]
-    setting: Setting
+    gemms: int
     targets: int = 1
-    topk: int = 0
-    backward_alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """The title and what is measured, as results have it."""
+        return f"{self.title}, {({1: 'no gradient', 3: 'backward alone', 4: 'forward and backward'})[self.gemms]}"
 
 
-def _trained(name: str) -> Setting:
-    return Setting(name=f"{name}, forward and backward", gemms=4, reduction="none")
-
-
-def _scored(name: str) -> Setting:
-    return Setting(name=f"{name}, no gradient", gemms=1, grad=False)
-
-
+_BOTH = "log-probability and entropy"
 WORKS = {
-    "logprob-entropy": Work((LOGPROB, ENTROPY), _trained("log-probability and entropy")),
-    "logprob-entropy-backward": Work(
-        (LOGPROB, ENTROPY), Setting(name="log-probability and entropy, backward alone"), backward_alone=True
-    ),
-    "logprob": Work((LOGPROB,), _trained("log-probability")),
-    "targets": Work((LOGPROB,), _trained(f"log-probabilities of {SEVERAL} targets a token"), targets=SEVERAL),
-    "logprob-forward": Work((LOGPROB,), _scored("log-probability")),
-    "logprob-entropy-forward": Work((LOGPROB, ENTROPY), _scored("log-probability and entropy")),
-    "all-forward": Work((LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB), _scored("all statistics but the top k")),
-    "topk-forward": Work((LSE, TOPK), _scored(f"logsumexp and {SEVERAL} highest logits"), topk=SEVERAL),
+    "logprob-entropy": Work(_BOTH, (LOGPROB, ENTROPY), 4),
+    "logprob-entropy-backward": Work(_BOTH, (LOGPROB, ENTROPY), 3),
+    "logprob": Work("log-probability", (LOGPROB,), 4),
+    "targets": Work(f"log-probabilities of {SEVERAL} targets a token", (LOGPROB,), 4, SEVERAL),
+    "logprob-forward": Work("log-probability", (LOGPROB,), 1),
+    "logprob-entropy-forward": Work(_BOTH, (LOGPROB, ENTROPY), 1),
+    "all-forward": Work("all statistics but the top k", (LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB), 1),
+    "topk-forward": Work(f"logsumexp and {SEVERAL} highest logits", (LSE, TOPK), 1),
 }
 """A policy that is trained, with and without an entropy bonus and on several candidates, and one that only scores."""
 
 
-def values_of(z: Tensor, y: Tensor, names: tuple[str, ...], topk: int = 0) -> Values:
+def stats_of(z: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
     """Return the values of those names from all logits [N, V] and targets [N] or [N, K]."""
     logprobs = z.log_softmax(-1) if {LOGPROB, ENTROPY, SUM_SQ_PROB}.intersection(names) else z
-    functions = {
+    functions: dict[str, Callable[[], Tensor]] = {
         LOGPROB: lambda: logprobs.gather(-1, y.view(len(y), -1)).view_as(y),
         ENTROPY: lambda: -(logprobs.exp() * logprobs).sum(-1),
         LSE: lambda: z.logsumexp(-1),
         MEAN_LOGIT: lambda: z.mean(-1),
         SUM_SQ_PROB: lambda: logprobs.exp().square().sum(-1),
-        TOPK: lambda: z.topk(topk).values,
+        TOPK: lambda: z.topk(min(SEVERAL, z.shape[-1])).values,
     }
     return {name: functions[name]() for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatsTask(Task):
+class StatsCase(Case):
     """Statistics of the head's logits, with targets ``y`` [N] or [N, K]."""
 
-    work: Work
-    y: Tensor
+    def values_of(self, z: Tensor, rows: slice) -> Values:
+        """See `Case`."""
+        return stats_of(z, self.y[rows], self.names)
 
     def run_of(self, function: Function) -> Function:
-        """See `Task`."""
-        if not self.work.backward_alone:
+        """See `Case`: of three GEMMs the backward pass alone."""
+        if self.gemms != 3:
             return super().run_of(function)
         values = function()
 
         def backward() -> Values:
-            self.head.clear()
+            self.clear()
             self.backward(values, keep=True)
             return {name: value.detach() for name, value in values.items()}
 
         return backward
 
 
-def stats_task(problem: Problem, work: Work, *, seed: int = 0) -> StatsTask:
-    """Return a work on a problem's numbers, its upstream gradients random, of both signs, and different by value.
+def stats_case(case: Case, work: Work, *, seed: int = 0) -> StatsCase:
+    """Return a work on a case's numbers, its upstream gradients random, of both signs, and different by value.
 
-    Of several targets the first is the problem's, the others are random classes.
+    Of several targets the first is the case's, the others are random classes.
     """
-    head = problem.in_setting(work.setting)
-    generator = torch.Generator(head.device).manual_seed(seed + 1)
-    N, V, y = head.shape.N, head.shape.V, head.y
-    work = replace(work, topk=min(work.topk, V))
+    x, w, y, (N, V) = case.x.detach(), case.w.detach(), case.y, (case.shape.N, case.shape.V)
+    generator = torch.Generator(x.device).manual_seed(seed + 1)
     if work.targets > 1:
         others = torch.randint(0, V, (N, work.targets - 1), device=y.device, generator=generator)
         y = torch.cat((y[:, None], others), 1)
     upstream = {
-        name: torch.randn(y.shape if name == LOGPROB else (N,), device=head.device, generator=generator) / N
+        name: torch.randn(y.shape if name == LOGPROB else (N,), device=x.device, generator=generator) / N
         for name in work.names
+        if work.gemms > 1
     }
-    return StatsTask(
-        head=head, names=work.names, upstream=upstream if work.setting.grad else {}, work=work, y=y,
-        values_of=lambda z, rows: values_of(z, y[rows], work.names, work.topk),
-    )  # fmt: skip
+    x, w = (t.requires_grad_(work.gemms > 1) for t in (x, w))
+    more: dict[str, Any] = {"name": work.name, "gemms": work.gemms, "names": work.names, "per_token": True}
+    return StatsCase(shape=case.shape, x=x, w=w, y=y, upstream=upstream, **more)
 
 
-def stats_tasks(run: Run[TokenBenchConfig], shape: Shape) -> Iterator[StatsTask]:
+def stats_cases(run: Run[TokenSettings], shape: Shape) -> Iterator[StatsCase]:
     """Yield the requested works on one shape's random inputs."""
-    seed = run.config.seed
-    problem = make_problem(shape, run.dtype, run.device, seed=seed)
+    case = make_case(shape, run.dtype, run.device, seed=run.config.seed)
     for name in run.config.chosen("works"):
-        yield stats_task(problem, WORKS[name], seed=seed)
+        yield stats_case(case, WORKS[name], seed=run.config.seed)
 
 
-def _lowtide(task: StatsTask, options: HeadOptions | None = None) -> Function:
-    head, y, topk = task.head, task.y, task.work.topk or None
-    if task.names == (LOGPROB,):
-        return lambda: {LOGPROB: linear_logprobs(head.x, head.w, y, options=options)}
+def _lowtide(case: StatsCase) -> Function:
+    x, w, y = case.x, case.w, case.y
+    if case.names == (LOGPROB,):
+        return lambda: {LOGPROB: linear_logprobs(x, w, y)}
+    topk = min(SEVERAL, case.shape.V) if TOPK in case.names else None
 
     def run() -> Values:
-        stats = linear_token_stats(head.x, head.w, y, want=task.names, topk=topk, options=options)
-        values = {name: getattr(stats, name) for name in task.names}
+        stats = linear_token_stats(x, w, y, want=case.names, topk=topk)
+        values = {name: getattr(stats, name) for name in case.names}
         return values if stats.topk is None else values | {TOPK: stats.topk.values}
 
     return run
 
 
-def _lowtide_at_trls(task: StatsTask) -> Function:
-    tile = min(task.head.shape.N, TRL_TILE[0]) * TRL_TILE[1] * task.head.dtype.itemsize
-    return _lowtide(task, HeadOptions(workspace_mib=tile / 2**20, accumulate="float32"))
+def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
+    return stats_of((x @ w.T).float(), y, names)
 
 
-def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...], topk: int) -> Values:
-    return values_of((x @ w.T).float(), y, names, topk)
+def _compiled(case: StatsCase) -> Function:
+    if case.gemms == 3:
+        raise CannotError("frees its buffers in backward, which runs once")
+    function = compiled(_naive)
+    return lambda: function(case.x, case.w, case.y, case.names)
 
 
-def _in_full(task: StatsTask, *, compile: bool = False) -> Function:
-    if compile:
-        _one_backward(task)
-    head, function = task.head, compiled(_naive) if compile else _naive
-    return lambda: function(head.x, head.w, task.y, task.names, task.work.topk)
-
-
-def _checkpointed(task: StatsTask) -> Function:
+def _checkpointed(case: StatsCase) -> Function:
     def of_logits(z: Tensor, y: Tensor) -> Values:
-        return values_of(z.float(), y, task.names, task.work.topk)
+        return stats_of(z.float(), y, case.names)
 
     def run() -> Values:
-        found = checkpointed(of_logits, task.head.x, task.head.w, task.y)
-        return {name: torch.cat([values[name] for values in found]) for name in task.names}
+        chunks = checkpointed(of_logits, case.x, case.w, case.y)
+        return {name: torch.cat([values[name] for values in chunks]) for name in case.names}
 
     return run
 
 
-def _trl(task: StatsTask) -> Function:
-    _one_target(task)
+def _only(case: StatsCase, *names: str) -> None:
+    """Raise `CannotError` where a case has several targets or another value than these."""
+    if case.y.dim() > 1 or not {*names}.issuperset(case.names):
+        raise CannotError(f"computes {' and '.join(names)} of one target a token alone")
+
+
+def _trl(case: StatsCase) -> Function:
+    _only(case, LOGPROB, ENTROPY)
     importlib.import_module("trl.kernels")
-    head = task.head
-    outputs = tuple(name for name in task.names if name != LOGPROB)
-    return lambda: dict(zip(task.names, trl_logprobs(head.x, head.w, head.y, outputs=outputs), strict=False))
+    outputs = tuple(name for name in case.names if name != LOGPROB)
+    return lambda: dict(zip(case.names, trl_logprobs(case.x, case.w, case.y, outputs), strict=False))
 
 
-def _liger(task: StatsTask) -> Function:
-    _logprobs_alone(task)
+def _liger(case: StatsCase) -> Function:
+    _only(case, LOGPROB)
     module: Any = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
-    x, w, y = task.head.x, task.head.w, task.head.y
-    return lambda: {LOGPROB: module.LigerFusedLinearPPOBase.chunk_forward(x[None], w, y[None])[0]}
+    x, w, y = case.x[None], case.w, case.y[None]
+    return lambda: {LOGPROB: module.LigerFusedLinearPPOBase.chunk_forward(x, w, y)[0]}
 
 
-def _liger_scaled(task: StatsTask) -> Function:
+def _of_losses(losses: Callable[[StatsCase, bool], Callable[..., Any]]) -> Callable[[StatsCase], Function]:
+    """Return what builds a function of Liger's, whose losses come with entropies where these are requested."""
+
+    def build(case: StatsCase) -> Function:
+        _only(case, LOGPROB, ENTROPY)
+        needs_cuda(case.x.device)
+        entropy = ENTROPY in case.names
+        function = losses(case, entropy)
+
+        def run() -> Values:
+            values = function(case.x, case.w, case.y)
+            return {LOGPROB: -values[0], ENTROPY: values[1]} if entropy else {LOGPROB: -values}
+
+        return run
+
+    return build
+
+
+def _liger_scaled(case: StatsCase, entropy: bool) -> Callable[..., Any]:
     """Liger's CuTe kernels for Hopper; elsewhere it would silently run plain PyTorch in chunks."""
-    _one_target(task)
-    head, entropy = task.head, ENTROPY in task.names
-    needs_cuda(head.device)
-    if torch.cuda.get_device_capability(head.device) != (9, 0):
+    if torch.cuda.get_device_capability(case.x.device) != (9, 0):
         raise CannotError("its kernels are for GPUs of compute capability 9.0")
     module: Any = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
-
-    def run() -> Values:
-        found = apply(head.x, head.w, head.y, 1.0, IGNORED, 1, entropy)
-        return {LOGPROB: -found[0], ENTROPY: found[1]} if entropy else {LOGPROB: -found}
-
-    return run
+    return lambda x, w, y: apply(x, w, y, 1.0, IGNORED, 1, entropy)
 
 
-def _quack(task: StatsTask) -> Function:
+def _quack(case: StatsCase) -> Function:
     """quack's cross entropy of each token from all logits: its loss in chunks returns the mean alone."""
-    _logprobs_alone(task)
-    head = task.head
-    needs_cuda(head.device)
+    _only(case, LOGPROB)
+    needs_cuda(case.x.device)
     loss = importlib.import_module("quack.linear_cross_entropy").linear_cross_entropy_func
-    return lambda: {LOGPROB: -loss(head.x, head.w, None, head.y, reduction="none")}
+    return lambda: {LOGPROB: -loss(case.x, case.w, None, case.y, reduction="none")}
 
 
 def _of_loss(name: str) -> Peer:
-    """Return a peer of `lowtide.bench.loss_peers` whose loss of each token is the negative log-probability."""
+    """Return a peer of the loss, whose loss of each token is the negative log-probability."""
 
-    def build(task: StatsTask) -> Function:
-        _logprobs_alone(task)
-        head = task.head
-        loss = LOSSES[name](replace(head, setting=replace(head.setting, reduction="none")))
-        return lambda: {LOGPROB: -loss(head.x, head.w, head.y, "none")}
+    def build(case: StatsCase) -> Function:
+        _only(case, LOGPROB)
+        losses = PEERS[name].build(case)
+        return lambda: {LOGPROB: -losses()["loss"]}
 
     return Peer(name, build, PEERS[name].package)
 
 
-def _one_backward(task: StatsTask) -> None:
-    if task.work.backward_alone:
-        raise CannotError("frees its buffers in backward, which runs once")
-
-
-def _one_target(task: StatsTask) -> None:
-    if not {LOGPROB, ENTROPY}.issuperset(task.names) or task.y.dim() > 1:
-        raise CannotError("computes log-probabilities of one target a token, and entropies")
-
-
-def _logprobs_alone(task: StatsTask) -> None:
-    _one_target(task)
-    if task.names != (LOGPROB,):
-        raise CannotError("computes log-probabilities and no entropy")
-
-
 STATS_PEERS = by_name(
     Peer(LOWTIDE, _lowtide),
-    Peer(f"{LOWTIDE}-trl-memory", _lowtide_at_trls),
-    Peer("naive", _in_full),
-    Peer("compile", lambda task: _in_full(task, compile=True)),
+    Peer("naive", lambda case: lambda: _naive(case.x, case.w, case.y, case.names)),
+    Peer("compile", _compiled),
     Peer("trl", _trl, "trl"),
     Peer("liger-grpo", _liger, "liger-kernel"),  # the log-probabilities in Liger's GRPO loss
-    Peer("liger-scaled", _liger_scaled, "liger-kernel"),
-    Peer(QUACK, _quack, "quack-kernels"),
-    *map(_of_loss, ("cce-exact", TORCH)),
-    Peer(CHECKPOINT, _checkpointed),
+    Peer("liger-scaled", _of_losses(_liger_scaled), "liger-kernel"),
+    Peer("liger-native", _of_losses(lambda case, entropy: liger_native(case, entropy=entropy)), "liger-cute-kernels"),
+    Peer("quack", _quack, "quack-kernels"),
+    *map(_of_loss, ("cce-exact", "torch")),
+    Peer("checkpoint-8", _checkpointed),
 )
-STATS = token_benchmark(stats_tasks, STATS_PEERS)
+STATS = token_benchmark(stats_cases, STATS_PEERS)

@@ -1,4 +1,4 @@
-"""The benchmark end to end: one step of full fine-tuning, forward, backward and fused AdamW, each way a process."""
+"""The benchmark end to end: one step of full fine-tuning, forward, backward and fused AdamW, each in a process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from lowtide.bench.harness import (
     OUT_OF_MEMORY,
     Benchmark,
     CannotError,
-    Column,
     Row,
     Run,
     Table,
-    own_failure,
+    fails_otherwise,
     reason_in,
     release,
 )
-from lowtide.bench.way import Way
-from lowtide.bench.ways import SDPA, attention_of, build_way, config_of, language_part, make_optimizer, train_step
+from lowtide.bench.models import SDPA, attention_of, build_model, config_of, language_part, make_optimizer, train_step
+from lowtide.bench.variant import Variant
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.child import ALLOCATOR, allocator_setting, run_child
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
@@ -38,13 +37,13 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-COLUMNS = (
-    Column("s", "seconds", "9.4f"),
-    Column("tokens/s", "tokens_per_s", "11.0f"),
-    Column("GiB", "peak_gib", "8.2f"),
-    Column("loss", lambda row: row["losses"][0], "9.4f"),
-    Column("last", lambda row: row["losses"][-1], "9.4f"),
-)
+TABLE = Table(
+    {"way": "<34", "tokens": "9"},
+    {
+        "seconds": "9.4f", "tokens_per_s": "14.0f", "peak_gib": "10.2f", "loss": "9.4f", "last_loss": "11.4f",
+        "of_first": "10.3f",
+    },
+)  # fmt: skip
 
 
 def rows_of(way: str, settings: dict[str, Any]) -> list[Row]:
@@ -57,7 +56,8 @@ def rows_of(way: str, settings: dict[str, Any]) -> list[Row]:
     policy, states = split_states(way)
     with reason_in(failed):
         try:
-            model = build_way(Way.named(policy), config.model, dtype, device, seed=config.seed, layers=config.layers)
+            shape = config_of(config.model, config.layers)
+            model = build_model(Variant.named(policy), shape, dtype, device, seed=config.seed)
             if config.sdpa != "auto" and attention_of(model) != SDPA:
                 raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(model)}", config.sdpa))
             optimizer = make_optimizer("adamw", list(model.parameters()))
@@ -65,7 +65,7 @@ def rows_of(way: str, settings: dict[str, Any]) -> list[Row]:
                 offload_optimizer(optimizer, model, **states)
         except UnsupportedError as error:
             raise CannotError(str(error)) from error
-    for tokens in config.lengths:
+    for tokens in config.tokens:
         row: Row = {"tokens": tokens, **failed}
         if not failed:
             with reason_in(row):
@@ -93,46 +93,36 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, config: StepBenchConfig,
             step()
         reset_cuda_peak()
         timing = time_side_by_side({"step": step}, device, warm=0, reps=config.reps)["step"]
-    return {
-        "seconds": timing.median_ms / 1e3,
-        "spread": timing.spread,
-        "tokens_per_s": batch * tokens / timing.median_ms * 1e3,
-        **_memory(device),
-        "losses": [loss.item() for loss in losses],
-        "attention": attention_of(model),
-    }
-
-
-def _memory(device: torch.device) -> dict[str, Any]:
-    """Return the peak since the last reset; on a GPU also what its allocator held for it, and how that was set."""
-    if device.type != "cuda":
-        return {"peak_gib": gib(peak_resident_bytes())}
-    held = gib(cuda_reserved_bytes())
-    return {"peak_gib": gib(cuda_peak_bytes()), "reserved_gib": held, "allocator": allocator_setting()}
+    row: Row = {"seconds": timing.median_ms / 1e3, "spread": timing.spread}
+    row |= {"tokens_per_s": batch * tokens / row["seconds"], "losses": [loss.item() for loss in losses]}
+    if device.type == "cuda":  # also what its allocator held for the tensors, and how that was set
+        held = {"reserved_gib": gib(cuda_reserved_bytes()), "allocator": allocator_setting()}
+        row |= {"peak_gib": gib(cuda_peak_bytes()), **held}
+    else:
+        row["peak_gib"] = gib(peak_resident_bytes())
+    return row | {"attention": attention_of(model)}
 
 
 def measure(run: Run[StepBenchConfig]) -> None:
-    """Measure each way at each length."""
+    """Measure each variant at each length, whatever it is called in ``way``."""
     config, rows = run.config, run.result.setdefault("rows", [])
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
-    first: dict[int, float] = {}  # seconds of the first way at each length
-    share = Column("of first", lambda row: row["seconds"] / first[row["tokens"]], "10.3f")
-    table = Table((Column("", "way", "<34"), Column("T", "tokens", "9")), (*COLUMNS, share))
-    run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}, attention by {config.sdpa}\n{table.header}")
-
+    first: dict[int, float] = {}  # seconds of the first row of each length
+    run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}, attention by {config.sdpa}\n{TABLE.header}")
     for way in config.ways:
         ended = run_child(rows_of, way, run.settings, env=ALLOCATOR)
         last = (ended.stderr.strip().splitlines() or [""])[-1][:200]
         died = {"failed": f"the process ended with status {ended.returncode}: {last}"}
-        for row in ended.value or [{"tokens": tokens, **died} for tokens in config.lengths]:
+        for row in ended.value or [{"tokens": tokens, **died} for tokens in config.tokens]:
             if "seconds" in row:
-                first.setdefault(row["tokens"], row["seconds"])
-            run.add({"way": way, **row}, rows, table)
+                of_first = row["seconds"] / first.setdefault(row["tokens"], row["seconds"])
+                row |= {"of_first": of_first, "loss": row["losses"][0], "last_loss": row["losses"][-1]}
+            run.add({"way": way, **row}, rows, TABLE)
 
 
 STEP = Benchmark(
     measure=measure,
-    failed=lambda row: own_failure(row) and row["failed"] != OUT_OF_MEMORY,
+    failed=fails_otherwise,
     packages=["liger-kernel"],
     check=lambda config: language_part(config_of(config.model, config.layers)),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(argv: Sequence[str] | None) -> int:
     arguments, unknown = _parser().parse_known_args(argv)
+    arguments.command = shlex.join(["lowtide", *(sys.argv[1:] if argv is None else argv)])
     if hasattr(arguments, "unknown"):  # options of other libraries
         arguments.unknown = unknown
     elif unknown:  # reported by the subcommand's parser, which has the right --help

@@ -35,15 +35,15 @@ def add(parser: OneLineParser) -> None:
     parser.description, parser.epilog = _ABOUT, _examples("", _EXAMPLES)
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
     for config in BENCHMARKS:
-        one = kinds.add_parser(
+        kind = kinds.add_parser(
             config.benchmark,
             help=config.summary,
             description=textwrap.fill(_description(config), 120),
             epilog=_examples(f"{config.benchmark} ", config.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_options(one, config, {key: ", ".join(names) for key, names in config.known.items()})
-        one.set_defaults(main=main, parser=one, config=config)
+        add_options(kind, config, {key: ", ".join(names) for key, names in config.known.items()})
+        kind.set_defaults(main=main, parser=kind, config=config)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -57,22 +57,22 @@ def main(arguments: argparse.Namespace) -> int:
     config.check_here()
     import torch
 
-    small = [arguments for arguments in config.examples if "--device cpu" in arguments]
+    small = [words for words in config.examples if "--device cpu" in words]
     if small and not options.keys() & OF_SIZE and not torch.cuda.is_available():
         sys.stderr.write(
             f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small[0]}\n"
         )
-    module = import_module(f"lowtide.bench.{name}")
-    benchmark = getattr(module, name.upper())
-    return int(benchmark.run(config, say).status)
+    benchmark = getattr(import_module(f"lowtide.bench.{name}"), name.upper())
+    return int(benchmark.run(config, say, arguments.command).status)
 
 
 def _description(config: type[Settings]) -> str:
-    text = " ".join(str(config.__doc__).split())
     stem = config.stem.format(benchmark=config.benchmark, dtype="<dtype>")
-    text += f" The result is DIR/<date>-{stem}-<gpu>.json, with the hardware and the versions; set COMMIT in the"
-    text += " environment where the source has no git history."
-    return f"{text} Exit status 1 where {config.exit_1}."
+    return (
+        f"{' '.join(str(config.__doc__).split())} The result is DIR/<date>-{stem}-<gpu>.json, with the hardware and the"
+        " versions; set COMMIT in the environment where the source has no git history. Exit status 1 where"
+        f" {config.exit_1}."
+    )
 
 
 def _examples(name: str, examples: Mapping[str, str]) -> str:

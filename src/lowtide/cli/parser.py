@@ -88,12 +88,12 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
             parser.add_argument(flag, action=action, **options)
             continue
         if field.default not in (None, ()):
-            shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+            shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
             options["help"] += f" (default: {shown})"
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
         elif get_origin(kind) is tuple:
-            options |= {"nargs": "+", "metavar": field.metadata["metavar"]}
+            options |= {"nargs": "+", "type": get_args(kind)[0], "metavar": field.metadata["metavar"]}
         else:
             plain = _plain(kind)
             options |= {"type": plain, "metavar": field.metadata["metavar"] or ("N" if plain is int else "X")}

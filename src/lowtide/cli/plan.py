@@ -164,7 +164,7 @@ def _write(arguments: argparse.Namespace, settings: dict[str, Any], plan: Memory
         width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
         sys.stdout.write(f"{plan.text(width)}\n")
     if arguments.check:
-        from lowtide.bench.plan import check_plan
+        from lowtide.bench.plan_check import check_plan
 
         checked = check_plan(settings, plan)
         report["check"] = checked.to_dict()

@@ -47,4 +47,4 @@ def main(arguments: argparse.Namespace) -> int:
     config.check_here()  # before torch is loaded
     from lowtide.profile.run import PROFILE
 
-    return PROFILE.run(config, say).status
+    return PROFILE.run(config, say, arguments.command).status

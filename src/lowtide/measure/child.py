@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -25,14 +24,14 @@ def allocator_setting() -> str:
     return next((os.environ[name] for name in _ALLOCATOR_NAMES if name in os.environ), "")
 
 
-def _for_children() -> dict[str, str]:
-    """Return the configuration for children; none if this process has its own."""
+def allocator_of_children() -> dict[str, str]:
+    """Return the configuration for children, where fragmentation would decide what fits; none if this process has its
+    own.
+    """
     return {} if allocator_setting() else {_ALLOCATOR_NAMES[-1]: "expandable_segments:True"}
 
 
-ALLOCATOR = _for_children()  # where fragmentation would decide what fits
-# The child imports the function by name and writes its value and its own peak: os.wait4 would do for the peak alone,
-# but reports the parent's size where the child's is smaller (the high-water mark survives fork on Linux before exec).
+ALLOCATOR = allocator_of_children()
 _CALL = "from lowtide.measure.child import _call_here; _call_here()"
 
 
@@ -42,33 +41,23 @@ class ChildResult:
 
     returncode: int  # negative: the signal that killed it
     seconds: float  # the interpreter's start included
-    peak_bytes: int  # resident; 0 if the system does not report it
+    peak_bytes: int = 0  # resident; 0 of a command
     value: Any = None  # what the function returned; None for a command
     stdout: str = ""  # empty if it was not captured
     stderr: str = ""
 
 
 def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
-    """Run a command, without a shell, to its end and return its exit status, seconds and peak resident memory.
+    """Run a command, without a shell, to its end and return its exit status, seconds and output.
 
     ``env`` is set on top of this process's variables. Without ``capture`` it writes to this process's terminal.
     """
-    start = time.perf_counter()
-    with contextlib.ExitStack() as stack:  # temporary files: pipes could fill up
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] if capture else []
-        out, err = files or (None, None)
-        child = subprocess.Popen(command, env={**os.environ, **(env or {})}, stdout=out, stderr=err)
-        try:
-            peak = _wait(child)
-        except BaseException:  # Ctrl-C reaches the child too: let it end before its files are deleted
-            child.terminate()
-            child.wait()
-            raise
-        seconds = time.perf_counter() - start
-        for file in files:
-            file.seek(0)
-        stdout, stderr = [file.read().decode(errors="replace") for file in files] or ("", "")
-    return ChildResult(returncode=child.returncode, seconds=seconds, peak_bytes=peak, stdout=stdout, stderr=stderr)
+    start, environment = time.perf_counter(), {**os.environ, **(env or {})}
+    ended = subprocess.run(command, env=environment, capture_output=capture, text=True, errors="replace", check=False)
+    seconds = time.perf_counter() - start
+    return ChildResult(
+        returncode=ended.returncode, seconds=seconds, stdout=ended.stdout or "", stderr=ended.stderr or ""
+    )
 
 
 def run_child(
@@ -82,13 +71,13 @@ def run_child(
         ArgumentValueError: The function cannot be imported by its module and name: a lambda, a local function, one of
             ``__main__``.
     """
-    if function.__module__ == "__main__" or "<" in function.__qualname__:
-        where = f"{function.__module__}.{function.__qualname__}"
-        raise ArgumentValueError(message("function", "a function that can be imported", where))
+    module, name = function.__module__, function.__qualname__
+    if module == "__main__" or "<" in name:
+        raise ArgumentValueError(message("function", "a function that can be imported", f"{module}.{name}"))
     with tempfile.TemporaryDirectory(prefix="lowtide-child-") as folder:
         answer = Path(folder) / "answer.json"
-        call = {"module": function.__module__, "name": function.__qualname__, "path": sys.path, "answer": str(answer)}
-        request = {"LOWTIDE_CHILD": json.dumps({**call, "args": args, "kwargs": kwargs})}
+        call = {"module": module, "name": name, "path": sys.path, "answer": str(answer), "args": args, "kwargs": kwargs}
+        request = {"LOWTIDE_CHILD": json.dumps(call)}
         ended = run_command([sys.executable, "-c", _CALL], env={**(env or {}), **request}, capture=capture)
         if ended.returncode != 0 or not answer.exists():
             return ended
@@ -108,13 +97,3 @@ def _call_here() -> None:
         target = getattr(target, part)
     value = target(*call["args"], **call["kwargs"])
     Path(call["answer"]).write_text(json.dumps({"value": value, "peak_bytes": peak_resident_bytes()}))
-
-
-def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a child and return its peak resident memory in bytes, 0 where wait4 does not exist."""
-    if not hasattr(os, "wait4"):
-        child.wait()
-        return 0
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    return usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024

@@ -67,32 +67,48 @@ def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, 
         for row, (label, panels) in zip(grid, rows.items(), strict=True):
             row[0].set_ylabel(label, fontsize=9)
             for axes, panel in zip(row, panels, strict=False):
-                axes.grid(alpha=0.25)
-                axes.set_xscale("log", base=2)
-                if panel.log:
-                    axes.set_yscale("log")
-                for line in sorted(panel.lines, key=lambda line: (line.own, not line.quiet)):  # ours on top
-                    points = [(x, y) for x, y in line.points if y > 0 or not panel.log]
-                    if points:
-                        (handle,) = axes.plot(*zip(*points, strict=True), label=line.name, **_style(line, others))
-                        if not line.dotted:
-                            shown.setdefault(line.name, handle)
-                if not panel.log:
-                    axes.set_ylim(bottom=0)
-                _set_ticks(axes.xaxis, sorted({x for line in panel.lines for x, _ in line.points}))
-                axes.tick_params(labelsize=8)
+                _draw_panel(axes, panel, others, shown)
         for axes, label in zip(grid[-1], columns, strict=True):
             axes.set_xlabel(label)
-        names = list(dict.fromkeys(line.name for line in everything if line.name in shown))
+        names = [name for name in dict.fromkeys(line.name for line in everything) if name in shown]
         handles = [shown[name] for name in names]
         figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 9), fontsize=9)
+
+
+def _draw_panel(axes: Any, panel: Panel, others: Sequence[str], shown: dict[str, Any]) -> None:
+    """Draw a panel, and add the first handle of each name to ``shown``."""
+    from matplotlib.ticker import FixedLocator
+
+    axes.grid(alpha=0.25)
+    axes.set_xscale("log", base=2)
+    if panel.log:
+        axes.set_yscale("log")
+    for line in sorted(panel.lines, key=lambda line: (line.own, not line.quiet)):  # ours on top
+        if points := [(x, y) for x, y in line.points if y > 0 or not panel.log]:
+            (handle,) = axes.plot(*zip(*points, strict=True), label=line.name, **_style(line, others))
+            if not line.dotted:
+                shown.setdefault(line.name, handle)
+    if not panel.log:
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(FixedLocator(sorted({x for line in panel.lines for x, _ in line.points})))
+    axes.xaxis.set_minor_locator(FixedLocator([]))
+    axes.xaxis.set_major_formatter(_size_text)
+    axes.tick_params(labelsize=8)
+
+
+def _size_text(size: float, _: object) -> str:
+    """Return 16K for 16384, 1M for 1048576, others in full."""
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if size >= unit and size % unit == 0:
+            return f"{size / unit:g}{name}"
+    return f"{size:,g}"
 
 
 def _style(line: Line, others: Sequence[str]) -> dict[str, Any]:
     """Return matplotlib's arguments for a line: ours thick, the reference dashed, each of the others with its own."""
     if line.quiet:
-        style = {"color": _QUIET, "linestyle": "--", "lw": 1.3}
-    elif line.own:
+        return {"color": _QUIET, "linestyle": "--", "lw": 1.3}
+    if line.own:
         style = {"color": _OWN, "marker": "o", "ms": 5, "lw": 2.4}
     else:
         index = others.index(line.name)
@@ -101,15 +117,9 @@ def _style(line: Line, others: Sequence[str]) -> dict[str, Any]:
 
 
 def draw_front(
-    file: Path,
-    title: str,
-    *,
-    front: Sequence[Point],
-    front_name: str,
-    points: Sequence[Point],
-    limit: float,
+    file: Path, title: str, *, front: Sequence[Point], front_name: str, points: Sequence[Point], limit: float,
     least: float,
-) -> None:
+) -> None:  # fmt: skip
     """Draw time against memory: one implementation with different settings as a line, others as points.
 
     The line has its settings as labels. ``limit`` is the lower bound of the time in ms, ``least`` that of the memory in
@@ -118,39 +128,24 @@ def draw_front(
     with _new_axes(file, title, "peak memory above the inputs, gradients included, MiB", "time, ms") as axes:
         axes.set_xscale("log")
         axes.set_yscale("log")
-        _plot_points(axes, sorted(front, key=lambda point: point.mib), "o-", _OWN, f"{front_name}, by MiB of workspace")
+        _plot_points(axes, front, "o-", _OWN, f"{front_name}, by MiB of workspace")
         _plot_points(axes, [p for p in points if p.own], "*", _OWN, f"{front_name}, default", ms=15)
         _plot_points(axes, [p for p in points if not p.own], "D", _OTHERS, "others", ms=6)
         axes.axhline(limit, color=_QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
         axes.axvline(least, color=_QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
-        axes.margins(0.09)
-        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-
-
-def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point, budget: float) -> None:
-    """Draw the time at each peak of memory, points with a name labelled, the choice, and the budget in MiB."""
-    with _new_axes(file, title, "peak memory, GiB", "time of a step, s") as axes:
-        _plot_points(axes, sorted(front, key=lambda point: point.mib), ".-", _OWN, "fastest at each peak")
-        _plot_points(axes, [chosen], "*", _OTHERS, "the choice", ms=15)
-        axes.axvline(budget, color=_QUIET, linestyle="--", linewidth=1, label=f"budget: {budget / 1024:.3g} GiB")
-        axes.xaxis.set_major_formatter(lambda mib, _: f"{mib / 1024:,.4g}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.4g}")
-        axes.margins(0.12)
-        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
 
 def _plot_points(
     axes: Any, points: Sequence[Point], style: str, color: str, label: str, ms: float | None = None
 ) -> None:
     """Plot points and their names, beside them in four places by turns, so that neighbours' names lie apart."""
-    if points:
-        axes.plot([p.mib for p in points], [p.ms for p in points], style, ms=ms, color=color, label=label)
-    for i, point in enumerate(sorted(points, key=lambda point: point.ms)):
+    ordered = sorted(points, key=lambda point: point.mib)
+    if ordered:
+        axes.plot([p.mib for p in ordered], [p.ms for p in ordered], style, ms=ms, color=color, label=label)
+    for i, point in enumerate(reversed(ordered)):
         x, y = ((6, 5), (-6, -12), (6, -12), (-6, 5))[i % 4]
-        axes.annotate(
-            point.name, (point.mib, point.ms), xytext=(x, y), textcoords="offset points", color=color, fontsize=7,
-            ha="left" if x > 0 else "right",
-        )  # fmt: skip
+        side = {"ha": "left" if x > 0 else "right", "color": color, "fontsize": 7}
+        axes.annotate(point.name, (point.mib, point.ms), xytext=(x, y), textcoords="offset points", **side)
 
 
 @contextmanager
@@ -167,26 +162,13 @@ def new_figure(file: Path, width: float, height: float, *, dpi: int = 150) -> It
 
 @contextmanager
 def _new_axes(file: Path, title: str, x: str, y: str) -> Iterator[Any]:
-    """Yield the axes of a plot of its own, with their labels."""
+    """Yield the axes of a plot of its own, with their labels, and add the legend when the block ends."""
     with new_figure(file, 8, 5.6) as figure:
         axes = figure.add_subplot()
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(alpha=0.25)
+        axes.margins(0.1)
         yield axes
-
-
-def _set_ticks(axis: Any, ticks: Sequence[float]) -> None:
-    """Set ticks at these sizes: 16K for 16384, 1M for 1048576, others in full."""
-    from matplotlib.ticker import FixedLocator
-
-    def text(size: float, _: object) -> str:
-        for unit, name in ((2**20, "M"), (2**10, "K")):
-            if size >= unit and size % unit == 0:
-                return f"{size / unit:g}{name}"
-        return f"{size:,g}"
-
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_minor_locator(FixedLocator([]))
-    axis.set_major_formatter(text)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)

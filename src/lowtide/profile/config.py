@@ -9,16 +9,14 @@ from functools import cached_property
 from typing import Literal
 
 from lowtide.bench.settings import Device, Dtype, Settings, setting
-from lowtide.bench.way import GPU_ALONE, IMPLEMENTATIONS, Way
+from lowtide.bench.variant import IMPLEMENTATIONS, LIGER, Variant
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.policy import FORM
 from lowtide.train.shapes import SHAPES
 
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"]
-Fsdp = Literal["none", "zero2", "zero3"]
 AUTO = "auto"
-FULL = "zero3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class ProfileConfig(Settings):
         ArgumentValueError: a value that no run could use.
     """
 
-    benchmark, program = "profile", "lowtide profile"
+    benchmark = "profile"
 
     model: str = setting(
         AUTO,
@@ -45,7 +43,7 @@ class ProfileConfig(Settings):
         metavar="NAME",
     )
     seq_len: int = setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU", least=0)
-    batch_size: int = setting(1, "sequences per step, on each GPU", least=1)
+    batch_size: int = setting(1, "sequences per step", least=1)
     policy: str = setting(
         "input",
         f"what layers save for backward, where NAME:POLICY does not say: {FORM}. "
@@ -55,11 +53,6 @@ class ProfileConfig(Settings):
     )
     optimizer: Optimizer = setting("adamw", "the optimizer; adamw: PyTorch's fused one")  # noqa: RUF009
     lora: int = setting(0, "train adapters of this rank on all linear layers but the last, all else frozen", least=0)
-    offload_params: bool = setting(
-        False, "parameters, gradients and optimizer states in host memory, by PyTorch's FSDP2; the optimizer runs there"
-    )
-    fsdp: Fsdp = setting("none", "FSDP2; zero2: gradients and states are sharded; zero3: weights too")  # noqa: RUF009
-    gpus: int = setting(1, "processes per implementation, a GPU each; with --fsdp. The first one is profiled", least=1)
     steps: int = setting(
         3, "steps that count; the median is taken. One more is recorded, and without --no-trace one traced", least=1
     )
@@ -76,72 +69,53 @@ class ProfileConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
-        if self.memory_limit is not None:
-            self._require("memory_limit", self.memory_limit_gib > 0, "a size above 0")
-        self._require("gpus", self.gpus == 1 or self.sharding != "none", "1, or --fsdp zero2 or zero3 beside it")
-        if self.offload_params:
-            self._require("fsdp", self.fsdp != "zero2", "none or zero3 with --offload-params")
-            hint = "Its states have no kernel for the CPU's memory."
-            if self.optimizer == "adamw-8bit":
-                raise ArgumentValueError(message("optimizer", "another with --offload-params", self.optimizer, hint))
-        assert self.ways
+        self.require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
+        self.require("memory_limit", self.memory_limit is None or self.memory_limit_gib > 0, "a size above 0")
+        assert self.variants
 
     @property
     def memory_limit_gib(self) -> float:
         """The limit in GiB; 0: none."""
         return 0.0 if self.memory_limit is None else parse_gib("memory_limit", self.memory_limit)
 
-    @property
-    def sharding(self) -> str:
-        """How FSDP2 shards; parameters on the host are always fully sharded."""
-        return FULL if self.offload_params else self.fsdp
-
     @cached_property
-    def ways(self) -> Mapping[str, Way]:
-        """The implementations, by name.
+    def variants(self) -> Mapping[str, Variant]:
+        """What is measured, by name.
 
         Raises:
             ArgumentValueError: An unknown name or policy, or a name twice.
         """
         between = rf",(?=\s*(?:{'|'.join(IMPLEMENTATIONS)})\b|\s*$)"  # a policy has commas of its own
         words = [word.strip() for text in self.impl for word in re.split(between, text) if word.strip()]
-        ways: dict[str, Way] = {}
+        variants: dict[str, Variant] = {}
         for word in words:
             impl, _, policy = word.partition(":")
             if "@" in (policy := policy or self.policy):
                 hint = "lowtide bench step measures a step with them in host memory."
                 raise ArgumentValueError(message("policy", "nothing of optimizer states", repr(policy), hint))
-            if word in ways:
+            if word in variants:
                 raise ArgumentValueError(message("impl", "each name once", f"{word!r} twice"))
-            ways[word] = Way(impl=impl, policy=policy)
-        if not ways:
-            raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", "nothing"))
-        return ways
+            variants[word] = Variant(impl=impl, policy=policy)
+        self.require("impl", bool(variants), f"names out of {', '.join(IMPLEMENTATIONS)}")
+        return variants
 
     def check_here(self) -> None:
         """Raise where files or packages are missing.
 
         Raises:
             ArgumentValueError: There is no such model.
-            UnsupportedError: A package is not installed, or ``device`` is a CPU and another option needs a GPU.
+            UnsupportedError: Liger is not installed, or ``device`` is a CPU and another option needs a GPU.
         """
-        for way in self.ways.values():
-            way.check_installed()
+        for variant in self.variants.values():
+            variant.check_installed()
         if self.device == "cpu":
-            self.check_device("cpu", gpus=0)
+            self.check_cpu()
         super().check_here()
 
-    def check_device(self, kind: str, *, gpus: int) -> None:
-        """Raise an `UnsupportedError` where an option needs a GPU, or more of them than there are."""
-        if kind == "cuda":
-            if self.gpus > gpus:
-                raise UnsupportedError(message("gpus", f"at most the {gpus} here", self.gpus))
-            return
-        for way in self.ways.values():
-            if way.impl in GPU_ALONE:
-                hint = f"Leave {way.impl} out."
-                raise UnsupportedError(message("impl", f"a GPU for {way.impl}", "a CPU", hint))
+    def check_cpu(self) -> None:
+        """Raise an `UnsupportedError` where an option needs a GPU."""
+        if any(variant.impl == LIGER for variant in self.variants.values()):
+            raise UnsupportedError(message("impl", "a GPU for liger", "a CPU", "Leave liger out."))
         if self.memory_limit is not None:
             hint = "Leave it out: a CPU's memory has no limit."
             raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", hint))

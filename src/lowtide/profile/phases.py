@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lowtide.bench.ways import Checkpointed
+from lowtide.bench.models import Checkpointed
 from lowtide.memory.stack import find_stack
 
 EMBEDDING, FORWARD, HEAD = "embedding", "forward", "head"
@@ -23,7 +23,7 @@ OPTIMIZER, END = "optimizer", "end"
 
 
 class Label(NamedTuple):
-    """How tables, the plot and the page show a kind of phase, or an owner."""
+    """How tables and the plot show a kind of phase, or an owner."""
 
     text: str
     color: str
@@ -52,21 +52,20 @@ class Phase:
     layer: int | None = None
 
     def __str__(self) -> str:
-        if self.layer is None:
-            return _TEXTS.get(self.kind, self.kind)
-        return f"{self.kind} of layer {self.layer}"
+        return _TEXTS.get(self.kind, self.kind) if self.layer is None else f"{self.kind} of layer {self.layer}"
 
 
 class PhaseMarks:
-    """Detects which phase a step is in."""
+    """Detects which phase a step is in, and calls ``on_begin`` with each, never twice in a row with the same."""
 
     def __init__(self) -> None:
+        self.on_begin: Callable[[Phase], object] = lambda _: None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the phase in which an error ended the step."""
         self.current = Phase(END)
-        self.on_begin: Callable[[Phase], object] = lambda _: None  # never twice in a row with the same phase
-        # when a module's weights are about to be read, gathered if they are sharded
-        self.on_weights: Callable[[nn.Module], object] = lambda _: None
         self._running = 0  # modules of the layer that is recomputed, in each other
-        self._layers = 0
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase, unless the step is in it. The caller is the step (what no layer can see), or a hook."""
@@ -81,51 +80,43 @@ class PhaseMarks:
         without: the hooks would be compiled too.
         """
         layers = list(find_stack(model).layers.values())
-        self._layers = len(layers)
         for index, layer in enumerate(layers):
-            # Before FSDP's own hook, which gathers the weights: that is a part of the phase. They are read after it.
             layer.register_forward_pre_hook(self._before(index), prepend=True, with_kwargs=True)
-            layer.register_forward_pre_hook(lambda module, _: self.on_weights(module))
-            layer.register_forward_hook(self._after(index, model), always_call=True)
+            layer.register_forward_hook(self._after(index, last=index == len(layers) - 1), always_call=True)
             if isinstance(layer.forward, Checkpointed):  # its recompute calls neither the layer nor a child
                 layer.forward.function = self._around(layer.forward.function, index)
-            if not children:
-                continue
             for child in layer.children():
-                if not isinstance(child, nn.Linear):
+                if children and not isinstance(child, nn.Linear):
                     child.register_forward_pre_hook(lambda _, __, index=index: self._enter(index))
                     child.register_forward_hook(lambda _, __, ___: self._leave(), always_call=True)
 
-    def restart(self) -> None:
-        """Forget the phase in which an error ended the step."""
-        self.current, self._running = Phase(END), 0
-
     def _before(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.current.kind in _IN_BACKWARD:
                 self._enter(index)
                 return
             self.begin(Phase(FORWARD, index))
             if index == 0:
-                _at_gradient((*args, *kwargs.values()), lambda: self.begin(Phase(EMBEDDING_BACKWARD)))
+                self._begin_at_gradient((*args, *kwargs.values()), Phase(EMBEDDING_BACKWARD))
 
         return hook
 
-    def _after(self, index: int, model: nn.Module) -> Callable[..., None]:
-        def begin_backward(layer: nn.Module) -> None:
-            self.begin(Phase(BACKWARD, index))
-            self.on_weights(layer)
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+    def _after(self, index: int, *, last: bool) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
             if self.current.kind in _IN_BACKWARD:
                 self._leave()
             elif output is not None:  # None: an error ends the forward
-                _at_gradient(output if isinstance(output, tuple) else (output,), lambda: begin_backward(module))
-                if index == self._layers - 1:
+                self._begin_at_gradient(output if isinstance(output, tuple) else (output,), Phase(BACKWARD, index))
+                if last:
                     self.begin(Phase(HEAD))
-                    self.on_weights(model)
 
         return hook
+
+    def _begin_at_gradient(self, values: Iterable[Any], phase: Phase) -> None:
+        """Begin a phase when the gradient of the hidden states is computed: of the first floating-point tensor."""
+        hidden = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+        if hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda _: self.begin(phase))  # type: ignore[no-untyped-call]
 
     def _around(self, function: Callable[..., Any], index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -143,18 +134,10 @@ class PhaseMarks:
             self.begin(Phase(RECOMPUTE, index))
 
     def _leave(self) -> None:
-        if self.current.kind not in _IN_BACKWARD or not self._running:
-            return
-        self._running -= 1
-        if not self._running:
-            self.begin(Phase(BACKWARD, self.current.layer))
-
-
-def _at_gradient(values: Iterable[Any], begin: Callable[[], None]) -> None:
-    """Call ``begin`` when the gradient of the hidden states is computed: of the first floating-point tensor."""
-    hidden = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
-    if hidden is not None and hidden.requires_grad:
-        hidden.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
+        if self.current.kind in _IN_BACKWARD and self._running:
+            self._running -= 1
+            if not self._running:
+                self.begin(Phase(BACKWARD, self.current.layer))
 
 
 def with_whole_recomputes(phases: Sequence[Phase]) -> list[Phase]:
@@ -166,7 +149,7 @@ def with_whole_recomputes(phases: Sequence[Phase]) -> list[Phase]:
     last: dict[int, int] = {}  # of each layer, where it was last recomputed
     for i, phase in enumerate(phases):
         if phase.kind == RECOMPUTE and phase.layer is not None:
-            for j in range(last.get(phase.layer, i), i):
-                merged[j] = phase
+            start = last.get(phase.layer, i)
+            merged[start:i] = [phase] * (i - start)
             last[phase.layer] = i
     return merged

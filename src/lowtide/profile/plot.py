@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lowtide.measure.plots import new_figure
-from lowtide.profile.owners import OWNERS
+from lowtide.profile.memory import OWNERS
 from lowtide.profile.phases import KINDS, Label
-from lowtide.profile.tables import label_of, line_colors, title_of, unit_of
+from lowtide.profile.report import label_of, line_colors, title_of, unit_of
 
-_WIDTH = 10.5
-_STRIP = 0.3  # inches per implementation's phases
-_BAR = 0.42  # per bar
+_STRIP, _BAR = 0.3, 0.42  # inches per implementation's phases, and per bar
 _LEGEND = {"ncols": 4, "fontsize": 8, "frameon": False, "loc": "upper center"}
-_CENTER = {"ha": "center", "va": "center", "fontsize": 7}
 
 
-class _Drawing(NamedTuple):
+@dataclass(frozen=True)
+class _Drawing:
     """What the three parts share: the rows that have a peak, their colours, the unit of memory, the time axis."""
 
     rows: Sequence[dict[str, Any]]
@@ -27,99 +26,83 @@ class _Drawing(NamedTuple):
     scale: float
     longest_ms: float
 
-    def has_room(self, text: str, length_ms: float) -> bool:
-        """Return whether a small text fits into this much of the time axis."""
-        return length_ms > (0.004 + 0.008 * len(text)) * self.longest_ms
+    def lines(self, axes: Any) -> None:
+        """Draw memory over time, with the peaks marked."""
+        for row, color in zip(self.rows, self.colors, strict=True):
+            peak, failed = row["peak"], "failed" in row
+            text = f"{label_of(row)}: {peak['gib'] * self.scale:.4g} {self.unit} in {peak['phase']}, "
+            text += "out of memory" if failed else _time(row["seconds"] * 1e3)
+            sizes = [size * self.scale for size in row["timeline"]["gib"]]
+            axes.plot(row["timeline"]["ms"], sizes, drawstyle="steps-post", color=color, linewidth=1.2, label=text)
+            mark, ms = ("X", 9) if failed else ("o", 5)
+            axes.plot([peak["ms"]], [peak["gib"] * self.scale], mark, color=color, ms=ms)
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, self.longest_ms)
+        axes.grid(alpha=0.25)
+        axes.set_ylabel(f"memory of tensors, {self.unit}")
+        axes.tick_params(labelbottom=False)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8, frameon=False)
+
+    def strips(self, axes: Any) -> None:
+        """Draw each implementation's phases, on the time axis of the lines above, labelled where wide enough."""
+        for i, row in enumerate(self.rows):
+            for part in row["segments"]:
+                begin, length, kind = part["begin_ms"], part["end_ms"] - part["begin_ms"], KINDS[part["kind"]]
+                text = str(part["layer"]) if part["layer"] is not None else kind.text
+                fits = length > (0.004 + 0.008 * len(text)) * self.longest_ms
+                _bar(axes, i, begin, length, kind, text if fits else "")
+        axes.set_xlim(0, self.longest_ms)
+        axes.set_xlabel("time of a step, ms (numbers: layers)")
+        self._finish(axes)
+
+    def bars(self, axes: Any) -> None:
+        """Draw each peak's owners."""
+        most = max(row["peak"]["gib"] for row in self.rows) * self.scale
+        for i, row in enumerate(self.rows):
+            left = 0.0
+            for owner, label in OWNERS.items():
+                size = row["peak"]["owners_gib"][owner] * self.scale
+                if size:
+                    _bar(axes, i, left, size, label, f"{size:.3g}" if size > 0.06 * most else "")
+                left += size
+            axes.text(left + 0.008 * most, i, f"{left:.4g}, {row['peak']['phase']}", va="center", fontsize=7)
+        axes.set_xlim(0, 1.25 * most)
+        axes.set_xlabel(f"the peak by owner, {self.unit}")
+        self._finish(axes)
+
+    def _finish(self, axes: Any) -> None:
+        """Label a row per implementation, and add the legend below the axes, each kind once."""
+        axes.set_ylim(len(self.rows) - 0.5, -0.5)
+        axes.set_yticks(range(len(self.rows)), map(label_of, self.rows), fontsize=8)
+        for tick, color in zip(axes.get_yticklabels(), self.colors, strict=True):
+            tick.set_color(color)
+        below = -0.42 / (axes.get_position().height * axes.figure.get_figheight())  # inches
+        shown = {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        order = [label.text for label in (*KINDS.values(), *OWNERS.values()) if label.text in shown]
+        axes.legend([shown[text] for text in order], order, bbox_to_anchor=(0.5, below), **_LEGEND)
+
+
+def _bar(axes: Any, row: int, left: float, length: float, label: Label, text: str) -> None:
+    style = {"height": 0.72, "color": label.color, "linewidth": 0.4, "edgecolor": "white"}
+    axes.barh(row, length, left=left, label=label.text, **style)
+    center = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if label.dark else "black"}
+    axes.text(left + length / 2, row, text, **center)
 
 
 def draw_profile(file: Path, result: dict[str, Any]) -> None:
     """Draw the json of ``lowtide profile`` as PNG: memory over a step's time, the phases beneath it, and the peaks."""
     every = result["implementations"]
-    rows = [row for row in every if "peak" in row]
-    colors = [color for row, color in zip(every, line_colors(every), strict=True) if "peak" in row]
-    unit, scale = unit_of(rows)
+    shown = [(row, color) for row, color in zip(every, line_colors(every), strict=True) if "peak" in row]
+    rows, colors = zip(*shown, strict=True)
     longest = max((row["segments"][-1]["end_ms"] for row in rows if row["segments"]), default=1.0)
-    drawing = _Drawing(rows, colors, unit, scale, longest)
-    heights = [3.6, 0.1 + _STRIP * max(len(rows), 1), 0.3 + _BAR * max(len(rows), 1)]
-    with new_figure(file, _WIDTH, sum(heights) + 2.6) as figure:
+    drawing = _Drawing(rows, colors, *unit_of(row["peak"]["gib"] for row in rows), longest)
+    heights = [3.6, 0.1 + _STRIP * len(rows), 0.3 + _BAR * len(rows)]
+    with new_figure(file, 10.5, sum(heights) + 2.6) as figure:
         figure.suptitle(title_of(result), fontsize=10)
-        lines, strips, bars = figure.subplots(3, height_ratios=heights)
-        _draw_lines(lines, drawing)
-        _draw_strips(strips, drawing)
-        _draw_bars(bars, drawing)
-
-
-def _draw_lines(axes: Any, drawing: _Drawing) -> None:
-    rows, _, unit, scale, longest = drawing
-    for row, color in zip(rows, drawing.colors, strict=True):
-        peak, failed = row["peak"], "failed" in row
-        text = f"{label_of(row)}: {peak['gib'] * scale:.4g} {unit} in {peak['phase']}"
-        text += ", out of memory" if failed else f", {_time(row['seconds'] * 1e3)}"
-        sizes = [size * scale for size in row["timeline"]["gib"]]
-        axes.plot(row["timeline"]["ms"], sizes, drawstyle="steps-post", color=color, linewidth=1.2, label=text)
-        axes.plot([peak["ms"]], [peak["gib"] * scale], "X" if failed else "o", color=color, ms=9 if failed else 5)
-    axes.set_ylim(0, 1.12 * max((row["peak"]["gib"] * scale for row in rows), default=1.0))
-    axes.set_xlim(0, longest)
-    axes.grid(alpha=0.25)
-    axes.set_ylabel(f"memory of tensors, {unit}")
-    axes.tick_params(labelbottom=False)
-    if rows:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8, frameon=False)
-
-
-def _draw_strips(axes: Any, drawing: _Drawing) -> None:
-    """Draw each implementation's phases as a strip, on the time axis of the lines above, labelled where wide enough."""
-    seen: dict[str, Any] = {}
-    for i, row in enumerate(drawing.rows):
-        for part in row["segments"]:
-            length, kind = part["end_ms"] - part["begin_ms"], KINDS[part["kind"]]
-            bar = axes.barh(
-                i, length, left=part["begin_ms"], height=0.72, color=kind.color, linewidth=0.4, edgecolor="white"
-            )
-            seen.setdefault(part["kind"], bar)
-            text = str(part["layer"]) if part["layer"] is not None else kind.text
-            if drawing.has_room(text, length):
-                axes.text(part["begin_ms"] + length / 2, i, text, color=_text_color(kind), **_CENTER)
-    axes.set_xlim(0, drawing.longest_ms)
-    axes.set_xlabel("time of a step, ms (numbers: layers)")
-    _finish_bars(axes, drawing, {KINDS[kind].text: seen[kind] for kind in KINDS if kind in seen})
-
-
-def _draw_bars(axes: Any, drawing: _Drawing) -> None:
-    """Draw each peak's owners."""
-    rows, _, unit, scale, _ = drawing
-    most = max((row["peak"]["gib"] for row in rows), default=1.0) * scale
-    left = [0.0] * len(rows)
-    seen: dict[str, Any] = {}
-    for owner, label in OWNERS.items():
-        sizes = [row["peak"]["owners_gib"][owner] * scale for row in rows]
-        if not any(sizes):
-            continue
-        seen[label.text] = axes.barh(range(len(rows)), sizes, left=left, height=0.72, color=label.color)
-        for i, size in enumerate(sizes):
-            if size > 0.06 * most:
-                axes.text(left[i] + size / 2, i, f"{size:.3g}", color=_text_color(label), **_CENTER)
-            left[i] += size
-    for i, row in enumerate(rows):
-        axes.text(left[i] + 0.008 * most, i, f"{left[i]:.4g}, {row['peak']['phase']}", va="center", fontsize=7)
-    axes.set_xlim(0, 1.25 * most)
-    axes.set_xlabel(f"the peak by owner, {unit}")
-    _finish_bars(axes, drawing, seen)
-
-
-def _finish_bars(axes: Any, drawing: _Drawing, seen: Mapping[str, Any]) -> None:
-    """Label a row per implementation, and add the legend below the axes."""
-    axes.set_ylim(len(drawing.rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(drawing.rows)), map(label_of, drawing.rows), fontsize=8)
-    for tick, color in zip(axes.get_yticklabels(), drawing.colors, strict=True):
-        tick.set_color(color)
-    below = -0.42 / (axes.get_position().height * axes.figure.get_figheight())  # inches
-    if seen:
-        axes.legend(seen.values(), seen.keys(), bbox_to_anchor=(0.5, below), **_LEGEND)
-
-
-def _text_color(label: Label) -> str:
-    return "white" if label.dark else "black"
+        for draw, axes in zip(
+            (drawing.lines, drawing.strips, drawing.bars), figure.subplots(3, height_ratios=heights), strict=True
+        ):
+            draw(axes)
 
 
 def _time(ms: float) -> str:

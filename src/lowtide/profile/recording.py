@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide.measure.allocations import allocation_profiler
 from lowtide.profile.phases import END, Phase, PhaseMarks, with_whole_recomputes
@@ -58,79 +58,56 @@ class Recording:
     phases: list[Phase] = field(default_factory=list)  # the last is the step's end
     begins: list[int] = field(default_factory=list)  # of each phase, its first event
     begins_ns: list[int] = field(default_factory=list)
-    # of an address, the events before which a module's weights lay there, about to be read
-    weights: dict[int, list[int]] = field(default_factory=dict)
 
     def totals(self) -> list[int]:
         """Return the bytes that are live after each event, above what was live when the recording began."""
         return list(accumulate(event.bytes for event in self.events))
 
+    def begin(self, phase: Phase, time_ns: int) -> None:
+        """Begin a phase."""
+        self.phases.append(phase)
+        self.begins.append(len(self.events))
+        self.begins_ns.append(time_ns)
+
 
 @contextmanager
 def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
     """Record one step's allocations on one kind of device, up to the error if it fails; empty until the block ends."""
-    recording = Recording()
-    before = marks.on_begin
-    marked: list[Phase | set[int]] = []  # a phase that begins, or the addresses of weights about to be read
+    recording, before, marked = Recording(), marks.on_begin, list[Phase]()
 
-    def mark(what: Phase | set[int]) -> None:
-        marked.append(what)
+    def mark(phase: Phase) -> None:
+        before(phase)
+        marked.append(phase)
         with _range(f"{_MARK}{len(marked) - 1}"):
             pass
 
-    def on_begin(phase: Phase) -> None:
-        before(phase)
-        mark(phase)
-
-    def on_weights(module: nn.Module) -> None:
-        mark(set(storages(module.parameters(), device)))
-
-    marks.on_begin, marks.on_weights = on_begin, on_weights
+    marks.on_begin = mark
     profiler = allocation_profiler()
     try:
         # The tree of some versions lacks an event that no operation surrounds: what Python frees between two of them.
         with profiler, _range(_STEP):
             yield recording
     finally:
-        marks.on_begin, marks.on_weights = before, lambda _: None
+        marks.on_begin = before
         if profiler.kineto_results is not None:
             _fill(recording, profiler.kineto_results.experimental_event_tree(), device.type, marked)
 
 
 def storages(tensors: Iterable[Any], device: torch.device) -> dict[int, int]:
-    """Return address and bytes of the tensors' storages on one kind of device, each once; of shards their own."""
-    sizes = {}
-    with torch.no_grad():
-        for tensor in tensors:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            if isinstance(local, Tensor) and local.device.type == device.type:
-                storage = local.untyped_storage()
-                if storage.nbytes():
-                    sizes[storage.data_ptr()] = storage.nbytes()
-    return sizes
+    """Return address and bytes of the tensors' storages on one kind of device, each once."""
+    found = [t.untyped_storage() for t in tensors if isinstance(t, Tensor) and t.device.type == device.type]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
-def _fill(recording: Recording, tree: list[Any], kind: str, marked: list[Phase | set[int]]) -> None:
+def _fill(recording: Recording, tree: list[Any], kind: str, marked: list[Phase]) -> None:
     """Read the events of one kind of device, and the marks, from a finished profile."""
-    profiled = sorted(_events(tree), key=lambda event: event[0])  # stable: equal times keep the order of arrival
     live: dict[int, int] = {}
-
-    def begin(phase: Phase, time_ns: int) -> None:
-        recording.phases.append(phase)
-        recording.begins.append(len(recording.events))
-        recording.begins_ns.append(time_ns)
-
-    for time_ns, operation, node in profiled:
-        event = len(recording.events)
+    time_ns = 0
+    for time_ns, operation, node in sorted(_events(tree), key=lambda event: event[0]):  # equal times keep their order
         if node is None:
-            mark = marked[int(operation.removeprefix(_MARK))]
-            if isinstance(mark, Phase):
-                begin(mark, time_ns)
-                continue
-            for address in mark:
-                recording.weights.setdefault(address, []).append(event)
+            recording.begin(marked[int(operation.removeprefix(_MARK))], time_ns)
             continue
-        allocation = node.extra_fields
+        allocation, event = node.extra_fields, len(recording.events)
         address, size = allocation.ptr, allocation.alloc_size
         if str(allocation.device).partition(":")[0] != kind or not size:
             continue
@@ -142,7 +119,7 @@ def _fill(recording: Recording, tree: list[Any], kind: str, marked: list[Phase |
             recording.blocks[block].end = event
         recording.events.append(Event(time_ns, size, address, block))
     if not recording.phases or recording.phases[-1].kind != END:  # an error ended the step
-        begin(Phase(END), profiled[-1][0] if profiled else 0)
+        recording.begin(Phase(END), time_ns)
     recording.phases[:] = with_whole_recomputes(recording.phases)
 
 
@@ -153,10 +130,8 @@ def _events(tree: list[Any]) -> Iterator[tuple[int, str, Any]]:
         node, operation = stack.pop()
         if type(node.extra_fields).__name__ == "_ExtraFields_Allocation":
             yield node.start_time_ns, operation, node
-            continue
-        name = node.name
-        if name.startswith(_MARK):
-            yield node.start_time_ns, name, None
-            continue
-        inside = operation or ("" if name == _STEP else name.removeprefix(_ENGINE))
-        stack += [(child, inside) for child in reversed(node.children)]
+        elif node.name.startswith(_MARK):
+            yield node.start_time_ns, node.name, None
+        else:
+            inside = operation or ("" if node.name == _STEP else node.name.removeprefix(_ENGINE))
+            stack += [(child, inside) for child in reversed(node.children)]

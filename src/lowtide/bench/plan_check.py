@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.bench.ways import compile_layers, make_optimizer, train_step
+from lowtide.bench.models import compile_layers, make_optimizer, train_step
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine
@@ -51,24 +50,23 @@ class PlanCheck:
             ("peak GiB", gib(self.predicted_bytes), gib(self.peak_bytes), 2),
             ("s a step", self.predicted_seconds, self.seconds, 3),
         ):
-            lines.append(
-                f"{name:10}{predicted:>11.{digits}f}{measured:>11.{digits}f}{predicted / measured - 1:>+11.1%}"
-            )
+            off = predicted / measured - 1
+            lines.append(f"{name:10}{predicted:>11.{digits}f}{measured:>11.{digits}f}{off:>+11.1%}")
         lines.append(f"PyTorch's allocator held {gib(self.reserved_bytes):.2f} GiB; {self.machine['gpu']}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures, for JSON."""
-        in_gib = {"predicted_bytes": "predicted_gib", "peak_bytes": "peak_gib", "reserved_bytes": "reserved_gib"}
-        return {in_gib.get(k, k): gib(value) if k in in_gib else value for k, value in vars(self).items()}
+        """Return the figures, for JSON, bytes in GiB."""
+        values = ((k.replace("_bytes", "_gib"), gib(v) if k.endswith("_bytes") else v) for k, v in vars(self).items())
+        return dict(values)
 
 
 def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WARM, steps: int = STEPS) -> PlanCheck:
     """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
 
     Raises:
-        UnsupportedError: the plan is for weights in 4 bits; there is no GPU; transformers,
-            peft or the optimizer's library is missing, or memory ran out.
+        UnsupportedError: the plan is for weights in 4 bits; there is no GPU; the optimizer's library is missing, or
+            memory ran out.
     """
     job = plan.job
     if job.shape.four_bit:
@@ -82,7 +80,7 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
     try:
         model = planned_model(settings, plan, torch.device("cuda"))
         try:
-            step = _step(model, plan)
+            step = Step(model, plan)
             for _ in range(warm):
                 step()
             torch.cuda.synchronize()
@@ -107,17 +105,9 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
 
 def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.device) -> Any:
     """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        hint = "pip install 'lowtide[hf]'"
-        raise UnsupportedError(message("check", "transformers to be installed", str(error), hint)) from error
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     job = plan.job
-    if job.adapters is not None:
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise UnsupportedError(message("check", "peft to be installed", str(error), "pip install peft")) from error
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
     attention = job.shape.attention or None
@@ -128,6 +118,8 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
     if job.adapters is not None:
+        from peft import LoraConfig, get_peft_model
+
         model = get_peft_model(model, LoraConfig(r=job.adapters.rank, target_modules=list(job.adapters.targets)))
     patch(model, options=job.options)
     offloaded = any(policy.offload for policy in plan.policies)
@@ -137,18 +129,23 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     return model
 
 
-def _step(model: Any, plan: MemoryPlan) -> Callable[[], Tensor]:
-    """Return a function that runs one training step of the plan."""
-    job = plan.job
-    optimizer = make_optimizer(job.optimizer, [p for p in model.parameters() if p.requires_grad])
-    autocast = job.autocast or (job.adapters is not None and job.narrow < 4)
-    if plan.chosen.states:
-        offload_optimizer(optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
-    ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
+class Step:
+    """One training step of a plan, on random tokens."""
 
-    def loss() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            value: Tensor = model(input_ids=ids, labels=ids).loss
-        return value
+    def __init__(self, model: Any, plan: MemoryPlan) -> None:
+        self.model, self.job = model, plan.job
+        self.optimizer = make_optimizer(plan.job.optimizer, [p for p in model.parameters() if p.requires_grad])
+        if plan.chosen.states:
+            offload_optimizer(self.optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
+        self.ids = torch.randint(0, self.job.shape.vocab, (self.job.batch_size, self.job.seq_len), device="cuda")
 
-    return partial(train_step, loss, optimizer, keep_gradients=job.keep_gradients)
+    def loss(self) -> Tensor:
+        """Return the loss, under autocast where the plan's weights are wide."""
+        wide = self.job.autocast or (self.job.adapters is not None and self.job.narrow < 4)
+        with torch.autocast("cuda", torch.bfloat16, enabled=wide):
+            loss: Tensor = self.model(input_ids=self.ids, labels=self.ids).loss
+        return loss
+
+    def __call__(self) -> None:
+        """Run it."""
+        train_step(self.loss, self.optimizer, keep_gradients=self.job.keep_gradients)
