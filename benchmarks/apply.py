@@ -22,12 +22,11 @@ from script import main
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy
-from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, release
-from lowtide.bench.problem import Problem, make_problem
+from lowtide.bench.case import Bench, Case, make_case
+from lowtide.bench.harness import Benchmark, Peer, Row, Run, Table, release
+from lowtide.bench.head import plan_of
 from lowtide.bench.settings import ShapeSettings, setting
 from lowtide.bench.shapes import Choice, Shape
-from lowtide.bench.task import NAME, Bench, Task
-from lowtide.head.plan import HeadPlan, plan_head
 
 cross_entropy = partial(F.cross_entropy, reduction="none")  # of each token
 
@@ -53,45 +52,46 @@ def top_k(logits: Tensor, labels: Tensor) -> Tensor:
 FUNCTIONS = {"cross-entropy": cross_entropy, "focal": focal, "entropy": entropy, "top-k": top_k}
 NAMED = {"4x4096": Shape("4x4096", 16384, 4096, 128256), "64x512": Shape("64x512", 32768, 768, 32000)}
 TABLE = Table(
-    (NAME,),
-    (
-        Column("ms", "ms", "9.2f"), Column("MiB", "peak_mib", "9.1f"), Column("of naive", "of_naive", "9.3f"),
-        Column("value err", "value_error", "11.1e"),
-        *(Column(f"{of} err", f"{of.lower()}_error", "9.1e") for of in ("dX", "dW", "db")),
-    ),
-    lambda row: [f"{row['plan']['chunks']} x {row['plan']['chunk_rows']} rows"] if "plan" in row else [],
+    {"name": "<24"},
+    {
+        "ms": "9.2f", "peak_mib": "10.1f", "of_naive": "10.3f",
+        **{f"{name}_error": "12.1e" for name in ("value", "dx", "dw", "db")},
+    },
+    lambda row: ["{chunks} x {chunk_rows} rows".format(**row["plan"])] if "plan" in row else [],
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
+class ApplyCase(Case):
+    function: str
+
+    def values_of(self, z: Tensor, rows: slice) -> dict[str, Tensor]:
+        return {"value": FUNCTIONS[self.function](z, self.y[rows])}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ApplyConfig(ShapeSettings):
-    benchmark, program = "apply", "python benchmarks/{benchmark}.py"
+    benchmark = "apply"
     choice = Choice(Shape, "N,D,V", "4x4096", NAMED)
     known: ClassVar = {"functions": tuple(FUNCTIONS)}
     only: tuple[str, ...] = setting((), "these functions alone: {functions}", metavar="FUNCTION", known="functions")
 
 
-def plan_of(head: Problem, options: HeadOptions) -> HeadPlan:
-    """Return the `plan_head` of `linear_apply` with these options."""
-    return plan_head(head.shape.N, head.shape.D, head.shape.V, head.dtype, head.device, options, function=True)
-
-
-def in_two_chunks(head: Problem) -> HeadOptions:
+def in_two_chunks(case: Case) -> HeadOptions:
     """Return the least workspace with which the plan has two chunks."""
     sizes = range(1, 2**50)  # bytes
     few = partial(bisect_left, sizes, True)
-    least = few(key=lambda size: plan_of(head, HeadOptions(workspace_mib=size / 2**20)).chunks <= 2)
+    least = few(key=lambda size: plan_of(HeadOptions(workspace_mib=size / 2**20), case, function=True).chunks <= 2)
     return HeadOptions(workspace_mib=sizes[least] / 2**20)
 
 
-def peers_of(function: str, head: Problem) -> Iterator[Peer]:
-    """Yield the ways to compute the mean of a function of that name, lowtide's with their options."""
-    fn, N = FUNCTIONS[function], head.shape.N
-    x, w, b, y = head.x, head.w, head.b, head.y
+def peers_of(case: ApplyCase) -> Iterator[Peer]:
+    """Yield the ways to compute the mean of the case's function, lowtide's with their options."""
+    fn, N = FUNCTIONS[case.function], case.shape.N
+    x, w, b, y = case.x, case.w, case.b, case.y
 
     def peer(name: str, mean: Callable[[], Tensor], options: HeadOptions | None = None) -> Peer:
-        planned = None if options is None else lambda _: options
-        return Peer(name, lambda _: lambda: {"value": mean()}, options=planned)
+        return Peer(name, lambda _: lambda: {"value": mean()}, options=options)
 
     def summed(name: str, options: HeadOptions, compile: bool = False) -> Peer:
         def total(logits: Tensor, labels: Tensor) -> Tensor:
@@ -100,15 +100,15 @@ def peers_of(function: str, head: Problem) -> Iterator[Peer]:
         run = partial(linear_apply, total, x, w, y, linear_bias=b, out="sum", compile=compile, options=options)
         return peer(name, run, options)
 
-    two, default = in_two_chunks(head), HeadOptions()
+    two, default = in_two_chunks(case), HeadOptions()
     yield peer("naive", lambda: fn(F.linear(x, w, b).to(torch.promote_types(x.dtype, torch.float32)), y).mean())
     yield summed("two chunks", two)
     yield summed("default", default)
     yield peer("default, per token", lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default)
-    if function != "top-k" and x.is_cuda:  # of which a compiler makes fewer passes over the logits
+    if case.function != "top-k" and x.is_cuda:  # of which a compiler makes fewer passes over the logits
         yield summed("two chunks, compiled", two, compile=True)
         yield summed("default, compiled", default, compile=True)
-    if function == "cross-entropy":
+    if case.function == "cross-entropy":
         yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b))
 
 
@@ -117,25 +117,20 @@ def measure(run: Run[ApplyConfig]) -> None:
     run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
     for shape in config.shapes:
         torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
-        problem = make_problem(shape, run.dtype, run.device, seed=config.seed)
+        loss, rows = make_case(shape, run.dtype, run.device, seed=config.seed), list[Row]()
         b = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
-        head = dataclasses.replace(problem, b=b)
-        rows: list[Row] = []
         run.result["shapes"].append({**vars(shape), "rows": rows})
         for name in config.chosen("functions"):
             run.say(f"\n{shape} {run.dtype_name}, {name}\n{TABLE.header}")
-
-            def values_of(z: Tensor, rows: slice, name: str = name, y: Tensor = head.y) -> dict[str, Tensor]:
-                return {"value": FUNCTIONS[name](z, y[rows])}
-
-            task = Task(head=head, names=("value",), upstream={"value": head.g}, values_of=values_of)
-            bench = Bench(task, error=True, warm=config.warm, reps=config.reps, limited=False)
+            of_value = {"names": ("value",), "upstream": {"value": loss.upstream["loss"]}}
+            case = ApplyCase(shape=shape, x=loss.x, w=loss.w, y=loss.y, b=b, function=name, **of_value)
+            bench = Bench(case, error=True, warm=config.warm, reps=config.reps, limited=False)
             naive_mib = None
-            for peer in peers_of(name, head):
+            for peer in peers_of(case):
                 row = bench.measure(peer) | {"function": name}
                 row |= {f"{of}_error": error for of, error in row.pop("errors", {}).items()}
                 if peer.options is not None:
-                    row["plan"] = dataclasses.asdict(plan_of(head, peer.options(head)))
+                    row["plan"] = dataclasses.asdict(plan_of(peer.options, case, function=True))
                 naive_mib = naive_mib or row.get("peak_mib")
                 if naive_mib and "peak_mib" in row:
                     row["of_naive"] = row["peak_mib"] / naive_mib

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import linear_contrastive
-from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.case import ROWS, Case, Function, Values, blocks, loss_case, token_benchmark
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled
-from lowtide.bench.problem import PLAIN, ROWS, Problem, Setting, blocks
+from lowtide.bench.settings import TokenSettings
 from lowtide.bench.shapes import Choice, Shape
-from lowtide.bench.task import Function, Task, Values, token_benchmark
 
 TEMPERATURE = 0.05  # sentence-transformers' scale of 20
 LIKENESS = 0.5  # cosine of a query and its key: at that temperature among 65,536 keys a loss of about 1 to 2
@@ -35,8 +34,8 @@ NAMED = {"batch-64k": Shape("batch-64k", 65536, 1024, 65536), "batch-16k": Shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveConfig(TokenBenchConfig):
-    benchmark, program = "contrastive", "python benchmarks/{benchmark}.py"
+class ContrastiveConfig(TokenSettings):
+    benchmark = "contrastive"
     choice = Choice(Shape, "Q,D,K", "batch-64k", NAMED)
     known: ClassVar = {
         "peers": ("lowtide", "naive", "compile", "checkpoint", "cached-mnrl", "cached-mnrl-1024"),
@@ -45,10 +44,13 @@ class ContrastiveConfig(TokenBenchConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveTask(Task):
+class ContrastiveCase(Case):
     """The mean loss of queries whose positive is the key of the same number, and both sides' gradients."""
 
     mask: Tensor | None
+
+    def values_of(self, z: Tensor, rows: slice) -> Values:
+        return {"loss": loss_of(z, self.y[rows], None if self.mask is None else self.mask[rows], "none")}
 
 
 def loss_of(similarities: Tensor, y: Tensor, mask: Tensor | None, reduction: str = "mean") -> Tensor:
@@ -57,7 +59,7 @@ def loss_of(similarities: Tensor, y: Tensor, mask: Tensor | None, reduction: str
     return F.cross_entropy(z if mask is None else z.masked_fill(mask, -torch.inf), y, reduction=reduction)
 
 
-def tasks(run: Run[ContrastiveConfig], shape: Shape) -> Iterator[ContrastiveTask]:
+def cases(run: Run[ContrastiveConfig], shape: Shape) -> Iterator[ContrastiveCase]:
     """Yield the requested works on random queries [Q, D] and keys [K, D], each key like the query of its number."""
     generator = torch.Generator(run.device).manual_seed(run.config.seed)
     x, w = (torch.randn(rows, shape.D, device=run.device, generator=generator) for rows in (shape.N, shape.V))
@@ -65,9 +67,8 @@ def tasks(run: Run[ContrastiveConfig], shape: Shape) -> Iterator[ContrastiveTask
     w[:both].mul_((1 - LIKENESS**2) ** 0.5).add_(x[:both], alpha=LIKENESS)
     x, w = (F.normalize(t).to(run.dtype) for t in (x, w))
     y = torch.arange(shape.N, device=run.device)
-    batch = Problem(shape=shape, setting=PLAIN, dtype=run.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    batch = loss_case(shape, x, w, y)
     for work in run.config.chosen("works"):
-        head = batch.in_setting(Setting(name=f"InfoNCE, {work}, forward and backward"))
         mask = None
         if work == "masked":
             mask = torch.empty(shape.N, shape.V, device=run.device, dtype=torch.bool)
@@ -75,10 +76,8 @@ def tasks(run: Run[ContrastiveConfig], shape: Shape) -> Iterator[ContrastiveTask
                 mask[rows] = torch.rand(mask[rows].shape, device=run.device, generator=generator) < MASKED
             mask.fill_diagonal_(False)
 
-        def values_of(z: Tensor, rows: slice, mask: Tensor | None = mask) -> Values:
-            return {"loss": loss_of(z, y[rows], None if mask is None else mask[rows], "none")}
-
-        yield ContrastiveTask(head=head, names=("loss",), upstream={"loss": head.g}, values_of=values_of, mask=mask)
+        name = f"InfoNCE, {work}, forward and backward"
+        yield ContrastiveCase(**{**vars(batch), "name": name, "mask": mask})
 
 
 Contrastive = Callable[[Tensor, Tensor], Tensor]  # of queries and keys
@@ -88,8 +87,8 @@ def _naive(x: Tensor, w: Tensor, y: Tensor, mask: Tensor | None, reduction: str 
     return loss_of((x @ w.T).float(), y, mask, reduction)
 
 
-def _checkpointed(task: ContrastiveTask) -> Contrastive:
-    y, mask = task.head.y, task.mask
+def _checkpointed(case: ContrastiveCase) -> Contrastive:
+    y, mask = case.y, case.mask
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         parts = [
@@ -101,9 +100,9 @@ def _checkpointed(task: ContrastiveTask) -> Contrastive:
     return loss
 
 
-def _cached(mini_batch_size: int, task: ContrastiveTask) -> Contrastive:
+def _cached(mini_batch_size: int, case: ContrastiveCase) -> Contrastive:
     """Return the second step of `CachedMultipleNegativesRankingLoss`, which computes loss and gradients at once."""
-    if task.mask is not None:
+    if case.mask is not None:
         raise CannotError("has no mask")
     losses: Any = importlib.import_module("sentence_transformers.losses")
     util: Any = importlib.import_module("sentence_transformers.util")
@@ -117,23 +116,23 @@ def _cached(mini_batch_size: int, task: ContrastiveTask) -> Contrastive:
     return loss
 
 
-def _peer(name: str, make: Callable[[ContrastiveTask], Contrastive], package: str = "") -> Peer:
-    def build(task: ContrastiveTask) -> Function:
-        function = make(task)
-        return lambda: {"loss": function(task.head.x, task.head.w)}
+def _peer(name: str, make: Callable[[ContrastiveCase], Contrastive], package: str = "") -> Peer:
+    def build(case: ContrastiveCase) -> Function:
+        function = make(case)
+        return lambda: {"loss": function(case.x, case.w)}
 
     return Peer(name, build, package)
 
 
 PEERS = by_name(
-    _peer("lowtide", lambda task: partial(linear_contrastive, temperature=TEMPERATURE, mask=task.mask)),
-    _peer("naive", lambda task: partial(_naive, y=task.head.y, mask=task.mask)),
-    _peer("compile", lambda task: partial(compiled(_naive), y=task.head.y, mask=task.mask)),
+    _peer("lowtide", lambda case: partial(linear_contrastive, temperature=TEMPERATURE, mask=case.mask)),
+    _peer("naive", lambda case: partial(_naive, y=case.y, mask=case.mask)),
+    _peer("compile", lambda case: partial(compiled(_naive), y=case.y, mask=case.mask)),
     _peer("checkpoint", _checkpointed),  # naive in chunks of 1024 queries, recomputed in backward
     _peer("cached-mnrl", partial(_cached, 32), "sentence-transformers"),
     _peer("cached-mnrl-1024", partial(_cached, 1024), "sentence-transformers"),
 )
-CONTRASTIVE = token_benchmark(tasks, PEERS)
+CONTRASTIVE = token_benchmark(cases, PEERS)
 
 if __name__ == "__main__":
     sys.exit(main(CONTRASTIVE, ContrastiveConfig, __doc__))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import linear_cross_entropy
-from lowtide.bench.results import begin
+from lowtide.bench.harness import begin
 from lowtide.measure.child import run_child
 
 RESULTS = Path(__file__).parent / "results"

@@ -21,11 +21,10 @@ from script import main
 from torch import Tensor
 
 from lowtide import linear_divergence
-from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.case import Case, Function, Values, make_case, token_benchmark, wider
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
-from lowtide.bench.problem import Problem, Setting, make_problem
+from lowtide.bench.settings import TokenSettings
 from lowtide.bench.shapes import Choice, Shape
-from lowtide.bench.task import Function, Task, Values, token_benchmark, wider
 
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
 KINDS = {  # linear_divergence's name, and the teacher's share of the mixture
@@ -49,8 +48,8 @@ NAMED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceConfig(TokenBenchConfig):
-    benchmark, program = "divergence", "python benchmarks/{benchmark}.py"
+class DivergenceConfig(TokenSettings):
+    benchmark = "divergence"
     choice = Choice(PairShape, "N,D,V,D of the teacher", "llama-8b-to-1b", NAMED)
     known: ClassVar = {
         "peers": ("lowtide", "lowtide-none", "naive", "compile", "trl", "liger-jsd", "liger-kl"),
@@ -59,10 +58,20 @@ class DivergenceConfig(TokenBenchConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceTask(Task):
-    teacher: Problem
+class DivergenceCase(Case):
+    teacher: Case
     kind: str
     beta: float
+
+    @property
+    def heads(self) -> tuple[Case, ...]:
+        return (self.teacher, self)
+
+    def values_of(self, z: Tensor, rows: slice) -> Values:
+        with torch.no_grad():
+            x, w = (t.to(wider(self.x.dtype)) for t in (self.teacher.x[rows], self.teacher.w))
+            teacher_z = (x @ w.T).double()
+        return {"value": divergence_of(z, teacher_z, self.beta)}
 
 
 def divergence_of(z: Tensor, teacher_z: Tensor, beta: float) -> Tensor:
@@ -76,70 +85,66 @@ def divergence_of(z: Tensor, teacher_z: Tensor, beta: float) -> Tensor:
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
 
 
-def tasks(run: Run[DivergenceConfig], shape: PairShape) -> Iterator[DivergenceTask]:
+def cases(run: Run[DivergenceConfig], shape: PairShape) -> Iterator[DivergenceCase]:
     """Yield the requested divergences of a student from a teacher that is like it, as after some training.
 
     In the first of its coordinates, as many as the student has, the teacher's hidden states are correlated with the
     student's, and its weights are the student's.
     """
-    student = make_problem(shape, run.dtype, run.device, seed=run.config.seed)
+    student = make_case(shape, run.dtype, run.device, seed=run.config.seed)
     theirs = dataclasses.replace(shape, D=shape.teacher_D)
-    teacher = make_problem(theirs, run.dtype, run.device, seed=run.config.seed + 1)
-    teacher = teacher.in_setting(Setting(name="teacher", gemms=1, grad=False))
+    teacher = make_case(theirs, run.dtype, run.device, seed=run.config.seed + 1)
     both = min(shape.D, shape.teacher_D)
     with torch.no_grad():
         x = teacher.x[:, :both]
         x.copy_(LIKENESS * student.x[:, :both] + (1 - LIKENESS**2) ** 0.5 * x)
         torch.mul(student.w[:, :both], (shape.D / shape.teacher_D) ** 0.5, out=teacher.w[:, :both])
+    fixed = {"x": teacher.x.detach(), "w": teacher.w.detach(), "gemms": 1, "upstream": {}}
+    teacher = dataclasses.replace(teacher, **fixed)
     for work in run.config.chosen("works"):
         kind, beta, title = KINDS[work]
-        head = student.in_setting(Setting(name=f"{title}, forward and backward, teacher's D {shape.teacher_D}"))
-
-        def values_of(z: Tensor, rows: slice, beta: float = beta) -> Values:
-            x, w = (t.to(wider(run.dtype)) for t in (teacher.x[rows], teacher.w))
-            return {"value": divergence_of(z, (x @ w.T).double(), beta)}
-
-        yield DivergenceTask(
-            head=head, names=("value",), upstream={"value": head.g}, values_of=values_of, others=(teacher,),
-            teacher=teacher, kind=kind, beta=beta,
+        yield DivergenceCase(
+            shape=shape, name=f"{title}, forward and backward, teacher's D {shape.teacher_D}", x=student.x, w=student.w,
+            y=student.y, names=("value",), upstream={"value": student.upstream["loss"]}, teacher=teacher, kind=kind,
+            beta=beta,
         )  # fmt: skip
 
 
 Divergence = Callable[..., Tensor]  # of hidden states and weight of both: [N], or the mean
 
 
-def _lowtide(reduction: str, task: DivergenceTask) -> Divergence:
-    return partial(linear_divergence, kind=task.kind, beta=task.beta, reduction=reduction)
+def _lowtide(reduction: str, case: DivergenceCase) -> Divergence:
+    return partial(linear_divergence, kind=case.kind, beta=case.beta, reduction=reduction)
 
 
 def _naive(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta: float) -> Tensor:
     return divergence_of((x @ w.T).float(), (teacher_x @ teacher_w.T).float(), beta)
 
 
-def _trl(task: DivergenceTask) -> Divergence:
+def _trl(case: DivergenceCase) -> Divergence:
     function: Any = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
-    return lambda x, w, teacher_x, teacher_w: function.apply(x, w, None, teacher_x, teacher_w, None, task.beta)[0]
+    return lambda x, w, teacher_x, teacher_w: function.apply(x, w, None, teacher_x, teacher_w, None, case.beta)[0]
 
 
-def _liger(task: DivergenceTask) -> Divergence:
-    needs_cuda(task.head.device)
-    loss = importlib.import_module("liger_kernel.transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=task.beta)
+def _liger(case: DivergenceCase) -> Divergence:
+    needs_cuda(case.x.device)
+    loss = importlib.import_module("liger_kernel.transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=case.beta)
     return lambda x, w, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, None)
 
 
-def _liger_kl(task: DivergenceTask) -> Divergence:
-    if task.kind != "forward_kl":
+def _liger_kl(case: DivergenceCase) -> Divergence:
+    if case.kind != "forward_kl":
         raise CannotError("computes the forward KL alone")
-    needs_cuda(task.head.device)
+    needs_cuda(case.x.device)
     module: Any = importlib.import_module("liger_kernel.transformers.fused_linear_kl_div")
     loss = module.LigerFusedLinearKLDivLoss(reduction="batchmean")
     return lambda x, w, teacher_x, teacher_w: loss(x, w, (teacher_x @ teacher_w.T).float().softmax(-1))
 
 
-def _peer(name: str, make: Callable[[DivergenceTask], Divergence], package: str = "") -> Peer:
-    def build(task: DivergenceTask) -> Function:
-        function = make(task)
-        return lambda: {"value": function(task.head.x, task.head.w, task.teacher.x, task.teacher.w)}
+def _peer(name: str, make: Callable[[DivergenceCase], Divergence], package: str = "") -> Peer:
+    def build(case: DivergenceCase) -> Function:
+        function = make(case)
+        return lambda: {"value": function(case.x, case.w, case.teacher.x, case.teacher.w)}
 
     return Peer(name, build, package)
 
@@ -147,13 +152,13 @@ def _peer(name: str, make: Callable[[DivergenceTask], Divergence], package: str 
 PEERS = by_name(
     _peer("lowtide", partial(_lowtide, "mean")),  # its gradients in forward
     _peer("lowtide-none", partial(_lowtide, "none")),
-    _peer("naive", lambda task: partial(_naive, beta=task.beta)),
-    _peer("compile", lambda task: partial(compiled(_naive), beta=task.beta)),
+    _peer("naive", lambda case: partial(_naive, beta=case.beta)),
+    _peer("compile", lambda case: partial(compiled(_naive), beta=case.beta)),
     _peer("trl", _trl, "trl"),
     _peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward
     _peer("liger-kl", _liger_kl, "liger-kernel"),  # of all the teacher's probabilities
 )
-DIVERGENCE = token_benchmark(tasks, PEERS)
+DIVERGENCE = token_benchmark(cases, PEERS)
 
 if __name__ == "__main__":
     sys.exit(main(DIVERGENCE, DivergenceConfig, __doc__))

@@ -21,7 +21,7 @@ from script import main
 from torch import Tensor, nn
 
 from lowtide.bench.harness import Benchmark, CannotError, Peer, by_name, needs_cuda
-from lowtide.bench.mlp import Measured, measure_on
+from lowtide.bench.mlp import ModuleCase, measure_on
 from lowtide.bench.settings import PeerSettings, ShapeSettings
 from lowtide.bench.shapes import Choice, Sizes
 from lowtide.mlp.expert_call import Form
@@ -51,13 +51,13 @@ NAMED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(PeerSettings, ShapeSettings):
-    benchmark, program, stem = "experts", "python benchmarks/{benchmark}.py", "{benchmark}-{dtype}"
+    benchmark, stem = "experts", "{benchmark}-{dtype}"
     choice = Choice(ExpertsShape, "tokens,hidden,intermediate,experts,experts per token", "qwen3-30b-a3b", NAMED)
     known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "liger", "grouped_mm", "eager")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(Measured):
+class Mixture(ModuleCase):
     """Hidden states [N, D], the routing, the experts' weights, and the output's gradient [N, D]."""
 
     ids: Tensor  # [N, K]

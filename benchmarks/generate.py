@@ -20,7 +20,7 @@ from script import main
 
 import lowtide
 from lowtide.bench.harness import Benchmark, Run
-from lowtide.bench.settings import ScriptSettings, setting
+from lowtide.bench.settings import Settings, setting
 from lowtide.train.model import model_config
 
 CASES = ((1, 16, 17, 31), (8, 512, 17, 22), (1, 8192, 9, 10))  # sequences, tokens of the prompt, new ones, turns
@@ -57,7 +57,7 @@ def _wait(device: torch.device) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(ScriptSettings):
+class GenerateConfig(Settings):
     benchmark = "generate"
 
     model: str = setting("llama-3.2-1b", "whose shape: a built-in name or a config.json", metavar="NAME")
@@ -78,7 +78,7 @@ def measure(run: Run[GenerateConfig]) -> None:
     for batch, prompt, new, turns in CASES:
         row = row_of(models, batch, prompt, new, turns, run.device)
         run.result["rows"].append(row)
-        run.save()
+        run.files.write_json(run.result)
         run.say(f"{batch} x {prompt} tokens, {new} new\n")
         for name in models:
             run.say(f"  {name:12}{row[name]['median_s']:9.4f} s, at least {row[name]['least_s']:.4f}\n")

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from script import main
 from torch import Tensor
 
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, compiled, reason_in, release
+from lowtide.bench.case import relative_error
+from lowtide.bench.harness import Benchmark, Row, Run, Table, compiled, reason_in, release
 from lowtide.bench.settings import RunSettings, setting
-from lowtide.bench.task import relative_error
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import mib
@@ -31,18 +31,17 @@ EPS = 1e-5
 CALLS = 8  # of a timed run: all but the first are launched while the GPU is busy, as in training
 Function = Callable[..., Any]
 TABLE = Table(
-    (Column("", "peer", "<16"),),
-    (
-        Column("forward ms", "forward_ms", "12.3f"), Column("GB/s", "forward_gb_per_s", "7.0f"),
-        Column("both ms", "ms", "10.3f"), Column("GB/s", "gb_per_s", "7.0f"), Column("saved MiB", "kept_mib", "11.1f"),
-        Column("error", "error", "9.1e"),
-    ),
+    {"peer": "<16"},
+    {
+        "forward_ms": "11.3f", "forward_gb_per_s": "17.0f", "ms": "9.3f", "gb_per_s": "10.0f", "kept_mib": "10.1f",
+        "error": "9.1e",
+    },
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersConfig(RunSettings):
-    benchmark, program = "layers", "python benchmarks/{benchmark}.py"
+    benchmark = "layers"
     tokens: int = setting(65536, "N", least=64)
     hidden: int = setting(2048, "D, of the norms", least=1)
     heads: int = setting(32, "of the queries", least=1)

@@ -15,9 +15,9 @@ from typing import Any
 
 from script import main
 
-from lowtide.bench.harness import Benchmark, Column, Run, Table
-from lowtide.bench.plan import check_plan
-from lowtide.bench.settings import ScriptSettings, setting
+from lowtide.bench.harness import Benchmark, Run, Table
+from lowtide.bench.plan_check import check_plan
+from lowtide.bench.settings import Settings, setting
 from lowtide.errors import LowtideError
 from lowtide.measure.units import gib
 from lowtide.plan import plan_memory
@@ -88,19 +88,18 @@ def row_of(case: Case, device: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig(ScriptSettings):
+class PlanConfig(Settings):
     benchmark = "plan"
 
     only: tuple[str, ...] = setting((), "cases whose text holds one of these", metavar="TEXT")
 
 
 TABLE = Table(
-    (Column("", "case", "<52"),),
-    (
-        Column("", "predicted_gib", "9.2f"), Column("peak GiB", "peak_gib", "9.2f"),
-        Column("off by", "peak_off", "+8.1%"), Column("", "predicted_seconds", "9.3f"),
-        Column("seconds", "seconds", "9.3f"), Column("off by", "seconds_off", "+8.1%"),
-    ),
+    {"case": "<52"},
+    {
+        "predicted_gib": "14.2f", "peak_gib": "9.2f", "peak_off": "+9.1%", "predicted_seconds": "18.3f",
+        "seconds": "8.3f", "seconds_off": "+12.1%",
+    },
     lambda row: [row["keep"]],
 )  # fmt: skip
 

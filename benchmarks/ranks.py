@@ -30,127 +30,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from peers_of_ranks import liger_function, liger_implementation, megatron_loss
-from torch import Tensor, nn
+from heads_of_ranks import Runs, fsdp_ways, sharded_ways
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import loss_parallel
 
-import lowtide
-from lowtide.bench.harness import Column, Table
-from lowtide.bench.problem import make_problem
-from lowtide.bench.results import begin
+from lowtide.bench.case import bare_gemms, limit_rows, make_case
+from lowtide.bench.harness import Table, begin
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import bare_gemms, limit_rows
 from lowtide.measure.collectives import counted_collectives
 from lowtide.measure.timing import peak_above, time_side_by_side
 
 SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
 RESULTS = Path(__file__).parent / "results"
 PATIENCE = timedelta(seconds=60)  # a rank waits for the others, which compile the same kernels
-Runs = dict[str, Callable[[], Any]]
-
-
-def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> tuple[Runs, dict[str, dict[str, Any]]]:
-    """Return what is measured with a sharded vocabulary, by name: loss and both gradients.
-
-    The second dict holds more entries of their rows, filled in when they have run.
-    """
-    mesh = meshes[""]
-    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-
-    def step(loss: Callable[..., Tensor], *trained: Tensor, **options: Any) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            for tensor in trained:
-                tensor.grad = None
-            value: Any = loss(*trained, **options)
-            value.backward()
-            return value.to_local().detach() if isinstance(value, DTensor) else value.detach()
-
-        return run
-
-    def ours(input: Tensor, weight: Tensor, shard: Any = None, **options: Any) -> Tensor:
-        return lowtide.linear_cross_entropy(input, weight, y, options=lowtide.HeadOptions(**options), vocab_shard=shard)
-
-    def torch_loss_parallel(input: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(input, weight).float(), y)
-
-    def in_context(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def inside() -> Tensor:
-            with loss_parallel():
-                return run()
-
-        return inside
-
-    found: Runs = {}
-    notes: dict[str, dict[str, Any]] = {}
-    for priority, its in meshes.items():
-        shard = lowtide.VocabShard.of(w.detach(), its.get_group())
-        found[f"lowtide{priority}"] = step(ours, x, w, shard=shard)
-        weight = DTensor.from_local(w.detach(), its, [Shard(0)]).requires_grad_()
-        part = DTensor.from_local(x.detach().chunk(ranks)[rank], its, [Shard(0)]).requires_grad_()
-        found[f"lowtide, sequence{priority}"] = step(ours, part, weight)
-        if priority:
-            continue
-        same = DTensor.from_local(x.detach(), its, [Replicate()]).requires_grad_()
-        found["lowtide, DTensors"] = step(ours, same, weight)
-        found["lowtide, recompute"] = step(ours, x, w, shard=shard, gradient="recompute")
-        found["loss_parallel"] = in_context(step(torch_loss_parallel, same, weight))
-    found["Megatron-style"] = step(lambda x, w: megatron_loss(x, w, y, group), x, w)
-    liger = liger_function() if x.is_cuda else None
-    if liger is not None:
-        of_liger = notes.setdefault("Liger", {})
-
-        def ligers(input: Tensor, weight: Tensor) -> Tensor:
-            losses: Tensor = liger(input, weight, y, group)
-            if "implementation" not in of_liger:
-                of_liger["implementation"] = liger_implementation(losses)
-            return losses.mean()
-
-        found["Liger"] = step(ligers, x, w)
-    return found, notes
-
-
-class Root(nn.Module):
-    """A body in a unit of its own, and a head in the root's."""
-
-    def __init__(self, D: int, V: int, stock: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.body = nn.Linear(D, D, bias=False, dtype=dtype, device=device)
-        self.head = nn.Linear(D, V, bias=False, dtype=dtype, device=device)
-        self.stock = stock
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.body(x)
-        if self.stock:
-            return F.cross_entropy(self.head(hidden).float(), y)
-        return lowtide.linear_cross_entropy(hidden, self.head.weight, y)
-
-
-def fsdp_ways(shape: Shape, dtype: torch.dtype, device: torch.device, mesh: Any) -> Runs:
-    """Return steps of stock FSDP2 and of lowtide in it, by name; each rank has tokens of its own."""
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
-    x = torch.randn(shape.N, shape.D, device=device, generator=generator).to(dtype)
-    y = torch.randint(0, shape.V, (shape.N,), device=device, generator=generator)
-
-    def way(*, stock: bool) -> Callable[[], Tensor]:
-        torch.manual_seed(0)
-        model = Root(shape.D, shape.V, stock, dtype, device)
-        fully_shard(model.body, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-        def run() -> Tensor:
-            model.zero_grad()
-            loss: Tensor = model(x, y)
-            loss.backward()
-            return loss.detach()
-
-        return run
-
-    return {"FSDP2, stock": way(stock=True), "FSDP2, lowtide": way(stock=False)}
 
 
 def measure(
@@ -235,7 +126,7 @@ def measure_sharded(
     """Add the rows of a shape whose vocabulary is sharded."""
     ranks, dtype = result["ranks"], dtype_on(device)
     N, rows = result["N"], result["V"] // ranks
-    local = make_problem(Shape("", N, result["D"], rows), dtype, device, seed=dist.get_rank())
+    local = make_case(Shape("", N, result["D"], rows), dtype, device, seed=dist.get_rank())
     x = local.x.detach()
     dist.broadcast(x, 0)
     y = torch.randint(0, rows * ranks, (N,), generator=torch.Generator().manual_seed(1)).to(device)
@@ -268,13 +159,11 @@ def meshes_of(device: torch.device) -> dict[str, Any]:
 
 
 TABLE = Table(
-    (Column("", lambda row: f"  {row['name']}", "<34"),),
-    (
-        Column("alone ms", "ms", "10.2f"), Column("of limit", "share_of_limit", "10.3f"),
-        Column("queued ms", "queued_ms", "11.2f"), Column("of limit", "queued_share_of_limit", "10.3f"),
-        Column("peak MiB", "peak_mib", "10.0f"),
-        Column("exchanges", lambda row: sum(row.get("collectives", {}).values()) or None, "11"),
-    ),
+    {"name": "<32"},
+    {
+        "ms": "10.2f", "share_of_limit": "16.3f", "queued_ms": "11.2f", "queued_share_of_limit": "23.3f",
+        "peak_mib": "10.0f",
+    },
 )  # fmt: skip
 
 

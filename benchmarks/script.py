@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ def main(benchmark: Benchmark[Any], config: type[Settings], about: str | None) -
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, config, {key: ", ".join(names) for key, names in config.known.items()})
     options = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), config)}
+    command = shlex.join(["python", f"benchmarks/{config.benchmark}.py", *sys.argv[1:]])
     try:
-        return benchmark.run(config(**options), lambda text: print(text, end="", flush=True)).status
+        return benchmark.run(config(**options), lambda text: print(text, end="", flush=True), command).status
     except LowtideError as error:
         parser.error(str(error))

@@ -5,50 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_cross_entropy, skip_report
-from lowtide.bench.harness import CannotError, Column, Peer, Row, Table
-from lowtide.bench.head import loss_task
-from lowtide.bench.problem import PLAIN, SETTINGS, Problem
+from lowtide.bench.case import Bench, Case, Function, loss_case
+from lowtide.bench.harness import CannotError, Peer, Row, Table
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import Bench, Function, Task
 from lowtide.errors import UnsupportedError
 
 LIMITS = {3: "three GEMMs", 4: "four GEMMs"}
 CALLS = 24  # before the first that counts: the threshold adapts
-PER_TOKEN = next(setting for setting in SETTINGS if setting.reduction == "none")
 ERRORS = {"loss": "loss_error", "dx": "input_error", "dw": "weight_error"}
 DENSE = "lowtide"
 
 TABLE = Table(
-    heads=(Column("", "name", "<28"),),
-    figures=(
-        Column("ms", "ms", "8.2f"),
-        Column("busy", "busy_ms", "8.2f"),
-        Column("x limit", "speed", "9.2f"),
-        Column("share", "share", "7.3f"),
-        Column("logits", "logit_error", "10.2e"),
-        Column("dX", "input_error", "10.2e"),
-        Column("dW", "weight_error", "10.2e"),
-        Column("MiB", "mib", "7.0f"),
-    ),
-)
+    {"name": "<28"},
+    {
+        "ms": "8.2f", "busy_ms": "9.2f", "speed": "8.2f", "share": "8.3f", "logit_error": "13.2e",
+        "input_error": "13.2e", "weight_error": "14.2e", "mib": "7.0f",
+    },
+)  # fmt: skip
 
 
-def loss_of(options: HeadOptions | None, calls: int, task: Task) -> Function:
-    """Return a task's loss with these options, after so many steps."""
-    head = task.head
-    reduction, cap = head.setting.reduction, head.setting.softcap
+def loss_of(options: HeadOptions | None, calls: int, case: Case) -> Function:
+    """Return a case's loss with these options, after so many steps."""
+    reduction = "none" if case.per_token else "mean"
 
     def function() -> dict[str, Tensor]:
-        loss = linear_cross_entropy(head.x, head.w, head.y, reduction=reduction, softcap=cap, options=options)
-        return {"loss": loss}
+        return {"loss": linear_cross_entropy(case.x, case.w, case.y, reduction=reduction, options=options)}
 
     try:
         for _ in range(calls):
-            task.step(function)
+            case.step(function)
     except UnsupportedError as error:
         raise CannotError(str(error)) from error
     return function
@@ -59,20 +47,18 @@ def measure_head(x: Tensor, w: Tensor, y: Tensor, accepted: Sequence[str], *, pe
 
     ``speed`` is the limit's time, in the same rounds, over the row's: where the GPU is busy, on a GPU.
     """
-    (N, D), V = x.shape, len(w)
-    setting = PER_TOKEN if per_token else PLAIN
-    problem = Problem(shape=Shape("", N, D, V), setting=setting, dtype=x.dtype, x=x, w=w, y=y, g=torch.empty(0))
+    shape = Shape("", len(x), x.shape[1], len(w))
     peers = [Peer(DENSE, partial(loss_of, None, 0))]
     peers += [Peer(f"{DENSE} skip={text}", partial(loss_of, HeadOptions(skip=float(text)), CALLS)) for text in accepted]
     for peer in peers:
-        own = problem.in_setting(setting)  # with a tensor of its own as weight, of which an order is remembered
-        bench = Bench(loss_task(own), error=True, warm=2, reps=6)
+        case = loss_case(shape, x, w, y, per_token=per_token)  # a weight of its own: an order is remembered
+        bench = Bench(case, error=True, warm=2, reps=6)
         row = bench.measure(peer)
         if peer.name == DENSE:
             busy = {"busy_ms": row["busy_limit_ms"]} if "busy_limit_ms" in row else {}
-            yield {"name": LIMITS[setting.gemms], "ms": bench.limit_ms, **busy, "speed": 1.0}
-        del bench  # its truth, before the next is computed
-        yield reported(row, own.w)
+            yield {"name": LIMITS[case.gemms], "ms": bench.limit_ms, **busy, "speed": 1.0}
+        del bench  # its exact values, before the next are computed
+        yield reported(row, case.w)
 
 
 def reported(row: Row, w: Tensor) -> Row:

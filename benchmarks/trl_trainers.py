@@ -27,10 +27,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 import lowtide
-from lowtide.bench.harness import reason_of, release
-from lowtide.bench.results import begin
-from lowtide.bench.way import STOCK, Way
-from lowtide.bench.ways import build_way
+from lowtide.bench.harness import begin, reason_of, release
+from lowtide.bench.models import build_model, config_of
+from lowtide.bench.variant import STOCK, Variant
 from lowtide.measure.units import gib
 from lowtide.train.quiet import quiet_transformers
 
@@ -130,7 +129,7 @@ def make_trainer(trainer: str, model: Any, way: str, args: argparse.Namespace, f
 def measure(trainer: str, name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return a step's median seconds, tokens per second, peak and loss."""
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    model = build_way(Way.named(STOCK), name, dtype, DEVICE, seed=0)
+    model = build_model(Variant(impl=STOCK), config_of(name), dtype, DEVICE, seed=0)
     model.config.pad_token_id, model.config.eos_token_id, model.config.bos_token_id = 0, 1, None
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
     clock, calls = Clock(), None

@@ -1,4 +1,4 @@
-"""Rows are printed and written one by one, results are dated and whole, lowtide's failures are the exit status."""
+"""Rows are printed and written one by one, results are dated and whole, what a peer raises is its row."""
 
 from __future__ import annotations
 
@@ -10,23 +10,36 @@ import pytest
 import torch
 
 from lowtide.bench.config import MlpBenchConfig
-from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, CannotError, Column, Row, Run, Table, reason_in
-from lowtide.bench.results import Files, replace, short_gpu
+from lowtide.bench.harness import (
+    OUT_OF_MEMORY,
+    Benchmark,
+    CannotError,
+    Files,
+    Peer,
+    Row,
+    Run,
+    Table,
+    reason_in,
+    replace,
+    short_gpu,
+)
 from lowtide.errors import ArgumentValueError
+from promises import promise
 
+pytestmark = promise("commands")
 TABLE = Table(
-    (Column("who", "name", "<8"), Column("T", "tokens", "5")),
-    (Column("ms", "ms", "7.2f"), Column("twice", lambda row: 2 * row.get("ms", 0), "9,.0f"), Column("-", "x", "6.1f")),
+    {"name": "<8", "tokens": "7"},
+    {"ms": "7.2f", "twice": "9,.0f", "x": "6.1f"},
     lambda row: [row["note"]] if "note" in row else [],
 )
 
 
 def test_a_table_has_a_width_for_each_column() -> None:
-    assert TABLE.header == "who         T     ms    twice     -\n"
-    row: Row = {"name": "lowtide", "tokens": 64, "ms": 1234.5}
-    assert TABLE.line(row) == "lowtide    641234.50    2,469\n"
-    assert TABLE.line({**row, "note": "a", "failed": "b"}) == "lowtide    641234.50    2,469        a; b\n"
-    assert TABLE.line({"name": "naive", "tokens": 64, "cannot": "not here"}) == "naive      64  not here\n"
+    assert TABLE.header == "name     tokens     ms    twice     x\n"
+    row: Row = {"name": "lowtide", "tokens": 64, "ms": 1234.5, "twice": 2469.0}
+    assert TABLE.line(row) == "lowtide      641234.50    2,469\n"
+    assert TABLE.line({**row, "note": "a", "failed": "b"}) == "lowtide      641234.50    2,469        a; b\n"
+    assert TABLE.line({"name": "naive", "tokens": 64, "cannot": "not here"}) == "naive        64  not here\n"
 
 
 @pytest.mark.parametrize(
@@ -49,9 +62,17 @@ def test_what_a_peer_raises_is_its_row(error: Exception, reason: str) -> None:
         raise KeyboardInterrupt
 
 
+def test_a_package_that_is_missing_comes_with_what_to_install() -> None:
+    def build(_: object) -> object:
+        raise ModuleNotFoundError("No module named 'quack'")
+
+    with pytest.raises(CannotError, match=r"ModuleNotFoundError: No module named 'quack'\. pip install quack-kernels"):
+        Peer("quack", build, "quack-kernels").built(None)
+
+
 @pytest.mark.parametrize(("last", "status"), [({"failed": "broken"}, 1), ({"ms": 2.0}, 0)])
 def test_a_run_writes_each_row_and_has_a_status(last: Row, status: int, tmp_path: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     known: list[int] = []
 
     def measure(run: Run[Any]) -> None:
@@ -60,14 +81,16 @@ def test_a_run_writes_each_row_and_has_a_status(last: Row, status: int, tmp_path
             run.add(row, run.result["rows"], TABLE)
             known.append(len(json.loads(run.files.json.read_text())["rows"]))
 
-    benchmark = Benchmark(measure=measure)
-    run = benchmark.run(MlpBenchConfig(device="cpu", output=str(tmp_path)), said.append)
+    config = MlpBenchConfig(device="cpu", output=str(tmp_path))
+    run = Benchmark(measure=measure).run(config, printed.append, f"lowtide bench mlp --output {tmp_path} --device cpu")
     assert (run.status, known, len(run.rows)) == (status, [1, 2], 2)
     (file,) = tmp_path.iterdir()
     assert file.name.endswith("-mlp-float32-cpu.json")
-    assert {"command", "date", "commit", "machine", "rows"} == set(json.loads(file.read_text()))
-    assert said[0] == "naive       8  no\n"
-    assert said[-1] == f"written: {file}\n"
+    result = json.loads(file.read_text())
+    assert {"command", "date", "commit", "machine", "rows"} == set(result)
+    assert result["command"] == "lowtide bench mlp --device cpu"
+    assert printed[0] == "naive         8  no\n"
+    assert printed[-1] == f"written: {file}\n"
 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
@@ -97,9 +120,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         Files.prepare(str(target), "day-head", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "4090"), ("Some Device", "device"), (None, "cpu")],
-)
-def test_gpus_in_file_names(name: str | None, short: str) -> None:
-    assert short_gpu(name) == short
+def test_gpus_in_file_names() -> None:
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090", "Some Device", None)
+    assert [short_gpu(name) for name in names] == ["h100", "4090", "device", "cpu"]

@@ -1,4 +1,4 @@
-"""Tasks: the truth is autograd's in float64, peers that run here agree, the limit is the task's GEMMs, rows say why."""
+"""Cases: the exact result is autograd's in float64, peers that run here agree, the limit is the case's GEMMs."""
 
 from __future__ import annotations
 
@@ -14,122 +14,120 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.bench import task as tasks
+from lowtide.bench import case as cases
+from lowtide.bench.case import MOST_LOGITS, TABLE, Bench, Case, Values, exact, limit_rows, loss_case, make_case
 from lowtide.bench.harness import CannotError, Peer, Row
-from lowtide.bench.head import LossBench, loss_task
-from lowtide.bench.loss_peers import PEERS, TRL_TILE, liger_rows
+from lowtide.bench.loss_peers import PEERS
 from lowtide.bench.mlp import MLP_PEERS, make_stack
-from lowtide.bench.problem import PLAIN, SETTINGS, make_problem
-from lowtide.bench.shapes import HEADS, MLPS, Shape
-from lowtide.bench.stats import STATS_PEERS, WORKS, StatsTask, stats_task
-from lowtide.bench.task import MOST_LOGITS, Bench, Task, Values, limit_rows, table_of, truth
+from lowtide.bench.shapes import HEADS, MLPS
+from lowtide.bench.stats import STATS_PEERS, WORKS, StatsCase, stats_case
+from promises import promise
 from support import relative_error
 
+pytestmark = promise("commands")
 N, D, V = 75, 12, 130
-USERS_FORMS = {"checkpoint-8", "checkpoint-compile-8", "torchtune-8"}
+SHAPE = HEADS.one(f"{N},{D},{V}")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "ROWS", 32)
+    monkeypatch.setattr(cases, "ROWS", 32)
 
 
-def stats(work: str, dtype: torch.dtype = torch.float32) -> StatsTask:
-    return stats_task(make_problem(HEADS.one(f"{N},{D},{V}"), dtype, "cpu"), WORKS[work])
+def stats(work: str) -> StatsCase:
+    return stats_case(make_case(SHAPE, torch.float32, "cpu"), WORKS[work])
 
 
-def loss(name: str, dtype: torch.dtype = torch.float32) -> Task:
-    setting = next(setting for setting in (PLAIN, *SETTINGS) if setting.name == name)
-    dtype = torch.bfloat16 if setting.wide else dtype  # to which autocast casts
-    return loss_task(make_problem(HEADS.one(f"{N},{D},{V}"), dtype, "cpu").in_setting(setting))
+def loss(name: str) -> Case:
+    mean = make_case(SHAPE, torch.float32, "cpu")
+    return mean if name == "mean" else loss_case(SHAPE, mean.x, mean.w, mean.y, per_token=True)
 
 
-def loss_in_float64(task: Task, z: Tensor) -> Values:
-    if (c := task.head.setting.softcap) is not None:
-        z = 2 * c * torch.sigmoid(2 * z / c) - c
-    return {"loss": F.cross_entropy(z, task.head.y, reduction="none")}
+def loss_in_float64(case: Case, z: Tensor) -> Values:
+    return {"loss": F.cross_entropy(z, case.y, reduction="none")}
 
 
-def stats_in_float64(task: StatsTask, z: Tensor) -> Values:
+def stats_in_float64(case: StatsCase, z: Tensor) -> Values:
     distribution = torch.distributions.Categorical(logits=z)
     p = distribution.probs
     values = {
-        "logprob": distribution.log_prob(task.y.view(len(z), -1).T).T.view_as(task.y),
+        "logprob": distribution.log_prob(case.y.view(len(z), -1).T).T.view_as(case.y),
         "entropy": distribution.entropy(),
         "lse": z.exp().sum(1).log(),
         "mean_logit": z.sum(1) / V,
         "sum_sq_prob": (p @ p.T).diagonal(),
-        "topk": z.sort(descending=True).values[:, : task.work.topk],
+        "topk": z.sort(descending=True).values[:, :8],
     }
-    return {name: values[name] for name in task.names}
+    return {name: values[name] for name in case.names}
 
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Values], dict[str, Peer]]] = {
-    **{setting.name: (loss, loss_in_float64, PEERS) for setting in (PLAIN, *SETTINGS)},
+    **dict.fromkeys(("mean", "reduction none"), (loss, loss_in_float64, PEERS)),
     **dict.fromkeys(WORKS, (stats, stats_in_float64, STATS_PEERS)),
 }
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[Task, Values, Tensor | None, Tensor | None, dict[str, Peer]]:
-    make, exact, peers = CASES[request.param]
-    task = make(request.param)
-    x, w = (leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in (task.head.x, task.head.w))
-    values = exact(task, x @ w.T)
-    if task.head.setting.grad:
-        sum((task.upstream[name].double() * value).sum() for name, value in values.items()).backward()
-    return task, {name: value.detach() for name, value in values.items()}, x.grad, w.grad, peers
+def reference(request: pytest.FixtureRequest) -> tuple[Any, Values, list[Tensor | None], dict[str, Peer]]:
+    """A case, its values and the gradients of its leaves in float64, and its peers."""
+    make, in_float64, peers = CASES[request.param]
+    case = make(request.param)
+    leaves = [leaf.detach().double().requires_grad_(bool(case.upstream)) for leaf in case.leaves]
+    values = in_float64(case, leaves[0] @ leaves[1].T)
+    if case.upstream:
+        sum((case.upstream[name].double() * value).sum() for name, value in values.items()).backward()
+    return case, {name: value.detach() for name, value in values.items()}, [leaf.grad for leaf in leaves], peers
 
 
-def test_the_truth_is_autograds(case: Any) -> None:
-    task, values, dx, dw, _ = case
-    true = truth(task)
-    assert set(true.values) == set(values) == set(task.names)
-    for name, value in values.items():
-        assert relative_error(true.values[name], value) < (1e-6 if name == "loss" else 2e-6)
-    for got, expected in ((true.dx, dx), (true.dw, dw)):
-        assert (got is None) == (expected is None)
-        if got is not None:
-            assert relative_error(got, expected) < 2e-6
-    assert task.head.x.grad is None
-
-
-def test_peers_that_run_here_agree(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_run_here_and_the_exact_result_agree(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # slow
-    task, values, dx, dw, peers = case
-    if task.head.setting.wide:
-        pytest.skip("autocast's GEMMs are in bfloat16")
-    limit = 5e-6 if task.names == ("loss",) else 1e-5
+    case, values, gradients, peers = reference
+    true = exact(case)
+    for name, value in values.items():
+        assert relative_error(true.values[name], value) < 2e-6
+    for got, expected in zip(true.gradients, gradients, strict=bool(case.upstream)):
+        assert relative_error(got, expected) < 2e-6
     ran = set()
     for name, peer in peers.items():
         try:
-            function = peer.built(task)
+            function = peer.built(case)
         except CannotError:
             continue
-        got = task.step(function)
+        got = case.run_of(function)()
         assert set(got) == set(values), name
         for value in values:
             mean = got[value].dim() == 0
-            assert mean == (value == "loss" and task.head.setting.reduction == "mean"), name
-            assert relative_error(got[value], values[value].mean() if mean else values[value]) < limit, name
-        for leaf, expected in ((task.head.x, dx), (task.head.w, dw)):
+            assert mean == (value == "loss" and not case.per_token), name
+            assert relative_error(got[value], values[value].mean() if mean else values[value]) < 1e-5, name
+        for leaf, expected in zip(case.leaves, gradients, strict=True):
             assert (leaf.grad is None) == (expected is None), name
             if expected is not None:
-                assert relative_error(leaf.grad, expected) < limit, name
+                assert relative_error(leaf.grad, expected) < 1e-5, name
+        case.clear()
         ran.add(name)
-    assert {"lowtide", "naive"} <= ran
-    if task.head.setting.softcap is not None:
-        assert ran == {"lowtide", "lowtide-liger-memory", "naive", "compile"}
-    elif task.names == ("loss",):
-        assert {*USERS_FORMS, *(["trl"] if find_spec("trl") else [])} <= ran
+    written = {"checkpoint-8", "checkpoint-compile-8", "torchtune-8"} if case.names == ("loss",) else {"checkpoint-8"}
+    forward = {"forward-8"} if case.name == "mean" else set()
+    trl = {"trl"} if find_spec("trl") and case.names == ("loss",) else set()
+    assert {"lowtide", "naive", *written, *forward, *trl} <= ran
 
 
-@pytest.mark.parametrize("rows", [N, 7])
-def test_the_limit_runs_the_gemms_that_the_task_needs_and_no_more(case: Any, rows: int) -> None:
-    task = case[0]
-    with FlopCounterMode(display=False) as counter:
-        task.bare(rows)()
-    assert counter.get_total_flops() == task.flops == task.head.setting.gemms * 2 * N * D * V
+def test_the_limit_runs_the_gemms_that_the_case_needs_and_a_row_has_every_figure(reference: Any) -> None:
+    case, _, gradients, peers = reference
+    for rows in (N, 7):
+        with FlopCounterMode(display=False) as counter:
+            case.bare(rows)()
+        assert counter.get_total_flops() == case.flops == case.gemms * 2 * N * D * V
+    bench = Bench(case, error=True, warm=0, reps=2)
+    row = bench.measure(peers["lowtide"])
+    assert "failed" not in row
+    assert row["share"] == pytest.approx(row["limit_ms"] / row["ms"])
+    assert set(row["errors"]) == {*case.names, *(("dx", "dw") if case.upstream else ())}
+    assert max(row["errors"].values()) < 1e-5
+    assert bench.gradients_mib == pytest.approx(sum(g.numel() for g in gradients if g is not None) * 4 / 2**20)
+    assert row["peak_mib"] >= bench.gradients_mib
+    assert case.w.grad is None
+    json.dumps([bench.limits(), row], allow_nan=False)
+    assert f"{row['ms']:.2f}" in TABLE.line(row)
 
 
 def test_rows_of_the_limit_are_2048_4096_and_all() -> None:
@@ -137,74 +135,47 @@ def test_rows_of_the_limit_are_2048_4096_and_all() -> None:
     assert limit_rows(3000, 2) == (2048, 3000)
     assert limit_rows(262144, MOST_LOGITS // 5000) == (2048, 4096)
     assert limit_rows(8192, MOST_LOGITS) == (2048,)  # there is always one
-    limit = LossBench(make_problem(Shape("", 2100, 2, 3), torch.float32, "cpu"), error=False, warm=0, reps=1).limit
-    assert set(limit) == {2048, 2100}
-    assert all(ms > 0 for ms in limit.values())
 
 
-def test_a_row_has_every_figure(case: Any) -> None:
-    task, _, dx, dw, peers = case
-    bench = Bench(task, error=True, warm=0, reps=2)
-    row = bench.measure(peers["lowtide"])
-    assert "failed" not in row
-    assert row["share"] == pytest.approx(row["limit_ms"] / row["ms"])
-    assert set(row["errors"]) == {*task.names, *(name for name, g in (("dx", dx), ("dw", dw)) if g is not None)}
-    assert max(row["errors"].values()) < (1e-2 if task.head.setting.wide else 1e-5)
-    assert bench.gradients_mib == pytest.approx(sum(g.numel() for g in (dx, dw) if g is not None) * 4 / 2**20)
-    assert row["peak_mib"] >= bench.gradients_mib
-    assert task.head.w.grad is None
-    json.dumps([bench.limits(), row], allow_nan=False)
-    assert len(table_of(task).line(row).split()) == 4 + len(row["errors"])
+def test_targets_are_drawn_from_the_model() -> None:
+    """The mean of -log p of a draw is the entropy; of a random class it would be far more."""
+    case = make_case(HEADS.one("6000,16,300"), torch.float32, "cpu", seed=3)
+    logprob = (case.x @ case.w.T).detach().log_softmax(1)
+    surprise = -logprob.gather(1, case.y[:, None])[:, 0]
+    difference = surprise + (logprob.exp() * logprob).sum(1)
+    assert abs(difference.mean()) < 4 * difference.std() / math.sqrt(len(difference))
+    assert -logprob.mean() > surprise.mean() + 1
 
 
-def measured(function: Callable[[], Values], task: Task) -> Row:
-    return Bench(task, error=True, warm=0, reps=1).measure(Peer("peer", lambda _: function))
+def measured(function: Callable[[], Values], case: Case) -> Row:
+    return Bench(case, error=True, warm=0, reps=1).measure(Peer("peer", lambda _: function))
 
 
-def test_what_is_wrong_is_said() -> None:
-    task = stats("logprob-entropy")
-    x, w = task.head.x, task.head.w
-    naive = STATS_PEERS["naive"].build(task)
-    missing = measured(lambda: {"logprob": naive()["logprob"]}, task)
+def test_what_is_wrong_is_reported() -> None:
+    case = stats("logprob-entropy")
+    naive = STATS_PEERS["naive"].build(case)
+    missing = measured(lambda: {"logprob": naive()["logprob"]}, case)
     assert missing["failed"] == "entropy: missing or not finite"
-    broken = measured(lambda: {**naive(), "entropy": (x.sum(1) + w.sum()) * math.nan}, task)
+    broken = measured(lambda: {**naive(), "entropy": (case.x.sum(1) + case.w.sum()) * math.nan}, case)
     assert broken["failed"] == "entropy, dx, dw: missing or not finite"
-    wrong = measured(lambda: {**naive(), "entropy": 1.5 * naive()["entropy"]}, task)
+    wrong = measured(lambda: {**naive(), "entropy": 1.5 * naive()["entropy"]}, case)
     assert wrong["errors"]["entropy"] > 0.1 < wrong["errors"]["dw"]
     assert wrong["errors"]["logprob"] < 1e-5
-
-    def fails() -> Values:
-        raise RuntimeError("first\nsecond")
-
-    failed = measured(fails, task)
-    assert failed == {"name": "peer", "failed": "RuntimeError: first"}
-    assert table_of(task).line(failed).split() == ["peer", "RuntimeError:", "first"]
-
-
-def test_a_mean_is_compared_with_the_mean() -> None:
-    task = loss("mean")
-    naive = PEERS["naive"].build(task)
-    assert max(measured(naive, task)["errors"].values()) < 1e-5
-    wrong = measured(lambda: {"loss": N * naive()["loss"]}, task)
+    mean = loss("mean")
+    naive = PEERS["naive"].build(mean)
+    wrong = measured(lambda: {"loss": N * naive()["loss"]}, mean)
     assert wrong["errors"]["dw"] == pytest.approx(N - 1, rel=1e-3)
-
-
-def test_naive_takes_more_than_its_logits_and_lowtide_in_bf16_has_errors() -> None:
-    bench = Bench(stats("logprob-entropy", torch.bfloat16), error=True, warm=0, reps=1)
-    naive, lowtide = bench.measure(STATS_PEERS["naive"]), bench.measure(STATS_PEERS["lowtide"])
-    assert naive["peak_mib"] > bench.gradients_mib + 2 * N * V * 4 / 2**20
-    assert 1e-4 < lowtide["errors"]["dw"] < 1e-2
 
 
 @pytest.mark.parametrize(
     ("work", "name", "reason"),
     [
-        ("logprob-entropy", "liger-grpo", "no entropy"),
-        ("targets", "trl", "one target a token"),
+        ("logprob-entropy", "liger-grpo", "logprob of one target a token alone"),
+        ("targets", "trl", "of one target a token alone"),
         ("logprob-entropy-backward", "compile", "runs once"),
         ("mean", "liger", "GPUs only"),
-        ("reduction none", "liger-sm90", "GPUs only"),
-        ("soft cap 15", "trl", "without a soft cap"),
+        ("mean", "liger-native", "GPUs only"),
+        ("reduction none", "liger-sm90", "no reduction none"),
     ],
 )
 def test_a_peer_says_what_it_cannot_do(work: str, name: str, reason: str) -> None:
@@ -213,38 +184,17 @@ def test_a_peer_says_what_it_cannot_do(work: str, name: str, reason: str) -> Non
         peers[name].build(make(work))
 
 
-def test_a_package_that_is_missing_comes_with_what_to_install() -> None:
-    def build(_: object) -> object:
-        raise ModuleNotFoundError("No module named 'quack'")
-
-    with pytest.raises(CannotError, match=r"ModuleNotFoundError: No module named 'quack'\. pip install quack-kernels"):
-        Peer("quack", build, "quack-kernels").built(None)
-
-
 def test_forward_is_no_part_of_backward_alone() -> None:
-    task = stats("logprob-entropy-backward")
+    case = stats("logprob-entropy-backward")
     calls: list[int] = []
-    naive = STATS_PEERS["naive"].build(task)
-    run = task.run_of(lambda: calls.append(1) or naive())  # type: ignore[func-returns-value]
-    gradients = []
+    naive = STATS_PEERS["naive"].build(case)
+    run = case.run_of(lambda: calls.append(1) or naive())  # type: ignore[func-returns-value]
     for _ in range(2):
         run()
-        gradients.append((task.head.x.grad, task.head.w.grad))
     assert calls == [1]
-    for first, second in zip(*gradients, strict=True):
-        assert torch.equal(first, second)
 
 
-def test_the_memory_of_liger_and_of_trl() -> None:
-    """Liger was measured at 640 MiB above the inputs of llama-1b, 576 of which are gradients."""
-    shape = HEADS.one("llama-1b")
-    assert liger_rows(shape) * shape.V * 2 / 2**20 == 64
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
-    assert TRL_TILE[0] == kernels.TOKEN_CHUNK_SIZE
-    assert TRL_TILE[1] == pytest.importorskip("trl.kernels.chunked_divergence").VOCAB_CHUNK_SIZE
-
-
-def test_mlps_compute_the_same_and_the_limit_runs_their_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlps_compute_the_same_and_the_limit_runs_their_gemms() -> None:
     stack = make_stack(MLPS.one("2,8,16,24,2"), torch.float64, torch.device("cpu"), 0)
     values = {}
     for name in ("lowtide-0", "lowtide-1", "naive"):

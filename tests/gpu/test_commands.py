@@ -70,17 +70,13 @@ def test_the_recording_is_the_allocators_count(tmp_path: Path) -> None:
     assert losses == pytest.approx([losses[0]] * len(RECORDED), rel=2e-3)
 
 
-@pytest.mark.parametrize("where", [(), ("--offload-params",)], ids=["", "offload"])
-def test_memory_that_runs_out_is_a_row_and_the_others_run(where: tuple[str, ...], tmp_path: Path) -> None:
+def test_memory_that_runs_out_is_a_row_and_the_others_run(tmp_path: Path) -> None:
     ways = ["--impl", "stock:all", "lowtide:input", "--seq-len", 16384, "--memory-limit", "5GiB", "--no-trace"]
-    stock, lowtide = profile(tmp_path, *ways, *where)
+    stock, lowtide = profile(tmp_path, *ways)
     assert stock["failed"].startswith("out of memory at ")
     assert ", in the " in stock["failed"]
     assert 1 < stock["peak"]["gib"] < 5
     assert "failed" not in lowtide
-    if where:
-        assert lowtide["peak"]["owners_gib"]["optimizer"] == 0
-        assert lowtide["peak"]["owners_gib"]["weights"] < 0.9 * lowtide["parameters"] * 2 / 2**30
 
 
 SHAPE: dict[str, Any] = {

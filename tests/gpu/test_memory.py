@@ -27,7 +27,7 @@ from support import alone
 
 pytest.importorskip("transformers")
 
-from lowtide.bench.plan import check_plan
+from lowtide.bench.plan_check import check_plan
 from lowtide.plan import plan_memory
 from lowtide.plan.shapes import read_settings
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.measure.allocations import track_allocations
-from lowtide.profile.owners import Known, known_before, optimizer_tensors, owners_of
+from lowtide.profile.memory import Known, describe, known_before, optimizer_tensors, owners_of, segments
 from lowtide.profile.phases import (
     BACKWARD,
     EMBEDDING,
@@ -25,7 +25,9 @@ from lowtide.profile.phases import (
     with_whole_recomputes,
 )
 from lowtide.profile.recording import Block, Event, Recording, record, storages
-from lowtide.profile.timeline import describe, segments
+from promises import promise
+
+pytestmark = promise("commands", "memory")
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -225,38 +227,6 @@ def test_a_models_step_byte_by_byte() -> None:
     assert by_owner["activations"] == (1 + 2 * 3) * N * D * 4
     saving = {recording.phases[b.phase] for b, one in zip(recording.blocks, owned, strict=True) if one == "activations"}
     assert saving == {Phase(EMBEDDING), *layers[0]}
-
-
-@pytest.mark.parametrize("owner", ["weights", "transients"])
-def test_what_fsdp_allocates_in_its_hook_is_no_activation(owner: str) -> None:
-    """In a hook that was there first FSDP2 gathers weights, on the module; its buffers outlive forwards."""
-    model, gathered = Model(), []
-
-    def gather(module: Any, args: Any) -> None:
-        if owner == "weights":
-            gathered.append(module.linear.weight.detach().clone())
-            module.linear.weight.data = gathered[-1]
-        else:
-            with torch.profiler.record_function("FSDP::pre_forward (layers.1)"):
-                gathered.append(torch.ones(12345))
-
-    model.layers[1].register_forward_pre_hook(gather)
-    marks = PhaseMarks()
-    marks.install(model, children=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.randint(0, 71, (9,))
-    known = known_before(model, optimizer, [ids], CPU)
-    with record(marks, CPU) as recording:
-        known.gradients = step(model, optimizer, ids, marks)
-    owners = owners_of(recording, known)
-    found = [b for b in recording.blocks if (b.address, b.bytes) == (gathered[0].data_ptr(), gathered[0].nbytes)]
-    (block,) = found
-    number = recording.blocks.index(block)
-    assert owners[number] == owner
-    assert recording.phases[block.phase] == Phase(FORWARD, 1)
-    assert owners.count("weights") == (owner == "weights")
-    assert owners.count("gradients") == len(list(model.parameters()))
-    assert owners.count("activations") > 1
 
 
 def test_a_recompute_is_a_phase_of_its_own() -> None:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench import ways
-from lowtide.bench.way import Way
-from lowtide.bench.ways import build_way, make_optimizer
+from lowtide.bench.models import Checkpointed, build_model, config_of, make_optimizer
+from lowtide.bench.variant import Variant
 from lowtide.measure.allocations import track_allocations
 from lowtide.profile import steps as module
 from lowtide.profile.phases import KINDS, Phase
 from lowtide.profile.steps import Steps, measure
+from promises import promise
+
+pytestmark = promise("commands")
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -25,8 +27,7 @@ CONFIG = {
 }  # fmt: skip
 SETTINGS = {
     "seq_len": 61, "batch_size": 2, "vocab_size": 613, "dtype": "float32", "device": "cpu", "optimizer": "adamw",
-    "lora": 0, "sharding": "none", "offload_params": False, "gpus": 1, "steps": 1, "warm": 1, "memory_limit": 0.0,
-    "seed": 3, "trace": False, "snapshot": False,
+    "lora": 0, "steps": 1, "warm": 1, "memory_limit": 0.0, "seed": 3, "trace": False, "snapshot": False,
 }  # fmt: skip
 
 
@@ -38,13 +39,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def run(impl: str, policy: str, settings: dict[str, Any], stem: object = "") -> dict[str, Any]:
-    told = measure({"impl": impl, "policy": policy}, settings, str(stem))
-    assert told is not None
-    return told
+    return measure({"impl": impl, "policy": policy}, settings, str(stem))
 
 
-def parts(told: dict[str, Any]) -> list[str]:
-    return [one["name"] for one in told["segments"]]
+def parts(found: dict[str, Any]) -> list[str]:
+    return [one["name"] for one in found["segments"]]
 
 
 PLAIN = [
@@ -70,33 +69,29 @@ AGAIN += PLAIN[-2:]
     ],
 )
 def test_a_step_hangs_together(impl: str, policy: str, phases: list[str], settings: dict[str, Any]) -> None:
-    told = run(impl, policy, settings)
-    assert "failed" not in told
-    assert parts(told) == phases
-    ends = [one["end_ms"] for one in told["segments"]]
-    assert [one["begin_ms"] for one in told["segments"]] == [0, *ends[:-1]]
-    assert ends[-1] == pytest.approx(told["seconds"] * 1e3)
-    assert sum(told["time_by_kind_ms"].values()) == pytest.approx(ends[-1])
-    assert set(told["time_by_kind_ms"]) == set(KINDS)
-    assert told["tokens_per_s"] == pytest.approx(122 / told["seconds"])
-    peak, weights = told["peak"], told["parameters"] * 4 / 2**30
+    found = run(impl, policy, settings)
+    assert "failed" not in found
+    assert parts(found) == phases
+    ends = [one["end_ms"] for one in found["segments"]]
+    assert [one["begin_ms"] for one in found["segments"]] == [0, *ends[:-1]]
+    assert ends[-1] == pytest.approx(found["seconds"] * 1e3)
+    assert sum(found["time_by_kind_ms"].values()) == pytest.approx(ends[-1])
+    assert set(found["time_by_kind_ms"]) == set(KINDS)
+    assert found["tokens_per_s"] == pytest.approx(122 / found["seconds"])
+    peak, weights = found["peak"], found["parameters"] * 4 / 2**30
     assert sum(peak["owners_gib"].values()) == pytest.approx(peak["gib"])
     assert peak["owners_gib"]["weights"] == pytest.approx(weights)
     assert peak["owners_gib"]["optimizer"] == pytest.approx(2 * weights, rel=1e-3)
     assert sum(peak["activations_gib"].values()) == pytest.approx(peak["owners_gib"]["activations"])
-    assert max(told["timeline"]["gib"]) == pytest.approx(peak["gib"], rel=1e-5)
-    assert len(told["losses"]) == 2
-    assert "note" not in told
+    assert max(found["timeline"]["gib"]) == pytest.approx(peak["gib"], rel=1e-5)
+    assert len(found["losses"]) == 2
+    assert "note" not in found
 
 
-@pytest.mark.parametrize(
-    ("impl", "policy"), [("lowtide", "attention"), ("lowtide", "all-mlp1"), ("stock", "input"), ("checkpoint-8", "all")]
-)
+@pytest.mark.parametrize(("impl", "policy"), [("lowtide", "attention"), ("lowtide", "all-mlp1"), ("stock", "input")])
 def test_looking_changes_nothing(impl: str, policy: str, settings: dict[str, Any]) -> None:
     """Hooks in the wrong place make modules run other code: the same step takes other memory then."""
-    model = build_way(
-        Way(impl=impl, policy=policy), settings["model"], torch.float32, CPU, seed=3, vocab_size=613
-    )  # fmt: skip
+    model = build_model(Variant(impl=impl, policy=policy), config_of(settings["model"]), torch.float32, CPU, seed=3)
     optimizer = make_optimizer("adamw", list(model.parameters()))
     ids = torch.randint(0, 613, (2, 61), generator=torch.Generator().manual_seed(3))
 
@@ -111,22 +106,22 @@ def test_looking_changes_nothing(impl: str, policy: str, settings: dict[str, Any
     step()
     with track_allocations() as seen:
         step()
-    watched = Steps(Way(impl=impl, policy=policy), settings, CPU, 0)
+    watched = Steps(Variant(impl=impl, policy=policy), settings, CPU)
     watched.step()
-    with track_allocations() as told:
+    with track_allocations() as recorded:
         watched.step()
-    assert told.peak_bytes == seen.peak_bytes
-    assert [event.bytes for event in told.events] == [event.bytes for event in seen.events]
+    assert recorded.peak_bytes == seen.peak_bytes
+    assert [event.bytes for event in recorded.events] == [event.bytes for event in seen.events]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_lora_trains_adapters_alone(settings: dict[str, Any]) -> None:
     pytest.importorskip("peft")
-    told = run("stock", "input", {**settings, "lora": 3})
-    assert "failed" not in told, told["failed"]
+    found = run("stock", "input", {**settings, "lora": 3})
+    assert "failed" not in found, found["failed"]
     adapters = 3 * 2 * (2 * 48 + 2 * (48 + 24) + 2 * 48 + 3 * (48 + 112))
-    assert told["trained_parameters"] == adapters
-    assert told["peak"]["owners_gib"]["optimizer"] == pytest.approx(2 * adapters * 4 / 2**30, rel=0.01)
+    assert found["trained_parameters"] == adapters
+    assert found["peak"]["owners_gib"]["optimizer"] == pytest.approx(2 * adapters * 4 / 2**30, rel=0.01)
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -146,20 +141,20 @@ def test_memory_that_runs_out_is_a_row_with_a_picture(
             full() if where == "forward" else output.register_hook(full)
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        model = build_way(*args, **kwargs)
+        model = build_model(*args, **kwargs)
         model.model.layers[1].mlp.register_forward_hook(hook)
         return model
 
-    monkeypatch.setattr(module, "build_way", build)
-    told = run("stock", "all", {**settings, "steps": 2})
-    assert told["failed"].startswith("out of memory at ")
-    assert told["failed"].endswith(f" GiB, in the {where} of layer 1")
-    assert parts(told)[-1] == f"{where} of layer 1"
-    assert all(one["end_ms"] > one["begin_ms"] for one in told["segments"])
-    assert told["note"] == "times are those of the recorded step, which recording slows"
-    assert told["peak"]["owners_gib"]["activations"] > 0
-    assert "seconds" not in told
-    assert len(told["losses"]) == at
+    monkeypatch.setattr(module, "build_model", build)
+    found = run("stock", "all", {**settings, "steps": 2})
+    assert found["failed"].startswith("out of memory at ")
+    assert found["failed"].endswith(f" GiB, in the {where} of layer 1")
+    assert parts(found)[-1] == f"{where} of layer 1"
+    assert all(one["end_ms"] > one["begin_ms"] for one in found["segments"])
+    assert found["note"] == "times are those of the recorded step, which recording slows"
+    assert found["peak"]["owners_gib"]["activations"] > 0
+    assert "seconds" not in found
+    assert len(found["losses"]) == at
 
 
 def test_phases_are_as_long_as_in_the_median_step() -> None:
@@ -183,35 +178,32 @@ def test_another_error_is_one(settings: dict[str, Any], monkeypatch: pytest.Monk
 
 
 def test_the_trace_is_one(tmp_path: Path, settings: dict[str, Any]) -> None:
-    told = run("stock", "all", {**settings, "trace": True}, tmp_path / "a")
-    assert told["files"] == {"trace": "a-trace.json.gz"}
+    found = run("stock", "all", {**settings, "trace": True}, tmp_path / "a")
+    assert found["files"] == {"trace": "a-trace.json.gz"}
     with gzip.open(tmp_path / "a-trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in events)
     assert [file.name for file in tmp_path.iterdir()] == ["a-trace.json.gz"]
 
 
-def test_compiled_layers_are_checkpointed_from_outside(settings: dict[str, Any]) -> None:
+def test_compiled_layers_are_checkpointed_from_outside(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = []
-
-    way = Way(impl="compile", policy="input")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
-        model = build_way(way, settings["model"], torch.float32, CPU, seed=3, vocab_size=613)
+    variant = Variant(impl="compile", policy="input")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    model = build_model(variant, config_of(settings["model"]), torch.float32, CPU, seed=3)
     assert len(compiled) == 3  # two layers and the loss
-    assert all(isinstance(layer.forward, ways.Checkpointed) for layer in model.model.layers)
-    built = lambda *args, **kwargs: model  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "build_way", built)
-        told = run("compile", "input", settings)
-    assert parts(told) == AGAIN
+    assert all(isinstance(layer.forward, Checkpointed) for layer in model.model.layers)
+    monkeypatch.setattr(module, "build_model", lambda *_, **__: model)
+    assert parts(run("compile", "input", settings)) == AGAIN
 
 
 def test_attention_that_is_not_fused_is_said(settings: dict[str, Any], tmp_path: Path) -> None:
     """Gemma 2 caps its scores, which PyTorch's fused attention cannot: it runs with its own."""
     file = tmp_path / "gemma2.json"
     file.write_text(json.dumps({**CONFIG, "model_type": "gemma2", "head_dim": 12}))
-    told = run("lowtide", "input", {**settings, "model": str(file)})
-    assert "failed" not in told
-    assert told["attention"] == "eager"
-    assert "attention is the model's own (eager), not PyTorch's fused one" in told["note"]
+    found = run("lowtide", "input", {**settings, "model": str(file)})
+    assert "failed" not in found
+    assert found["attention"] == "eager"
+    assert "attention is the model's own (eager), not PyTorch's fused one" in found["note"]

@@ -24,8 +24,6 @@ examples:
       four implementations, layers checkpointed in all of them
   lowtide profile --model llama-3-8b --seq-len 32768 --impl stock,liger,lowtide --policy input-offload --lora 16
       checkpoints in host memory, and adapters
-  lowtide profile --model llama-3-8b --seq-len 32768 --policy input-offload --offload-params --impl stock,liger,lowtide
-      full training, parameters and optimizer in host memory
   lowtide profile --impl stock lowtide:input "lowtide:8xattention+8xall" --seq-len 16384
       a different policy for each half of the layers"""
 
