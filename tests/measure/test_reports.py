@@ -1,0 +1,103 @@
+"""What results say of the machine, sizes as users write them, plots, and functions in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError
+from lowtide.measure.child import run_child, run_command
+from lowtide.measure.machine import describe_machine, source_commit
+from lowtide.measure.plots import Line, Panel, Point, draw_front, draw_panels
+from lowtide.measure.units import as_gib, parse_gib
+from promises import promise
+
+pytestmark = promise("commands")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("40", 40), (" 40 gib ", 40), ("40G", 40), (".5", 0.5), ("1.5TiB", 1536), ("2T", 2048), ("512m", 0.5),
+        ("2097152K", 2), ("40GB", 40e9 / 2**30), ("24000MB", 24e9 / 2**30), ("1tb", 1e12 / 2**30),
+        ("1000kB", 1e6 / 2**30), ("1073741824B", 1),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, size: float) -> None:
+    assert parse_gib("budget", text) == pytest.approx(size, rel=1e-15)
+
+
+@promise("errors")
+def test_what_is_no_size() -> None:
+    for text in ("", "GiB", "4e3", "1,5", "40GiBs", "-4G", "nan", "٤٠", "40 GiB GiB", "4P"):
+        with pytest.raises(ArgumentValueError, match=r"^budget: expected a size such as 40GiB"):
+            parse_gib("budget", text)
+    for wrong in (True, None, "40", b"40G", [40]):
+        with pytest.raises(ArgumentTypeError, match=r"^budget_gib: expected a number of GiB, or a text"):
+            as_gib("budget_gib", wrong)
+
+
+def test_arguments_in_gib() -> None:
+    assert as_gib("budget_gib", 40) == as_gib("budget_gib", 40.0) == as_gib("budget_gib", "40GiB") == 40
+    assert as_gib("budget_gib", Fraction(1, 2)) == 0.5
+    assert as_gib("budget_gib", 10**400) == math.inf
+
+
+def test_the_machine_is_json_with_the_requested_versions() -> None:
+    found = describe_machine(["packaging", "no-such-package"])
+    assert found["torch"] == torch.__version__
+    assert found["packaging"]
+    assert found["no-such-package"] is None
+    assert (found["driver"] is None) == (not torch.cuda.is_available())
+    json.dumps(found)
+
+
+def test_the_commit_is_the_sources_own_or_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMMIT", raising=False)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if head.returncode == 0:
+        assert (source_commit() or "").removesuffix("-dirty") == head.stdout.strip()
+    monkeypatch.setenv("PATH", "")  # no git
+    assert source_commit() is None
+    monkeypatch.setenv("COMMIT", "abc")
+    assert source_commit() == "abc"
+
+
+FRONT = [Point(str(2**k), 576 + 1.2 * 2**k, 37 + 3000 / 2**k) for k in range(6, 13)]
+POINTS = [Point("lowtide", 1116, 38.3, own=True), Point("naive", 25176, 71)]
+LINES = [Line("lowtide", [(1024, 0.5), (1000, 2.0)], own=True), Line("naive", [(2**20, 0)], dotted=True)]
+PLOTS: dict[str, Callable[[Path], None]] = {
+    "front": lambda at: draw_front(at, "t", front=FRONT, front_name="lowtide", points=POINTS, limit=37, least=576),
+    "panels": lambda at: draw_panels(at, "t", {"a": [Panel(LINES, log=True)], "b": [Panel(LINES)]}, columns=["N"]),
+}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_plot_is_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    PLOTS[name](tmp_path / "plot")  # no ending: it is PNG all the same
+    data = (tmp_path / "plot").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) > (600, 400)
+
+
+def test_a_child_returns_the_functions_value_and_a_command_how_it_ended() -> None:
+    ended = run_child(math.gcd, 12, 18)
+    assert (ended.returncode, ended.value) == (0, 6)
+    assert ended.peak_bytes > 2**20
+    failed = run_command(
+        [sys.executable, "-c", "import os; print(os.environ['WHERE']); exit(3)"], env={"WHERE": "here"}
+    )
+    assert (failed.returncode, failed.stdout, failed.value) == (3, "here\n", None)
+    with pytest.raises(ArgumentValueError, match="can be imported"):
+        run_child(lambda: 1)
