@@ -236,6 +236,66 @@ MUTANTS: dict[str, list[Mutant]] = {
     "plan": [
     ],
     "distributed": [
+        Mutant(
+            "head/ranks/parallel.py", "else weight[self.first : self.first + self.rows]",
+            "else weight[: self.rows]", "distributed/test_heads.py -k option",
+        ),
+        Mutant(
+            "head/ranks/parallel.py", "return summed if self.spread else scale, summed",
+            "return scale, summed", "distributed/test_heads.py -k option",
+        ),
+        Mutant(
+            "head/ranks/parallel.py", "rows = min(len(summed), len(input_ND) - start)",
+            "rows = len(summed)", "distributed/test_heads.py -k option",
+        ),
+        Mutant(
+            "head/ranks/parallel.py", "if 0 < len(trained) < len(both):",
+            "if 0 < len(trained) < 0:", "distributed/test_heads.py -k head",
+        ),
+        Mutant(
+            "head/ranks/shard.py", "first = min(mesh.get_local_rank() * size, vocab)",
+            "first = mesh.get_local_rank() * size", "distributed/test_heads.py -k option",
+        ),
+        Mutant(
+            "head/ranks/tokens.py", "row[: held.numel()] = held",
+            "row[-held.numel() :] = held", "distributed/test_heads.py -k option",
+        ),
+        Mutant(
+            "distributed/tokens.py", "return (count.clamp(min=1) / ranks).float()",
+            "return count.clamp(min=1).float()", "distributed/test_engines.py -k data",
+        ),
+        Mutant(
+            "distributed/tokens.py", "for first in reversed(columns",
+            "for first in (columns", "distributed/test_engines.py -k data",
+        ),
+        Mutant(
+            "distributed/fsdp.py", "awaited.intersection_update({module})",
+            "awaited.difference_update({module})", "distributed/test_engines.py -k fsdp and 0",
+        ),
+        Mutant(
+            "distributed/fsdp.py", "            self._module.reshard()\n",
+            "            pass\n", "distributed/test_engines.py -k fsdp and 0",
+        ),
+        Mutant(
+            "distributed/zero.py", "                parameter.partition()\n",
+            "                pass\n", "distributed/test_engines.py -k zero and 0",
+        ),
+        Mutant(
+            "distributed/zero.py", "            whole = ctx.whole.__enter__()\n",
+            "            whole = ctx.whole\n", "distributed/test_engines.py -k zero and 0",
+        ),
+        Mutant(
+            "models/parallel_mlp.py", "to_local(grad_placements=[Partial()])",
+            "to_local()", "distributed/test_engines.py -k tensor_parallel",
+        ),
+        Mutant(
+            "stacks/megatron.py", "first=group.rank() * rows",
+            "first=0", "distributed/test_engines.py -k megatron",
+        ),
+        Mutant(
+            "memory/attention.py", "if is_dtensor(value):",
+            "if False:", "distributed/test_engines.py -k context_parallel",
+        ),
     ],
     "trl": [
     ],

@@ -1,4 +1,4 @@
-"""Any function of a sharded vocabulary's logits, beside plain autograd on the whole in float64, on each rank."""
+"""Any function of a sharded vocabulary's logits, beside plain autograd on the whole in float64: see option_cases."""
 
 from __future__ import annotations
 
@@ -38,12 +38,6 @@ from lowtide.measure.timing import peak_above
 TINY = 0.03  # MiB: several chunks, and several pieces of each
 
 
-def loss(z: Tensor, y: Tensor, a: Tensor, p: Tensor) -> Any:
-    """Return a loss, and what is not differentiable."""
-    z = z + p[0] * z.square()
-    return a * p[1] * F.cross_entropy(z, y, reduction="none") + z.softmax(-1).square().sum(-1), z.argmax(-1) == y
-
-
 def random_numbers() -> None:
     """Each row's are drawn by one rank, and backward draws them again: the gradient is that of its own forward."""
 
@@ -58,7 +52,7 @@ def random_numbers() -> None:
         options = lowtide.HeadOptions(workspace_mib=TINY)
         value, drawn = lowtide.linear_apply(noisy, px, pw, options=options, **shard_of(way, pw))
         drawn = plain(drawn)
-        assert 0.4 < drawn.mean() < 0.6
+        assert drawn.unique().numel() == drawn.numel()
         want = (F.linear(x, w) * drawn).sum(-1)
         near(value, want, way)
         state = torch.get_rng_state()
@@ -78,7 +72,7 @@ def random_numbers() -> None:
 
 
 def checkpointed_and_compiled() -> None:
-    """Inside torch.utils.checkpoint, in bfloat16 under autocast, and with fn compiled."""
+    """Inside torch.utils.checkpoint, in bfloat16 under autocast; where it may be slow, with fn compiled."""
     x, w, b, y = head(LEADING, D, V)
     px, pw, pb = (spread("local", t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
     shard = lowtide.VocabShard.of(pw)
@@ -88,29 +82,25 @@ def checkpointed_and_compiled() -> None:
             lambda z, y: F.cross_entropy(z, y, reduction="none"), x, w, y, linear_bias=b, **kwargs
         )
 
-    for compile in (False, True) if THOROUGH else (False,):
-        px.grad = pw.grad = x.grad = w.grad = None
-        with torch.autocast(DEVICE, torch.bfloat16):
-            checkpoint(run, px, pw, pb, vocab_shard=shard, compile=compile, use_reentrant=False).sum().backward()
-            run(x, w, b).sum().backward()
-        for ours, true in ((px.grad, x.grad), (whole("local", pw.grad, of_vocab=True), w.grad)):
-            torch.testing.assert_close(ours, true, rtol=2e-2, atol=2e-2)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        checkpoint(run, px, pw, pb, vocab_shard=shard, compile=THOROUGH, use_reentrant=False).sum().backward()
+        run(x, w, b).sum().backward()
+    for ours, true in ((px.grad, x.grad), (whole("local", pw.grad, of_vocab=True), w.grad)):
+        torch.testing.assert_close(ours, true, rtol=2e-2, atol=2e-2)
 
 
 def the_same_exchanges_whatever_the_numbers() -> None:
     x, w, _, y = head((1, 40), D, V)
     pw = part_of(w)
-    shard = lowtide.VocabShard.of(pw)
-    a, p = torch.ones(1, 40, device=DEVICE), torch.ones(2, device=DEVICE)
-    seen = []
-    for factor in (1.0, 1.0, torch.nan):
+    shard, seen = lowtide.VocabShard.of(pw), []
+    for factor in (1.0, 1.0, torch.nan):  # the first compares fn's results
         with exchanged() as made:
-            found = lowtide.linear_apply(
-                loss, x.detach() * factor, pw, y, a, params=(p,), vocab_shard=shard,
-                options=lowtide.HeadOptions(workspace_mib=0.2),
+            loss = lowtide.linear_apply(
+                lambda z, y: F.cross_entropy(z, y, reduction="none"), x.detach() * factor, pw, y,
+                vocab_shard=shard, options=lowtide.HeadOptions(workspace_mib=0.2),
             )  # fmt: skip
-            found[0].sum().backward()
-        seen.append(list(made))  # the first compares fn's results
+            loss.sum().backward()
+        seen.append(list(made))
     assert seen[1] == seen[2]
     names = [name for name, _ in seen[1]]
     assert all(other == names for other in of_all_ranks(names))
@@ -118,36 +108,32 @@ def the_same_exchanges_whatever_the_numbers() -> None:
 
 def memory() -> None:
     """A chunk's logits of this rank's classes, and whole ones of its share of the rows: never all tokens' logits."""
-    N, V = 512, 4000
-    x, w, _, _ = head((1, N), 16, V, bias=False)
-    pw = part_of(w)
+    N, classes = 200, 3000
+    x, w, _, _ = head((1, N), 16, classes, bias=False)
+    pw, options = part_of(w), lowtide.HeadOptions(workspace_mib=0.5)
     shard = lowtide.VocabShard.of(pw)
-    for out in ("token", "sum"):
-        px = x.detach().requires_grad_()
 
-        def run(px: Tensor = px, out: str = out) -> None:
-            fn = (lambda z: z.logsumexp(-1)) if out == "token" else (lambda z: z.logsumexp(-1).sum())
-            options = lowtide.HeadOptions(workspace_mib=2)
-            lowtide.linear_apply(fn, px, pw, out=out, vocab_shard=shard, options=options).sum().backward()
+    def run() -> None:
+        loss = lowtide.linear_apply(lambda z: z.logsumexp(-1), x, pw, vocab_shard=shard, options=options)
+        loss.sum().backward()
 
-        if DEVICE == "cuda":
-            assert peak_above(run, DEVICE) < N * V * 4 / 2, out
-        else:  # what gloo's threads free is not seen, so that no peak is
-            with track_allocations() as seen:
-                run()
-            assert 0 < seen.largest_bytes < 2**20, (out, seen.largest_bytes)
+    if DEVICE == "cuda":
+        assert peak_above(run, DEVICE) < N * classes * 4 / 2
+    else:  # what gloo's threads free is not seen, so that no peak is
+        with track_allocations() as seen:
+            run()
+        assert 0 < seen.largest_bytes < 2**20, seen.largest_bytes
 
 
 def errors() -> None:
     """The same error on every rank, before any of them waits for another."""
-    rank = dist.get_rank()
     x, w, b, y = head(LEADING, D, V, dtype=torch.float64)
     pw, shard = part_of(w), lowtide.VocabShard.of(part_of(w))
 
     def call(fn: Any = lambda z: z.sum(-1), x: Tensor = x, *args: Tensor, **kwargs: Any) -> Any:
         return lowtide.linear_apply(fn, x, kwargs.pop("w", pw), *args, vocab_shard=shard, **kwargs)
 
-    first = rank == 0
+    first = dist.get_rank() == 0
     token, scale = torch.ones(LEADING, dtype=torch.bool, device=DEVICE), torch.ones((), device=DEVICE)
     everywhere: dict[str, dict[str, Any]] = {  # what is to be the same on every rank, and a call where it is not
         "out": {"fn": lambda z: z.sum() if first else z.sum(-1), "out": "sum" if first else "token"},
@@ -168,15 +154,15 @@ def errors() -> None:
         call(lambda z: z - z.mean(0))
     with pytest.raises(ArgumentValueError, match="does not add up"):
         call(lambda z: z.mean(), out="sum")
-    other = lowtide.VocabShard(group=None, first=0, rows=sizes(V)[rank], vocab=V, largest=max(sizes(V)))
+    other = lowtide.VocabShard(group=None, first=0, rows=len(pw), vocab=V, largest=max(sizes(V)))
     with pytest.raises(ArgumentValueError, match=r"vocab_shard: expected parts of 50 classes, one after another"):
         lowtide.linear_apply(lambda z: z.sum(-1), x, pw, vocab_shard=other)
     sequence = distribute_tensor(x.detach(), mesh(), [Shard(1)])
-    head_of = [distribute_tensor(t.detach(), mesh(), [Shard(0)]) for t in (w, b)]
+    weight, bias = (distribute_tensor(t.detach(), mesh(), [Shard(0)]) for t in (w, b))
     with pytest.raises(ArgumentValueError, match="depend on the other tokens"):
-        lowtide.linear_apply(lambda z: z - z.mean(0), sequence, head_of[0], linear_bias=head_of[1])
+        lowtide.linear_apply(lambda z: z - z.mean(0), sequence, weight, linear_bias=bias)
     labels = distribute_tensor(y, mesh(), [Replicate()])
-    found = lowtide.linear_apply(lambda z, y: z.gather(1, y[:, None]), sequence, head_of[0], labels)
+    found = lowtide.linear_apply(lambda z, y: z.gather(1, y[:, None]), sequence, weight, labels)
     near(found, F.linear(x, w).gather(-1, y[..., None]), "labels as a DTensor")
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
+import pytest
 import torch
 
-from contract.cases import FUNCTIONS, NARROW, Arguments, trained
-from distributed.launch import DEVICE, main
+from contract.cases import FUNCTIONS, KINDS, NARROW, OF_SETS, Arguments, trained
+from distributed.launch import DEVICE, THOROUGH, main
 from distributed.option_cases import FEWER
 from distributed.sharded import WAYS, compare, head, kernels, plain, problem, shard_of, spread
+from head.kernel_plans import use_set_kernels
 from lowtide import linear_token_stats
 from support import in_float64, oracle, pairs, relative_error
 
@@ -20,39 +21,43 @@ RUNS = {  # dtypes, one option more, and how near values come; on a GPU statisti
     "linear_divergence": ([SINGLE] if DEVICE == "cpu" else [SINGLE, *NARROW], 1e-5),
 } | ({"linear_cross_entropy": ([SINGLE], 2e-5)} if DEVICE == "cpu" else {})  # on GPUs: tests/gpu/rank_cases.py
 FEW: dict[str, list[Any]] = {
+    "kind": KINDS[1:3],
+    "linear_bias": [True],
     "leading": [(2, 4)],  # two chunks of rows, and a rank without any of them
     "ignored": ["some"],
-    "logit_scale": [-0.7, "tensor"],
+    "logit_scale": ["trained"],
+    "softcap": [None, 3.0],
     "num_items": [None],
     "reduction": ["none", "mean"],
     "tail": [None],
     "targets": [1, 3],
     "teacher_bias": [True],
-    "teacher_softcap": [None, 1.5],
     "temperature": ["tensor"],
-    "workspace_mib": [None],
 }
 
 
 def every_option() -> None:
-    """Every pair of options; of the cross entropy in both schedules, and with huge logits."""
-    ways = itertools.cycle(WAYS)
+    """Pairs of options; of the cross entropy in both schedules, and with huge logits."""
     for name, (dtypes, near) in RUNS.items():
         function, backend = FUNCTIONS[name], "row" if name == "linear_divergence" else "exp"
-        fewer = FEWER | FEW | ({"workspace_mib": [0.004]} if DEVICE != "cpu" else {})
         loss = name == "linear_cross_entropy"
+        fewer = FEWER | FEW | {"workspace_mib": [0.004 if DEVICE != "cpu" else None]}
         options = function.options | {option: values for option, values in fewer.items() if option in function.options}
-        options |= {"dtype": dtypes} | ({"schedule": ["chunks", "blocks"], "huge": [False, True]} if loss else {})
+        options |= {"dtype": dtypes, "way": [*WAYS[1:]]}
+        options |= (
+            {"schedule": ["chunks", "blocks"], "huge": [False, True], "label_smoothing": [0.0, 0.1]} if loss else {}
+        )
         for i, choice in enumerate(pairs(options, seed=2)):
-            dtype, schedule, huge = choice.pop("dtype"), choice.pop("schedule", "chunks"), choice.pop("huge", False)
-            kwargs = problem(name, choice, i, V=61, D=24, dtype=dtype)
+            dtype, way = choice.pop("dtype"), choice.pop("way")
+            schedule, huge = choice.pop("schedule", "chunks"), choice.pop("huge", False)
+            kwargs = problem(name, choice, i, V=41, D=16, dtype=dtype)
             most = {"values": near}
             most |= dict.fromkeys(kwargs, 4 * near if loss else function.tolerance[dtype][1])
             if huge:
                 kwargs["input"].data[:, :1] *= 100
                 most = lost_in_float32(kwargs, most)
             with kernels(schedule) as used:
-                compare(name, kwargs, [next(ways)], (dtype, schedule, huge, choice), i, most.__getitem__)
+                compare(name, kwargs, WAYS if THOROUGH else [way], (schedule, huge, choice), i, most.__getitem__)
             whole = loss and choice["softcap"] and choice["label_smoothing"]
             assert DEVICE != "cpu" or set(used) == (set() if whole else {backend})
 
@@ -67,6 +72,28 @@ def lost_in_float32(kwargs: Arguments, most: dict[str, float]) -> dict[str, floa
         got_n, true_n = (torch.autograd.grad(v, g[n], retain_graph=True)[0] for v, g in ((got, single), (true, wide)))
         more[n] = digits + 4 * relative_error(got_n, true_n)
     return {n: bound + more.get(n, 0) for n, bound in most.items()}
+
+
+def few_classes() -> None:
+    """No token, fewer classes than ranks, all ignored: by both schedules of the cross entropy."""
+    calls: list[tuple[Arguments, int]] = [({"leading": (2, 0), "num_items": 2.5}, 50), ({"leading": (2, 3)}, 2)]
+    for i, (choice, classes) in enumerate([*calls, ({"ignored": "all", "leading": (2, 3)}, 50)]):
+        kwargs = problem("linear_cross_entropy", choice, 0, classes, D=16, dtype=SINGLE)
+        with kernels(("chunks", "blocks")[i % 2]):
+            compare("linear_cross_entropy", kwargs, WAYS[:1], (choice, classes))
+
+
+def sets_of_classes() -> None:
+    """The kernel that scores ids, of which each rank holds some."""
+    if DEVICE != "cpu":
+        return
+    for i, way in enumerate(WAYS):
+        choice = {"leading": (2, 7), "support": 4, "want": OF_SETS, "targets": (1, 3)[i % 2]}
+        kwargs = problem("linear_token_stats", choice, i, D=16, dtype=SINGLE)
+        with pytest.MonkeyPatch.context() as patched:
+            used = use_set_kernels(patched)
+            compare("linear_token_stats", kwargs, [way], choice, i)
+        assert "score" in used
 
 
 def sure_tokens_and_equal_logits() -> None:

@@ -1,6 +1,6 @@
 """Several ranks for a file of cases: each rank runs every case in order, so that the start of torch is paid once.
 
-A file of cases calls `main(vars())`, a test `check_all(file, ranks)`.
+A file of cases calls `main(vars())`, a test `check_all(file, ranks)`. What a case draws follows from its test's seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ TESTS = Path(__file__).parents[1]
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
 PATIENCE = 300 if DEVICE == "cpu" else 120  # seconds that a rank waits for the others, which may compile kernels
 THOROUGH = DEVICE != "cpu" or "THOROUGH" in os.environ  # with --slow: whole products of options, not pairs of them
+SEED = int(os.environ.get("SEED", "0"))  # small: added to the seeds of models, batches and arguments
 RIGHT = "right"
 SECONDS = 1200.0  # until the ranks are killed, compiling kernels included, on a busy machine
 
@@ -78,7 +79,8 @@ def check_all(file: Path, ranks: int, only: tuple[str, ...] = (), device: str = 
     assert cases, "nothing was run"
     with tempfile.TemporaryDirectory() as folder:
         run = _forked if device == "cpu" else _started
-        errors = run(file, ranks, [folder, *only], {"WORLD": str(ranks), "RANKS_DEVICE": device})
+        env = {"WORLD": str(ranks), "RANKS_DEVICE": device, "SEED": str(torch.initial_seed() % 10**6)}
+        errors = run(file, ranks, [folder, *only], env)
         for report in sorted(Path(folder).glob("*.jsonl")):
             for line in report.read_text().splitlines():
                 name, outcome = json.loads(line)
@@ -86,6 +88,11 @@ def check_all(file: Path, ranks: int, only: tuple[str, ...] = (), device: str = 
     assert found, "\n".join(errors)
     wrong = [f"{case}: {outcome}" for case in cases if (outcome := found.get(case, "was not reached")) != RIGHT]
     assert not wrong, "\n".join([*wrong, *errors])
+
+
+def slow(case: Callable[[], None]) -> Callable[[], None]:
+    """Leave a case to `make slow` and to GPUs."""
+    return case if THOROUGH else lambda: None
 
 
 def main(names: dict[str, Any], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
@@ -104,7 +111,7 @@ def main(names: dict[str, Any], only: Sequence[str] = tuple(sys.argv[2:])) -> No
     with (folder / f"{rank}.jsonl").open("w") as report:
         for name in only or cases_of(Path(names["__file__"])):
             outcome = RIGHT
-            torch.manual_seed(0)
+            torch.manual_seed(SEED)
             try:
                 names[name]()
                 dist.barrier()

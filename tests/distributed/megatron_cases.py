@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from distributed.launch import main
+from distributed.launch import SEED, main
 from lowtide.errors import ArgumentTypeError
 from lowtide.measure.allocations import track_allocations
 
@@ -54,22 +53,21 @@ def model_of(ranks: int, *, tied: bool, sequence: bool, vocab: int = V, **more: 
         num_layers=1, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, sequence_parallel=sequence,
         tensor_model_parallel_size=ranks, hidden_dropout=0.0, **more,
     )  # fmt: skip
-    torch.manual_seed(3)
+    torch.manual_seed(3 + SEED)
     how = {"share_embeddings_and_output_weights": tied, "position_embedding_type": "learned_absolute"}
     return GPTModel(config, LAYERS, vocab_size=vocab, max_sequence_length=S, **how)
 
 
 def batch(vocab: int = V) -> tuple[tuple[Tensor, Tensor, Any], Tensor, Tensor]:
     """Return ids, positions and no mask; labels; upstream gradients: the same on all ranks."""
-    torch.manual_seed(5)
+    torch.manual_seed(5 + SEED)
     ids, labels = torch.randint(vocab, (2, B, S))
     return (ids, torch.arange(S)[None].expand(B, -1), None), labels, torch.randn(B, S)
 
 
 def losses_and_gradients() -> None:
-    for ranks, tied, sequence in itertools.product((1, 2), (False, True), (False, True)):
-        if sequence and ranks == 1:
-            continue
+    """Tied or not, with sequence parallelism or without; logits are Megatron's own where there are no labels."""
+    for ranks, tied, sequence in ((1, True, False), (2, False, False), (2, True, True)):
         what = f"{ranks} ranks, tied {tied}, sequence parallel {sequence}"
         with on_the_cpu(ranks):
             stock, fused = (model_of(ranks, tied=tied, sequence=sequence) for _ in range(2))
@@ -84,35 +82,21 @@ def losses_and_gradients() -> None:
             for (name, p), q in zip(stock.named_parameters(), fused.parameters(), strict=True):
                 torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6, msg=f"{what} {name}")
             with torch.no_grad():
-                assert torch.equal(fused(*inputs), stock(*inputs)), what  # logits, where there are no labels
-
-
-def other_arguments_are_refused() -> None:
-    with on_the_cpu(1):
-        model = model_of(1, tied=False, sequence=False)
-        for wrong in (torch.nn.Sequential(model), torch.nn.Linear(2, 2), None):
-            with pytest.raises(
-                ArgumentTypeError, match="model: expected a GPTModel of Megatron-Core, not wrapped, got"
-            ):
-                fuse(wrong)
-        with pytest.raises(ArgumentTypeError, match="options: expected"):
-            fuse(model, options={})  # type: ignore[arg-type]
+                assert torch.equal(fused(*inputs), stock(*inputs)), what
+            with pytest.raises(ArgumentTypeError, match="model: expected a GPTModel .* not wrapped, got"):
+                fuse(torch.nn.Sequential(fused))
 
 
 def no_logits() -> None:
-    vocab, peaks, options = 4096, [], lowtide.HeadOptions(workspace_mib=0.1)
+    vocab, options = 4096, lowtide.HeadOptions(workspace_mib=0.1)
     with on_the_cpu(2):
         inputs, labels, upstream = batch(vocab)
-        for is_fused in (False, True):
-            model = model_of(2, tied=True, sequence=False, vocab=vocab)
-            if is_fused:
-                fuse(model, options=options)
-            with track_allocations("cpu") as tracked:
-                (model(*inputs, labels=labels) * upstream).sum().backward()
-            peaks.append(tracked.peak_bytes)
+        model = model_of(2, tied=True, sequence=False, vocab=vocab)
+        fuse(model, options=options)
+        with track_allocations("cpu") as tracked:
+            (model(*inputs, labels=labels) * upstream).sum().backward()
     gradients = 2 * vocab // 2 * 16 * 4  # of the output layer and of the embedding, until they are added
-    logits = B * S * vocab // 2 * 4
-    assert peaks[1] < gradients + logits / 4 < peaks[0], peaks
+    assert tracked.peak_bytes < gradients + B * S * vocab // 2 * 4 / 4
 
 
 if __name__ == "__main__":

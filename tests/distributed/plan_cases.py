@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import lowtide
 from distributed.launch import main
 from distributed.models import model_of
 from lowtide import HeadOptions
 from lowtide.measure.allocations import track_allocations
-from lowtide.plan import MemoryPlan, plan_memory
-from lowtide.plan.sharding import BUCKET
-from lowtide.plan.step_costs import Phase, StepCosts
+from lowtide.plan import plan_memory
+from lowtide.plan.step_costs import StepCosts
 
 STAGE = torch.empty(2**23, dtype=torch.uint8)
 T = 8  # so few tokens that almost all bytes are parameters'
@@ -61,77 +57,34 @@ def _received(of: Any = None) -> Iterator[list[int]]:
         yield found
 
 
-def _plan(model: Any, way: str, seq_len: int = T, **settings: Any) -> MemoryPlan:
-    gpus = dist.get_world_size()
-    return plan_memory(model.config, seq_len, 1, device="h100", gpus=gpus, parallel=way, **settings)
-
-
-def _step(model: Any, *, last: bool = True) -> None:
-    ids = torch.randint(0, model.config.vocab_size, (1, T))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    if last:
-        model.zero_grad()
-
-
-def _on_cpu(plan: MemoryPlan, phase: Phase) -> int:
-    """Return a phase's bytes without what a step begins with, and with what a CPU takes besides.
-
-    On a CPU, the output layer's gradient in bfloat16 is computed out of place.
-    """
-    shape = plan.job.shape
-    more = 2 * shape.vocab_params if phase.name == "head" else 0
-    return phase.bytes - phase.weights - phase.optimizer - phase.other + more
-
-
 def fsdp2() -> None:
     """Peak and exchanges of a step with the lines that a plan prints."""
-    for tied, sizes in ((False, SIZES), (True, SIZES), (False, MOST_VOCABULARY)):
+    for tied, sizes in ((False, MOST_VOCABULARY), (True, SIZES)):
         model = model_of(dtype=torch.float32, tie_word_embeddings=tied, **{**SIZES, **sizes})
-        plan = _plan(model, "fsdp2", autocast=True, options=HeadOptions(accumulate="input"))
+        settings = {"device": "h100", "gpus": dist.get_world_size(), "parallel": "fsdp2", "autocast": True}
+        plan = plan_memory(model.config, T, 1, options=HeadOptions(accumulate="input"), **settings)
         plan = replace(plan, chosen=plan.front[0]) if tied else plan  # which recomputes layers
         exec(plan.lines(), {"model": model})
-        _step(model)  # FSDP2 makes its buffers
+        ids = torch.randint(0, model.config.vocab_size, (1, T))
+
+        def step(model: Any = model, ids: Tensor = ids) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            model.zero_grad()
+
+        step()  # FSDP2 makes its buffers
         with _received() as received, track_allocations() as seen:
-            _step(model)
-        planned = StepCosts(plan.job).phases(plan.chosen.groups)
+            step()
+        # Without what a step begins with; on a CPU, the output layer's gradient in bfloat16 is computed out of place.
+        most = max(
+            phase.bytes - phase.weights - phase.optimizer - phase.other
+            + (2 * plan.job.shape.vocab_params if phase.name == "head" else 0)
+            for phase in StepCosts(plan.job).phases(plan.chosen.groups)
+        )  # fmt: skip
         where = f"tied {tied}, {plan.title}, {plan.chosen}"
-        most = max(_on_cpu(plan, phase) for phase in planned)
         assert most == pytest.approx(seen.peak_bytes, rel=0.04), where
         assert received[0] == plan.exchanged.bytes, where
-
-
-def zero3() -> None:
-    """What DeepSpeed's optimizer holds, and about what a step takes besides."""
-    if find_spec("deepspeed") is None:
-        return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from distributed.zero_cases import zero
-
-    model = model_of(**SIZES)
-    plan = _plan(model, "zero3", optimizer="sgd")
-    lowtide.patch(model)
-    engine = zero(model, dtype=torch.bfloat16)
-    ids = torch.randint(0, SIZES["vocab_size"], (1, T))
-
-    def forward_and_backward() -> None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-
-    for _ in range(2):
-        forward_and_backward()
-        engine.step()
-    sharded = engine.optimizer
-    (bucket,) = sharded.ipg_buckets.values()
-    held = [sharded.lp_param_buffer, sharded.grad_partitions_flat_buffer, *sharded.fp32_partitioned_groups_flat]
-    resident = sum(tensor.nbytes for tensor in held)
-    first = plan.phases[0]
-    assert resident == first.weights + first.gradients + first.optimizer
-    assert bucket.buffer.numel() == BUCKET
-    with track_allocations() as seen:
-        forward_and_backward()
-    most = max(one.bytes - one.other for one in plan.phases) - resident - bucket.buffer.nbytes
-    assert 0.5 * most < seen.peak_bytes < 2 * most  # gloo copies what it reduces, and holds the last of it
 
 
 if __name__ == "__main__":

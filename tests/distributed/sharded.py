@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import lowtide
 from contract.cases import FUNCTIONS, Arguments, arguments, counting, flat, total, trained
-from distributed.launch import DEVICE, THOROUGH
+from distributed.launch import DEVICE, SEED
 from head.kernel_plans import use_kernels
 from lowtide.measure.collectives import seen_collectives
 from support import head as head_on_host
@@ -28,26 +27,14 @@ from support import in_float64, relative_error
 V, D, LEADING = 50, 6, (2, 7)
 # DTensors: hidden states replicated, or sharded along the sequence; "local": plain tensors with `vocab_shard`
 WAYS = ("replicated", "sequence", "local")
-# PyTorch in float64; kernels in float32, in Triton's interpreter, by both schedules of the cross entropy
-ENGINES = ("torch", "chunks", "blocks") if DEVICE == "cpu" and find_spec("triton") else ("torch",)
 IN_PARTS = {"input": False, "teacher_input": False}  # and whether it is the vocabulary's axis that is cut
 IN_PARTS |= dict.fromkeys(("linear_weight", "linear_bias", "teacher_weight", "teacher_bias"), True)
-FROZEN = [(), (), ("linear_weight",), ("input", "linear_weight"), ("input", "linear_weight", "linear_bias", "weights")]
 
 
-def with_each(second: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of a way and one of two others; each on two ranks or on three, where a test is not thorough."""
-    for i, way in enumerate(WAYS):
-        for j, other in enumerate(second):
-            if THOROUGH or (i + j + dist.get_world_size()) % 2:
-                yield way, other
-
-
-def head(*args: Any, **kwargs: Any) -> Any:
+def head(*args: Any, seed: int = 0, **kwargs: Any) -> Any:
     """As `support.head`, on the device of the cases."""
-    return [
-        t if t is None else t.detach().to(DEVICE).requires_grad_(t.requires_grad) for t in head_on_host(*args, **kwargs)
-    ]
+    made = head_on_host(*args, seed=seed + SEED, **kwargs)
+    return [t if t is None else t.detach().to(DEVICE).requires_grad_(t.requires_grad) for t in made]
 
 
 @functools.cache
@@ -55,7 +42,6 @@ def mesh() -> Any:
     return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-@functools.cache
 def sizes(total: int) -> list[int]:
     """Return parts of a vocabulary as a user may cut it: of any sizes, one of them empty where there are three."""
     return {1: [total], 2: [total - 3, 3], 3: [total - 20, 0, 20], 4: [total - 25, 0, 20, 5]}[dist.get_world_size()]
@@ -137,12 +123,8 @@ def kernels(schedule: str = "chunks") -> Iterator[list[str]]:
         yield use_kernels(patched, schedule) if DEVICE == "cpu" else []
 
 
-def running(engine: str) -> AbstractContextManager[Any]:
-    return nullcontext() if engine == "torch" else kernels(engine)
-
-
-def in_parts(kwargs: Arguments, way: str, i: int) -> Arguments:
-    """Return the arguments as a user of this ``way`` has them."""
+def in_parts(kwargs: Arguments, way: str, i: int = 0) -> Arguments:
+    """Return the arguments as a user of this ``way`` has them; an odd ``i`` shards further ones."""
     ours = {
         name: spread(way, value, of_vocab=IN_PARTS[name]) if name in IN_PARTS and isinstance(value, Tensor) else value
         for name, value in kwargs.items()
@@ -156,10 +138,9 @@ def in_parts(kwargs: Arguments, way: str, i: int) -> Arguments:
     return ours | shard_of(way, ours["linear_weight"])
 
 
-def problem(name: str, choice: Arguments, i: int, classes: int = V, engine: str = "torch", **form: Any) -> Arguments:
-    """Return the contract's arguments, on the device of the cases; some tokens are sure, some leaves are frozen."""
-    form = {"D": D, "V": classes} | ({} if engine == "torch" else {"D": 16, "dtype": torch.float32}) | form
-    kwargs = arguments(name, seed=i, **form, **choice)
+def problem(name: str, choice: Arguments, i: int = 0, classes: int = V, **form: Any) -> Arguments:
+    """Return the contract's arguments, on the device of the cases; of an odd ``i`` some tokens are sure."""
+    kwargs = arguments(name, seed=i + SEED, **{"D": D, "V": classes, **form}, **choice)
     kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(DEVICE).detach().requires_grad_(t.requires_grad), kwargs)
     with torch.no_grad():
         kwargs["input"] *= 1 + 3 * (i % 2)
@@ -167,7 +148,11 @@ def problem(name: str, choice: Arguments, i: int, classes: int = V, engine: str 
             kwargs["weight"][3] = 0
         if choice.get("targets") == 3:
             kwargs["target"][..., 1] = kwargs["target"][..., 0]  # the same class twice
-    return kwargs | {n: kwargs[n].detach() for n in FROZEN[i % len(FROZEN)] if kwargs.get(n) is not None}
+    return kwargs
+
+
+def frozen(kwargs: Arguments, *names: str) -> Arguments:
+    return kwargs | {name: kwargs[name].detach() for name in names if kwargs.get(name) is not None}
 
 
 def through(t: Tensor) -> Tensor:
@@ -190,18 +175,13 @@ def compare(
     upstream: Callable[[Tensor], Tensor] = through,
     passes: int = 1,
 ) -> None:
-    """Hold values, and the gradients of all that can have one, against the whole's in float64.
+    """Hold values, and the gradients of all that can have one, against the whole's in float64, which one rank computes.
 
     ``bounds`` are the relative errors of "values" and of each argument's gradient; None: float64's own, or float32's.
     Tokens that do not count get NaN, an odd ``i`` shards further arguments, and the graph is used for ``passes``.
     """
-    wide = in_float64(kwargs)
     function, leaves = FUNCTIONS[name], trained(kwargs)
-    want, true = flat(function.truth(**wide)), tuple[Tensor, ...]()
-    if any(value.requires_grad for value in want.values()):
-        true = torch.autograd.grad(
-            total(want, upstream), [wide[n] for n in leaves], materialize_grads=True, allow_unused=True
-        )
+    want, true = on_one_rank(lambda: truth(name, kwargs, upstream))
     if bounds is None and kwargs["input"].dtype == torch.float32:
         bounds = of_float32
 
@@ -219,8 +199,8 @@ def compare(
         ours = in_parts(kwargs, way, i)
         got = {key: plain(value) for key, value in flat(function.run(**ours)).items()}
         assert got.keys() == want.keys(), (way, what)
-        for key, value in want.items():
-            assert got[key].requires_grad == value.requires_grad, (key, way, what)
+        for key, (value, trains) in want.items():
+            assert got[key].requires_grad == trains, (key, way, what)
             agree(got[key], value, (key, way, what), "values")
         for left in reversed(range(passes if true else 0)):
             given = [ours[n] for n in leaves]
@@ -231,3 +211,22 @@ def compare(
                     continue
                 assert grad.dtype == ours[n].dtype, (n, way, what)
                 agree(whole(way, grad, of_vocab=IN_PARTS[n]) if n in IN_PARTS else plain(grad), e, (n, way, what), n)
+
+
+def truth(
+    name: str, kwargs: Arguments, upstream: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, tuple[Tensor, bool]], tuple[Tensor, ...]]:
+    """Return the whole's values in float64, which of them can have a gradient, and the gradients of the leaves."""
+    wide = in_float64(kwargs)
+    want, true = flat(FUNCTIONS[name].truth(**wide)), tuple[Tensor, ...]()
+    if any(value.requires_grad for value in want.values()):
+        given = [wide[n] for n in trained(kwargs)]
+        true = torch.autograd.grad(total(want, upstream), given, materialize_grads=True, allow_unused=True)
+    return {key: (value.detach(), value.requires_grad) for key, value in want.items()}, true
+
+
+def on_one_rank(compute: Callable[[], Any]) -> Any:
+    """Return what the first rank computes."""
+    found = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return pytree.tree_map_only(Tensor, lambda t: t.to(DEVICE), found[0])

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3 around a patched model, on ranks with data of their own, beside the stock model.
+"""DeepSpeed's ZeRO-2, ZeRO-3 and Ulysses around a patched model, beside the stock model.
 
 Stock models are trained by plain PyTorch, and by another engine where it is compared what that gathers.
 """
@@ -6,7 +6,6 @@ Stock models are trained by plain PyTorch, and by another engine where it is com
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import importlib
 import itertools
@@ -23,20 +22,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 os.environ.setdefault("DS_ACCELERATOR", os.environ.get("RANKS_DEVICE", "cpu"))
 import deepspeed
-import torch.nn.functional as F
 
 import lowtide
-from distributed.fsdp_cases import Functional
-from distributed.launch import DEVICE, main
-from distributed.models import SHAPE, batch_of, counted, fused, model_of, qlora
+from distributed.launch import DEVICE, THOROUGH, main
+from distributed.models import VOCAB, Functional, batch_of, fused, model_of, qlora
 from lowtide.measure.timing import peak_above
-from lowtide.models import experts_part
+from lowtide.memory import ActivationPolicy, apply_policy
 
 RATE = 0.25
 RECOMPUTE = lowtide.HeadOptions(gradient="recompute")
@@ -104,50 +102,56 @@ def gathered(engine: Any) -> set[str]:
     return {name for name, p in engine.module.named_parameters() if p.numel() > 0 and not p.ds_persist}
 
 
-def step(engine: Any, batch: dict[str, Tensor]) -> Tensor:
-    loss = engine(**batch).loss
+def of_mlp(model: nn.Module) -> int:
+    """Return how many weights the first MLP computes with itself, so that DeepSpeed gathers them for it: fused ones."""
+    mlps = [m for name, m in model.named_modules() if name.endswith("layers.0.mlp")]
+    return len(vars(mlps[0]).get("_external_params", ()))
+
+
+def step(
+    engine: Any, batch: dict[str, Tensor], loss_of: Callable[[Any], Tensor] = lambda output: output.loss
+) -> Tensor:
+    loss = loss_of(engine(**batch))
     engine.backward(loss)
     engine.step()
     return loss.detach()
 
 
-def alike(what: str, got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")
+def alike(what: str, got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-5, **how: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}", **how)
 
 
-def same_steps(what: str, engine: Any, stock: Any, *, steps: int = 2, batches: int = 1, rtol: float = 1e-4) -> None:
+def same_steps(what: str, engine: Any, stock: Any, *, batches: int = 1, rtol: float = 1e-4, **settings: Any) -> None:
     """Two steps, the second with what DeepSpeed has learned in the first: the losses, then the weights."""
     rank = dist.get_rank()
-    for _, i in itertools.product(range(steps), range(batches)):
-        alike(what, *(step(one, batch_of(rank + 7 * i)) for one in (engine, stock)), rtol=0.1 * rtol)
-    want = weights(stock)
-    for name, weight in weights(engine).items():
-        alike(f"{what} {name}", weight, want[name], rtol, 0.1 * rtol)
+    for _, i in itertools.product(range(2), range(batches)):
+        alike(what, *(step(one, batch_of(rank + 7 * i), **settings) for one in (engine, stock)), rtol=0.1 * rtol)
+    same_weights(what, engine, weights(stock), rtol)
 
 
-def pair(
+def same_weights(what: str, engine: Any, want: dict[str, Tensor], rtol: float = 1e-4) -> None:
+    for name, weight in weights(engine).items():  # packed ones may have the bytes of NaN
+        alike(f"{what} {name}", weight, want[name].to(weight.dtype), rtol, 0.1 * rtol, equal_nan=True)
+
+
+def trains_as_stock(
+    what: str,
     model: Any = None,
     stage: int = 3,
-    options: lowtide.HeadOptions | None = None,
+    options: lowtide.HeadOptions | None = RECOMPUTE,
     *,
-    engines: bool = False,
+    rtol: float = 1e-4,
+    batches: int = 1,
     **settings: Any,
-) -> tuple[Any, Any, lowtide.PatchReport]:
-    """Return the engine of a patched model, what trains the stock one, with ``engines`` another, and the report."""
+) -> Any:
+    """Compare two steps of an engine of a patched model with plain ones of the stock model; return the engine."""
     model = model_of() if model is None else model
-    stock: Any = Plain(copy.deepcopy(model), settings.get("accumulate", 1))
-    if engines:
-        stock = zero(stock.module, stage, **settings)
+    stock = Plain(copy.deepcopy(model), settings.get("accumulate", 1))
     report = lowtide.patch(model, options=options)
-    return zero(model, stage, **settings), stock, report
-
-
-def trains_as_stock(what: str, *args: Any, rtol: float = 1e-4, **settings: Any) -> tuple[Any, Any]:
-    """Compare two steps of a `pair` of these arguments, without logits; return the engine and what trains stock."""
-    engine, stock, report = pair(*args, **settings)
-    same_steps(what, engine, stock, rtol=rtol)
-    fused(report, 2, what=what)
-    return engine, stock
+    engine = zero(model, stage, **settings)
+    same_steps(what, engine, stock, batches=batches, rtol=rtol)
+    fused(report, 2 * batches, what=what)
+    return engine
 
 
 @contextmanager
@@ -171,137 +175,91 @@ def counted_gathers() -> Iterator[Counter[str]]:
         yield counts
 
 
-def patched_models() -> None:
-    """Losses and weights are those of the stock model, and no logits are built; no more is gathered, nor for longer."""
-    rank = dist.get_rank()
-    ways: list[tuple[int, bool, Any]] = [(2, True, "recompute"), (3, True, "forward"), (3, False, "recompute")]
-    for stage, tied, gradient in ways:
-        what = f"stage {stage} tied {tied} {gradient}"
-        options = lowtide.HeadOptions(gradient=gradient)
-        model = model_of(tie_word_embeddings=tied)
-        engine, stock = trains_as_stock(what, model, stage, options, engines=stage == 3)
-        if stage == 2:
-            continue
-        seen: list[set[str]] = []
-        last = engine.module.model.layers[1]
-        watched = last.register_full_backward_pre_hook(lambda *_, s=seen, e=engine: s.append(gathered(e)))
-        counts = []
-        for one in (engine, stock):
-            with counted_gathers() as counted:
-                step(one, batch_of(rank))
-            counts.append(counted)
-        watched.remove()
-        assert counts[1]["elements"] > 0
-        assert all(counts[0][name] <= counts[1][name] for name in counts[1]), f"{what} {counts}"
-        assert seen == [set()], f"{what} {seen}"  # the head's weight is let go of before the last layer's backward
-        assert gathered(engine) == set(), what
-        mlp = engine.module.model.layers[0].mlp
-        assert len(mlp._external_params) == 3, "the MLP was not fused"
+def what_is_gathered() -> None:
+    """No more than by the stock model, nor for longer: the head's weight not beyond the last layer's backward."""
+    model = model_of()
+    engines = [zero(copy.deepcopy(model))]
+    lowtide.patch(model)
+    engines.insert(0, zero(model))
+    seen: list[set[str]] = []
+    last = engines[0].module.model.layers[1]
+    last.register_full_backward_pre_hook(lambda *_: seen.append(gathered(engines[0])))
+    counts = []
+    for one in engines:
+        step(one, batch_of(dist.get_rank()))
+        with counted_gathers() as counted:
+            step(one, batch_of(dist.get_rank()))
+        counts.append(counted)
+    assert counts[1]["elements"] > 0
+    assert all(counts[0][name] <= counts[1][name] for name in counts[1]), counts
+    assert seen == [set(), set()], seen
+    assert gathered(engines[0]) == set()
+    assert of_mlp(engines[0].module) == 3
 
 
-def functional_head() -> None:
-    """The function inside the head's forward, where ZeRO-3 has gathered the weight; in backward too, if recomputed."""
-    for stage, gradient in ((2, "forward"), (3, "recompute")):
-        model = model_of()
-        stock = Plain(Functional(copy.deepcopy(model), "stock"))
-        engine = zero(Functional(model, "inside", lowtide.HeadOptions(gradient=gradient)), stage)
-        same_steps(f"stage {stage} {gradient}", engine, stock)
-
-
-def offloaded() -> None:
-    """Parameters and the optimizer in the CPU's memory; parameters that stay gathered; gradients accumulated."""
+def stages_and_settings() -> None:
+    """ZeRO-2; the loss in the head's forward; offloading; accumulation; parameters that stay gathered; a policy."""
     cpu = {"device": "cpu"}
-    ways: dict[str, dict[str, Any]] = {
-        "both": {"offload_param": cpu, "offload_optimizer": cpu},
-        "as DeepSpeed has it": {
-            "stage3_param_persistence_threshold": 100,
-            "stage3_max_reuse_distance": 10**9,
-            "stage3_prefetch_bucket_size": 10**6,
-        },
-        "accumulated": {"accumulate": 2},
-    }
-    for what, settings in ways.items():
-        engine, stock, report = pair(options=RECOMPUTE, **settings)
-        batches = 2 if what == "accumulated" else 1
-        for one in (engine, stock):  # with the MLPs' own code, as DeepSpeed then expects it; weights stay gathered
-            with torch.no_grad():
-                for _ in range(2):
-                    one(input_ids=batch_of(0)["input_ids"])
-        same_steps(what, engine, stock, batches=batches)
-        fused(report, 2 * batches, what=what)
-    trains_as_stock("ZeRO-2, the optimizer on the CPU", stage=2, offload_optimizer=cpu)
-
-
-def checkpointed_layers() -> None:
-    """Layers recomputed in backward, by both kinds of checkpoint, with MLPs that keep little or nothing."""
-    for reentrant, level in ((False, 0), (True, 1)):
-        model = model_of()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.config.use_cache = False
-        engine, stock, report = pair(model, options=RECOMPUTE)
-        for layer in engine.module.model.layers:
-            layer.mlp.checkpoint_level = level
-        what = f"reentrant {reentrant} level {level}"
-        same_steps(what, engine, stock)
-        fused(report, 2, what=what)
-        assert gathered(engine) == set(), what
+    trains_as_stock("ZeRO-2", model_of(tie_word_embeddings=True), 2, offload_optimizer=cpu)
+    trains_as_stock("offloaded", offload_param=cpu, offload_optimizer=cpu, batches=2, accumulate=2)
+    reuse = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6}
+    trains_as_stock("as DeepSpeed has it", stage3_param_persistence_threshold=100, **reuse)
+    model = model_of()
+    stock = Plain(Functional(copy.deepcopy(model), "stock"))
+    same_steps("the function", zero(Functional(model, "inside", RECOMPUTE)), stock)
+    model = model_of()
+    apply_policy(model, ActivationPolicy(keep="attention"))
+    assert gathered(trains_as_stock("policy", model)) == set()
 
 
 def kinds_of_model() -> None:
-    """bfloat16; a soft cap with tied weights; gate and up in one projection; experts; a head frozen, or alone."""
-    dtype = torch.bfloat16
-    trains_as_stock("bfloat16", model_of(dtype=dtype), engines=True, dtype=dtype, rtol=4e-2)
-    trains_as_stock("gemma2", model_of("gemma2", tie_word_embeddings=True), options=RECOMPUTE)
-    engine, stock, report = pair(model_of("phi3"), options=RECOMPUTE)
-    same_steps("phi3", engine, stock)
-    fused(report, 2, what="phi3")
-    assert len(engine.module.model.layers[0].mlp._external_params) == 2, "the MLP was not fused"
-    engine, stock, report = pair(model_of("qwen3_moe"), options=RECOMPUTE)
-    for layer in engine.module.model.layers:
-        layer.mlp.experts.checkpoint_level = 1
-    with counted(experts_part, "experts_mlp") as calls:
-        same_steps("qwen3_moe", engine, stock)
-    assert calls == [4], str(report)
-    for alone in (True, False):
-        model = model_of()
-        for name, p in model.named_parameters():
-            p.requires_grad_(name.startswith("lm_head") == alone)
-        engine, _ = trains_as_stock(f"head alone {alone}", model)
+    """bfloat16; a tied head with a soft cap; experts; a frozen body; adapters and a head of modules_to_save; 4 bits."""
+    from peft import LoraConfig, get_peft_model
+
+    dtype, mlp = torch.bfloat16, ["gate_proj", "up_proj", "down_proj"]
+    trains_as_stock("bfloat16", model_of(dtype=dtype), dtype=dtype, rtol=8e-2)
+    trains_as_stock("gemma2", model_of("gemma2", tie_word_embeddings=True))
+    trains_as_stock("experts", model_of("qwen3_moe"))
+    model = model_of()
+    model.model.requires_grad_(False)
+    assert gathered(trains_as_stock("head alone", model, options=None)) == set()
+    lora = LoraConfig(r=2, target_modules=mlp, modules_to_save=["lm_head"], init_lora_weights=False)
+    engine = trains_as_stock("LoRA", get_peft_model(model_of(), lora))
+    assert gathered(engine) == set()
+    assert of_mlp(engine.module) == 9
+    if (model := qlora()) is not None:
+        engine = trains_as_stock("4 bits", model)
         assert gathered(engine) == set()
+        assert of_mlp(engine.module) == 7
 
 
 def patched_inside() -> None:
-    """`patch` on the engine's module: at once, after steps of the stock model, and undone."""
+    """`patch` on the engine's module, after steps of the stock model, and undone."""
     model = model_of()
-    for ran, prefetched in ((0, 0), (2, 10**6)):
-        stock = Plain(copy.deepcopy(model))
-        engine = zero(copy.deepcopy(model), stage3_prefetch_bucket_size=prefetched)
-        if ran:
-            same_steps("before", engine, stock, steps=ran)
-        report = lowtide.patch(engine.module, options=RECOMPUTE)
-        same_steps(f"patched after {ran}", engine, stock, steps=3)
-        fused(report, 3)
-        assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm"))
-    assert any(vars(m).get("_external_params") for m in engine.module.modules())
+    stock, engine = Plain(copy.deepcopy(model)), zero(model, stage3_prefetch_bucket_size=10**6)
+    same_steps("before", engine, stock)
+    report = lowtide.patch(engine.module, options=RECOMPUTE)
+    same_steps("patched", engine, stock)
+    fused(report, 2)
+    assert of_mlp(engine.module) == 3
     lowtide.unpatch(engine.module)
-    assert not any(vars(m).get("_external_params") for m in engine.module.modules()), "gathered for nothing"
+    assert of_mlp(engine.module) == 0, "gathered for nothing"
     same_steps("unpatched", engine, stock)
 
 
 def logits_read() -> None:
     """Logits that something reads after all: in training, evaluation and generation; gradients through them."""
-    rank, batch = dist.get_rank(), batch_of(dist.get_rank())
-    engine, stock, report = pair()
-    for when in ("before backward", "after"):
-        read = []
-        for one in (engine, stock):
-            output = one(**batch)
-            logits = output.logits.detach().clone() if when == "before backward" else None
-            one.backward(output.loss)
-            read.append(output.logits.detach().clone() if logits is None else logits)
-            one.step()
-        alike(when, *read)
-    assert (report.calls_fused, report.calls_materialised) == (2, 2)
+    batch, model = batch_of(dist.get_rank()), model_of()
+    stock = Plain(copy.deepcopy(model))
+    report = lowtide.patch(model)
+    engine, read = zero(model), []
+    for one in (engine, stock):
+        output = one(**batch)
+        early = output.logits.detach().clone()
+        one.backward(output.loss)
+        read.append((early, output.logits.detach().clone()))
+        one.step()
+    alike("before backward, and after", *read)
     with torch.no_grad():
         found = []
         for one in (engine, stock):
@@ -309,116 +267,43 @@ def logits_read() -> None:
             output = one(**batch)
             found.append((output.loss, output.logits + 0))
         alike("evaluation", *found)
-        tokens = [
-            one.module.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, synced_gpus=True)
-            for one in (engine, stock)
-        ]
-        assert torch.equal(*tokens)
+        settings = {"max_new_tokens": 3, "do_sample": False, "synced_gpus": True}
+        assert torch.equal(*(one.module.generate(batch["input_ids"], **settings) for one in (engine, stock)))
     for one in (engine, stock):
         one.train()
-    same_steps("training on", engine, stock)
 
     def twice(output: Any) -> Tensor:
         return output.loss + output.logits.float().pow(2).mean()
 
     def outside(output: Any) -> Tensor:
-        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+        rows = output.logits[:, :-1].flatten(0, 1).float()
+        return F.cross_entropy(rows, batch["labels"][:, 1:].flatten())
 
     for loss_of in (twice, outside):
         built = report.calls_materialised
-        for _ in range(2):
-            losses = []
-            for one in (engine, stock):
-                loss = loss_of(one(**batch))
-                one.backward(loss)
-                one.step()
-                losses.append(loss.detach())
-            alike(loss_of.__name__, *losses)
+        same_steps(loss_of.__name__, engine, stock, loss_of=loss_of)
         assert (report.calls_materialised == built) == (loss_of is outside), loss_of.__name__
-        same_steps(f"after {loss_of.__name__}, rank {rank}", engine, stock, steps=1)
-    assert gathered(engine) == set()
-
-
-class Wrapped(nn.Module):
-    """A module around the model, whose outputs DeepSpeed looks at as well, and where the loss is computed."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.inner = model
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        output = self.inner(input_ids=input_ids, labels=labels)
-        again = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        output.loss = output.loss + 0.5 * again
-        return output
-
-
-def wrapped() -> None:
-    model = model_of()
-    stock = Plain(Wrapped(copy.deepcopy(model)))
-    report = lowtide.patch(model)
-    engine = zero(Wrapped(model))
-    same_steps("wrapped", engine, stock)
-    fused(report, 2)
-    # nor did anything outside of the head ask for its weight, which DeepSpeed would gather there from then on
-    assert not any(module._external_params for module in (engine.module, engine.module.inner))
     assert gathered(engine) == set()
 
 
 def built_in_parts() -> None:
-    """A model that no rank ever has as a whole, patched before there is an engine: a new one, and one that is read."""
+    """A model that no rank ever has as a whole, patched before there is an engine."""
     whole = model_of()
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        fresh = LlamaForCausalLM(whole.config)
-    known = copy.deepcopy(whole)
-    for p, q in zip(fresh.parameters(), known.parameters(), strict=True):
-        with deepspeed.zero.GatheredParameters([p]), torch.no_grad():
-            q.copy_(p)
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
         whole.save_pretrained(shared[0])  # the first rank's: with several, transformers has that one write
         dist.barrier()
         alive = HfDeepSpeedConfig(config)  # transformers builds in parts as long as there is one
-        read = LlamaForCausalLM.from_pretrained(shared[0])
+        parts = LlamaForCausalLM.from_pretrained(shared[0])
         del alive
         dist.barrier()
-    for what, parts, same in (("new", fresh, known), ("read", read, whole)):
-        assert all(p.numel() == 0 for p in parts.parameters()), what
-        report = lowtide.patch(parts, options=RECOMPUTE)
-        assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm", "rotary")), f"{what}\n{report}"
-        stock, engine = Plain(same.train()), zero(parts.train())
-        same_steps(what, engine, stock)
-        fused(report, 2, what=what)
-
-
-def adapters() -> None:
-    """LoRA on MLPs and head, and a head of modules_to_save: weights of layers inside the layer that is called."""
-    from peft import LoraConfig, get_peft_model
-
-    mlp = ["gate_proj", "up_proj", "down_proj"]
-    for saved in (False, True):
-        settings = {"modules_to_save": ["lm_head"]} if saved else {}
-        targets = mlp if saved else [*mlp, "lm_head"]
-        model = get_peft_model(model_of(), LoraConfig(r=2, target_modules=targets, **settings))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p) * 0.1 * p.requires_grad)
-        engine, _ = trains_as_stock(f"modules_to_save {saved}", model, options=RECOMPUTE)
-        assert gathered(engine) == set(), saved
-        layer = engine.module.base_model.model.model.layers[0].mlp
-        assert len(layer._external_params) == 9, "the MLP was not fused"
-
-
-def weights_in_4_bits() -> None:
-    """QLoRA: a fused MLP gathers the weights in 4 bits of the layers inside it."""
-    if (model := qlora()) is None:
-        return
-    engine, _ = trains_as_stock("4 bits", model)
-    assert gathered(engine) == set()
-    mlp = engine.module.base_model.model.model.layers[0].mlp
-    assert {id(p) for p in mlp._external_params.values()} == {id(p) for p in mlp.parameters()}, "it was not fused"
+    assert all(p.numel() == 0 for p in parts.parameters())
+    report = lowtide.patch(parts, options=RECOMPUTE)
+    assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm", "rotary")), str(report)
+    same_steps("read", zero(parts.train()), Plain(whole.train()))
+    fused(report, 2)
 
 
 class Distilled(nn.Module):
@@ -445,73 +330,94 @@ class Scored(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        importlib.import_module("trl.trainer.utils").add_fused_lm_head(model, 0.8, outputs=("log_probs", "entropy"))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         found = self.model(input_ids=input_ids, labels=labels, fused_lm_head=True)
         return SimpleNamespace(loss=found.loss - 0.1 * found.entropy.mean())
 
 
-def scored(*, tied: bool = False) -> nn.Module:
-    model = model_of("llama" if tied else "phi", tie_word_embeddings=tied)
-    importlib.import_module("trl.trainer.utils").add_fused_lm_head(model, 0.8, outputs=("log_probs", "entropy"))
-    return Scored(model)
-
-
-def distilled() -> nn.Module:
-    return Distilled(model_of("phi"), model_of("phi", hidden_size=8, head_dim=2))
-
-
 def trls_functions() -> None:
-    """TRL's two functions by lowtide's heads are TRL's on whole weights, and no more is gathered than for TRL's own."""
+    """TRL's two functions by lowtide's heads are TRL's on whole weights, which are gathered no longer than a call."""
     pytest.importorskip("trl")
-    rank, ways = dist.get_rank(), {"tied head": functools.partial(scored, tied=True)}
-    for what, build in {
-        **ways,
-        "divergence": distilled,
-    }.items():  # TRL's own of the last fails: its graph has no weight
-        stock, engine, theirs = Plain(build()), zero(build()), zero(build()) if what in ways else None
-        expected = [step(stock, batch_of(rank + 7 * i)) for i in range(3)]
-        assert expected[0] != expected[2], "nothing was trained"
-        seen: dict[Any, list[set[str]]] = {}
+    rank = dist.get_rank()
+    builds: list[Callable[[], nn.Module]] = [
+        lambda: Scored(model_of(tie_word_embeddings=True)),
+        lambda: Distilled(model_of("phi"), model_of("phi", hidden_size=8, head_dim=2)),
+    ]
+    for build in builds[: 2 if THOROUGH else 1]:
+        stock, engine = Plain(build()), zero(build())
+        expected = [step(stock, batch_of(rank + 7 * i)) for i in range(2)]
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
             file.flush()
             active = HfDeepSpeedConfig(file.name)  # while it lives, TRL gathers the heads
-            for one in filter(None, (theirs, engine)):
-                report = lowtide.patch_trl() if one is engine else None
-                last = next(m for name, m in one.module.named_modules() if name.endswith("layers.1"))
-                last.register_full_backward_pre_hook(
-                    lambda *_, e=one, seen=seen: seen.setdefault(e, []).append(gathered(e))
-                )
-                alike(what, [step(one, batch_of(rank + 7 * i)) for i in range(3)], expected)
+            report = lowtide.patch_trl()
+            alike("losses", [step(engine, batch_of(rank + 7 * i)) for i in range(2)], expected)
             del active
         lowtide.unpatch_trl()
-        assert report is not None
-        assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 3), report
-        want = weights(stock)
-        for name, weight in weights(engine).items():
-            alike(f"{what} {name}", weight, want[name], 1e-4, 1e-5)
-        most = seen[theirs] if theirs else [set()] * 3
-        assert all(mine <= other for mine, other in zip(seen[engine], most, strict=True)), f"{what} {seen}"
-        assert gathered(engine) == set(), what
+        assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 2), report
+        same_weights("TRL", engine, weights(stock))
+        assert gathered(engine) == set()
 
 
 def memory() -> None:
     """A step of ZeRO-3 takes less than half of the logits above what is there; the stock one takes several of them."""
     V = 4001 if DEVICE == "cpu" else 64001  # on a GPU cuBLAS's workspace is megabytes
-    config = LlamaConfig(**{**SHAPE, "vocab_size": V})
-    model = LlamaForCausalLM(config).to(DEVICE)
-    engine, stock, report = pair(model, options=lowtide.HeadOptions(workspace_mib=1))
-    ids = torch.randint(V, (2, 301), device=DEVICE)
-    batch = {"input_ids": ids, "labels": ids}
-    logits = ids.numel() * V * 4
-    peaks = []
-    for one in (engine, stock):
-        step(one, batch)
-        peaks.append(peak_above(functools.partial(step, one, batch), DEVICE))
-    assert peaks[0] < 0.5 * logits, f"{peaks} {logits}"
-    assert peaks[1] > 2 * logits, f"{peaks} {logits}"
-    assert report.calls_materialised == 0
+    model, ids = model_of(vocab_size=V), torch.randint(V, (2, 301), device=DEVICE)
+    lowtide.patch(model, options=lowtide.HeadOptions(workspace_mib=1))
+    engine, logits = zero(model), ids.numel() * V * 4
+    step(engine, {"input_ids": ids, "labels": ids})
+    assert peak_above(lambda: step(engine, {"input_ids": ids, "labels": ids}), DEVICE) < 0.5 * logits
+
+
+def ulysses() -> None:  # the last: what DeepSpeed keeps of it changes later engines
+    """Each rank a shard of every sequence, and in attention some of the heads: losses and weights of one process.
+
+    ZeRO-3 alone: DeepSpeed's other stages scale the stock model's gradients otherwise.
+    """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    deepspeed.init_distributed()
+    ranks, T, settings = dist.get_world_size(), 22, {"num_hidden_layers": 3}
+    batches, true, want = [], Plain(model_of(**settings).double()), []
+    for stream in range(2):
+        ids = torch.randint(3, VOCAB, (2, T), generator=torch.Generator().manual_seed(stream)).to(DEVICE)
+        labels = ids.where(ids % 3 > 0, -100)
+        labels[:, : stream * (T // ranks + 1)] = -100  # of the second batch none on the first rank, as in a long prompt
+        batches.append((ids, labels))
+        want.append(step(true, {"input_ids": ids, "labels": labels}).float())
+    stock_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model_of(**settings), core_attn_implementation="sdpa", sequence_parallel_size=ranks,
+            micro_batch_size=2, seq_length_is_variable=True,
+        )  # fmt: skip
+        sizes: Any = SimpleNamespace(sp_backend="deepspeed", sp_size=ranks)
+        for keep, gradient in (("attention", "recompute"), (None, "forward"))[: 2 if THOROUGH else 1]:
+            ours = model_of(**settings)
+            report = lowtide.patch(ours, options=lowtide.HeadOptions(gradient=gradient))
+            if keep is not None:
+                apply_policy(ours, ActivationPolicy(keep=keep))
+            engine = zero(ours, mpu=mpu)
+            for (ids, labels), right in zip(batches, want, strict=True):
+                places = torch.arange(T, device=ids.device).expand(2, -1)
+                every = {
+                    "input_ids": ids,
+                    "shift_labels": F.pad(labels, (0, 1), value=-100)[:, 1:],
+                    "position_ids": places,
+                }
+                mine = {name: x.chunk(ranks, 1)[dist.get_rank()].contiguous() for name, x in every.items()}
+                loss = deepspeed_sp_compute_loss(None, engine, mine, False, sizes)
+                engine.backward(loss)
+                engine.step()
+                alike(f"{keep} loss", loss.detach(), right)
+            same_weights(f"{keep}", engine, weights(true))
+            fused(report, len(batches))
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = stock_attention
 
 
 if __name__ == "__main__":

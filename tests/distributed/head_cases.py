@@ -1,9 +1,9 @@
-"""A sharded vocabulary beside the whole in float64, which each rank computes; all options: option_cases."""
+"""What a head on a sharded vocabulary exchanges, allocates and refuses; checkpoints, compilers, several heads."""
 
 from __future__ import annotations
 
 import functools
-import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import DEVICE, THOROUGH, main
+from contract.cases import FUNCTIONS, Arguments
+from distributed.launch import DEVICE, main, slow
 from distributed.sharded import (
     LEADING,
     WAYS,
@@ -22,10 +23,12 @@ from distributed.sharded import (
     V,
     exchanged,
     head,
+    in_parts,
     mesh,
     near,
     part_of,
     plain,
+    problem,
     same_on_all_ranks,
     shard_of,
     sizes,
@@ -33,66 +36,67 @@ from distributed.sharded import (
     whole,
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
+from lowtide.head.call import Head, Wanted
+from lowtide.head.engine import gradient_buffers, run
+from lowtide.head.plan import plan_head
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.rows import Rows
 from lowtide.measure.timing import peak_above
+from pages.blocks import ROOT, blocks_of
 from support import oracle
 
 
-def unlike_scales() -> None:
-    """A `logit_scale` that some ranks alone train: an error on every rank, before anybody waits in backward."""
-    x, w, b, y = head(LEADING, D, V)
-    statistics = functools.partial(lowtide.linear_token_stats, want=("entropy", "logprob"))
-    calls: tuple[Any, ...] = (lowtide.linear_cross_entropy, lowtide.linear_logprobs, statistics)
-    for way, call, trained in itertools.product(WAYS, calls, (False, True)):
-        px, pw, pb = (spread(way, t.detach(), of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-        px.requires_grad_(trained)
-        scale = torch.tensor(0.8, device=DEVICE, requires_grad=dist.get_rank() == 0)
+def unlike_ranks() -> None:
+    """Hidden states or a `logit_scale` that only some ranks train: an error on every rank, before anybody waits."""
+    first = dist.get_rank() == 0
+    calls: list[tuple[str, Arguments]] = [
+        ("linear_cross_entropy", {"label_smoothing": 0.1}),
+        ("linear_logprobs", {}),
+        ("linear_token_stats", {"want": ("entropy", "logprob")}),
+        ("linear_divergence", {"tail": "bucket", "reduction": "mean"}),
+    ]
+    for i, (name, choice) in enumerate(calls):
+        way, function = WAYS[i % 3], FUNCTIONS[name].run
+        kwargs = problem(name, {"linear_bias": False, **choice})
+        for hidden, recording in ((True, first), (first, True)):
+            ours = in_parts(kwargs | {"input": kwargs["input"].detach().requires_grad_(hidden)}, way)
+            said = pytest.raises(ArgumentValueError, match=r"input: .*every rank.*it on ranks \[0\] of")
+            with torch.set_grad_enabled(recording), said:
+                function(**ours)
+        if name == "linear_divergence":
+            continue
+        ours = in_parts(kwargs, way)
+        ours["logit_scale"] = torch.tensor(0.8, device=DEVICE, requires_grad=first)
         with pytest.raises(ArgumentValueError, match=r"logit_scale: .*every rank.*it on ranks \[0\] of"):
-            call(px, pw, y, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
-        # where all train it, the hidden states' product with it gets a gradient everywhere, whoever trains these
-        px = px.detach().requires_grad_(dist.get_rank() == 0)
-        scale = scale.detach().requires_grad_()
-        got = call(px, pw, y, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
-        of_scale = [plain(t).sum() for t in (got if isinstance(got, tuple) else (got,)) if t is not None]
-        assert len(torch.autograd.grad(torch.stack(of_scale).sum(), (scale, px) if px.requires_grad else (scale,)))
+            function(**ours)
 
 
 def checkpointed() -> None:
     """Where all ranks train and call backward alike, a checkpoint around the call exchanges anew in backward."""
     x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=15)
-    for way, hidden, reentrant in itertools.product(WAYS, (False, True), (False, True)):
-        if (reentrant and not hidden) or (way == "replicated" and not THOROUGH):
-            continue  # PyTorch gives no gradients of frozen hidden states in a reentrant one
-        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x if hidden else x.detach(), w, b)))
-        for reduction in ("mean", "none"):
-            scale, true_scale = (
-                torch.tensor(0.8, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in "ab"
-            )
-            call = functools.partial(lowtide.linear_cross_entropy, reduction=reduction, **shard_of(way, pw))
+    ways = [("sequence", True, True, "mean"), ("local", True, False, "none"), ("sequence", False, False, "none")]
+    for way, hidden, reentrant, reduction in ways:
+        x.requires_grad_(hidden)
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        scale, true_scale = (torch.tensor(0.8, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in "ab")
+        call = functools.partial(lowtide.linear_cross_entropy, reduction=reduction, **shard_of(way, pw))
 
-            def score(x: Any, w: Any, b: Any, scale: Tensor, call: Any = call) -> Any:
-                return call(x, w, y, linear_bias=b, logit_scale=scale)
+        def score(x: Any, w: Any, b: Any, scale: Tensor, call: Any = call) -> Any:
+            return call(x, w, y, linear_bias=b, logit_scale=scale)
 
-            loss = plain(checkpoint(score, px, pw, pb, scale, use_reentrant=reentrant)).sum()
-            want = oracle(x, w, y, linear_bias=b, logit_scale=true_scale, reduction=reduction).sum()
-            near(loss, want, (way, reduction))
-            got = torch.autograd.grad(loss, (scale, pw, pb)) if not reentrant else backward(loss, (scale, pw, pb))
-            for k, true in enumerate(torch.autograd.grad(want, (true_scale, w, b))):
-                mine = whole(way, got[k], of_vocab=True) if k else got[k]
-                near(mine, true, (way, hidden, reentrant, reduction, k))
+        loss = plain(checkpoint(score, px, pw, pb, scale, use_reentrant=reentrant)).sum()
+        want = oracle(x, w, y, linear_bias=b, logit_scale=true_scale, reduction=reduction).sum()
+        near(loss, want, (way, reduction))
+        loss.backward()  # a reentrant checkpoint refuses torch.autograd.grad
+        of_scale, *others = torch.autograd.grad(want, (true_scale, w, b))
+        near(scale.grad, of_scale, way)
+        for mine, true in zip((pw, pb), others, strict=True):
+            near(whole(way, mine.grad, of_vocab=True), true, (way, hidden, reentrant, reduction))
 
 
-def backward(loss: Tensor, leaves: tuple[Any, ...]) -> list[Any]:
-    """As `torch.autograd.grad`, which a reentrant checkpoint refuses."""
-    for leaf in leaves:
-        leaf.grad = None
-    loss.backward()
-    return [leaf.grad for leaf in leaves]
-
-
+@slow
 def compiled() -> None:
     """A compiler ends its graph before ranks exchange, and says why where it may not."""
-    if not THOROUGH:
-        return
     x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=21, bias=False)
     want = oracle(x, w, y)
     want.backward()
@@ -130,7 +134,7 @@ def several_heads() -> None:
     y = y[0].masked_fill(y[1] % 5 == 0, -100)
     want = lowtide.losses.multi_token_loss(x, w, y, weights=[1, 0.5, 0.25])
     want.loss.backward()
-    for way, own in itertools.product(WAYS, (False, True)):
+    for way, own in (("replicated", True), ("sequence", False), ("local", True), ("local", False)):
         px, pw = [spread(way, part, of_vocab=False) for part in x], spread(way, w, of_vocab=True)
         weight = [pw] * 3 if own else pw
         got = lowtide.losses.multi_token_loss(px, weight, y, weights=[1, 0.5, 0.25], **shard_of(way, pw))
@@ -143,42 +147,45 @@ def several_heads() -> None:
 
 
 def what_is_exchanged() -> None:
-    """A few numbers a row and the input's gradient, and the same whatever the targets are."""
+    """A few numbers a row and the input's gradient, and the same whatever the targets are; of sets an id's logit."""
     N, classes = 60, 1000
+    x, w, _, y = head(N, D, classes, seed=2, bias=False)
     for way in WAYS:
-        x, w, _, y = head(N, D, classes, seed=2, bias=False)
         counts = []
-        for target in (y, torch.full_like(y, -100)):
+        for target in (y, y, torch.full_like(y, -100)):  # at a group's first call its ranks exchange what they can do
             px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
             kwargs = {**shard_of(way, pw), "num_items": 7.0, "options": lowtide.HeadOptions(workspace_mib=0.1)}
-            if not counts:  # at a group's first call its ranks exchange what they can do
-                lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)
             with exchanged() as seen:
                 plain(lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)).backward()
             counts.append(sorted(seen))
-        assert counts[0] == counts[1]
+        assert counts[1] == counts[2]
         hidden = N * D * (2 if way == "sequence" else 1)  # the gradient, and the parts of a sequence
-        assert sum(size for _, size in counts[0]) <= hidden + 4 * N + 16, (way, counts[0])
+        assert sum(size for _, size in counts[1]) <= hidden + 4 * N + 16, (way, counts[1])
+    ids, pw = torch.cat((y[:, None], torch.randint_like(y, classes)[:, None]), 1), part_of(w)
+    shard = shard_of("local", pw)
+    with exchanged() as seen:
+        logprob = lowtide.linear_logprobs(x, pw, y, support=ids, **shard)
+        dx, _ = torch.autograd.grad(logprob.sum(), (x, pw))
+    assert sum(count for _, count in seen) <= ids.numel() + 1 + x.numel()
+    assert same_on_all_ranks(dx)
 
 
 def memory() -> None:
     """What a rank allocates is that of its own part: no logits, weight or gradient of the whole vocabulary."""
     N, classes, hidden = 256, 6000, 32
     x, w, _, y = head(N, hidden, classes, seed=2, bias=False)
-    whole_bytes = classes * hidden * 4
-    for way in WAYS:
+    for way in WAYS[1:]:
         px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
-        shard = shard_of(way, pw)
-        options = lowtide.HeadOptions(workspace_mib=0.3)
+        kwargs = {**shard_of(way, pw), "options": lowtide.HeadOptions(workspace_mib=0.3)}
         found: list[Tensor] = []
 
-        def run(px: Any = px, pw: Any = pw, shard: Any = shard, options: Any = options, found: Any = found) -> None:
-            found.append(lowtide.linear_cross_entropy(px, pw, y[None], options=options, **shard))
+        def call(px: Any = px, pw: Any = pw, kwargs: Any = kwargs, found: Any = found) -> None:
+            found.append(lowtide.linear_cross_entropy(px, pw, y[None], **kwargs))
 
-        peak = peak_above(run, DEVICE)
+        peak = peak_above(call, DEVICE)
         mine = pw if way == "local" else pw.to_local()
         limit = mine.numel() * 4 + x.numel() * 4 + 0.3 * 2**20 + 100 * N
-        assert mine.numel() * 4 < peak < limit, (way, peak, limit, whole_bytes)
+        assert mine.numel() * 4 < peak < limit, (way, peak, limit)
 
 
 def errors() -> None:
@@ -215,21 +222,58 @@ def errors() -> None:
     if DEVICE == "cpu":
         with pytest.raises(TargetIndexError, match="0 to 49"):
             call(px, pw, torch.full_like(y, V))
+        with pytest.raises(TargetIndexError, match="ids from 0 to 49"):
+            lowtide.linear_token_stats(x, part, y, support=torch.full((3,), V), vocab_shard=shard)
     else:
         assert plain(call(px, pw, torch.full_like(y, V))).isnan()
-    for numbers in ({"first": -1, "rows": 2}, {"first": 49, "rows": 2}, {"first": 0, "rows": 9, "largest": 5}):
+    even = -(-V // dist.get_world_size())
+    for numbers in (
+        {"first": -1, "rows": 2},
+        {"first": 49, "rows": 2},
+        {"first": 0, "rows": 9, "largest": 5},
+        {"first": 0, "rows": even + 1},
+    ):
         with pytest.raises(ArgumentValueError, match="VocabShard"):
             lowtide.VocabShard(group=dist.group.WORLD, vocab=V, **numbers)
-    even = -(-V // dist.get_world_size())
-    with pytest.raises(ArgumentValueError, match=rf"VocabShard: expected at most {even} rows.*largest"):
-        lowtide.VocabShard(group=dist.group.WORLD, vocab=V, first=0, rows=even + 1)
-    assert lowtide.VocabShard(group=dist.group.WORLD, vocab=V, first=0, rows=even).most_rows == even
     with pytest.raises(ArgumentValueError, match=r"teacher_weight: .*student's classes"):
         lowtide.linear_divergence(px, pw, px, distribute_tensor(w.detach()[:-1], mesh(), [Shard(0)]))
-    loss = plain(call(px, pw, y))
-    (grad,) = torch.autograd.grad(loss, px, create_graph=True)
+    (grad,) = torch.autograd.grad(plain(call(px, pw, y)), px, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         plain(grad).sum().backward()
+    kwargs = problem("linear_cross_entropy", {})
+    kwargs["options"] = replace(kwargs["options"], ignored_tokens="drop")
+    if dist.get_rank() == 0:
+        kwargs["target"][0, :2] = kwargs["ignore_index"]
+    with pytest.raises(ArgumentValueError, match=r"target \(number of valid tokens\): .*every rank"):
+        call(**in_parts(kwargs, "local"))
+
+
+def the_term_of_the_page() -> None:
+    """The class of docs/add-a-term.md: values and gradients in several chunks, some ranks without a class."""
+    page, names = "docs/add-a-term.md", dict[str, Any]()
+    exec(blocks_of((ROOT / page).read_text(), page)[0].code, names)
+    N, D, V = 50, 16, 97
+    x, w, b, y = (t.detach().cpu() for t in head(N, D, V, dtype=torch.float64))
+    upstream, scale = torch.linspace(0, 1, N, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    parts = [slice(0, 40), *(slice(40, 40) for _ in range(dist.get_world_size() - 2)), slice(40, V)]
+    mine = parts[dist.get_rank()]
+    rows = mine.stop - mine.start
+    shard = lowtide.VocabShard(group=dist.group.WORLD, first=mine.start, rows=rows, vocab=V, largest=V - 40)
+    given = {"input": x, "weight_VD": w[mine], "bias_V": b[mine], "scale": scale, "softcap": 3.0, "dtype": x.dtype}
+    asked = {"workspace_mib": 0.05, "accumulate": "auto", "backend": "torch", "ignored_tokens": "auto"}
+    of = Head(**given, **asked, skip=0.0, order=0, ranks=Ranks(shard, (N,), x.device, None, None, trained=True))
+    plan = plan_head(N, D, shard.most_rows, x.dtype, x.device, of.options)
+    assert plan.chunks > 1
+    into = gradient_buffers(of, Rows(tokens=N), plan, Wanted(input=True, weight=True, bias=True))
+    term = names["Brier"](of, y)
+    numbers = run(of, Rows(tokens=N), plan, term, into, upstream=lambda _, part: upstream[part])
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    z = 3.0 * torch.tanh((leaves[0] @ leaves[1].T + leaves[2]) * scale / 3.0)
+    loss = (z.softmax(1) - torch.nn.functional.one_hot(y, V)).square().sum(1)
+    dx, dw, db = torch.autograd.grad((upstream * loss).sum(), leaves)
+    near(numbers["loss"], loss.detach(), "values")
+    for got, exact in ((into.input_ND, dx), (into.weight_VD, dw[mine]), (into.bias_V, db[mine])):
+        near(got, exact, "gradients")
 
 
 if __name__ == "__main__":
