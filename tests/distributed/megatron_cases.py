@@ -83,7 +83,7 @@ def losses_and_gradients() -> None:
                 torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6, msg=f"{what} {name}")
             with torch.no_grad():
                 assert torch.equal(fused(*inputs), stock(*inputs)), what
-            with pytest.raises(ArgumentTypeError, match="model: expected a GPTModel .* not wrapped, got"):
+            with pytest.raises(ArgumentTypeError, match=r"model: expected a GPTModel .* not wrapped, got"):
                 fuse(torch.nn.Sequential(fused))
 
 

@@ -94,7 +94,7 @@ def few_tokens_and_classes() -> None:
         ({"leading": (2, 0), "num_items": 2.5}, V, V),
         ({"leading": (1, 1), "gradient": "recompute", "reduction": "sum"}, V, V),
         ({"leading": (2, 3)}, ranks, ranks),
-        ({"leading": (2, 3), "gradient": "recompute"}, 2, 2),
+        ({"leading": (2, 3), "gradient": "recompute"}, 1, 1),
         ({"leading": (3, 5)}, V, own),
         ({"ignored": "all"}, V, V),
         ({"ignored": "all", "num_items": 2.5, "gradient": "recompute"}, V, V),

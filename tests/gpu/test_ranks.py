@@ -23,23 +23,20 @@ from promises import promise
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
 ON_A_CPU = ("what_is_left_alone", "an_error_inside", "memory")  # would show the same on a GPU
-OPTION, PARALLEL, ZERO, CONTEXT, ULYSSES = (
-    launch.cases_of(CASES / f"{name}_cases.py")
-    for name in ("option", "tensor_parallel_models", "zero", "context_parallel", "ulysses")
+OPTION, PARALLEL, ZERO, CONTEXT = (
+    launch.cases_of(CASES / f"{name}_cases.py") for name in ("option", "tensor_parallel", "zero", "context_parallel")
 )
 # Of each file the cases that communicate in a way of their own, and on how many GPUs.
 FOR_ALL: dict[str, tuple[tuple[int, ...], list[str]]] = {
-    "option": ((2, 4), [case for case in OPTION if case != "unlike_grad_modes"]),
-    "vocab": ((2, 4), ["the_same_on_every_rank", "what_is_exchanged"]),
+    "option": ((2, 4), OPTION),
+    "head": ((2, 4), ["the_same_on_every_rank", "what_is_exchanged"]),
     "kernel": ((2, 4), ["every_option"]),
-    "fsdp": ((2, 4), ["patched_models", "functional_head", "mixed_precision", "accumulation"]),
-    "data": ((2, 4), ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"]),
-    "mesh": ((4,), ["fsdp_and_vocabulary", "patched", "hybrid_sharding"]),
-    "tensor_parallel_models": ((2, 4), [case for case in PARALLEL if case not in ON_A_CPU]),
+    "fsdp": ((2, 4), ["patched_models", "functional_head", "mixed_precision", "accumulation", "two_axes"]),
+    "data": ((2, 4), ["ddp", "no_tokens", "sequence_in_parts", "pipeline"]),
+    "tensor_parallel": ((2, 4), [case for case in PARALLEL if case not in ON_A_CPU]),
     "contrastive": ((2, 4), ["every_option", "gradients_of_keys_alone", "what_is_exchanged"]),
     "zero": ((2,), ZERO),
     "context_parallel": ((2, 4), CONTEXT),
-    "ulysses": ((2,), ULYSSES),
 }
 ON_RANKS = [("rank", n) for n in (1, 2, 4)] + [(file, n) for file, (ranks, _) in FOR_ALL.items() for n in ranks]
 
@@ -52,7 +49,7 @@ def test_cases(file: str, ranks: int) -> None:
         pytest.skip(f"runs on {ranks} GPUs")
     if file == "rank" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs GPUs of compute capability 9.0")
-    if file in ("zero", "ulysses") and find_spec("deepspeed") is None:
+    if file == "zero" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     folder, cases = (Path(__file__).parent, []) if file == "rank" else (CASES, FOR_ALL[file][1])
     launch.check_all(folder / f"{file}_cases.py", ranks, tuple(cases), device="cuda")
