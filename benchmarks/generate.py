@@ -21,7 +21,7 @@ from script import main
 import lowtide
 from lowtide.bench.harness import Benchmark, Run
 from lowtide.bench.settings import Settings, setting
-from lowtide.train.model import model_config
+from lowtide.train.shapes import model_config
 
 CASES = ((1, 16, 17, 31), (8, 512, 17, 22), (1, 8192, 9, 10))  # sequences, tokens of the prompt, new ones, turns
 STOCK = "stock"

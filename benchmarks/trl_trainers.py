@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils.logging import set_verbosity_error
 
 import lowtide
 from lowtide.bench.harness import begin, reason_of, release
 from lowtide.bench.models import build_model, config_of
 from lowtide.bench.variant import STOCK, Variant
 from lowtide.measure.units import gib
-from lowtide.train.quiet import quiet_transformers
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("trl", "lowtide-loss", "lowtide", "liger")
@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help=f"that count, after {WARM_STEPS} others")
     parser.add_argument("--output", default=str(RESULTS))
     args = parser.parse_args()
-    quiet_transformers()
+    set_verbosity_error()
     command = shlex.join(["python", "benchmarks/trl_trainers.py", *sys.argv[1:]])
     files, result = begin(
         args.output, "trl-trainers", command, DEVICE, ["transformers", "trl", "liger-kernel", "accelerate"]

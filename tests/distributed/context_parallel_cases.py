@@ -134,18 +134,19 @@ def fsdp2() -> Iterator[None]:
     """What ``accelerate launch`` sets for FSDP2, and what lets accelerate share out sequences on CPUs too."""
     from accelerate import ParallelismConfig
 
-    from lowtide.train import parallel
+    from distributed.train_runs import ENGINES
+    from lowtide.train.ranks import correct_fsdp2
 
     stock = ParallelismConfig._validate_accelerator
 
     def validate(self: Any, accelerator: Any) -> None:
-        parallel.correct_fsdp2(accelerator)
+        correct_fsdp2(accelerator)
         stock(self, accelerator)
 
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ParallelismConfig, "_validate_accelerator", validate)
-            for name, value in (parallel.variables("fsdp2") | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}).items():
+            for name, value in (ENGINES["fsdp2"] | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}).items():
                 patched.setenv(name, value)
             yield
     finally:

@@ -1,54 +1,29 @@
-"""`lowtide train` on two ranks: its steps are those of one process, under each engine and after a resume."""
+"""`lowtide train` on two ranks: its steps are those of one process, and it ends with one message in whatever way."""
 
 from __future__ import annotations
 
-import base64
-import json
+import os
 import re
-import shutil
+import signal
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from chat_data import byte_tokenizer
-from distributed.train_runs import (
-    SEQUENCES,
-    SHAPE,
-    SHARDS,
-    STEPS,
-    ZERO3,
-    Runs,
-    assert_same,
-    history,
-    runs,
-    sharing,
-    spied,
-    weights,
-)
-from lowtide.errors import ArgumentValueError
-from lowtide.train.checkpoints import checkpoints, write_run_file
-from lowtide.train.config import TrainConfig
-from lowtide.train.parallel import engine_of, variables, zero_stage
-from lowtide.train.resuming import check_engine, current_engine
+from distributed.train_runs import ENGINES, REORDERED, STEPS, Runs, assert_same, history, runs, wait_for, weights
+from lowtide.train.checkpoints import checkpoints
+from promises import promise
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
-
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-needs_compiler = pytest.mark.skipif(
-    shutil.which("c++") is None or shutil.which("ninja") is None, reason="DeepSpeed compiles its Adam for CPUs"
-)
-
-
-def cases(*names: str, slow: bool = False) -> list[Any]:
-    """Return a kind of run with an engine, and what follows them, as parameters."""
-    marks = [[needs_deepspeed] * ("zero" in name) + [needs_compiler] * ("offload" in name) for name in names]
-    marks = [[*found, *[pytest.mark.slow] * slow] for found in marks]
-    return [pytest.param(*name.split(), marks=of, id=name) for name, of in zip(names, marks, strict=True)]
+LOST = "lowtide train: another process has ended or does not answer ("
+SECONDS = 600  # until ranks that hang are killed, which is no ending that a test takes
 
 
 @pytest.fixture(scope="module")
@@ -56,221 +31,191 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return runs(tmp_path_factory.getbasetemp())
 
 
-ENGINES = [
-    *("pretrain ddp", "pretrain fsdp2", "pretrain zero2", "pretrain zero3-config"),
-    *("tune ddp", "tune fsdp2", "tune fsdp2-zero2", "tune zero3", "adapt fsdp2"),
-]
-SLOW = ["pretrain zero3-offload", "tune shards", "tune zero2", "adapt zero3"]
+def cases(*names: str, slow: tuple[str, ...] = ()) -> list[Any]:
+    """Return cases of several words as parameters."""
+    marks = {name: [pytest.mark.slow] * (name in slow) + [needs_deepspeed] * ("zero" in name) for name in names + slow}
+    return [pytest.param(*name.split(), marks=own, id=name) for name, own in marks.items()]
 
 
-@pytest.mark.parametrize(("kind", "engine"), [*cases(*ENGINES), *cases(*SLOW, slow=True)])
+def resume_text(output: Path) -> str:
+    return rf"Resume with: lowtide train .*--output_dir {re.escape(str(output))} .*--resume_from_checkpoint auto\n"
+
+
+@promise("ranks")
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    cases("pretrain ddp", "tune fsdp2", slow=("pretrain fsdp2", "tune ddp", "adapt fsdp2", "tune zero3")),
+)
 def test_steps_are_those_of_one_process(kind: str, engine: str, made: Runs) -> None:
-    """Also with ranks whose sequences have different numbers of tokens, and with accumulated gradients."""
+    """Also with ranks whose sequences have different numbers of tokens."""
     alone, (output, ended) = made.of(kind, "one")[0], made.of(kind, engine)
     assert_same(output, alone)
-    for out in ended.out:
-        (result,) = spied(out, "result")
-        assert result["fused"] > 0
-        assert result["materialised"] == 0
-        assert result["deepspeed"] == engine.startswith("zero")
-        assert list(result["losses"].values()) == history(output)["loss"]
-    assert ended.out[0].count("held-out loss") == 1
-    assert ("weights in host memory" in ended.out[0]) == engine.endswith("offload")
-    assert re.sub("^spied.*\n", "", ended.out[1]) == "", "one rank prints"
-    assert not "".join(ended.err).strip()
+    assert re.search(r"^losses   [1-9]\d* without logits, 0 with$", ended.out[0], re.MULTILINE), ended.out[0]
+    assert f"2 processes, {'FSDP2' if engine == 'fsdp2' else 'D'}" in ended.out[0]
+    assert not ended.out[1].strip(), "one rank prints"
     assert [path.name for path in checkpoints(output)] == ["checkpoint-2", "checkpoint-4"]
-    if kind == "adapt":
-        assert "adapters 0.00 M parameters are trained" in ended.out[0]
-        return
-    loaded = AutoModelForCausalLM.from_pretrained(output / "model").state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in weights(output).items())
+    if kind != "adapt":
+        loaded = AutoModelForCausalLM.from_pretrained(output).state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in weights(output).items())
 
 
-RESUMED = [
-    *("pretrain one 2 ddp", "tune ddp 1 auto", "experts one 1 auto"),
-    *("tune fsdp2 2 fsdp2", "adapt fsdp2 2 fsdp2", "pretrain zero2 2 zero2"),
-]
-SLOW_RESUMED = ["tune shards 2 shards", "adapt zero3 2 zero3", "pretrain zero3-offload 2 zero3-offload"]
-
-
-@pytest.mark.parametrize(("kind", "wrote", "ranks", "engine"), [*cases(*RESUMED), *cases(*SLOW_RESUMED, slow=True)])
-def test_resumes(kind: str, wrote: str, ranks: str, engine: str, made: Runs, tmp_path: Path) -> None:
+@promise("resume")
+@pytest.mark.parametrize(
+    ("kind", "wrote", "engine"),
+    cases("pretrain ddp one", "tune fsdp2 fsdp2", slow=("pretrain one ddp", "adapt fsdp2 fsdp2", "tune zero2 zero2")),
+)
+def test_resumes(kind: str, wrote: str, engine: str, made: Runs, tmp_path: Path) -> None:
+    """One process and DDP read each other's checkpoints."""
     output = made.copy(kind, wrote, tmp_path / "run")
-    ended = made.resume(output, int(ranks), engine=engine)
-    assert ended.statuses == [0] * int(ranks), ended
-    assert_same(output, made.of(kind, wrote)[0], 0.0 if wrote == engine else 1e-5)
-    assert not (output / ".incoming").exists()
+    ended = made.resume(kind, engine, output)
+    assert set(ended.statuses) == {0}, ended
+    assert_same(output, made.of(kind, wrote)[0], 0.0 if wrote == engine else REORDERED)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2-zero2"])
-def test_a_budget_is_that_of_each_process(engine: str, made: Runs, tmp_path: Path) -> None:
-    """Planned with what FSDP2 shards and gathers; under other engines as if each process had all of it."""
-    words = [*made.arguments("pretrain"), *sharing(engine), "--per_device_train_batch_size", SEQUENCES // 2]
-    words += ["--memory-budget", "1GiB", "--max-steps", 1, "--output", tmp_path / "run"]
-    ended = made.ranks.succeed(2, *words, **made.spies(engine))
-    text = ended.out[0]
-    assert ("tokens/s on 2 h100" in text) == (engine == "fsdp2"), text
-    assert ("planned for one device with all the weights" in text) == (engine != "fsdp2"), text
-    assert ("exchanges at" in text) == (engine == "fsdp2"), text
-
-
-def test_smoothed_labels_are_those_of_the_next_tokens(made: Runs, tmp_path: Path) -> None:
-    """Also under FSDP2, which changes the name of the model's class."""
-    words = [*made.arguments("pretrain"), "--label_smoothing_factor", 0.1]
-    for ranks, engine in ((1, "one"), (2, "fsdp2")):
-        given = ["--per_device_train_batch_size", SEQUENCES // ranks, *sharing(engine), "--output", tmp_path / engine]
-        made.ranks.succeed(ranks, *words, *given, **made.spies(engine))
-    assert_same(tmp_path / "fsdp2", tmp_path / "one")
-
-
-@pytest.mark.parametrize(("kind", "engine"), cases("experts one", "tune fsdp2"))
-def test_the_best_model_is_saved(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
-    """A learning rate of 1 makes the model worse after the first evaluation; another run ends there."""
-    ranks = 1 if engine == "one" else 2
-    given = [*sharing(engine), "--per_device_train_batch_size", SEQUENCES // ranks]
-    given += ["--lr", 1, "--lr_scheduler_type", "constant"]
-    given += ["--eval_strategy", "steps", "--eval_steps", 2, "--load_best_model_at_end", "true"]
-    for name, steps in {"short": 2, "long": 4}.items():
-        words = [*made.arguments(kind), *given, "--max-steps", steps, "--output", tmp_path / name]
-        ended = made.ranks.succeed(ranks, *words, **made.spies(engine))
-    assert "step 2: the run went on to step 4" in ended.out[0], ended.out[0]
-    best, expected = (weights(tmp_path / name) for name in ("long", "short"))
-    assert best.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in best.items())
-
-
-@needs_deepspeed
-def test_a_resumed_run_has_the_engine_that_it_began_with(made: Runs, tmp_path: Path) -> None:
-    output = made.copy("pretrain", "zero3", tmp_path / "run")
-    words = ["train", "--resume_from_checkpoint", "true", "--output", output]
-    ended = made.ranks.succeed(2, *words, **made.spies("zero3"))
-    assert "DeepSpeed ZeRO-3" in ended.out[0]
-
-
-def test_an_engine_is_named_once() -> None:
-    config = TrainConfig(parallel="fsdp2", options={"deepspeed": ZERO3})
-    with pytest.raises(ArgumentValueError, match="parallel: expected auto beside --deepspeed, got fsdp2"):
-        engine_of(config).__enter__()
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("form", ["dict", "JSON", "base64", "file"])
-def test_forms_of_a_deepspeed_configuration(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    text = json.dumps(ZERO3)
-    file = tmp_path / "zero3.json"
-    file.write_text(text)
-    encoded = base64.b64encode(text.encode()).decode()
-    given = {"dict": ZERO3, "JSON": text, "base64": encoded, "file": str(file)}[form]
-    with engine_of(TrainConfig(options={"deepspeed": given})):
-        assert zero_stage() == 3
-    assert zero_stage() is None
-
-
-def test_a_deepspeed_configuration_that_saves_no_weights() -> None:
-    for more in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
-        config = TrainConfig(options={"deepspeed": {"zero_optimization": {"stage": 3, **more}}})
-        with pytest.raises(ArgumentValueError, match='gather_16bit_weights_on_model_save": true beside stage 3, got '):
-            engine_of(config).__enter__()
-
-
-@pytest.mark.parametrize("text", ["[1]", '{"zero_optimization": 3}', "{"])
-def test_no_deepspeed_configuration(text: str, tmp_path: Path) -> None:
-    (tmp_path / "of.json").write_text(text)
-    for given in (str(tmp_path / "of.json"), str(tmp_path / "none.json"), text):
-        with pytest.raises(ArgumentValueError, match="--deepspeed: expected a file with a DeepSpeed configuration"):
-            engine_of(TrainConfig(options={"deepspeed": given})).__enter__()
-
-
-@pytest.mark.parametrize("name", ["adafactor", "adagrad"])
-def test_an_optimizer_that_cannot_be_sharded(name: str, made: Runs, tmp_path: Path) -> None:
-    words = [*made.arguments("pretrain"), *sharing("fsdp2"), "--optim", name, "--output", tmp_path / "run"]
-    ended = made.ranks(2, *words)
+@promise("resume")
+def test_another_engines_checkpoint_is_refused(made: Runs, tmp_path: Path) -> None:
+    """Trainer would begin with new states of the optimizer; on each rank, in one line of the first."""
+    output = made.copy("tune", "fsdp2", tmp_path / "run")
+    ended = made.resume("tune", "ddp", output)
     assert ended.statuses == [2, 2], ended
-    told = f"lowtide train: --optim: expected an optimizer that FSDP2 can shard, got {name}. Take adamw_torch_fused"
-    assert ended.err[0].startswith(told), ended
+    assert "which has no optimizer.pt" in ended.err[0], ended
+    ended = made.run("tune", "fsdp2", output)
+    assert "Resume it with --resume_from_checkpoint auto" in ended.err[0], ended
 
 
-def test_another_number_of_sequences_is_refused(made: Runs, tmp_path: Path) -> None:
-    output = made.copy("tune", "ddp", tmp_path / "run")
-    words = ["train", "--resume_from_checkpoint", "true", "--output", output, "--per_device_train_batch_size", 3]
-    ended = made.ranks(2, *words)
+@promise("errors")
+def test_a_row_that_cannot_be_trained_on_ends_all_ranks(made: Runs, tmp_path: Path) -> None:
+    """Also one that another rank would read."""
+    bad = tmp_path / "bad.jsonl"
+    rows = ['{"prompt": "a", "completion": "b"}'] * 40
+    rows[30] = '{"prompt": "a", "completion": 3}'
+    bad.write_text("\n".join(rows))
+    ended = made.run("tune", "ddp", tmp_path / "run", "--dataset_name", bad)
     assert ended.statuses == [2, 2], ended
-    assert "expected a divisor of the run's 4 sequences per step, got 2 processes with 3 each" in ended.err[0]
+    (said,) = [line for line in ended.err[0].splitlines() if line.startswith("lowtide train: ")]
+    assert f"line 31 of {bad}: completion that is no text but 3" in said
 
 
-@pytest.mark.parametrize("now", ["whole", "fsdp2", "shards", "zero0", "zero2", "zero3"])
-@pytest.mark.parametrize("wrote", ["whole", "fsdp2", "shards", "zero0", "zero2", "zero3"])
-def test_checkpoints_of_another_engine_are_refused(
-    wrote: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@promise("resume")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "engine", "number", "whom"),
+    [("pretrain", "ddp", signal.SIGTERM, "all, twice"), ("tune", "fsdp2", signal.SIGINT, "one")],
+)
+def test_a_signal_to_any_rank_ends_all_with_a_checkpoint(
+    kind: str, engine: str, number: int, whom: str, made: Runs, tmp_path: Path
 ) -> None:
-    zero0 = {**variables("zero2"), "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}
-    environment = {"whole": {}, "shards": SHARDS, "zero0": zero0}
-    for name in (wrote, now):
-        with monkeypatch.context() as patch:
-            patch.setenv("WORLD_SIZE", "2")
-            for variable, value in (environment[name] if name in environment else variables(name)).items():
-                patch.setenv(variable, value)
-            if not (tmp_path / "run.json").exists():
-                write_run_file(tmp_path, {"config": {}, "sequences": 1, "engine": current_engine()})
-            elif wrote == now:
-                check_engine(tmp_path / "checkpoint-3")
-            else:
-                with pytest.raises(ValueError, match=r"parallel: expected .*, which wrote checkpoint-3, got "):
-                    check_engine(tmp_path / "checkpoint-3")
+    output = tmp_path / "run"
+    given = [*made.arguments(kind), "--max_steps", 10_000, "--per_device_train_batch_size", 2, "--output_dir", output]
+    made.ranks.start(2, *given, seconds=SECONDS, **ENGINES[engine])
+    wait_for(lambda: checkpoints(output))
+    pids = made.ranks.pids()
+    if whom == "one":
+        os.kill(pids[1], number)
+    else:  # as by a cluster, and by the launcher it signals too; while one stands still no rank ends
+        os.kill(pids[0], signal.SIGSTOP)
+        for pid in (pids[1], pids[1], pids[0]):
+            os.kill(pid, number)
+            time.sleep(0.002)  # a signal that waits already does not wait twice
+        os.kill(pids[0], signal.SIGCONT)
+    ended = made.ranks.end()
+    assert ended.statuses == [128 + number] * 2, ended
+    step = int(checkpoints(output)[-1].name.rpartition("-")[2])
+    name = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[signal.Signals(number)]
+    said = f"lowtide train: ended by {name} after step {step}. "
+    assert re.search(re.escape(said) + resume_text(output), ended.err[0]), ended
+    assert said not in ended.err[1]
+    ended = made.resume(kind, engine, output, "--max_steps", step + 1)
+    assert ended.statuses == [0, 0], ended
+    losses = history(output, step + 1)["loss"]
+    assert len(losses) == step + 1
+    assert losses[0] == pytest.approx(history(made.of(kind, "one")[0])["loss"][0], rel=REORDERED)
 
 
-def test_fsdp2_reduces_in_float32_under_bfloat16(made: Runs, tmp_path: Path) -> None:
-    """Each rank's loss and gradients have more digits than bfloat16; stock's are the same to what its GEMMs err.
-
-    The mean over two ranks, which is logged, would have one more digit by itself.
-    """
-    losses = []
-    for name, options in {"patched": [], "stock": ["--no-patch"]}.items():
-        given = [
-            "--parallel",
-            "fsdp2",
-            "--bf16",
-            "true",
-            "--save_strategy",
-            "no",
-            *options,
-            "--output",
-            tmp_path / name,
-        ]
-        ended = made.ranks.succeed(2, *made.arguments("pretrain"), *given, SPY="result dtypes")
-        (result,) = spied(ended.out[0], "result")
-        losses.append(list(result["losses"].values()))
-        for out in ended.out:
-            steps = list(spied(out, "dtypes"))
-            assert len(steps) == STEPS
-            assert any(step["loss"] for step in steps)
-            assert all(step["finer"] == step["gradients"] > 0 for step in steps)
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+@promise("resume")
+@pytest.mark.parametrize(("kind", "engine"), cases("tune fsdp2", slow=("pretrain ddp", "tune zero2")))
+def test_a_rank_that_is_killed_in_a_step(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
+    """The other one ends with a message, and both go on from the checkpoint before."""
+    output = tmp_path / "run"
+    ended = made.run(kind, engine, output, seconds=SECONDS, FAULT="kill 1 3")
+    assert ended.statuses == [2, -9], ended
+    assert re.search(re.escape(LOST) + ".*" + resume_text(output), ended.err[0]), ended
+    assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
+    ended = made.resume(kind, engine, output)
+    assert ended.statuses == [0, 0], ended
+    assert_same(output, made.of(kind, "one")[0])
 
 
-LARGE = {**SHAPE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
-MIB = 61  # of its weights in float32
+@promise("resume")
+@pytest.mark.parametrize(("kind", "engine", "rank"), cases("pretrain ddp 0", slow=("pretrain fsdp2 0", "tune ddp 1")))
+def test_a_rank_whose_disk_takes_no_more(kind: str, engine: str, rank: str, made: Runs, tmp_path: Path) -> None:
+    """While it writes a checkpoint; with room again the ranks go on from the one before."""
+    output, number = tmp_path / "run", int(rank)
+    ended = made.run(kind, engine, output, seconds=SECONDS, FAULT=f"full {rank} {STEPS}")
+    assert ended.statuses == [2, 2], ended
+    said = f"lowtide train: could not write {output / f'checkpoint-{STEPS}'} ("
+    ways = ".*Make room or choose another.*" + resume_text(output)
+    assert re.search(re.escape(said) + ways, ended.err[number]), ended
+    assert said in ended.err[1 - number] or LOST in ended.err[1 - number], ended
+    assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
+    ended = made.resume(kind, engine, output)
+    assert ended.statuses == [0, 0], ended
+    assert_same(output, made.of(kind, "one")[0])
 
 
-@pytest.mark.parametrize(("kind", "engine"), cases("pretrain fsdp2", "tune fsdp2", "adapt zero3"))
-def test_the_first_rank_alone_reads(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
-    """The other one has no memory for the weights, or under ZeRO-3 for its shard; in a dtype that the file has not."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LARGE)).bfloat16()
-    assert sum(p.numel() for p in model.parameters()) * 4 > MIB * 2**20
-    model.save_pretrained(tmp_path / "large")
-    byte_tokenizer().save_pretrained(tmp_path / "large")
-    (tmp_path / "large.json").write_text(json.dumps(LARGE))
-    large = tmp_path / ("large.json" if kind == "pretrain" else "large")
-    given = ["--model", large, "--max-steps", 1, "--save_strategy", "no", "--parallel", engine]
-    ended = made.ranks.succeed(
-        2, *made.arguments(kind), *given, "--output", tmp_path / "run", **made.spies(engine, "memory")
-    )
-    first, second = (next(spied(out, "memory")) for out in ended.out)
-    if engine == "zero3":  # whose start takes memory, too
-        assert first["held"] == second["held"] == pytest.approx(MIB / 2, rel=0.01)
-    else:
-        assert first["read"] > MIB, (first, second)
-        assert second["read"] < 0.4 * MIB, (first, second)
-    assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters" in ended.out[0]
+NAN = {
+    "tune ddp": ("inf", [], "inf at step 3 on rank 1 of 2"),
+    "pretrain fsdp2": ("nan", [], "nan at step 3 on rank 1 of 2"),
+    # logged before it is saved; by then all ranks' are NaN
+    "pretrain ddp": ("nan", ["--logging_steps", 10], "nan in steps 3 to 4 on rank 0 and 1 of 2"),
+}
+
+
+@promise("errors")
+@pytest.mark.parametrize(("kind", "engine"), cases("tune ddp", slow=("pretrain fsdp2", "pretrain ddp")))
+def test_a_loss_of_one_rank_that_is_not_finite(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
+    """No weights that it made are saved."""
+    fault, more, got = NAN[f"{kind} {engine}"]
+    output = tmp_path / "run"
+    ended = made.run(kind, engine, output, *more, seconds=SECONDS, FAULT=f"{fault} 1 3")
+    assert ended.statuses == [2, 2], ended
+    for err in ended.err:
+        assert f"--learning_rate: expected a training loss that stays finite, got {got}. Start again" in err, ended
+    assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
+    assert not (output / "model.safetensors").exists()
+
+
+@promise("errors")
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "engine"), cases("pretrain ddp", "tune zero2"))
+def test_no_rank_waits_longer_than_the_timeout(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
+    """For one that is there and does nothing; DeepSpeed has process groups of its own."""
+    output = tmp_path / "run"
+    given = ["--per_device_train_batch_size", 2, "--ddp_timeout", 20, "--output_dir", output]
+    made.ranks.start(2, *made.arguments(kind), *given, seconds=SECONDS, FAULT="stop 1 3", **ENGINES[engine])
+    wait_for(lambda: len(made.ranks.pids()) == 2)
+    wait_for(lambda: len(made.ranks.pids()) < 2)
+    for stopped in made.ranks.pids():
+        os.kill(stopped, signal.SIGKILL)
+    ended = made.ranks.end()
+    assert ended.statuses == [2, -9], ended
+    assert f"{LOST}Timed out waiting 20000ms" in ended.err[0], ended
+    assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
+
+
+@promise("commands")
+@pytest.mark.slow
+def test_trls_configuration_starts_the_ranks(made: Runs, tmp_path: Path) -> None:
+    """accelerate's launcher is forked, and starts its ranks itself; a rank that is killed ends them."""
+    output = tmp_path / "run"
+    launch = ["--accelerate_config", "fsdp2", "--num_processes", 2, "--bf16=false"]
+    more = ["--per_device_train_batch_size", 2, "--save_steps", 1, "--max_steps", 10_000, "--output_dir", output]
+    made.ranks.start(1, *made.arguments("pretrain"), *launch, *more)
+    wait_for(lambda: checkpoints(output))
+    children = psutil.Process(made.ranks.pids()[0]).children()
+    assert len(children) == 2
+    children[1].send_signal(signal.SIGKILL)
+    ended = made.ranks.end()
+    assert ended.statuses != [0]
+    assert not any(child.is_running() for child in children)
+    assert (checkpoints(output)[-1] / "pytorch_model_fsdp.bin").is_file(), "FSDP2 was taken"

@@ -158,13 +158,14 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in (world | place).items()})
         from lowtide.cli import main
-        from lowtide.train import parallel
+        from lowtide.train import ranks
 
         if rank:  # wait no longer than until the first rank has ended
-            seconds = parallel._FIRST_REPORTS_SECONDS
-            vars(parallel)["let_first_report"] = lambda: _wait_for_end(first, seconds)
-        if spied := job["env"].get("SPY"):
-            importlib.import_module("distributed.train_spy").spy(spied.split())
+            seconds = ranks._FIRST_REPORTS_SECONDS
+            vars(ranks)["let_first_report"] = lambda: _wait_for_end(first, seconds)
+        if job["env"].get("ZERO") == "gloo":  # without DeepSpeed's own operator for the CPU, which it would compile
+            importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+            gc.freeze()  # DeepSpeed collects garbage often, and would look through all of torch each time
         if fault := job["env"].get("FAULT"):
             importlib.import_module("distributed.train_faults").cause(fault)
         if script := job["script"]:
@@ -224,15 +225,12 @@ MODULES = (
     "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.run", "support",
 )  # fmt: skip
 OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows", "peft": "peft"}  # where they are installed
-OF_TRAIN = ("trl", "lowtide.train.fine_tuning", "lowtide.train.rows", "distributed.train_spy")  # of its first run
+OF_TRAIN = ("trl", "lowtide.train.fine_tuning", "lowtide.train.scratch", "lowtide.train.comparison")  # of its first run
 
 
 def _serve() -> None:
-    from lowtide.train.quiet import quiet_transformers, stay_offline
-
-    stay_offline(pushes=False)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     _import(*MODULES, *(module for package, module in OPTIONAL.items() if find_spec(package)))
-    quiet_transformers()
     for line in sys.stdin:
         job = json.loads(line)
         if job["argv"][:1] == ["train"]:

@@ -22,6 +22,7 @@ import torch
 
 from gpu.conftest import ON_GPU
 from lowtide.cli import main
+from lowtide.train import train
 from promises import promise
 
 pytest.importorskip("transformers")
@@ -113,18 +114,13 @@ def run_arguments(folder: Path, seq_len: int, shape: dict[str, Any] = SHAPE) -> 
     for i in range(48):
         (folder / "texts" / f"{i}.txt").write_text(" ".join(rng.choices(["tide", "sand", "gull"], k=20_000)))
     size = ["--max_length", str(seq_len), "--per_device_train_batch_size", "2", "--held-out", "2"]
-    where = ["--model", str(folder / "model"), "--data", str(folder / "chat.jsonl"), "--output", str(folder / "out")]
-    return ["train", *where, *size]
-
-
-def logged(output: Path, name: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
+    where = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "chat.jsonl")]
+    return [*where, "--output_dir", str(folder / "out"), *size]
 
 
 @promise("trainers")
 def test_a_step_that_the_gpu_has_no_room_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [*run_arguments(tmp_path, 16_384), "--data", str(tmp_path / "texts"), "--max-steps", "2"]
+    given = ["train", *run_arguments(tmp_path, 16_384), "--dataset_name", str(tmp_path / "texts"), "--max_steps", "2"]
     gc.collect()  # what earlier tests left would have room in it
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -137,7 +133,7 @@ def test_a_step_that_the_gpu_has_no_room_for(tmp_path: Path, capsys: pytest.Capt
     assert status == 3, error
     assert "out of memory" in error
     assert "Traceback" not in error
-    assert "lowtide plan" in error
+    assert "What would fit, by the planner" in error
 
 
 LORA = ["--use_peft", "--lora_r", "16", "--lora_target_modules", "all-linear", "--dtype", "bfloat16"]
@@ -152,13 +148,13 @@ def test_a_run_takes_what_its_budget_expects(masked: bool, tmp_path: Path, capsy
     torch.cuda.empty_cache()
     left = torch.cuda.memory_allocated()  # by the tests before, in this process
     given = run_arguments(tmp_path, 4096, WIDE)
-    steps = ["--data", str(tmp_path / "texts"), "--max-steps", "5", "--attn_implementation", "sdpa"]
+    steps = ["--dataset_name", str(tmp_path / "texts"), "--max_steps", "5", "--attn_implementation", "sdpa"]
     steps += ["--per_device_train_batch_size", "4", "--memory-budget", "60GiB"]
-    pretrained = ["--model", str(tmp_path / "shape.json"), "--tokenizer", str(tmp_path / "model")]
-    assert main([*given, *steps, *([*LORA, *PACKED] if masked else pretrained)]) == 0
+    steps += ["--logging_steps", "1"]
+    shape = ["--model_name_or_path", str(tmp_path / "shape.json"), "--tokenizer_name", str(tmp_path / "model")]
+    result = train([*given, *steps, *([*LORA, *PACKED] if masked else shape)])
     printed = capsys.readouterr().out
-    expected = re.search(r"policy +\d+ x all/0: expected peak ([\d.]+) of 60.00 GiB", printed)
+    expected = re.search(r"memory +\d+ x all/0: expected peak ([\d.]+) of 60.00 GiB", printed)
     assert expected, printed
     assert ("attention has a mask" in printed) == masked
-    measured = max(peak for step, peak in logged(tmp_path / "out", "peak_bytes").items() if step > 2)
-    assert float(expected[1]) == pytest.approx((measured - left) / 2**30, rel=0.05)
+    assert float(expected[1]) == pytest.approx((result.peak_bytes - left) / 2**30, rel=0.05)

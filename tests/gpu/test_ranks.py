@@ -17,7 +17,7 @@ import torch
 
 from distributed import launch
 from distributed.train_ranks import python_path
-from distributed.train_runs import SEQUENCES, Runs, history, sharing
+from distributed.train_runs import ENGINES, SEQUENCES, Runs, history
 from promises import promise
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -62,9 +62,9 @@ NEAR = {"float32": 1e-4, "bfloat16": 5e-3}
 
 def run(ranks: int, *arguments: object, engine: str = "ddp") -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    rows = ["--per_device_train_batch_size", str(SEQUENCES // ranks), *map(str, sharing(engine))]
+    rows = ["--per_device_train_batch_size", str(SEQUENCES // ranks)]
     command = [sys.executable, *launch, "-m", "lowtide", *map(str, arguments), *rows]
-    env = {**os.environ, "PYTHONPATH": python_path(), "NCCL_NVLS_ENABLE": "0"}
+    env = {**os.environ, "PYTHONPATH": python_path(), "NCCL_NVLS_ENABLE": "0", **ENGINES[engine]}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -90,7 +90,7 @@ def alone(made: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     @cache
     def of(kind: str, dtype: str) -> list[float]:
         output = tmp_path_factory.mktemp("alone") / "run"
-        run(1, *arguments(made, kind, dtype), "--output", output)
+        run(1, *arguments(made, kind, dtype), "--output_dir", output, engine="one")
         return curve(output)
 
     return of
@@ -114,12 +114,13 @@ def test_is_one_gpu_and_resumes(
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
     output = tmp_path / "run"
-    out = run(ranks, *arguments(made, kind, dtype), "--output", output, engine=engine)
+    given = [*arguments(made, kind, dtype), "--output_dir", output]
+    out = run(ranks, *given, engine=engine)
     assert re.search(r"[1-9]\d* without logits, 0 with\b", out), out
-    assert out.count("held-out loss") == 1, "one rank prints"
+    assert out.count("held out ") == 1, "one rank prints"
     got = curve(output)
     assert got == pytest.approx(alone(kind, dtype), rel=NEAR[dtype])
     if (kind, ranks, engine, dtype) in RESUMED:
         shutil.rmtree(output / "checkpoint-4")
-        run(ranks, "train", "--resume_from_checkpoint", "true", "--output", output, engine=engine)
+        run(ranks, *given, "--resume_from_checkpoint", "auto", engine=engine)
         assert curve(output) == pytest.approx(got, rel=NEAR[dtype])

@@ -13,6 +13,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,6 +171,19 @@ PRELUDE: dict[str, Callable[[], Any]] = {
     "optimizer": lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
     "loader": lambda: torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in token_ids()]),
 }
+
+
+@cache
+def options_of_train() -> set[str]:
+    """Return the options of `lowtide train` that are its libraries', of pretrained models and of random weights."""
+    from transformers import HfArgumentParser, TrainingArguments
+    from trl.scripts.sft import make_parser
+
+    from lowtide.train.arguments import ScratchArguments
+
+    parsers = make_parser(), HfArgumentParser((ScratchArguments, TrainingArguments))
+    flags = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    return flags | {"--config", "--accelerate_config", "--num_processes"}
 
 
 def public_names() -> dict[str, list[str]]:

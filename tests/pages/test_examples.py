@@ -21,7 +21,6 @@ import torch
 import lowtide
 from distributed.train_ranks import shared
 from lowtide.cli import _parser
-from lowtide.train.options import parse as parse_options
 from pages.blocks import (
     NEEDS,
     PAGES,
@@ -33,6 +32,7 @@ from pages.blocks import (
     compiled,
     free_names,
     imports_of,
+    options_of_train,
 )
 from promises import promise
 
@@ -264,8 +264,8 @@ def refused(command: str, is_part: bool) -> bool:
     except SystemExit as ended:
         return not command.endswith(" --help") or ended.code != 0
     if hasattr(arguments, "unknown"):  # options of other libraries
-        parse_options({}, unknown)
-        unknown = []
+        unknown = [word for word in unknown if word.startswith("--")]
+        unknown = [word for word in unknown if word.partition("=")[0] not in options_of_train()]
     return bool(unknown) or not (is_part or callable(arguments.main))
 
 

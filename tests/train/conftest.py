@@ -6,7 +6,8 @@ import json
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,63 +65,14 @@ def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-def write_text(path: Path, size: int, seed: int = 0) -> Path:
-    """Write lines of words, about so many bytes."""
-    rng = random.Random(seed)
-    lines, written = [], 0
-    while written < size:
-        lines.append(" ".join(rng.choices(WORDS, k=rng.randint(1, 14))))
-        written += len(lines[-1]) + 1
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def options(**values: object) -> list[str]:
-    """Return options as words of a command line; those that are None are left out."""
-    given = {name: value for name, value in values.items() if value is not None}
-    return [word for name, value in given.items() for word in (f"--{name}", *map(str, _values(value)))]
-
-
-def _values(value: object) -> tuple[object, ...]:
-    if value is True:
-        return ()
-    return value if isinstance(value, tuple) else (value,)
-
-
-def tiny_arguments(folder: Path) -> list[str]:
-    """Write a model's shape and some text into a folder and return the arguments of a tiny run from random weights."""
-    (folder / "text").mkdir()
-    for i in range(4):
-        write_text(folder / "text" / f"{i}.txt", 12_000, seed=i)
-    (folder / "tiny.json").write_text(json.dumps(SHAPE))
-    size = {"vocab-size": 400, "seq-len": 32, "held-out": 4, "max-steps": 6}
-    of_trainer = {"per_device_train_batch_size": 2, "save_steps": 3}
-    where = {"model": folder / "tiny.json", "data": folder / "text"}
-    return ["train", *options(**where, **size, **of_trainer)]
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> list[str]:
-    """The arguments of a tiny run from random weights, its output folder left out."""
-    return tiny_arguments(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny run of twice the steps that ended undisturbed, checkpoints and all."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert main([*tiny_arguments(folder), "--max-steps", "12", "--output", str(folder / "run")]) == 0
-    return folder / "run"
-
-
-def save_model(folder: Path, *, template: str | None = TEMPLATE, **shape: object) -> Path:
+def save_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     """Write a tiny pretrained model with a tokenizer of one token a byte and a chat template."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **shape}))
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE))
     for parameter in model.parameters():  # a fresh model's attention hardly looks anywhere
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
@@ -130,105 +82,91 @@ def save_model(folder: Path, *, template: str | None = TEMPLATE, **shape: object
     return folder
 
 
-@pytest.fixture(scope="session")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Llama."""
-    return save_model(tmp_path_factory.mktemp("pretrained") / "model")
-
-
-def write_rows(path: Path, rows: list[Mapping[str, object]]) -> Path:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     """Write lines of JSON."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files to fine-tune on: conversations, prompts with completions, and text."""
-    folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
+@dataclass(frozen=True)
+class Files:
+    """What tiny runs read: a pretrained model, a shape, and data."""
 
-    def words(most: int = 4) -> str:
+    pretrained: Path
+    shape: Path
+    text: Path
+    chats: Path
+    pairs: Path
+
+    def scratch(self, **more: object) -> list[str]:
+        """Return the words of a tiny run from random weights, its folder left out."""
+        where = {"model_name_or_path": self.shape, "dataset_name": self.text, "max_length": 32}
+        return words(**{**where, "held_out": 4, "max_steps": 6, "per_device_train_batch_size": 2, **more})
+
+    def tune(self, data: str = "chats", **more: object) -> list[str]:
+        """Return the words of a tiny fine-tuning, its folder left out."""
+        where = {"model_name_or_path": self.pretrained, "dataset_name": getattr(self, data), "max_length": 96}
+        size = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "held_out": 3}
+        return words(**{**where, **size, **more})
+
+
+def words(**options: object) -> list[str]:
+    """Return options as words of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder, rng = tmp_path_factory.mktemp("files"), random.Random(0)
+
+    def some(most: int) -> str:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
 
-    chats, pairs = [], []
-    for _ in range(80):
-        turns = [("user", "assistant")[i % 2] for i in range(2 * rng.randint(1, 3))]
-        chats.append({"messages": [{"role": role, "content": words()} for role in turns]})
-        pairs.append({"prompt": words(), "completion": f" {words(8)}"})
-    return {
-        "messages": write_rows(folder / "chats.jsonl", chats),
-        "pairs": write_rows(folder / "pairs.jsonl", pairs),
-        "rows": write_rows(folder / "rows.jsonl", [{"text": words(12)} for _ in range(80)]),
-        "text": write_text(folder / "text.txt", 12_000),
-    }
+    (folder / "shape.json").write_text(json.dumps(SHAPE))
+    (folder / "text").mkdir()
+    for i in range(4):
+        (folder / "text" / f"{i}.txt").write_text("\n".join(some(14) for _ in range(400)))
+    turns = [[("user", "assistant")[i % 2] for i in range(2 * rng.randint(1, 3))] for _ in range(80)]
+    chats = [{"messages": [{"role": role, "content": some(4)} for role in roles]} for roles in turns]
+    pairs = [{"prompt": some(4), "completion": f" {some(8)}"} for _ in range(80)]
+    return Files(
+        pretrained=save_model(folder / "pretrained"),
+        shape=folder / "shape.json",
+        text=folder / "text",
+        chats=write_rows(folder / "chats.jsonl", chats),
+        pairs=write_rows(folder / "pairs.jsonl", pairs),
+    )
 
 
 @pytest.fixture
-def tune(pretrained: Path, data: dict[str, Path]) -> Callable[..., list[str]]:
-    """Return the arguments of a tiny fine-tuning on a kind of data, its output folder left out."""
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return what runs a command that is refused, in one line, which this returns."""
 
-    def arguments(kind: str = "messages", **more: object) -> list[str]:
-        size = {"seq-len": 96, "held-out": 3, "max-steps": 6}
-        of_trainer = {"per_device_train_batch_size": 2, "save_steps": 2, "save_total_limit": 5, "learning_rate": 1e-3}
-        return ["train", *options(**{"model": pretrained, "data": data[kind], **size, **of_trainer, **more})]
+    def run(*arguments: object) -> str:
+        assert main(["train", *map(str, arguments)]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowtide train: ")]
+        assert len(lines) == 1, lines
+        return lines[0]
 
-    return arguments
-
-
-class Run:
-    """The command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        """Return its status and what it wrote to standard output and error."""
-        self._capsys.readouterr()
-        try:
-            status = main([str(a) for a in arguments])
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        return status, *self._capsys.readouterr()
-
-    def done(self, *arguments: object) -> str:
-        """Return the output of a command that ends well, without a word on standard error."""
-        status, out, err = self(*arguments)
-        assert (status, err) == (0, ""), err
-        return out
-
-    def refused(self, *arguments: object) -> str:
-        """Return the one line with which a command ends that cannot be run."""
-        status, _, err = self(*arguments)
-        assert (status, err.count("\n"), err[:15], err[-1]) == (2, 1, "lowtide train: ", "\n"), err
-        return err
+    return run
 
 
-@pytest.fixture
-def lowtide(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command."""
-    return Run(capsys)
+def history(output: Path, step: int) -> list[dict[str, Any]]:
+    """Return what a run's checkpoint has logged."""
+    logged = json.loads((output / f"checkpoint-{step}" / "trainer_state.json").read_text())["log_history"]
+    assert isinstance(logged, list)
+    return logged
 
 
-def log(output: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log."""
-    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-
-
-def losses(output: Path) -> dict[int, float]:
+def losses(output: Path, step: int) -> dict[int, float]:
     """Return the training loss of each step of a run."""
-    return {line["step"]: line["loss"] for line in log(output) if "loss" in line}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a saved model, or of saved adapters."""
-    from safetensors.torch import load_file
-
-    (file,) = (folder / name for name in ("model.safetensors", "adapter_model.safetensors") if (folder / name).exists())
-    return load_file(file)
+    return {line["step"]: line["loss"] for line in history(output, step) if "loss" in line}
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
     """Assert that two saved models are the same to the bit."""
-    ours, theirs = weights(a), weights(b)
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -19,7 +19,7 @@ from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.plan.settings import with_layers
-from lowtide.train.model import model_config
+from lowtide.train.shapes import model_config
 
 SDPA = "sdpa"
 LEARNING_RATE = 1e-5

@@ -105,7 +105,7 @@ def _may_speak(*, of_all: bool) -> bool:
     """Return whether this process is to say its error: not on another rank than the first, if it is that of all."""
     if "RANK" not in os.environ:  # which launchers set
         return True
-    from lowtide.train.parallel import is_first_rank, let_first_report
+    from lowtide.train.ranks import is_first_rank, let_first_report
 
     if of_all:
         return is_first_rank()
@@ -116,7 +116,7 @@ def _may_speak(*, of_all: bool) -> bool:
 def _in_group() -> bool:
     if "RANK" not in os.environ:
         return False
-    from lowtide.train.parallel import in_group
+    from lowtide.train.ranks import in_group
 
     return in_group()
 

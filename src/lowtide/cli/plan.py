@@ -19,8 +19,7 @@ from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, PROJECTIONS, Ad
 from lowtide.plan.four_bit import config_of
 from lowtide.plan.gpus import GPUS, gpu_named
 from lowtide.plan.settings import read_settings, with_layers
-from lowtide.train.config import TrainConfig
-from lowtide.train.shapes import DEFAULT, SHAPES, config_file
+from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file
 
 if TYPE_CHECKING:
     from lowtide.plan import MemoryPlan
@@ -147,7 +146,7 @@ def _step(arguments: argparse.Namespace) -> PlanArguments:
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the config of a ``--model``, with the requested number of layers, in 4 bits if these are asked for."""
     name = arguments.model
-    named = {"vocab_size": TrainConfig.vocab_size} if name == DEFAULT else {}
+    named = {"vocab_size": VOCAB_SIZE} if name == DEFAULT else {}
     settings = read_settings({**named, **SHAPES[name]} if name in SHAPES else config_file(name))
     settings = settings if arguments.layers is None else with_layers(settings, arguments.layers)
     if arguments.load_in_4bit:

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import shlex
+import logging
+import os
 import sys
 import warnings
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 from lowtide.cli.parser import OneLineParser, add_options, given
-from lowtide.errors import ArgumentValueError, message
-from lowtide.train.config import NEWEST_IF_ANY, TrainConfig
-from lowtide.train.files import find_data
-from lowtide.train.options import check_pretraining, parse
-from lowtide.train.quiet import stay_offline
-from lowtide.train.shapes import SHAPES, config_file
+from lowtide.train.arguments import RunArguments, check_early, launch_words, parse, peek, words_of
+from lowtide.train.shapes import SHAPES
 
 _DESCRIPTION = """\
-Train a causal language model whose logits are never built. A pretrained model is fine-tuned by TRL's SFTTrainer; random
-weights are trained by transformers' Trainer. Without arguments, a small Llama is trained on the sources of this
-Python's standard library, in about two minutes on two CPU cores. Start it with torchrun or `accelerate launch` for
-several GPUs, FSDP2 or DeepSpeed. Checkpoints and the final model (in DIR/model) are in the stock format.
+Train a causal language model whose logits are never built. A pretrained model is fine-tuned by TRL's SFTTrainer, with
+every option of `trl sft` under its own name; random weights are trained on text by transformers' Trainer, with every
+option of its TrainingArguments. Without arguments, a small Llama is trained on the sources of this Python's standard
+library, in about two minutes on two CPU cores. Checkpoints and the final model are in the stock format.
 
-Besides the options below, every option of TRL's SFTConfig and ModelConfig and of transformers' TrainingArguments is an
-option here, with dashes or underscores: --per_device_train_batch_size, --gradient_accumulation_steps,
---num_train_epochs, --packing, --assistant_only_loss, --use_peft, --load_in_4bit, --report_to, ... The defaults are
-TRL's and transformers', except: logging_steps 1, save_steps and eval_steps 100, save_total_limit 2, bf16 on GPUs that
-have it, gradient_checkpointing off, text files packed (wrapped), lora_dropout 0, no telemetry, and from random weights
-a cosine schedule."""
+`trl sft --help` lists TRL's options: --model_name_or_path, --dataset_name, --output_dir, --max_length, --learning_rate,
+--per_device_train_batch_size, --packing, --use_peft, --load_in_4bit, --config run.yaml, --accelerate_config fsdp2, ...
+Defaults differ in few: no bf16 where there is no GPU, lora_dropout 0, a NaN is logged as one.
+Random weights have --model_name_or_path (a config.json, or one of {names}),
+--dataset_name (text files), --max_length, --dtype, --attn_implementation and --tokenizer_name; from random weights the
+schedule is a cosine of 500 steps."""
 
 _EXAMPLES = """\
 examples:
@@ -36,27 +33,20 @@ examples:
       the small run
   lowtide train --compare --json compare.json
       the same with and without lowtide, interleaved; exit status 1 where the losses differ
-  lowtide train --model ./Llama-3.2-1B --data books/ --seq-len 8192 --per_device_train_batch_size 2 --lr 1e-5 \\
-      --max-steps 2000 --output my-run
-      go on training a pretrained model on the text files in a folder
-  lowtide train --model ./Llama-3.2-1B-Instruct --data chats.jsonl --seq-len 4096 --lr 2e-4 --num_train_epochs 2 \\
-      --assistant_only_loss --use_peft --lora_r 16 --dtype bfloat16 --output my-adapter
-      adapters on conversations, loss on the assistant's turns only
-  lowtide train --config run.yaml --lr 1e-5
+  lowtide train --model_name_or_path ./Llama-3.2-1B-Instruct --dataset_name chats.jsonl --max_length 4096 \\
+      --learning_rate 1e-5 --num_train_epochs 2 --assistant_only_loss --held-out 50 --output_dir my-run
+      fine-tune on conversations, with loss on the assistant's turns only
+  lowtide train --model_name_or_path ./Llama-3.2-1B --dataset_name chats.jsonl --use_peft --lora_r 16 \\
+      --dtype bfloat16 --learning_rate 2e-4 --output_dir my-adapter
+      adapters
+  lowtide train --config run.yaml --learning_rate 1e-5
       options from a file, which the command line overrides
-  lowtide train --model qwen3-0.6b --tokenizer ./Qwen3-0.6B --data part-1.jsonl part-2.jsonl --max-steps 10000
-      a built-in shape with random weights
-  lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --lr 1e-5 --memory-budget 75GiB --output my-run
-      each layer saves for backward what fits; `lowtide plan` shows why
-  lowtide train --resume_from_checkpoint true --output my-run
-      resume from the last complete checkpoint, after a crash or Ctrl-C, with the settings it began with; `auto` in
-      place of `true` begins the run if there is no checkpoint, for a whole command that a launcher or cluster repeats
-  torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
-      --parallel fsdp2 --lr 1e-5 --weight_decay 0.1
-      eight GPUs that shard weights, gradients and optimizer states
-  accelerate launch --config_file fsdp2.yaml --num_processes 8 -m lowtide train --model ./Llama-3.1-8B \\
-      --data books/ --output my-run --lr 1e-5
-      the same by accelerate, after lowtide train --parallel fsdp2 --write-launch-file fsdp2.yaml
+  lowtide train --model_name_or_path ./Llama-3.1-8B --dataset_name books/ --packing --max_length 16384 \\
+      --learning_rate 1e-5 --memory-budget 75GiB --output_dir my-run --resume_from_checkpoint auto
+      each layer saves for backward what fits; repeated after a crash or Ctrl-C, the command resumes
+  lowtide train --accelerate_config fsdp2 --num_processes 8 --model_name_or_path ./Llama-3.1-8B \\
+      --dataset_name books/ --learning_rate 1e-5 --output_dir my-run
+      eight GPUs that shard weights, gradients and optimizer states; also by accelerate launch and torchrun
 
 SIGTERM or Ctrl-C ends a run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
 
@@ -69,23 +59,9 @@ can make training ten times slower there."""
 
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-    add_options(parser, TrainConfig, {"names": ", ".join(SHAPES)})
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options and their values")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="train twice, with lowtide and without (for fine-tuning: with TRL's own head); nothing is saved",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with --compare: write the figures here")
-    parser.add_argument(
-        "--write-launch-file",
-        type=Path,
-        metavar="FILE",
-        help="write what --parallel means for `accelerate launch --config_file FILE`, and train nothing",
-    )
-    planner = {"budget_gib": "memory_budget, in GiB", "host_gib": "host_budget, in GiB"}  # the planner's own names
-    parser.set_defaults(main=main, parser=parser, options_of=planner, unknown=[])
+    parser.description, parser.epilog = _DESCRIPTION.replace("{names}", ", ".join(SHAPES)), _EXAMPLES
+    add_options(parser, RunArguments, {})
+    parser.set_defaults(main=main, parser=parser, options_of={"model": "--model_name_or_path"}, unknown=[])
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -95,65 +71,65 @@ def main(arguments: argparse.Namespace) -> int:
         LowtideError: an error that the user can correct.
         KeyboardInterrupt: with what to do next as its text.
     """
-    own = given(arguments, TrainConfig)
-    if arguments.json is not None and not arguments.compare:
-        raise ArgumentValueError(message("json", "--compare beside it", "--json alone"))
-    if arguments.write_launch_file is not None:
-        return _write_launch_file(arguments.write_launch_file, own.get("parallel", "auto"))
-    config = _config(own, arguments)
-    if arguments.compare and (config.resumes_from or config.output is not None or not config.patch):
-        expected = "no --resume_from_checkpoint, --output or --no-patch beside it"
-        raise ArgumentValueError(message("compare", expected, "one of them"))
-    return _run(config, compares=arguments.compare, json_file=arguments.json)
+    words = [*arguments.unknown, *words_of(given(arguments, RunArguments))]
+    if launch := launch_words(words):
+        return _launch(*launch)
+    early = peek(words)
+    fine_tunes = check_early(words)
+    _stay_offline(pushes=str(early.get("push_to_hub", "false")).lower() == "true")
+    from lowtide.train.ranks import is_first_rank, without_deepspeed
 
-
-def _config(own: dict[str, Any], arguments: argparse.Namespace) -> TrainConfig:
-    """Return the run's config, checked as far as that takes no library; a resumed run's data is in its folder."""
-    settings, options = parse(own, arguments.unknown, arguments.config)
-    config = TrainConfig(**settings, options=options)
-    stay_offline(pushes=str(options.get("push_to_hub", "false")).lower() == "true")
-    if config.resumes_from in (None, NEWEST_IF_ANY):
-        if config.model not in SHAPES:
-            config_file(config.model)
-        if not config.fine_tunes:
-            check_pretraining(options)
-        find_data(config.data)
-    return config
-
-
-def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
+    if "transformers" not in sys.modules and is_first_rank():
+        libraries = "torch, transformers, datasets and TRL" if fine_tunes else "torch and transformers"
+        sys.stdout.write(f"loading {libraries} ...\n")
+        sys.stdout.flush()
     from rich.console import Console
 
-    from lowtide.train.parallel import is_first_rank
-    from lowtide.train.quiet import quiet_transformers
+    with warnings.catch_warnings(), without_deepspeed() if "deepspeed" not in early else nullcontext():
+        _quiet()
+        from lowtide.train import compare, train
 
-    console = Console()
-    if "transformers" not in sys.modules and is_first_rank():
-        libraries = "torch, transformers, datasets and TRL" if config.fine_tunes else "torch and transformers"
-        console.print(f"loading {libraries} ...")
-    quiet_transformers()
-    from lowtide.train import compare, train
-
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        if compares:
-            return 0 if compare(config, console=console, json_file=json_file).equal else 1
-        train(config, console=console)
+        console = Console()
+        found = parse(words, fine_tunes=fine_tunes)
+        if found.run.compare:
+            return 0 if compare(found, console).equal else 1
+        train(words, console=console)
     return 0
+
+
+def _launch(launcher: list[str], words: list[str]) -> int:
+    """Start the processes of a run, as ``accelerate launch`` does."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launch_command(launch_command_parser().parse_args([*launcher, "--module", "lowtide", "train", *words]))
+    return 0
+
+
+def _stay_offline(*, pushes: bool) -> None:
+    """Send no telemetry, and call the Hub only where the user configured it or the run pushes its model there."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not pushes:
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            os.environ.setdefault(name, "1")
+
+
+def _quiet() -> None:
+    """Leave out other libraries' warnings to each other, the place in their code of all others, and bars in a pipe."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it wherever it is installed
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
+        from transformers.utils import logging as of_transformers
+
+        of_transformers.disable_progress_bar()
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+    # peft, of adapters on embeddings and the output layer
+    for words in ("Setting `save_embedding_layers`", "Unsupported layer type", "Model has `tie_word_embeddings=True`"):
+        warnings.filterwarnings("ignore", message=words, category=UserWarning)
+    # transformers' save_pretrained reads the storage of each weight
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+    warnings.showwarning = _show_warning
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     sys.stderr.write(f"lowtide train: {message}\n")  # without the file and line that raised it
-
-
-def _write_launch_file(file: Path, name: object) -> int:
-    from lowtide.train.parallel import AUTO, launch_file
-
-    if name == AUTO:
-        raise ArgumentValueError(
-            message("write_launch_file", "--parallel with the name of an engine beside it", "none")
-        )
-    file.write_text(launch_file(str(name)))
-    start = f"accelerate launch --config_file {shlex.quote(str(file))} --num_processes N -m lowtide train ..."
-    sys.stdout.write(f"written: {file}. To start a run with it: {start}\n")
-    return 0

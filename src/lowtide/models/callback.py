@@ -1,4 +1,4 @@
-"""`lowtide.PatchCallback`: the one line that puts `lowtide.patch` into a Trainer, TRL's included."""
+"""`lowtide.PatchCallback`: the one line that puts `lowtide.patch`, and a budget of memory, into a Trainer."""
 
 import weakref
 from collections.abc import Callable
@@ -8,10 +8,12 @@ from torch import nn
 from transformers import TrainerCallback
 
 from lowtide.arguments import check_flag
-from lowtide.errors import ArgumentTypeError, UnsupportedError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions, check_options
+from lowtide.models.budget import Budget
 from lowtide.models.patch import patch, unpatch
 from lowtide.models.report import PatchReport
+from lowtide.plan import MemoryPlan
 from lowtide.trl.patch import TrlReport, patch_trl, unpatch_trl
 
 _MADE_LATER = (
@@ -38,8 +40,14 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
             version that lowtide supports; else the reason is shown.
         options: How the losses are to run, for both.
         unpatch: Whether to undo all of it when training ends.
-        show: What is called with the report's text, in the main process alone and once a model: ``print``, a logger's
-            ``info``, or None for nothing.
+        show: What is called with the report's text, in the main process alone, once a model and, with the number of
+            losses without logits and with, when training ends: ``print``, a logger's ``info``, or None for nothing.
+        memory_budget: GPU memory for the tensors of a step, such as ``"24GiB"``, or ``"auto"``: 92% of what is free.
+            `lowtide.plan.plan_memory` then chooses what each layer saves for backward, for the batch of the
+            trainer's arguments, so that the step is the fastest that fits. ``gradient_checkpointing`` is turned off.
+        host_budget: Pinned host memory, of each process, that layers and optimizer states may be offloaded into.
+        length: The most tokens of a sequence. None: the arguments' ``max_length`` (SFT, DPO), prompt plus completion
+            (GRPO), or on one process the longest ``input_ids`` of the dataset's first 1,000 rows.
 
     Attributes:
         report: What `lowtide.patch` returned; None before a trainer was made. Its counts are live.
@@ -47,6 +55,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         ArgumentTypeError: An argument of another type.
+        ArgumentValueError: A budget that is no size; when the trainer is made: nothing fits, or no length is known.
 
     Example:
         >>> trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[lowtide.PatchCallback()])
@@ -64,6 +73,9 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         options: HeadOptions | None = None,
         unpatch: bool = False,
         show: Callable[[str], Any] | None = print,
+        memory_budget: str | None = None,
+        host_budget: str | None = None,
+        length: int | None = None,
     ) -> None:
         self._parts = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope}
         for name, flag in {**self._parts, "unpatch": unpatch}.items():
@@ -73,6 +85,9 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         if show is not None and not callable(show):
             raise ArgumentTypeError(message("show", "a function of a text, or None", f"{show!r}"))
         check_options(options)
+        if memory_budget is None and host_budget is not None:
+            raise ArgumentValueError(message("host_budget", "a memory_budget beside it", repr(host_budget)))
+        self._budget = None if memory_budget is None else Budget(memory_budget, host_budget, length)
         self._trl, self._options, self._unpatch, self._show = trl, options, unpatch, show
         self._undone = False
         self._model: weakref.ref[nn.Module] | None = None
@@ -92,20 +107,38 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
                 texts.append(f"TRL left as it is: {error}")
             else:
                 texts.append(str(self.trl_report))
+        if self._budget is not None and (lines := self._budget.apply(kwargs["model"], args)):
+            texts.append(lines)
         self._report(state, *texts)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Patch the model if it is not the one that is patched, nor that one wrapped."""
+        """Patch the model if it is not the one that is patched, nor that one wrapped, and plan what had to wait."""
         if self._undone:
             self._undone = False
             self.on_init_end(args, state, control, **kwargs)
-            return
-        before = self._model() if self._model is not None else None
-        if not any(module is before for module in kwargs["model"].modules()):
-            self._report(state, self._patch(kwargs["model"]), _MADE_LATER)
+        else:
+            before = self._model() if self._model is not None else None
+            if not any(module is before for module in kwargs["model"].modules()):
+                self._report(state, self._patch(kwargs["model"]), _MADE_LATER)
+        if self._budget is not None:
+            self._plan_late(args, state, **kwargs)
+
+    def _plan_late(self, args: Any, state: Any, **kwargs: Any) -> None:
+        """Plan by the dataset, where the arguments have no length, and offload the optimizer's states."""
+        assert self._budget is not None
+        if self._budget.plan is None:
+            data = getattr(kwargs.get("train_dataloader"), "dataset", None) if args.world_size == 1 else None
+            lines = self._budget.apply(kwargs["model"], args, data)
+            if lines is None:
+                hint = "Pass PatchCallback(..., length=N)."
+                raise ArgumentValueError(message("length", "the most tokens of a sequence", "None", hint))
+            self._report(state, lines)
+        self._budget.offload_states(kwargs["model"], args, kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Undo it, if ``unpatch``."""
+        """Show how many losses were computed without logits, and undo the patch, if ``unpatch``."""
+        if self.report is not None:
+            self._report(state, "losses   {:,} without logits, {:,} with".format(*self.counts()))
         if not self._unpatch:
             return
         model = self._model() if self._model is not None else None
@@ -117,6 +150,20 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
             self._undone = True
         if self.trl_report is not None:
             unpatch_trl()
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """What the budget's plan is; None without one."""
+        return None if self._budget is None else self._budget.plan
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many losses were computed without logits, and with, by the model and by TRL's trainers."""
+        report, trl = self.report, self.trl_report
+        fused = 0 if report is None else report.calls_fused
+        built = 0 if report is None else report.calls_materialised
+        if trl is not None:
+            fused, built = fused + sum(trl.calls_lowtide.values()), built + sum(trl.calls_trl.values())
+        return fused, built
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None}  # a copy is another trainer's, which patches its own

@@ -28,8 +28,7 @@ from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
 from lowtide.profile.plot import draw_profile
 from lowtide.profile.report import ROWS, tables, title_of, write_page
 from lowtide.profile.steps import measure
-from lowtide.train.config import TrainConfig
-from lowtide.train.shapes import DEFAULT, SHAPES
+from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE
 
 GPU_MODEL, GPU_TOKENS, CPU_TOKENS = "llama-3.2-1b", 8192, 1024
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
@@ -65,7 +64,7 @@ def _measure(run: Run[ProfileConfig]) -> None:
 def _describe_job(run: Run[ProfileConfig]) -> None:
     """Add to the result what is measured: settings without "auto", the model, its FLOP and the device's peak."""
     config, cuda = run.config, run.device.type == "cuda"
-    name, vocab_size = _model_name(config, run.device), TrainConfig.vocab_size
+    name, vocab_size = _model_name(config, run.device), VOCAB_SIZE
     whole = config_of(name, vocab_size=vocab_size)
     model = language_part(whole)
     settings = {

@@ -1,58 +1,46 @@
-"""Training runs on transformers' `Trainer` and TRL's `SFTTrainer`: the settings, one run, and a run beside the stock.
+"""`lowtide train`: TRL's and transformers' trainers with callbacks that work under any Trainer.
 
-Importing this imports neither torch nor transformers; the functions do when they are called.
+`lowtide.PatchCallback` patches the model and plans its memory; of this package are checkpoints that count once they are
+whole, an ending with a checkpoint at a signal, an error for a loss that is not finite, and what would fit after an
+out-of-memory error. Importing this imports neither torch nor transformers; the names do when they are read.
 """
-
-from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowtide.train.config import TrainConfig
+from lowtide.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from lowtide.train.advice import OutOfMemory, advise
+    from lowtide.train.checkpoints import SaveError, WholeCheckpoints
+    from lowtide.train.comparison import CompareError, Comparison, compare
+    from lowtide.train.endings import FiniteLoss, RankLost, SaveAndStop, Terminated
+    from lowtide.train.meter import RunResult
+    from lowtide.train.run import train
 
-    from rich.console import Console
+__all__ = [
+    "CompareError",
+    "Comparison",
+    "FiniteLoss",
+    "OutOfMemory",
+    "RankLost",
+    "RunResult",
+    "SaveAndStop",
+    "SaveError",
+    "Terminated",
+    "WholeCheckpoints",
+    "advise",
+    "compare",
+    "train",
+]
 
-    from lowtide.train.result import Comparison, TrainResult
-
-__all__ = ["TrainConfig", "compare", "train"]
-
-
-def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
-    """Train a causal language model as the config says, save it, and return what was measured.
-
-    Args:
-        config: the run's settings.
-        console: where progress and the result are printed; standard output without it.
-
-    Raises:
-        ArgumentValueError: a setting, the data or the model cannot be used; nothing was written then.
-        SaveError: a checkpoint or the model could not be written; the last complete checkpoint is still there.
-        Terminated: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
-        RankLost: another of the run's processes has ended or does not answer.
-        OutOfMemory: a step, or the model, needs more memory than there is; the text says what would fit.
-    """
-    from lowtide.train.run import run
-
-    return run(config, console=console)
-
-
-def compare(config: TrainConfig, *, console: Console | None = None, json_file: Path | None = None) -> Comparison:
-    """Train the same model on the same data with lowtide and without, in two interleaved processes, and compare.
-
-    Args:
-        config: the run's settings; ``patch`` and ``output`` have no meaning here and nothing is saved.
-        console: where the table is printed; standard output without it.
-        json_file: where to write the figures, with the hardware and the versions; None: nowhere.
-
-    Returns:
-        Comparison: both runs' losses, peaks and step times, and the largest difference of the losses.
-
-    Raises:
-        ArgumentValueError: a setting, the data or the model cannot be used.
-        CompareError: one of the two runs failed.
-    """
-    from lowtide.train.comparison import compare_runs
-
-    return compare_runs(config, console=console, json_file=json_file)
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "lowtide.train.advice": ("OutOfMemory", "advise"),
+        "lowtide.train.checkpoints": ("SaveError", "WholeCheckpoints"),
+        "lowtide.train.comparison": ("CompareError", "Comparison", "compare"),
+        "lowtide.train.endings": ("FiniteLoss", "RankLost", "SaveAndStop", "Terminated"),
+        "lowtide.train.meter": ("RunResult",),
+        "lowtide.train.run": ("train",),
+    },
+)

@@ -1,11 +1,9 @@
-"""One training run, from its settings to the saved model."""
+"""One training run: TRL's or transformers' trainer, lowtide's callbacks, and the errors that a user can correct."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,233 +14,293 @@ from transformers.trainer_callback import PrinterCallback
 import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes, reset_cuda_peak
-from lowtide.train import checkpoints
-from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
-from lowtide.train.checkpoints import Complete, claimed, how_to_resume, write_folder
-from lowtide.train.config import TrainConfig
-from lowtide.train.ending import SaveAndStop, Terminated, is_lost_rank, lost_rank
-from lowtide.train.files import find_data, why
-from lowtide.train.monitor import Monitor
-from lowtide.train.parallel import engine_of, first_does, in_group, launched_ranks, leave_group
-from lowtide.train.prepare import prepare
-from lowtide.train.report import show_result, show_start
-from lowtide.train.result import TrainResult
-from lowtide.train.resuming import check_engine, check_states, current_engine, load_experts, resumed
-from lowtide.train.run_state import RunState, Side
-from lowtide.train.settings import Settings, trainer_settings
+from lowtide.train.arguments import Arguments, check_early, parse
+from lowtide.train.checkpoints import (
+    WholeCheckpoints,
+    checkpoint_to_resume,
+    checkpoints,
+    is_not_written,
+    locked,
+    save_error,
+    save_model,
+)
+from lowtide.train.endings import FiniteLoss, SaveAndStop, Terminated, is_lost_rank, lost_rank
+from lowtide.train.meter import RunResult, StepMeter
+from lowtide.train.ranks import engine_line, first_does, in_group, is_first_rank, leave_group
+from lowtide.train.shapes import model_config
 
 _HUB = ("huggingface_hub", "httpx")  # modules of its client's errors, and of its connection's
 
 
-def run(config: TrainConfig, *, console: Console | None = None, side: Side | None = None) -> TrainResult:
-    """Do what `lowtide.train.train` documents; with a ``side`` as one side of a comparison."""
-    group_was_there = in_group()
-    result = _run(config, console or Console(), side)
-    if not group_was_there:
-        leave_group()  # here, where nothing of the run is left that its threads could hold
-    if isinstance(result, Terminated):
-        raise result
-    return result
+class Run:
+    """A run as far as it is made.
 
+    Attributes:
+        found: its options.
+        output: its folder.
+        callbacks: of its trainer.
+        meter: what its steps measure.
+        patch: the callback that patches the model; None for a stock one.
+        stop: the callback that ends it at a signal.
+        trainer: None before it is made.
+        lines: about model and data, to print.
+        saves: whether it writes checkpoints and the model.
+    """
 
-def _run(config: TrainConfig, console: Console, side: Side | None) -> TrainResult | Terminated:
-    """Train, and return what was measured, or the signal that ended the run; turn errors into lowtide's."""
-    config, checkpoint = resumed(config)
-    with engine_of(config):
-        one = RunState(config, _output(config, checkpoint, side), checkpoint=checkpoint, side=side)
-        reset_cuda_peak()  # what ran in this process before has one of its own
+    def __init__(self, found: Arguments, *, label: str | None, callbacks: Sequence[Any], console: Console) -> None:
+        self.found, self.console = found, console
+        self.output = Path(found.training.output_dir)
+        self.saves = label is None
+        run = found.run
+        self.patch = None
+        if run.patch:
+            self.patch = lowtide.PatchCallback(
+                show=self._show if self.saves else None,
+                trl=found.training.loss_type != "nll" if found.fine_tunes else None,
+                memory_budget=run.memory_budget,
+                host_budget=run.host_budget,
+                length=found.model.max_length if not found.fine_tunes else None,
+            )
+        self.meter = StepMeter(say=None if self.saves else lambda text: console.print(f"{label}: {text}"))
+        self.stop = SaveAndStop(saves=self.saves)
+        own = [self.patch, self.meter, FiniteLoss(), self.stop, *([WholeCheckpoints(found.resume)] * self.saves)]
+        self.callbacks = [*callbacks, *filter(None, own)]
+        self.trainer: Any = None
+        self.lines: list[str] = []
+
+    def _show(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def how_to_resume(self) -> str:
+        """Return what to do after it ended early."""
+        return self.found.resume if checkpoints(self.output) else "There is no checkpoint yet: start again."
+
+    def make_trainer(self) -> None:
+        """Read the data and make the trainer.
+
+        Raises:
+            ArgumentValueError: the model or the data cannot be used.
+        """
+        if self.found.fine_tunes:
+            self._make_fine_tuner()
+        else:
+            self._make_block_trainer()
+        self.trainer.args.prediction_loss_only = True
+        if not self.saves:
+            self.trainer.remove_callback(PrinterCallback)
+
+    def _make_fine_tuner(self) -> None:
+        from trl import get_peft_config, get_quantization_config
+
+        from lowtide.train.fine_tuning import FineTuner, load_rows
+
+        found, args, model = self.found, self.found.training, self.found.model
+        rows, held_out, lines = load_rows(found)
+        args.eval_on_start = held_out is not None and not args.resume_from_checkpoint
+        own = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+        args.model_init_kwargs = {**own, **(args.model_init_kwargs or {})}
         try:
-            return _trained(one, console)
-        except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(how_to_resume(one.output)) from interrupt
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            if is_out_of_memory(error):
-                error.__traceback__ = None  # its frames hold the step's tensors
-                raise advise(error, one) from error
-            if is_lost_rank(error):
-                raise lost_rank(error, how_to_resume(one.output)) from error
-            if one.settings is not None and one.settings.args.push_to_hub and type(error).__module__.startswith(_HUB):
-                expected, hint = "a Hub that takes the model", "Log in with `hf auth login`, or leave it out."
-                raise ArgumentValueError(message("--push_to_hub", expected, why(error), hint)) from error
-            if checkpoints.is_not_written(error) and one.saves and one.step is not None:
-                raise checkpoints.save_error(one.output / f"checkpoint-{one.step}", error) from error
-            raise
+            self.trainer = FineTuner(
+                stock=not found.run.patch,
+                model=str(Path(model.model_name_or_path).expanduser()),
+                args=args,
+                train_dataset=rows,
+                eval_dataset=held_out,
+                quantization_config=get_quantization_config(model),
+                peft_config=get_peft_config(model),
+                callbacks=self.callbacks,
+            )
+        except Exception as error:  # those of models and tokenizers have no common base
+            if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
+                raise
+            expected = "a model, options and data that TRL's SFTTrainer accepts"
+            why = " ".join(str(error).split())[:500]
+            raise ArgumentValueError(message("options", expected, f"{type(error).__name__}: {why}")) from error
+        self.lines += [*lines, *self.trainer.lines()]
 
+    def _make_block_trainer(self) -> None:
+        from transformers import default_data_collator
 
-def _output(config: TrainConfig, checkpoint: Path | None, side: Side | None) -> Path:
-    """Return the run's folder."""
-    if checkpoint is not None:
-        return checkpoint.parent
-    if side is not None:
-        return Path(str(config.output))
-    if config.output is None and launched_ranks() > 1:
-        got, hint = "none: by the clock each would make its own", "Name it with --output."
-        raise ArgumentValueError(message("output", "a folder that all ranks share", got, hint))
-    return checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
+        from lowtide.train.scratch import HELD_OUT, make_blocks, pieces, random_model, text_files
+        from lowtide.train.trainers import BlockTrainer
 
+        found, args = self.found, self.found.training
+        text = pieces(text_files(found.model.dataset_name), args.seed)
+        config = model_config(found.model.model_name_or_path)
+        tokenizer = _tokenizer(found, text, config)
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        train, held_out = make_blocks(
+            text,
+            tokenizer,
+            found.model.max_length,
+            held_out=found.run.held_out or HELD_OUT,
+            most=args.max_steps * sequences if args.max_steps > 0 else None,
+            seed=args.seed,
+        )
+        self.lines.append(f"tokens   {len(train) * found.model.max_length:,} in {len(train):,} sequences")
+        args.eval_on_start = not args.resume_from_checkpoint
+        self.trainer = BlockTrainer(
+            model=random_model(found, config, tokenizer),
+            args=args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            data_collator=default_data_collator,
+            callbacks=self.callbacks,
+        )
 
-def _trained(one: RunState, console: Console) -> TrainResult | Terminated:
-    one.settings = _settings(one)
-    with ExitStack() as stack:
-        if one.saves:
-            first_does(lambda: _take_folder(one, stack))
-        return _trained_there(one, console)
+    def show_start(self) -> None:
+        """Print what is about to be trained on what."""
+        found, args, model = self.found, self.trainer.args, self.trainer.model
+        numbers = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+        of_all, trained = sum(n for n, _ in numbers), sum(n for n, grad in numbers if grad)
+        adapters = f", {trained / 1e6:,.2f} M of them trained" if trained < of_all else ""
+        length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        most = found.training.max_length if found.fine_tunes else found.model.max_length
+        for line in (
+            f"model    {found.model.model_name_or_path}: {of_all / 1e6:,.1f} M parameters{adapters}",
+            *self.lines,
+            f"steps    {length} of {sequences} sequences of at most {most} tokens, on {args.world_size} x "
+            f"{args.device.type}",
+            f"dtypes   weights {found.model.dtype}, GEMMs {_product_dtype(found)}; learning rate up to "
+            f"{args.learning_rate:g}",
+            engine_line(),
+        ):
+            if line is not None:
+                self._show(line)
 
+    def train(self, checkpoint: Path | None) -> None:
+        """Train, evaluate what is held out, and save the model.
 
-def _take_folder(one: RunState, stack: ExitStack) -> None:
-    """Keep other runs out of the run's folder until the stack ends."""
-    try:
-        stack.enter_context(claimed(one.output))
-    except OSError as error:
-        raise checkpoints.save_error(one.output, error) from error
-    if one.checkpoint is None:
-        checkpoints.new_output(str(one.output), "")  # another run may have ended there in between
-
-
-def _trained_there(one: RunState, console: Console) -> TrainResult | Terminated:
-    config, args = one.config, one.settings.args
-    stop = SaveAndStop(saves=one.saves)
-    one.callbacks = [*_callbacks(one, console), stop]
-    prepare(one)
-    trainer = one.trainer
-    trainer.remove_callback(PrinterCallback)
-    if config.offload_states:
-        trainer.add_callback(OffloadStates(one.plan, config.host_gib))
-    if one.saves and args.should_save:
-        content = {
-            "config": config.absolute().to_json(),
-            "sequences": one.settings.sequences,
-            "engine": current_engine(),
-        }
-        checkpoints.write_run_file(one.output, {"lowtide": lowtide.__version__, **content})
-    reports = args.should_log and one.side is None
-    if reports:
-        show_start(console, one)
-    try:
-        _train(one)
-        if stop.stopped:
-            name = "SIGTERM" if stop.stopped == 15 else "Ctrl-C"
-            return Terminated(f"ended by {name} after step {one.step}. {how_to_resume(one.output)}", stop.stopped)
-        evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry and entry["step"] == one.step]
-        if trainer.eval_dataset is not None and (not evaluated or trainer.state.best_model_checkpoint):
+        Raises:
+            Terminated: a signal came.
+            SaveError: something could not be written.
+        """
+        trainer = self.trainer
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            self.stop.close()
+        if self.stop.stopped:
+            name = "SIGTERM" if self.stop.stopped == 15 else "Ctrl-C"
+            after = f"ended by {name} after step {trainer.state.global_step}. {self.how_to_resume()}"
+            raise Terminated(after, self.stop.stopped)
+        history = trainer.state.log_history
+        done = any("eval_loss" in entry and entry["step"] == trainer.state.global_step for entry in history)
+        if trainer.eval_dataset is not None and (not done or trainer.state.best_model_checkpoint):
             trainer.evaluate()
-    finally:
-        stop.close()
-        if one.patched_trl is not None:  # of the process, in which a stock run may follow
-            lowtide.unpatch_trl()
-    saved = _save_model(one) if one.saves else None
-    result = _measured(one, saved)
-    if reports:
-        show_result(console, result)
-    return result
+        if self.saves:
+            save_model(trainer, self.output, self.found.resume)
+            if trainer.args.push_to_hub:
+                trainer.push_to_hub(commit_message="Model save")
+
+    def result(self) -> RunResult:
+        """Return what was measured."""
+        result = self.meter.finish(_product_dtype(self.found))
+        if self.patch is not None and self.patch.report is not None:
+            result.calls_fused, result.calls_materialised = self.patch.counts()
+        return result
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return lowtide's error for one of the libraries, the error itself where there is none."""
+        step = None if self.trainer is None else self.trainer.state.global_step
+        if isinstance(error, KeyboardInterrupt):
+            return KeyboardInterrupt(self.how_to_resume())
+        if isinstance(error, LowtideError):
+            return error
+        if is_out_of_memory(error):
+            error.__traceback__ = None  # its frames hold the step's tensors
+            length = None if self.found.fine_tunes else self.found.model.max_length
+            return advise(error, self.trainer, length=length, resume=self.how_to_resume() if self.saves else "")
+        if is_lost_rank(error):
+            return lost_rank(error, self.how_to_resume())
+        if self.found.training.push_to_hub and type(error).__module__.startswith(_HUB):
+            expected, hint = "a Hub that takes the model", "Log in with `hf auth login`, or leave it out."
+            return ArgumentValueError(message("--push_to_hub", expected, " ".join(str(error).split()), hint))
+        if self.saves and step is not None and is_not_written(error):
+            return save_error(self.output / f"checkpoint-{step}", error, self.found.resume)
+        return error
 
 
-def _callbacks(one: RunState, console: Console) -> Iterator[Any]:
-    progress = console if one.settings.args.disable_tqdm else None
-    if one.side is not None:
-        yield from one.side.callbacks
-        yield Monitor(one.metrics, console=progress, label=one.side.label)
-    else:
-        yield Monitor(one.metrics, console=progress, file=one.output / checkpoints.LOG_FILE)
-        yield Complete(one.settings.keep)
+def train(
+    words: Sequence[str], *, console: Console | None = None, label: str | None = None, callbacks: Sequence[Any] = ()
+) -> RunResult:
+    """Train as a command line says, save the model, and return what was measured.
 
-
-def _settings(one: RunState) -> Settings:
-    """Return the trainer's arguments; a resumed run has as many sequences in a step as at its start."""
-    make = partial(trainer_settings, one.config, one.output, save=one.saves, text=find_data(one.config.data).is_text)
-    if one.checkpoint is None:
-        return make()
-    check_engine(one.checkpoint)
-    check_states(one.checkpoint)
-    sequences = checkpoints.read_run_file(one.output)["sequences"]
-    settings = make()
-    args = settings.args
-    rows = args.per_device_train_batch_size * args.world_size
-    if sequences % rows:
-        expected = f"a divisor of the run's {sequences} sequences per step"
-        got = f"{args.world_size} processes with {args.per_device_train_batch_size} each"
-        hint = "Give another --per_device_train_batch_size, or start another number of processes."
-        raise ArgumentValueError(message("--per_device_train_batch_size", expected, got, hint))
-    batches = sequences // rows
-    return settings if batches == args.gradient_accumulation_steps else make(accumulate=batches)
-
-
-def _train(one: RunState) -> None:
-    """Let the trainer train.
+    Args:
+        words: the options, as ``lowtide train`` takes them.
+        console: where lines are printed; standard output without it.
+        label: of a side of a comparison, which saves nothing and prints its progress alone.
+        callbacks: of the trainer, before lowtide's.
 
     Raises:
-        ArgumentValueError: the checkpoint cannot be read, or the optimizer or its schedule cannot be made.
+        ArgumentValueError: an option, the data or the model cannot be used.
+        SaveError: a checkpoint or the model could not be written; the last complete checkpoint is still there.
+        Terminated: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
+        RankLost: another of the run's processes has ended or does not answer.
+        OutOfMemory: a step, or the model, needs more memory than there is; the text says what would fit.
     """
+    found = parse(words, fine_tunes=check_early(words))
+    group_was_there = in_group()
+    outcome = _run(Run(found, label=label, callbacks=callbacks, console=console or Console()))
+    if not group_was_there:
+        leave_group()  # here, where nothing of the run is left that its threads could hold
+    if isinstance(outcome, Terminated):
+        raise outcome
+    return outcome
+
+
+def _run(one: Run) -> RunResult | Terminated:
     try:
-        if one.checkpoint is None:
-            one.trainer.train()
-        else:
-            load_experts(one.checkpoint, one.trainer.model)
-            one.trainer.train(resume_from_checkpoint=str(one.checkpoint))
-        best = one.trainer.state.best_model_checkpoint
-        if best and one.settings.args.load_best_model_at_end and one.metrics.began:
-            load_experts(Path(best), one.trainer.model)
-    except Exception as error:
-        if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
+        with ExitStack() as stack:
+            checkpoint = None
+            if one.saves:
+                first_does(lambda: stack.enter_context(locked(one.output)))
+                checkpoint = first_does(
+                    lambda: checkpoint_to_resume(one.output, one.found.training.resume_from_checkpoint)
+                )
+            one.found.training.resume_from_checkpoint = checkpoint
+            one.make_trainer()
+            if one.saves and is_first_rank():
+                one.show_start()
+                if checkpoint is not None:
+                    one.console.print(f"resume   from {checkpoint}", highlight=False, soft_wrap=True)
+            one.train(checkpoint)
+    except Terminated as ended:
+        return ended
+    except (Exception, CheckpointException, KeyboardInterrupt) as error:  # a CheckpointException is no Exception
+        explained = one.explained(error)
+        if explained is error:
             raise
-        if one.checkpoint is not None and not one.metrics.began:
-            got = f"{one.checkpoint}, which cannot be read ({why(error)})"
-            hint = "If it is damaged, remove it, to resume from an older one."
-            raise ArgumentValueError(message("--resume_from_checkpoint", "a complete checkpoint", got, hint)) from error
-        if one.trainer.lr_scheduler is None and isinstance(error, ValueError | TypeError | ImportError):
-            expected = "an optimizer and a schedule with these settings"
-            raise ArgumentValueError(message("options", expected, why(error))) from error
-        if isinstance(error, RuntimeError) and "DeepSpeedCPUAdam" in str(error):  # --parallel zero3-offload
-            expected, hint = "DeepSpeed's Adam for CPUs, which it compiles", "Install a C++ compiler and ninja."
-            raise ArgumentValueError(message("parallel", expected, why(error.__cause__ or error), hint)) from error
-        if isinstance(error, NotImplementedError) and not one.metrics.losses:  # such as flex attention on a CPU
-            raise ArgumentValueError(message("options", "what PyTorch has on this device", why(error))) from error
-        raise
+        raise explained from error
+    finally:
+        if one.patch is not None and one.patch.trl_report is not None:  # of the process: a stock run may follow
+            lowtide.unpatch_trl()
+    result = one.result()
+    if one.saves and is_first_rank():
+        for line in (*result.lines(), f"saved    {one.output}"):
+            one.console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return result
 
 
-def _save_model(one: RunState) -> Path:
-    """Write the model, push it if requested, and return where it is."""
-    trainer, final = one.trainer, one.output / checkpoints.MODEL
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None:
-        plugin.set_state_dict_type("FULL_STATE_DICT")
+def save_tokenizer(found: Arguments, folder: Path) -> str:
+    """Write the tokenizer of a run from random weights into a folder, whose name this returns."""
+    from lowtide.train.scratch import pieces, text_files
 
-    def write(folder: Path) -> None:
-        trainer.save_model(str(folder), _internal_call=True)  # which pushes nothing: that may fail
-        trainer.accelerator.wait_for_everyone()
-
-    write_folder(final, write, publish=one.settings.args.should_save)
-    trainer.accelerator.wait_for_everyone()
-    if one.settings.args.push_to_hub:
-        trainer.push_to_hub(commit_message="Model save", revision=one.settings.args.hub_revision)
-    return final
+    text = pieces(text_files(found.model.dataset_name), found.training.seed)
+    _tokenizer(found, text, model_config(found.model.model_name_or_path)).save_pretrained(folder)
+    return str(folder)
 
 
-def _measured(one: RunState, saved: Path | None) -> TrainResult:
-    metrics, history, patched, trl = one.metrics, one.trainer.state.log_history, one.patched, one.patched_trl
-    held_out = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    best = one.trainer.state.best_model_checkpoint
-    fused = materialised = None
-    if patched is not None:
-        fused = patched.calls_fused + (sum(trl.calls_lowtide.values()) if trl else 0)
-        materialised = patched.calls_materialised + (sum(trl.calls_trl.values()) if trl else 0)
-    return TrainResult(
-        losses=metrics.losses,
-        held_out_before=next((e["eval_loss"] for e in history if "eval_loss" in e and not e["step"]), None),
-        held_out_after=held_out[-1] if held_out else None,
-        tokens_per_second=metrics.tokens_per_second,
-        step_seconds=metrics.median_step_seconds,
-        steps_seconds=metrics.step_seconds,
-        peak_resident_bytes=max(peak_resident_bytes(), metrics.highest_bytes),
-        peak_cuda_bytes=cuda_peak_bytes(),
-        warm_bytes=metrics.warm_bytes,
-        peak_step_bytes=metrics.peak_bytes,
-        calls_fused=fused,
-        calls_materialised=materialised,
-        seconds=time.perf_counter() - one.began,
-        saved=str(saved) if saved else None,
-        best=int(best.rpartition("-")[2]) if best else None,
-        dtype=one.settings.product_dtype,
-    )
+def _tokenizer(found: Arguments, text: list[str], config: Any) -> Any:
+    from lowtide.train.scratch import make_tokenizer
+
+    return first_does(lambda: make_tokenizer(found.model.tokenizer_name, text, config))
+
+
+def _product_dtype(found: Arguments) -> str:
+    """Return the dtype that GEMMs run in."""
+    args = found.training
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else str(found.model.dtype)

@@ -1,4 +1,4 @@
-"""What a ``--model`` names: a folder, a config, or a built-in shape.
+"""What a model's name means: a folder, a config, a name on the Hub, or a built-in shape.
 
 ``shapes.json`` has the built-in ones, as their public configs have them: enough to build the model with random weights.
 The default, "lowtide-small", has the tokenizer's vocabulary. It is so small that two CPU cores train it in two minutes
@@ -16,39 +16,73 @@ from typing import Any
 from lowtide.errors import ArgumentValueError, did_you_mean, message
 
 DEFAULT = "lowtide-small"
+VOCAB_SIZE = 8192  # of the default model, and of the tokenizer that a run from random weights trains
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def config_file(name: str) -> Path:
-    """Return the config.json of a ``--model`` that is no built-in name.
+    """Return the config.json of a model's name that is no built-in one.
 
     Raises:
         ArgumentValueError: there is none.
     """
     found = pretrained_name(name) if name else None
-    file = Path(os.path.expanduser(name)) if found is None else found  # noqa: PTH111 (an unknown home stays as it is)
-    hint = "Models are not downloaded: name a folder."
-    if isinstance(file, str):
+    if isinstance(found, str):
         from huggingface_hub import hf_hub_download
 
         try:
-            return Path(hf_hub_download(file, "config.json"))
-        except (OSError, ValueError):
-            hint = f"It is not in the Hub's local cache: hf download {name}"
-    elif found is not None:
-        file = file / "config.json"
-    if name and isinstance(file, Path) and file.is_file():
+            return Path(hf_hub_download(found, "config.json"))
+        except (OSError, ValueError) as error:
+            expected = "a folder, a config.json, or a model of the Hub in its local cache"
+            raise ArgumentValueError(message("model", expected, repr(name), f"hf download {name}")) from error
+    file = Path(os.path.expanduser(name)) if found is None else found / "config.json"  # noqa: PTH111 (an unknown home)
+    if name and file.is_file():
         return file
-    got = f"{name}, a folder without one" if isinstance(found, Path) else repr(name)
+    got = f"{name}, a folder without one" if found is not None else repr(name)
     expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
-    raise ArgumentValueError(message("model", expected, got, f"{did_you_mean(name, SHAPES)} {hint}".lstrip()))
+    hint = did_you_mean(name, SHAPES) or "Models are not downloaded: name a folder."
+    raise ArgumentValueError(message("model", expected, got, hint))
 
 
 def pretrained_name(name: str) -> Path | str | None:
-    """Return what transformers loads a ``--model`` from: a folder, or a name on the Hub; None for others."""
+    """Return what transformers loads a model from: a folder, or a name on the Hub; None for others."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 (an unknown home stays as it is)
     if path.is_dir() and name not in SHAPES:
         return path
     return name if _HUB_NAME.fullmatch(name) and not path.exists() else None
+
+
+def has_weights(name: str) -> bool:
+    """Return whether a model's name is one of pretrained weights, not of a shape alone."""
+    found = pretrained_name(name)
+    return isinstance(found, str) or (found is not None and any((found / file).is_file() for file in _WEIGHTS))
+
+
+def model_config(name: str, *, vocab_size: int = VOCAB_SIZE) -> Any:
+    """Return the `transformers` config of a model's name; the default model gets the ``vocab_size``.
+
+    Raises:
+        ArgumentValueError: there is no such model, or its config cannot be used.
+    """
+    from transformers import AutoConfig
+
+    if name in SHAPES:
+        settings, where = {**({"vocab_size": vocab_size} if name == DEFAULT else {}), **SHAPES[name]}, name
+    else:
+        file = config_file(name)
+        where = str(file)
+        try:
+            settings = json.loads(file.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ArgumentValueError(message("model", "a readable JSON config", f"{file} ({error})")) from error
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise ArgumentValueError(message("model", "a config with a model_type", f"{where}, which has none"))
+    try:
+        return AutoConfig.for_model(**settings)
+    except Exception as error:  # transformers' checks of configs have no common base
+        expected, hint = "a config that transformers accepts", "Fix the config, or take a built-in name."
+        got = f"{where}: {' '.join(str(error).split())[:300]}"
+        raise ArgumentValueError(message("model", expected, got, hint)) from error

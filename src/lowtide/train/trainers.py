@@ -1,4 +1,4 @@
-"""What both trainers of a run measure and correct; and `transformers.Trainer` on blocks of tokens."""
+"""What both trainers of a run correct, and `transformers.Trainer` on blocks of text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from lowtide.train.monitor import StepMetrics
-from lowtide.train.parallel import correct_fsdp2
+from lowtide.train.ranks import correct_fsdp2
 
 
-class Measured:
-    """What both trainers have: FSDP2 as `correct_fsdp2` leaves it, and a count of the tokens in the run's metrics."""
+class Corrected:
+    """FSDP2 as `correct_fsdp2` leaves it, a log before each save, and batches that are counted by the callbacks.
+
+    A callback with ``add_batch(tokens, loss)`` is told of each batch: the tokens of all ranks, padding included, and
+    this rank's loss.
+    """
 
     accelerator: Any
     args: Any
@@ -24,9 +27,9 @@ class Measured:
     control: Any
     label_smoother: Any
     processing_class: Any
+    callback_handler: Any
 
-    def __init__(self, *, metrics: StepMetrics, **kwargs: Any) -> None:
-        self._metrics_of_run = metrics
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.label_smoother is not None:  # Trainer shifts by the name of the model's class, which FSDP2 changes
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
@@ -50,10 +53,12 @@ class Measured:
         return items.clamp(min=1) if isinstance(items, Tensor) else items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Count a batch's tokens and do the step."""
-        self._metrics_of_run.tokens += inputs["input_ids"].numel() * self.args.world_size
+        """Do the step and tell the callbacks."""
+        tokens = inputs["input_ids"].numel() * self.args.world_size
         loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        self._metrics_of_run.own_loss = self._metrics_of_run.own_loss + loss
+        for callback in self.callback_handler.callbacks:
+            if add := getattr(callback, "add_batch", None):
+                add(tokens, loss)
         return loss
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -75,8 +80,8 @@ class Measured:
             self.processing_class.save_pretrained(folder)
 
 
-class PreTrainer(Measured, Trainer):  # type: ignore[misc]
-    """A `Trainer` that reads its training blocks in their order, which was shuffled when they were written.
+class BlockTrainer(Corrected, Trainer):  # type: ignore[misc]
+    """A `Trainer` that reads its training blocks in their order, which was shuffled when they were made.
 
     A resumed run skips the batches before it without reading them. The order of a step's sequences does not depend on
     the number of processes, as long as they have as many sequences in a step together.

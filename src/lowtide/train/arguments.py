@@ -1,0 +1,353 @@
+"""The options of `lowtide train`: TRL's and transformers' own, read by their parsers, and few of lowtide's.
+
+A pretrained model takes the options of ``trl sft``, random weights those of transformers' `TrainingArguments` and of
+`ScratchArguments`, whose names are TRL's. Importing this file imports neither torch nor transformers: whether a
+configuration file, a data path and a model exist is known before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import ArgumentValueError, did_you_mean, message
+from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file, has_weights
+
+AUTO = "auto"  # as --resume_from_checkpoint: a new run where the folder has no checkpoint
+_HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SUFFIX = re.compile(r".*\.[A-Za-z]\w*")  # data/rows.jsonl is a path, org/OpenHermes-2.5 a name
+_EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "deepspeed", "config")
+_LAUNCH = ("accelerate_config", "num_processes")  # of ``trl sft``, for accelerate's launcher
+_COMMON = {
+    "logging_nan_inf_filter": False,  # a NaN is logged as one
+    # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
+    "ddp_find_unused_parameters": False,
+}
+_SCRATCH = {
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "cosine",
+    "adam_beta2": 0.95,
+    "warmup_steps": 0.1,  # of all steps
+    "logging_steps": 10,
+}
+_SCRATCH_STEPS = 500
+_NEEDS = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "use_peft": "peft"}
+_TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "comet_ml", "swanlab", "clearml")
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    """Return a field whose metadata are argparse's."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass
+class RunArguments:
+    """The options of `lowtide train` that are lowtide's own."""
+
+    patch: bool = _option(True, "use lowtide's loss and layers; --no-patch trains the stock model")
+    memory_budget: str | None = _option(
+        None,
+        "GPU memory for tensors, such as 40GiB, or auto: 92 percent of what is free. The planner chooses what each "
+        "layer saves for backward, so that the step is the fastest that fits",
+        metavar="SIZE",
+    )
+    host_budget: str | None = _option(
+        None,
+        "with --memory-budget: pinned host memory, for each process, that layers and optimizer states may be offloaded "
+        "into",
+        metavar="SIZE",
+    )
+    held_out: int | None = _option(
+        None,
+        "rows (random weights: sequences) that are never trained on, and evaluated before and after training (default: "
+        "none, or 64 sequences)",
+        metavar="N",
+    )
+    compare: bool = _option(
+        False,
+        "train twice, interleaved, with lowtide and without (pretrained: with TRL's own head), and save nothing",
+    )
+    json: str | None = _option(None, "with --compare: write the figures here", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        if self.json is not None and not self.compare:
+            raise ArgumentValueError(message("--json", "--compare beside it", "--json alone"))
+        if self.host_budget and not self.memory_budget:
+            raise ArgumentValueError(message("--host-budget", "--memory-budget beside it", "--host-budget alone"))
+        if self.memory_budget and not self.patch:
+            raise ArgumentValueError(message("--memory-budget", "a patched model", "--no-patch", "Leave one out."))
+        if self.held_out is not None and self.held_out < 1:
+            raise ArgumentValueError(message("--held-out", "a whole number of at least 1", str(self.held_out)))
+
+
+@dataclass
+class ScratchArguments:
+    """What random weights are trained with, by the names of TRL's `ModelConfig`, `ScriptArguments` and `SFTConfig`."""
+
+    model_name_or_path: str = field(default=DEFAULT, metadata={"help": f"a config.json, or one of {', '.join(SHAPES)}"})
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "a text file, or a folder of them (default: the sources of Python's standard library)"},
+    )
+    max_length: int = field(default=256, metadata={"help": "tokens of a sequence"})
+    dtype: str = field(default="float32", metadata={"choices": ["float32", "bfloat16", "float16"]})
+    attn_implementation: str | None = field(default=None, metadata={"help": "transformers' name of it"})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": f"a folder with one (default: {VOCAB_SIZE} tokens are trained on the text)"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ArgumentValueError(message("--max_length", "at least 2 tokens", str(self.max_length)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What `parse` makes of a command line.
+
+    Attributes:
+        run: lowtide's own options.
+        training: TRL's `SFTConfig`, or transformers' `TrainingArguments`.
+        model: TRL's `ModelConfig`, or `ScratchArguments`.
+        script: TRL's `ScriptArguments`; None for random weights.
+        mixture: TRL's `DatasetMixtureConfig`; None for random weights.
+        words: the command line.
+    """
+
+    run: RunArguments
+    training: Any
+    model: Any
+    script: Any = None
+    mixture: Any = None
+    words: tuple[str, ...] = ()
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether the weights are pretrained."""
+        return self.script is not None
+
+    @property
+    def resume(self) -> str:
+        """What to do after a run that ended early."""
+        return f"Resume with: {shlex.join(['lowtide', 'train', *_resuming(self.words)])}"
+
+
+def peek(words: Sequence[str]) -> dict[str, Any]:
+    """Return what a command line, and the file that its ``--config`` names, give of few options; no library is loaded.
+
+    Raises:
+        ArgumentValueError: that file is none.
+    """
+    found, _ = _early_parser(*_EARLY).parse_known_args(list(words))
+    given = {name: value for name, value in vars(found).items() if value is not None}
+    in_file = _from_file(Path(given["config"])) if "config" in given else {}
+    return {**{name: value for name, value in in_file.items() if name in _EARLY}, **given}
+
+
+def check_early(words: Sequence[str]) -> bool:
+    """Return whether a run is to fine-tune; raise where a file that it names does not exist.
+
+    Raises:
+        ArgumentValueError: the configuration, the model or the data is not there.
+    """
+    early = peek(words)
+    model = str(early.get("model_name_or_path", DEFAULT))
+    if model not in SHAPES:
+        config_file(model)
+    if data := early.get("dataset_name"):
+        check_path(str(data))
+    return has_weights(model)
+
+
+def check_path(name: str) -> None:
+    """Raise where data's name is neither a path that exists nor one of the Hub.
+
+    Raises:
+        ArgumentValueError: it is neither, with the nearest name in its folder.
+    """
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 (an unknown home stays as it is)
+    if not path.exists() and (not _HUB_DATASET.fullmatch(name) or _SUFFIX.fullmatch(name)):
+        near = did_you_mean(path.name, (one.name for one in path.parent.iterdir())) if path.parent.is_dir() else ""
+        expected = "a file, a folder, or a dataset of the Hub as org/name"
+        raise ArgumentValueError(message("--dataset_name", expected, f"{name} (No such file or directory)", near))
+
+
+def launch_words(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Return accelerate's arguments and the run's own, if a command line has ``--accelerate_config``; else None.
+
+    As in ``trl sft``: a file, or the name of one that TRL has, and ``--num_processes``.
+
+    Raises:
+        ArgumentValueError: there is no such file.
+    """
+    found, rest = _early_parser(*_LAUNCH).parse_known_args(list(words))
+    if found.accelerate_config is None:
+        return None
+    file = Path(found.accelerate_config)
+    spec = find_spec("trl")
+    shipped = Path(str(spec.origin)).parent / "accelerate_configs" if spec else Path()
+    if not file.is_file():
+        file = shipped / f"{found.accelerate_config}.yaml"
+    if not file.is_file():
+        names = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
+        got = str(found.accelerate_config)
+        raise ArgumentValueError(message("--accelerate_config", f"a file, or one of {names}", got))
+    count = ["--num_processes", found.num_processes] if found.num_processes else []
+    return ["--config_file", str(file), *count], rest
+
+
+def parse(words: Sequence[str], *, fine_tunes: bool) -> Arguments:
+    """Return the options of a command line.
+
+    Raises:
+        ArgumentValueError: an option that there is not, with the nearest one, or a value that its library refuses.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # TRL's defaults have old names of options
+            found = _parse_sft(words) if fine_tunes else _parse_scratch(words)
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        if isinstance(error, ArgumentValueError):
+            raise
+        expected = "values that TRL and transformers accept"
+        raise ArgumentValueError(message("options", expected, " ".join(str(error).split()))) from error
+    _check(found)
+    return found
+
+
+def _parse_sft(words: Sequence[str]) -> Arguments:
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+    parser = _raising(TrlParser)((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RunArguments))
+    # An MLP whose adapters have dropout cannot be fused.
+    parser.set_defaults(**_COMMON, **_for_device("bf16"), lora_dropout=0.0)
+    *parsed, unknown = parser.parse_args_and_config(list(words), return_remaining_strings=True)
+    _check_unknown(unknown, parser)
+    script, training, model, mixture, run = parsed
+    return Arguments(run=run, training=training, model=model, script=script, mixture=mixture, words=tuple(words))
+
+
+def _parse_scratch(words: Sequence[str]) -> Arguments:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    parser = _raising(HfArgumentParser)((ScratchArguments, TrainingArguments, RunArguments))
+    given, rest = _early_parser("config").parse_known_args(list(words))
+    in_file = _from_file(Path(given.config)) if given.config else {}
+    in_file.pop("env", None)
+    # Of words the later ones hold.
+    rest = [*(f"--{name}={value}" for name, value in in_file.items() if value is not None), *rest]
+    epochs = any(re.match("--num[_-]train[_-]epochs", word) for word in rest)
+    steps = {} if epochs else {"max_steps": _SCRATCH_STEPS}
+    parser.set_defaults(**_COMMON, **_SCRATCH, **steps, **_for_device())
+    model, training, run, unknown = parser.parse_args_into_dataclasses(
+        rest, return_remaining_strings=True, look_for_args_file=False
+    )
+    _check_unknown(unknown, parser)
+    return Arguments(run=run, training=training, model=model, words=tuple(words))
+
+
+def _for_device(*also: str) -> dict[str, Any]:
+    """Return what a machine without a GPU needs in place of TRL's defaults; bfloat16 is slow there."""
+    import torch
+
+    there = torch.cuda.is_available()
+    own = {"use_cpu": not torch.accelerator.is_available(), "disable_tqdm": not sys.stderr.isatty()}
+    if not also:  # random weights: TRL is not there to choose
+        return {**own, "bf16": there and torch.cuda.is_bf16_supported()}
+    return own if there else {**own, **dict.fromkeys(also, False)}
+
+
+def _raising(parser: type) -> type:
+    """Return a parser whose errors are lowtide's, and whose options are written out."""
+
+    class Raising(parser):  # type: ignore[misc]
+        def __init__(self, types: Any) -> None:
+            super().__init__(types, allow_abbrev=False, add_help=False)
+
+        def error(self, text: str) -> None:
+            argument, _, wrong = text.partition(": ")
+            name = next((word for word in re.split("[ /]", argument) if word.startswith("--")), "options")
+            raise ArgumentValueError(message(name, "a value that TRL and transformers accept", wrong or text))
+
+    return Raising
+
+
+def _check_unknown(unknown: Sequence[str], parser: Any) -> None:
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    for name in flags or unknown:
+        known = (flag for action in parser._actions for flag in action.option_strings)
+        expected = "an option of `trl sft`, transformers' TrainingArguments or `lowtide train --help`"
+        raise ArgumentValueError(message(name, expected, "another name", did_you_mean(name, known)))
+
+
+def _check(found: Arguments) -> None:
+    """Raise where the trainers take options that end in a stack trace, some of them after the last step."""
+    args, model = found.training, found.model
+    for name, least in (("per_device_train_batch_size", 1), ("gradient_accumulation_steps", 1)):
+        if (value := getattr(args, name)) < least:
+            raise ArgumentValueError(message(f"--{name}", f"a whole number of at least {least}", str(value)))
+    needs = [(f"--{name}", package) for name, package in _NEEDS.items() if getattr(model, name, False)]
+    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    needs += [(f"--report_to {name}", name) for name in trackers if name in _TRACKERS]
+    for name, package in needs:
+        if find_spec(package) is None:
+            raise ArgumentValueError(
+                message(name, f"{package} to be installed", "none", f"pip install {package.replace('_', '-')}")
+            )
+    if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; a launcher starts several GPUs
+        args._n_gpu = 1
+
+
+def _early_parser(*names: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=None)
+    for name in names:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
+    return parser
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    """Return the options of a YAML file."""
+    import yaml
+
+    expected = "a YAML file of options and their values, such as 'learning_rate: 1e-5'"
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ArgumentValueError(message("--config", expected, f"{file} ({why})")) from error
+    if not isinstance(found, dict):
+        raise ArgumentValueError(message("--config", expected, f"something else in {file}"))
+    return found
+
+
+def _resuming(words: Sequence[str]) -> list[str]:
+    """Return the words of a run as those that resume it."""
+    rest: list[str] = []
+    words = [word for word in words if not re.match("--resume[_-]from[_-]checkpoint=", word)]
+    while words:
+        if re.fullmatch("--resume[_-]from[_-]checkpoint", words[0]):
+            words = words[2:] if words[1:2] and not words[1].startswith("--") else words[1:]
+        else:
+            rest.append(words[0])
+            words = words[1:]
+    return [*rest, "--resume_from_checkpoint", AUTO]
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Return options as words of a command line."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no_'}{name}")
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    return words
