@@ -18,7 +18,7 @@ pytestmark = promise("values")
 ROOT = Path(__file__).parents[2]
 # What PyTorch's own kernels use, and oneDNN's, from few to many.
 LEVELS = {"DEFAULT": ("default", "SSE41"), "AVX2": ("avx2", "AVX2"), "AVX512": ("avx512", "AVX512_CORE")}
-DEPENDENT = ["tests/head/test_cpu_work.py", "tests/mlp/test_memory.py"]
+DEPENDENT = ["tests/contract/test_values.py", "tests/mlp/test_memory.py"]
 
 
 @pytest.mark.slow
