@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from promises import promise
+
 pytest.importorskip("axolotl", reason="axolotl has other transformers than the rest of the tests: see docs/stacks.md")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [promise("patched"), pytest.mark.filterwarnings("ignore")]
 
 NAME = "lowtide.stacks.axolotl.LowtidePlugin"
 

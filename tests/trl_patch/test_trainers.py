@@ -11,17 +11,17 @@ from torch import Tensor
 
 import lowtide
 from lowtide.measure.allocations import track_allocations
+from promises import promise
 from support import relative_error
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # TRL's own settings
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")  # TRL's own settings
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
-
-
-def slow(kind: str) -> Any:
-    """A case for --slow: the profiler behind the tracker takes seconds."""
-    return pytest.param(kind, marks=pytest.mark.slow)
 
 
 def train(make_trainer: Any, kind: str, model: Any, **settings: Any) -> tuple[list[dict[str, float]], Tensor]:
@@ -48,12 +48,14 @@ def assert_same_runs(got: Any, expected: Any, tolerance: float) -> None:
     assert relative_error(got[1], expected[1]) < tolerance
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scored", ["all", "valid"])
+@promise("trainers")
+@pytest.mark.parametrize(
+    ("kind", "valid"), [*((kind, kind in ("SFT", "GRPO")) for kind in KINDS), slow("DPO", True), slow("SFT", False)]
+)
 def test_same_as_stock(
-    scored: str, kind: str, make_trainer: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+    valid: bool, kind: str, make_trainer: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if scored == "valid":  # as TRL does on GPUs: the number of tokens then changes from call to call
+    if valid:  # as TRL scores on GPUs: the number of tokens then changes from call to call
         for module in ("trl.trainer.utils", "trl.trainer.distillation_trainer"):
             monkeypatch.setattr(importlib.import_module(module), "_use_triton", lambda device: True)
     expected = train(make_trainer, kind, tiny_model())
@@ -77,19 +79,19 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
+@promise("trainers")
 @pytest.mark.parametrize(
     ("kind", "model", "settings"),
     [
         ("SFT", {}, {"loss_type": "dft"}),
-        ("SFT", {}, {"packing": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
-        ("DPO", {}, {"use_weighting": True}),  # wants the sum of squared probabilities
-        ("DPO", {}, {"loss_type": "ipo"}),
-        ("GRPO", {}, {"top_entropy_quantile": 0.5, "loss_type": "dapo"}),  # masks tokens by their entropy
-        ("GRPO", {}, {"entropy_coef": 0.05}),  # differentiates it
-        ("Distillation", {}, {"beta": 0.0}),
-        ("Distillation", {}, {"beta": 1.0}),
-        ("Distillation", CAPPED, {}),
-        *((kind, model, {}) for kind in ("DPO", "GRPO") for model in MODELS),
+        ("DPO", MODELS[0], {"use_weighting": True}),  # wants the sum of squared probabilities
+        ("GRPO", MODELS[3], {"entropy_coef": 0.05}),  # differentiates the entropy
+        ("Distillation", CAPPED, {"beta": 0.0}),
+        ("SFT", CAPPED, {"packing": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
+        ("DPO", MODELS[4], {}),
+        slow("GRPO", {}, {"top_entropy_quantile": 0.5, "loss_type": "dapo"}),  # masks tokens by their entropy
+        slow("Distillation", {}, {"beta": 1.0}),
+        *(slow("GRPO", model, {}) for model in MODELS),
     ],
     ids=str,
 )
@@ -103,13 +105,13 @@ def test_same_as_stock_with_options_and_other_models(
     assert report.calls_lowtide
 
 
-@pytest.mark.parametrize("kind", ["SFT", "KTO", "Distillation"])
-def test_bf16_autocast(kind: str, make_trainer: Any, tiny_model: Any) -> None:
-    """Metrics and weights within bfloat16's own error, the loss's logits being float32 in the patched run only."""
+@promise("dtypes")
+def test_bf16_autocast(make_trainer: Any, tiny_model: Any) -> None:
+    """Metrics within bfloat16's own error, the loss's logits being float32 in the patched run only."""
     settings = {"bf16": True, "learning_rate": 1e-3}
-    stock, _ = train(make_trainer, kind, tiny_model(), **settings)
+    stock, _ = train(make_trainer, "SFT", tiny_model(), **settings)
     report = lowtide.patch_trl()
-    got, change = train(make_trainer, kind, tiny_model(), **settings)
+    got, change = train(make_trainer, "SFT", tiny_model(), **settings)
     for entry, expected in zip(got, stock, strict=True):
         for name in {"loss", "entropy"} & entry.keys():
             assert entry[name] == pytest.approx(expected[name], rel=0.02)
@@ -117,6 +119,7 @@ def test_bf16_autocast(kind: str, make_trainer: Any, tiny_model: Any) -> None:
     assert report.calls_trl == {}
 
 
+@promise("reported")
 def test_what_lowtide_cannot_do_runs_as_stock_and_is_named(make_trainer: Any, tiny_model: Any) -> None:
     settings = {"family": "Cohere2", "logit_scale": 0.25}  # and its teacher is a Llama
     expected = train(make_trainer, "Distillation", tiny_model(**settings))
@@ -131,6 +134,7 @@ def test_what_lowtide_cannot_do_runs_as_stock_and_is_named(make_trainer: Any, ti
     assert why in str(report)
 
 
+@promise("reversible")
 def test_a_trainer_made_before_is_patched_and_unpatched(make_trainer: Any, tiny_model: Any) -> None:
     trainer = make_trainer("SFT", tiny_model())
     report = lowtide.patch_trl()
@@ -141,7 +145,8 @@ def test_a_trainer_made_before_is_patched_and_unpatched(make_trainer: Any, tiny_
     assert report.calls_lowtide == {"ChunkedLogProbFunction": 3}
 
 
-@pytest.mark.parametrize("kind", ["DPO", "GRPO", "Distillation", *(slow(k) for k in ("SFT", "KTO", "RLOO"))])
+@promise("memory")
+@pytest.mark.parametrize("kind", ["DPO", slow("GRPO"), slow("Distillation")])
 @pytest.mark.usefixtures("short_chunks")
 def test_nothing_of_the_size_of_the_logits_is_allocated(kind: str, make_trainer: Any, tiny_model: Any) -> None:
     """The batch is long enough that a quarter of its logits is more than anything of the size of the weight."""

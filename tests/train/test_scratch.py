@@ -1,0 +1,91 @@
+"""Text for random weights: which files, in which order, what is held out, and a tokenizer that is loaded as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
+
+from lowtide.errors import ArgumentValueError
+from lowtide.train.scratch import Blocks, make_blocks, make_tokenizer, pieces, text_files
+from promises import promise
+from train.conftest import Files
+
+pytestmark = promise("trainers")
+
+
+def test_the_standard_librarys_text_is_there_without_a_name() -> None:
+    found = text_files(None)
+    assert "argparse.py" in {path.name for path in found}
+    assert {path.suffix for path in found} <= {".py", ".txt", ".rst"}
+
+
+def test_text_is_cut_into_pieces_whose_order_the_seed_determines(tmp_path: Path) -> None:
+    lines = [f"line {i} of a text\n" for i in range(3000)]
+    (tmp_path / "a.txt").write_text("".join(lines[:1000]))
+    (tmp_path / "b.md").write_text("".join(lines[1000:]))
+    (tmp_path / "c.bin").write_bytes(b"\0\1")
+    files = text_files(str(tmp_path))
+    assert [path.name for path in files] == ["a.txt", "b.md"]
+    found = pieces(files, 1)
+    assert sorted("".join(found).splitlines(keepends=True)) == sorted(lines)
+    assert all(piece.endswith("\n") for piece in found)
+    assert found == pieces(files, 1) != pieces(files, 2)
+    (tmp_path / "d.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ArgumentValueError, match=r"UTF-8 text, got .*d.txt"):
+        pieces(text_files(str(tmp_path)), 1)
+    with pytest.raises(ArgumentValueError, match="none in"):
+        text_files(str(tmp_path / "c.bin"))
+
+
+def test_held_out_blocks_come_first_and_no_more_is_tokenised_than_is_trained_on(files: Files) -> None:
+    text, tokenizer = pieces(text_files(str(files.text)), 0), AutoTokenizer.from_pretrained(files.pretrained)
+    (every, held), (few, same) = (make_blocks(text, tokenizer, 32, held_out=5, most=most, seed=0) for most in (None, 7))
+    assert (len(few), len(held), len(same)) == (7, 5, 5)
+    ids = torch.cat([block["input_ids"] for part in (held, every) for block in (part[i] for i in range(len(part)))])
+    whole = [token for piece in text for token in [*tokenizer(piece)["input_ids"], tokenizer.eos_token_id]]
+    assert ids.tolist() == whole[: len(ids)]
+    assert len(whole) - len(ids) < 32
+    for a, b in ((few, every), (same, held)):
+        assert all(torch.equal(a[i]["input_ids"], b[i]["input_ids"]) for i in range(len(a)))
+    assert few[0]["labels"].tolist() == [-100, *few[0]["input_ids"].tolist()[1:]]
+    with pytest.raises(ArgumentValueError, match=r"text of more than 5000 sequences of 32 tokens.*Give more text"):
+        make_blocks(text, tokenizer, 32, held_out=5000, most=None, seed=0)
+
+
+def test_each_epoch_has_an_order_of_its_own() -> None:
+    blocks = Blocks(torch.arange(64).view(32, 2), seed=3)
+    orders = []
+    for epoch in (0, 1, 2, 1):
+        blocks.set_epoch(epoch)
+        orders.append([int(blocks[i]["input_ids"][0]) // 2 for i in range(32)])
+    assert orders[0] == list(range(32))
+    assert orders[1] == orders[3] != orders[2]
+    assert all(sorted(order) == orders[0] != order for order in orders[1:])
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
+def test_a_trained_tokenizer_is_the_one_that_a_saved_run_is_loaded_with(
+    config: type, files: Files, tmp_path: Path
+) -> None:
+    """For some types transformers takes a class of its own, with other splits, whatever class the files name."""
+    text = pieces(text_files(str(files.text)), 0)
+    shape = config(vocab_size=300, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    tokenizer = make_tokenizer(None, text, shape)
+    assert len(tokenizer) <= 300
+    tokenizer.save_pretrained(tmp_path)
+    shape.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    sentence = "The tide came in, and 12 gulls\n\tcounted waves."
+    assert loaded(sentence)["input_ids"] == tokenizer(sentence)["input_ids"]
+    assert loaded.decode(loaded(sentence)["input_ids"]) == sentence
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(files: Files, tmp_path: Path) -> None:
+    shape = LlamaConfig(vocab_size=200)
+    with pytest.raises(ArgumentValueError, match=r"--model_name_or_path: expected a vocabulary of at least"):
+        make_tokenizer(str(files.pretrained), [], shape)
+    with pytest.raises(ArgumentValueError, match="--tokenizer_name: expected a folder with a tokenizer"):
+        make_tokenizer(str(tmp_path), [], shape)
