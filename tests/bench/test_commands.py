@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from cli.results import result
-from lowtide.bench import head, mlp, models, stats, step, sweep
+from lowtide.bench import head, mlp, stats, step, sweep
 from lowtide.bench.harness import CannotError, Run
 from lowtide.cli import _parser, bench, main
 from lowtide.cli.parser import given
@@ -57,6 +56,12 @@ def rows_of(found: Any) -> list[dict[str, Any]]:
     return rows + [row for key in ("shapes", "tables", "points") for row in rows_of(found.get(key))]
 
 
+def result(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.json")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
 def run(kind: str, folder: Path, *more: str) -> int:
     return main(["bench", kind, *SMALL[kind].split(), *QUICK, "--output", str(folder), *more])
 
@@ -95,9 +100,7 @@ def test_help_has_every_setting_and_examples_that_parse(kind: str, capsys: pytes
 BAD = {
     "head": {
         "--reps 0": "reps: expected a whole number of at least 1",
-        "--seed -1": "seed: expected a whole number of at least 0",
         "--shape nonsense": "shape: expected llama-1b",
-        "--shape 1,2": "shape: expected",
         "--shape ²,2,3": "shape: expected",
         "--only nobody": "only: expected names out of lowtide",
         "--only naive --skip naive": "skip: expected at least one peer that is left",
@@ -116,7 +119,6 @@ BAD = {
         "--tokens 1": "tokens: expected a whole number of at least 2",
         "--peer nobody": "peer: expected names out of liger",
         "--policy some": "policy: expected all, attention",
-        "--policy all@states=0": "policy: expected all, attention",
     },
 }
 ALONE = """
@@ -259,7 +261,6 @@ SCRIPTS = {
     "divergence": ("--shape 32,8,64,12 --only lowtide naive", {"lowtide", "naive"}),
     "experts": ("--shape 8,4,6,3,2 --only lowtide-0 eager", {"lowtide-0", "eager"}),
     "layers": ("--tokens 64 --hidden 32 --heads 2 --kv-heads 1 --head-dim 8", {"lowtide", "eager", "F.rms_norm"}),
-    "scaling": ("--ranks 1 --model lowtide-small --way lowtide stock --tokens 8 --weights float32 --steps 1", set()),
 }
 
 
@@ -269,17 +270,7 @@ def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest
     arguments, measured = SCRIPTS[name]
     monkeypatch.setattr(torch, "compile", broken)
     module = importlib.import_module(name)
-    quick = [] if name == "scaling" else QUICK
-    monkeypatch.setattr(sys, "argv", [name, *arguments.split(), *quick, "--output", str(tmp_path)])
-    if name == "scaling":  # each in a process
-
-        def rank(command: list[str], **_: Any) -> ChildResult:
-            module.run_rank(json.loads(command[-1]))
-            return ChildResult(returncode=0, seconds=1.0)
-
-        monkeypatch.setattr(module, "run_command", rank)
-        tiny = models.config_of("lowtide-small", 1)
-        monkeypatch.setattr(module, "config_of", lambda _: tiny)
+    monkeypatch.setattr(sys, "argv", [name, *arguments.split(), *QUICK, "--output", str(tmp_path)])
     config = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
     script = importlib.import_module("script")
     assert script.main(getattr(module, name.upper()), config, module.__doc__) == 0
@@ -288,7 +279,3 @@ def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest
     for row in rows:
         errors = [value for key, value in row.items() if key.endswith("error")] + list(row.get("errors", {}).values())
         assert max(errors, default=0) < 1e-4, row
-    if name == "scaling":
-        lowtide, stock = rows
-        assert lowtide["losses"] == pytest.approx(stock["losses"], rel=1e-4)
-        assert lowtide["of_one"] == 1.0

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lowtide.bench.config import MlpBenchConfig
 from lowtide.bench.harness import (
     OUT_OF_MEMORY,
-    Benchmark,
     CannotError,
     Files,
     Peer,
     Row,
-    Run,
     Table,
     reason_in,
     replace,
-    short_gpu,
 )
 from lowtide.errors import ArgumentValueError
 from promises import promise
@@ -70,29 +65,6 @@ def test_a_package_that_is_missing_comes_with_what_to_install() -> None:
         Peer("quack", build, "quack-kernels").built(None)
 
 
-@pytest.mark.parametrize(("last", "status"), [({"failed": "broken"}, 1), ({"ms": 2.0}, 0)])
-def test_a_run_writes_each_row_and_has_a_status(last: Row, status: int, tmp_path: Path) -> None:
-    printed: list[str] = []
-    known: list[int] = []
-
-    def measure(run: Run[Any]) -> None:
-        run.result |= {"rows": []}
-        for row in ({"name": "naive", "tokens": 8, "failed": "no"}, {"name": "lowtide", "tokens": 8, **last}):
-            run.add(row, run.result["rows"], TABLE)
-            known.append(len(json.loads(run.files.json.read_text())["rows"]))
-
-    config = MlpBenchConfig(device="cpu", output=str(tmp_path))
-    run = Benchmark(measure=measure).run(config, printed.append, f"lowtide bench mlp --output {tmp_path} --device cpu")
-    assert (run.status, known, len(run.rows)) == (status, [1, 2], 2)
-    (file,) = tmp_path.iterdir()
-    assert file.name.endswith("-mlp-float32-cpu.json")
-    result = json.loads(file.read_text())
-    assert {"command", "date", "commit", "machine", "rows"} == set(result)
-    assert result["command"] == "lowtide bench mlp --device cpu"
-    assert printed[0] == "naive         8  no\n"
-    assert printed[-1] == f"written: {file}\n"
-
-
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
     for expected in ("day-head-h100", "day-head-h100-2", "day-head-h100-3"):
         files = Files.prepare(str(tmp_path / "new"), "day-head", "NVIDIA H100 80GB HBM3")
@@ -118,8 +90,3 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
     with pytest.raises(ArgumentValueError, match="output: expected a folder"):
         Files.prepare(str(target), "day-head", None)
-
-
-def test_gpus_in_file_names() -> None:
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090", "Some Device", None)
-    assert [short_gpu(name) for name in names] == ["h100", "4090", "device", "cpu"]

@@ -14,7 +14,6 @@ from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import OUT_OF_MEMORY
 from lowtide.bench.variant import Variant
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import child
 from lowtide.train.shapes import SHAPES
 from promises import promise
 
@@ -48,25 +47,6 @@ def test_what_does_not_fit_ends_a_variant(monkeypatch: pytest.MonkeyPatch) -> No
     failed = {"failed": OUT_OF_MEMORY}
     rows = rows_of("stock", 10, 20, 30)
     assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
-
-
-@pytest.mark.parametrize(
-    ("environment", "setting"),
-    [
-        ({}, ""),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"},
-            "backend:cudaMallocAsync",
-        ),
-    ],
-)
-def test_how_the_allocator_was_set(environment: dict[str, str], setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert child.allocator_setting() == setting
-    assert child.allocator_of_children() == ({} if setting else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_a_model_without_fused_attention_takes_its_own_and_says_so(tmp_path: Path) -> None:
@@ -108,13 +88,6 @@ def test_a_step_by_any_variant_is_the_same_step(name: str) -> None:
     assert row["losses"] == pytest.approx(stock["losses"], rel=1e-4)
     assert row["losses"][0] > row["losses"][1]
     assert row["tokens_per_s"] == pytest.approx(66 / row["seconds"])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_a_variant_that_does_not_run_here_says_why() -> None:
-    (row,) = rows_of("liger")
-    assert row["unsupported"]
-    assert "pip install liger-kernel" in row["failed"]
 
 
 @pytest.mark.parametrize(

@@ -137,16 +137,6 @@ def test_rows_of_the_limit_are_2048_4096_and_all() -> None:
     assert limit_rows(8192, MOST_LOGITS) == (2048,)  # there is always one
 
 
-def test_targets_are_drawn_from_the_model() -> None:
-    """The mean of -log p of a draw is the entropy; of a random class it would be far more."""
-    case = make_case(HEADS.one("6000,16,300"), torch.float32, "cpu", seed=3)
-    logprob = (case.x @ case.w.T).detach().log_softmax(1)
-    surprise = -logprob.gather(1, case.y[:, None])[:, 0]
-    difference = surprise + (logprob.exp() * logprob).sum(1)
-    assert abs(difference.mean()) < 4 * difference.std() / math.sqrt(len(difference))
-    assert -logprob.mean() > surprise.mean() + 1
-
-
 def measured(function: Callable[[], Values], case: Case) -> Row:
     return Bench(case, error=True, warm=0, reps=1).measure(Peer("peer", lambda _: function))
 

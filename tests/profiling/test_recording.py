@@ -24,7 +24,7 @@ from lowtide.profile.phases import (
     PhaseMarks,
     with_whole_recomputes,
 )
-from lowtide.profile.recording import Block, Event, Recording, record, storages
+from lowtide.profile.recording import Recording, record, storages
 from promises import promise
 
 pytestmark = promise("commands", "memory")
@@ -136,25 +136,6 @@ def test_an_error_leaves_what_was_recorded_until_then() -> None:
     assert told == [Phase(EMBEDDING)]
 
 
-def test_what_was_there_before_may_be_freed() -> None:
-    """As a GPU's allocator tells it; a CPU's does not."""
-    weight, block = 77, Block(address=5, bytes=30 * KIB, begin=1, operation="aten::mm", phase=0)
-    recording = Recording(
-        blocks=[block],
-        events=[Event(10, -20 * KIB, weight, None), Event(20, 30 * KIB, 5, 0), Event(30, -1 * KIB, 78, None)],
-        phases=[Phase(HEAD), Phase(END)],
-        begins=[0, 3],
-        begins_ns=[0, 40],
-    )
-    known = Known(before={weight: ("weights", 20 * KIB)}, baseline=50 * KIB)
-    told = describe(recording, known, [4.0])
-    assert told["peak"]["gib"] == 60 * KIB / 2**30
-    found = {owner: gib * 2**20 for owner, gib in told["peak"]["owners_gib"].items() if gib}
-    assert found == {"head": 30, "other": 30}
-    assert told["timeline"]["owners"]["other"][-1] == pytest.approx(29 / 2**20, rel=1e-4)
-    assert told["timeline"]["ms"] == [0, 1, 2, 3]
-
-
 class Layer(nn.Module):
     def __init__(self, D: int) -> None:
         super().__init__()
@@ -227,28 +208,6 @@ def test_a_models_step_byte_by_byte() -> None:
     assert by_owner["activations"] == (1 + 2 * 3) * N * D * 4
     saving = {recording.phases[b.phase] for b, one in zip(recording.blocks, owned, strict=True) if one == "activations"}
     assert saving == {Phase(EMBEDDING), *layers[0]}
-
-
-def test_a_recompute_is_a_phase_of_its_own() -> None:
-    class Checkpointed(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-            return y
-
-    model = Model()
-    model.layers = nn.ModuleList(Checkpointed(33) for _ in range(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    marks, told = PhaseMarks(), []
-    marks.install(model, children=True)
-    marks.on_begin = told.append
-    step(model, optimizer, torch.randint(0, 71, (9,)), marks)
-    merged = [
-        phase
-        for i, phase in enumerate(with_whole_recomputes(told))
-        if i == 0 or with_whole_recomputes(told)[i - 1] != phase
-    ]
-    again = [Phase(kind, layer) for layer in (1, 0) for kind in (BACKWARD, RECOMPUTE, BACKWARD)]
-    assert merged[5:-3] == again
 
 
 def test_what_stands_between_two_parts_of_a_recompute_is_of_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -124,12 +123,11 @@ def test_lora_trains_adapters_alone(settings: dict[str, Any]) -> None:
     assert found["peak"]["owners_gib"]["optimizer"] == pytest.approx(2 * adapters * 4 / 2**30, rel=0.01)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("where", "at"), [("forward", 1), ("backward", 0)])
 def test_memory_that_runs_out_is_a_row_with_a_picture(
     where: str, at: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the last layer: by the first step, and by one that counts."""
+    """In the last layer: by a step that counts, and by the first."""
     steps = [0]
 
     def full(*args: Any) -> None:
@@ -165,27 +163,6 @@ def test_phases_are_as_long_as_in_the_median_step() -> None:
     assert module.median_step(others, phases) is None
 
 
-def test_a_model_that_cannot_be_built_is_a_row_that_says_why(settings: dict[str, Any]) -> None:
-    assert "one for each of 2 layers" in run("lowtide", "5xall", settings)["failed"]
-
-
-def test_another_error_is_one(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: Steps) -> None:
-        raise ValueError("broken")
-
-    monkeypatch.setattr(Steps, "step", step)
-    assert run("stock", "all", settings)["failed"] == "ValueError: broken"
-
-
-def test_the_trace_is_one(tmp_path: Path, settings: dict[str, Any]) -> None:
-    found = run("stock", "all", {**settings, "trace": True}, tmp_path / "a")
-    assert found["files"] == {"trace": "a-trace.json.gz"}
-    with gzip.open(tmp_path / "a-trace.json.gz", "rt") as file:
-        events = json.load(file)["traceEvents"]
-    assert any(event.get("name") == "aten::mm" for event in events)
-    assert [file.name for file in tmp_path.iterdir()] == ["a-trace.json.gz"]
-
-
 def test_compiled_layers_are_checkpointed_from_outside(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,3 +184,15 @@ def test_attention_that_is_not_fused_is_said(settings: dict[str, Any], tmp_path:
     assert "failed" not in found
     assert found["attention"] == "eager"
     assert "attention is the model's own (eager), not PyTorch's fused one" in found["note"]
+
+
+def test_what_cannot_be_built_and_what_breaks_is_a_row_that_says_why(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "one for each of 2 layers" in run("lowtide", "5xall", settings)["failed"]
+
+    def step(self: Steps) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Steps, "step", step)
+    assert run("stock", "all", settings)["failed"] == "ValueError: broken"
