@@ -32,9 +32,9 @@ KINDS = {  # the class that makes a model of the kind, and its title
     "seq2seq": ("AutoModelForSeq2SeqLM", "Sequence to sequence"),
 }
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
-CRASHED = "crashed"  # neither equal nor different is known
+CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
 COMPARED = (FUSED, FELL_BACK, DIFFERENT)
-STATUSES = (FUSED, FELL_BACK, NOT_BUILT, CRASHED, DIFFERENT)
+STATUSES = (FUSED, FELL_BACK, NOT_BUILT, CRASHED, TIMED_OUT, DIFFERENT)
 
 
 def types(kind: str) -> list[str]:
