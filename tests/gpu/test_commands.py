@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import pickle
+import random
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
-import gc
-import random
-import re
-import warnings
-
-import pytest
 import torch
 
-from gpu.conftest import ON_GPU
-from lowtide.cli import main
-from lowtide.train import train
-from promises import promise
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytest.importorskip("trl")
+for needed in ("transformers", "accelerate", "trl"):
+    pytest.importorskip(needed)
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chat_data import CHATML, byte_tokenizer
+from gpu.conftest import ON_GPU
+from lowtide.cli import main
+from lowtide.train import train
+from promises import promise
 
 pytestmark = [*ON_GPU, promise("commands")]
 CONFIG = {
