@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-for needed in ("transformers", "accelerate", "trl"):
-    pytest.importorskip(needed)
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("trl")
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
