@@ -81,7 +81,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "head/terms/cross_entropy.py", "position = int(wrong.nonzero()[0, 0])",
-            "position = int(wrong.nonzero()[-1, 0])", "contract/test_errors.py -k place",
+            "position = int(wrong.nonzero()[-1, 0])", "contract/test_errors.py -k linear_cross_entropy",
         ),
         Mutant(
             "graph.py", "return stored, sources, last and not ctx.shared", "return stored, sources, True",
