@@ -22,7 +22,7 @@ from lowtide.errors import LowtideError
 from lowtide.measure.units import gib
 from lowtide.plan import plan_memory
 from lowtide.plan.gpus import find_gpu
-from lowtide.plan.shapes import read_settings
+from lowtide.plan.settings import read_settings
 from lowtide.train.shapes import SHAPES
 
 
@@ -73,7 +73,9 @@ def row_of(case: Case, device: Any) -> dict[str, Any]:
         settings["num_hidden_layers"] = case.layers
         if isinstance(settings.get("layer_types"), list):
             settings["layer_types"] = settings["layer_types"][: case.layers]
-    plan = plan_memory(settings, case.seq_len, 1, case.budget_gib, case.host_gib, device, optimizer=case.optimizer)
+    plan = plan_memory(
+        settings, case.seq_len, 1, case.budget_gib, case.host_gib, device, optimizer=case.optimizer, dtype="bfloat16"
+    )
     checked = check_plan(settings, plan, warm=1, steps=1 if case.seq_len > 40000 else 2)
     measured = checked.to_dict()
     del measured["machine"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lowtide.cli import main
 from lowtide.plan import Adapters, plan_memory
@@ -18,9 +19,8 @@ from lowtide.train.shapes import SHAPES
 from promises import promise
 
 pytestmark = promise("commands")
-
 SMALL = ["plan", "--model", "llama-3.2-1b", "--layers", "2", "--seq-len", "4096", "--gpu", "h100"]
-TWO = with_layers(read_settings(SHAPES["llama-3.2-1b"]), 2)
+FEW = {**SHAPES["llama-3.2-1b"], "num_hidden_layers": 2}
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 
 
@@ -31,84 +31,92 @@ def as_json(capsys: pytest.CaptureFixture[str], *options: str, command: list[str
     return report
 
 
-def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--budget", "10GiB"]) == 0
-    out = capsys.readouterr().out
-    assert out == f"{plan_memory(TWO, 4096, 1, 10, device='h100')}\n"
-    ladder = next(block for block in out.split("\n\n") if block.startswith("a layer saves"))
-    for word in ("all:", "(/0)", "(/1)", "attention:", "input:"):
-        assert word in ladder.split("input/1")[-1], word
-    assert "\n\nin a script that has the model:\n\nimport lowtide\n" in out
+def test_the_plan_is_printed_and_its_file_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert main([*SMALL, "--budget", "10GiB", "--json", str(file)]) == 0
+    plan = plan_memory(FEW, 4096, 1, 10, device="h100")
+    assert capsys.readouterr().out == f"{plan}\nwritten: {file}\n"
+    assert json.loads(file.read_text())["choice"]["seconds"] == plan.seconds
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "settings"),
+    ("options", "settings"),
     [
         (
-            "--budget 24GB --host 2GiB --batch-size 4 --grad-accum 2 --optimizer adamw-8bit",
-            (4, 24e9 / 2**30, 2),
-            {"optimizer": "adamw-8bit", "keep_gradients": True},
+            "--budget 24GB --host 2GiB --batch-size 4 --grad-accum 2 --optimizer adamw-8bit --dtype bfloat16",
+            {"batch_size": 4, "budget_gib": 24e9 / 2**30, "host_gib": 2, "optimizer": "adamw-8bit",
+             "keep_gradients": True, "dtype": "bfloat16"},
         ),
         (
-            "--lora-rank 16 --lora-targets q_proj v_proj --attention-mask",
-            (1,),
-            {"adapters": Adapters(16, ("q_proj", "v_proj")), "attention_mask": True},
+            "--lora-rank 16 --lora-targets q_proj v_proj --attention-mask --no-fused-mlp",
+            {"adapters": Adapters(16, ("q_proj", "v_proj")), "attention_mask": True, "fused_mlp": False},
         ),
-        ("--no-autocast --no-fused-mlp", (1,), {"autocast": False, "fused_mlp": False}),
-        ("--gpus 4 --parallel fsdp2 --link 50GB", (1,), {"gpus": 4, "parallel": "fsdp2", "link": "50GB"}),
+        ("--gpus 4 --parallel ddp --link 50GB --no-autocast",
+         {"gpus": 4, "parallel": "ddp", "link": "50GB", "autocast": False}),
     ],
-)
+)  # fmt: skip
 def test_json_is_the_plan_of_the_same_arguments(
-    options: str, arguments: tuple[Any, ...], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    options: str, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = plan_memory(TWO, 4096, *arguments, **{"device": "h100", **settings})
+    plan = plan_memory(FEW, 4096, **{"device": "h100", **settings})
     assert as_json(capsys, *options.split()) == json.loads(json.dumps(plan.to_dict()))
 
 
-@pytest.mark.filterwarnings("ignore")  # what transformers says of its own code
-def test_a_type_of_any_folder_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"model_type": "olmo2", "vocab_size": 131, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6}
-    (tmp_path / "config.json").write_text(json.dumps({**settings, **sizes, "tie_word_embeddings": False}))
-    run = ["plan", "--model", str(tmp_path), "--seq-len", "64", "--gpu", "l4", "--budget", "0.25GiB", "--layers", "2"]
+def test_a_run_is_planned_as_its_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is given beside it counts more."""
+    (tmp_path / "config.json").write_text(json.dumps(FEW))
+    run = {"model_name_or_path": str(tmp_path), "max_length": 512, "use_peft": True, "lora_r": 4, "load_in_4bit": True}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    assert main(["plan", str(file), "--gpu", "l4", "--batch-size", "2"]) == 0
+    answer = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert answer[0].startswith("bfloat16 weights, layers in 4 bits: peak ")
+    assert "2 x 512 tokens, adamw, LoRA of rank 4 on all linear layers, on l4" in answer[1]
+    assert answer[2].startswith("with gradient_checkpointing, as the run has it: ")
+    assert answer[2].endswith("2 x input/0")
+
+
+def test_a_config_is_read_and_its_layers_counted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that transformers has written, with numbers that JSON lacks."""
+    sizes = {"hidden_size": 48, "num_heads": 8, "head_dim": 12, "vocab_size": 131, "num_hidden_layers": 3}
+    settings = {"model_type": "mamba2", **sizes, "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    run = ["plan", "--model", str(tmp_path), "--seq-len", "64", "--gpu", "l4", "--layers", "2"]
     report = as_json(capsys, command=run)
-    assert report["model"]["model_class"] == "Olmo2ForCausalLM"
+    assert report["model"]["model_class"] == "Mamba2ForCausalLM"
     assert len(report["model"]["kind_of"]) == report["model"]["layers"] == 2
-    assert [cost["policy"] for cost in report["ladder"]][:2] == ["all/0", "all/1"]
+    assert [cost["policy"] for cost in report["ladder"]][:2] == ["all", "input"]
 
 
+@pytest.mark.slow
+def test_every_named_shape_is_planned() -> None:
+    for settings in SHAPES.values():
+        plan_memory(with_layers(read_settings(settings), 2), 64, 1, device="b200")
+
+
+@promise("errors")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ("--budget '40 parsecs'", "plan: budget: expected a size such as 40GiB"),
-        ("--host -1", "plan: host: expected a size such as"),
         ("--budget 1GiB", "plan: budget, in GiB: expected at least"),
-        ("--gpu abacus", "plan: gpu: expected"),
         ("--gpu h10", "got 'h10'. Did you mean h100?"),
-        ("--model nobody", "model: expected a folder with a config.json"),
-        ("--model .", "got ., a folder without one. Models are not downloaded"),
+        ("--model .", "model: expected a folder with a config.json, a config as a .json file, or"),
         ("--model lama", "got 'lama'. Did you mean llama-3.2-1b?"),
         ("--layers 0", "layers: expected at least 1"),
+        ("--grad-accum 0", "grad_accum: expected at least 1"),
         ("--seq-len 0", "seq_len: expected at least 1"),
         ("--workspace-mib -3", "workspace_mib: expected"),
-        ("--optimizer lion", "optimizer: expected one of adamw, "),
+        ("--optimizer lion", "plan: optimizer: expected one of adamw"),
         ("--lora-rank 0", "plan: lora_rank: expected at least 1"),
         ("--lora-targets q_proj", "plan: lora_targets: expected --lora-rank beside it, got none."),
+        ("--use-bnb-nested-quant", "plan: use_bnb_nested_quant: expected --load-in-4bit beside it, got none."),
         ("--lora-rank 4 --lora-targets lm_head", "plan: lora_targets: expected names of the layers' projections"),
-        (
-            "--lora-rank 4 --load-in-4bit --check",
-            "check: expected a plan of weights in 16 or 32 bits, patched, without a mask, on one GPU",
-        ),
-        ("--gpus 2 --parallel fsdp2 --check", "without a mask, on one GPU, got --gpus"),
-        ("--gpus 2 --parallel pp", "parallel: expected one of ddp, "),
-        ("--gpus 1 --parallel zero3", "plan: parallel: expected --gpus above 1 beside it, got 1."),
-        ("--gpus 2 --parallel fsdp2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
-        ("--gpus 2 --parallel fsdp2 --lora-rank 8", "plan: lora_rank: expected None: adapters are planned for one GPU"),
+        ("--gpus 2 --check", "without a mask, on one GPU, got --gpus"),
+        ("--gpus 2 --host 8GiB", "plan: host, in GiB: expected 0: offloading is planned for one GPU"),
         ("--parallel zero3", "plan: parallel: expected --gpus above 1 beside it, got none."),
-        ("--link 50GB", "plan: link: expected --gpus above 1 beside it, got none."),
-        ("--gpus 2 --parallel fsdp2 --link fast", "plan: link: expected a size such as"),
         ("--check --json /nowhere/x", "plan: json: expected a file in a folder that exists, got /nowhere/x.\n"),
-        ("--check --json .", "plan: json: expected a file, got the folder ..\n"),
+        ("nowhere.yaml", "plan: run: expected a config in YAML or JSON, got nowhere.yaml"),
         pytest.param("--check", "check: expected a CUDA GPU", marks=NO_GPU),
     ],
 )
@@ -121,11 +129,16 @@ def test_what_cannot_be_is_one_line(
     except SystemExit as ended:
         status = int(str(ended.code))
     out, err = capsys.readouterr()
-    assert status == 2
-    assert err.count("\n") == 1
+    assert (status, err.count("\n")) == (2, 1)
     assert err.startswith("lowtide plan: ")
     assert said in err
     assert out == "" or change == "--check"  # a file that cannot be is said before anything runs
+
+
+@promise("errors")
+def test_no_model_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 2
+    assert "model: expected --model, or the config of a run, got none" in capsys.readouterr().err
 
 
 def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,32 +1,48 @@
-"""Steps that tests plan; a shape is read once for all of them."""
+"""Steps that tests plan; a shape is read once, and a plan made once, for all of them."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowtide.memory import ActivationPolicy
-from lowtide.plan.gpus import GPUS
+from lowtide.plan import MemoryPlan, PlanArguments, plan_memory
 from lowtide.plan.job import Job
-from lowtide.plan.layer_costs import LayerCosts
 from lowtide.plan.shapes import ModelShape, read_shape
+from lowtide.plan.step_costs import Phase, StepCosts
 from lowtide.train.shapes import SHAPES
 
+GIB = 2**30
+FEW = {**SHAPES["llama-3.2-1b"], "num_hidden_layers": 4}
 FLASH_STATES = 24  # bytes that flash attention saves of its dropout
 
 
 @cache
-def shape_of(name: str) -> ModelShape:
-    return read_shape(SHAPES[name])
+def _shape(settings: str) -> ModelShape:
+    return read_shape(json.loads(settings))
 
 
-def job_of(name: str = "llama-3-8b", seq_len: int = 8192, **changes: Any) -> Job:
-    settings: dict[str, Any] = {"gpu": GPUS["h100"], "dtype": torch.bfloat16, "optimizer": "sgd", "batch_size": 1}
-    return Job(shape=shape_of(name), seq_len=seq_len, **{**settings, **changes})
+def shape_of(model: Any) -> ModelShape:
+    return _shape(json.dumps(SHAPES.get(model, model) if isinstance(model, str) else model, default=str))
 
 
-def saved_by(job: Job, policy: ActivationPolicy) -> int:
-    """Return the bytes that a layer saves."""
-    return LayerCosts(job)[policy].saved
+def job_of(model: Any = "llama-3-8b", seq_len: int = 8192, **arguments: Any) -> Job:
+    given: dict[str, Any] = {"device": "h100", "dtype": "bfloat16", "optimizer": "sgd", **arguments}
+    return Job.of(shape_of(model), PlanArguments(seq_len=seq_len, **given))
+
+
+def phases_of(job: Job, *groups: tuple[ActivationPolicy, int], **states: Any) -> dict[str, Phase]:
+    return {str(phase): phase for phase in StepCosts(job).phases(groups, **states)}
+
+
+PLANS: dict[str, MemoryPlan] = {}
+
+
+def plan(model: Any = FEW, seq_len: int = 16384, budget: Any = 16, **arguments: Any) -> MemoryPlan:
+    """A plan in 16 bits of an H100's step."""
+    key = repr((model, seq_len, budget, arguments))
+    if key not in PLANS:
+        given = {"device": "h100", "dtype": "bfloat16", **arguments}
+        PLANS[key] = plan_memory(model, seq_len, budget_gib=budget, **given)
+    return PLANS[key]

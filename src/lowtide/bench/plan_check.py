@@ -120,7 +120,7 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     if job.adapters is not None:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=job.adapters.rank, target_modules=list(job.adapters.targets)))
+        model = get_peft_model(model, LoraConfig(r=job.adapters.rank, target_modules=job.adapters.target_modules))
     patch(model, options=job.options)
     offloaded = any(policy.offload for policy in plan.policies)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)

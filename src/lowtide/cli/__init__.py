@@ -30,7 +30,7 @@ _EXAMPLES = """\
 to begin with:
   lowtide train --compare
       train a small model with lowtide and without, on any machine, and see the two side by side
-  lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB
+  lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB --dtype bfloat16
       what a training step takes, from a model's shape alone
   lowtide COMMAND --help
       all options, with examples

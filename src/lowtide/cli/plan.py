@@ -15,9 +15,10 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import parse_gib
-from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, PROJECTIONS, Adapters, PlanArguments
+from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, Adapters, PlanArguments
 from lowtide.plan.four_bit import config_of
 from lowtide.plan.gpus import GPUS, gpu_named
+from lowtide.plan.run_file import RunFile, read_run
 from lowtide.plan.settings import read_settings, with_layers
 from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file
 
@@ -44,7 +45,7 @@ _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
 
 _EXAMPLES = """\
 examples:
-  lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB
+  lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB --dtype bfloat16
       the fastest step in 16 GiB of an H100
   lowtide plan --model ./Llama-3.1-8B --seq-len 8192 --optimizer adamw-8bit --host 64GiB --gpu h200
       a downloaded model's config; layers and optimizer states may be offloaded into 64 GiB of host memory
@@ -52,6 +53,8 @@ examples:
       the figures as a file
   lowtide plan --model llama-3-8b --seq-len 8192 --lora-rank 16 --load-in-4bit --gpu rtx4090
       QLoRA: adapters over a frozen model in NF4
+  lowtide plan sft.yaml --gpu rtx5090
+      a run of trl sft or axolotl, with the length, batch, adapters and DeepSpeed config that it names
   lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 2
       two GPUs with a sequence each, among which FSDP2 shards the model
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
@@ -62,9 +65,15 @@ def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     add = parser.add_argument
-    shapes, targets = ", ".join(SHAPES), " ".join(PROJECTIONS)
+    shapes = ", ".join(SHAPES)
     names = {"gpus": GPUS, "dtypes": DTYPES, "optimizers": OPTIMIZERS, "parallel": PARALLEL}
-    add("--model", required=True, metavar="MODEL", help=f"a config.json, a folder with one, or one of {shapes}")
+    add(
+        "run",
+        nargs="?",
+        metavar="RUN.YAML",
+        help="a config of trl sft, lowtide train or axolotl, with its DeepSpeed JSON",
+    )
+    add("--model", metavar="MODEL", help=f"a config.json, a folder with one, or one of {shapes}")
     for each in fields(PlanArguments):
         if not (about := each.metadata):
             continue
@@ -80,12 +89,17 @@ def add(parser: OneLineParser) -> None:
         if each.default not in (None, MISSING):
             given["help"] += f" (default: {each.default})"
         kind = int if about["metavar"] is None else str
-        add(flag, type=kind, metavar=about["metavar"] or "N", required=each.default is MISSING, **given)
+        add(flag, type=kind, metavar=about["metavar"] or "N", **given)
     add("--no-autocast", dest="autocast", action="store_false", default=None, help="GEMMs in float32 as well")
     add("--no-offload-states", action="store_true", help="offload no optimizer states")
     add("--grad-accum", default=1, type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
-    add("--lora-targets", nargs="+", metavar="NAME", help=f"the projections that are adapted (default: {targets})")
+    add(
+        "--lora-targets",
+        nargs="+",
+        metavar="NAME",
+        help="what is adapted (default: all linear layers)",
+    )
     add("--load-in-4bit", action="store_true", help="the frozen layers in 4 bits (QLoRA), with --lora-rank")
     add("--use-bnb-nested-quant", action="store_true", help="with --load-in-4bit: double quantisation")
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
@@ -102,14 +116,20 @@ def main(arguments: argparse.Namespace) -> int:
         LowtideError: something that the user can fix.
     """
     check_output_files(json=None if arguments.json == "-" else arguments.json)  # before minutes of a check are spent
-    step = _step(arguments)
-    settings = _settings(arguments)
+    run = None if arguments.run is None else read_run(Path(arguments.run))
+    for name, said in (("model", "--model"), ("seq_len", "--seq-len")):
+        if run is None and getattr(arguments, name, None) is None:
+            raise ArgumentValueError(message(name, f"{said}, or the config of a run", "none"))
+    step = _step(arguments, {} if run is None else run.arguments)
+    settings = _settings(arguments, run)
+    if sys.stderr.isatty():  # importing and tracing take seconds
+        sys.stderr.write(f"lowtide plan: {settings['model_type']}: one layer of each kind is traced, without weights\n")
     from lowtide.plan.planning import plan_step
 
-    return _write(arguments, settings, plan_step(settings, step))
+    return _write(arguments, settings, plan_step(settings, step), checkpointed=run is not None and run.checkpointed)
 
 
-def _step(arguments: argparse.Namespace) -> PlanArguments:
+def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArguments:
     """Return what is to be planned; torch is not needed for it."""
     if arguments.grad_accum < 1:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
@@ -119,7 +139,7 @@ def _step(arguments: argparse.Namespace) -> PlanArguments:
     if arguments.workspace_mib is not None:
         options = HeadOptions(workspace_mib=arguments.workspace_mib)
     names = {each.name for each in fields(PlanArguments)} - {"options", "adapters"}
-    given = {name: value for name, value in vars(arguments).items() if name in names}
+    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     for name, said in _SIZES.items():
         if name in given:
             given[name] = parse_gib(said, given[name])
@@ -128,13 +148,12 @@ def _step(arguments: argparse.Namespace) -> PlanArguments:
             raise ArgumentValueError(message(name, "--gpus above 1 beside it", str(given.get("gpus", "none"))))
     if not given.get("device", "cuda").lower().startswith("cuda"):
         gpu_named(given["device"])
-    step = PlanArguments(
-        **given,
-        keep_gradients=arguments.grad_accum > 1,
-        adapters=None if rank is None else Adapters(rank, PROJECTIONS if targets is None else tuple(targets)),
-        options=options,
-        offload_states=False if arguments.no_offload_states else "auto",
-    )
+    if rank is not None:
+        given["adapters"] = Adapters(rank, tuple(targets or ()))
+    if arguments.grad_accum > 1:
+        given["keep_gradients"] = True
+    states: Any = False if arguments.no_offload_states else "auto"
+    step = PlanArguments(**{**of_run, **given}, options=options, offload_states=states)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": step.attention_mask}
     others |= {"--no-fused-mlp": not step.fused_mlp, "--gpus": step.gpus > 1}
     if arguments.check and (got := next((name for name, is_given in others.items() if is_given), None)):
@@ -143,25 +162,26 @@ def _step(arguments: argparse.Namespace) -> PlanArguments:
     return step
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the config of a ``--model``, with the requested number of layers, in 4 bits if these are asked for."""
-    name = arguments.model
+def _settings(arguments: argparse.Namespace, run: RunFile | None) -> dict[str, Any]:
+    """Return the config of the model, with the requested number of layers, in 4 bits if these are asked for."""
+    name = run.model if arguments.model is None and run is not None else arguments.model
     named = {"vocab_size": VOCAB_SIZE} if name == DEFAULT else {}
     settings = read_settings({**named, **SHAPES[name]} if name in SHAPES else config_file(name))
     settings = settings if arguments.layers is None else with_layers(settings, arguments.layers)
-    if arguments.load_in_4bit:
-        settings["quantization_config"] = config_of(nested=arguments.use_bnb_nested_quant)
+    if arguments.load_in_4bit or (run is not None and run.four_bit):
+        nested = arguments.use_bnb_nested_quant or (run is not None and run.nested)
+        settings["quantization_config"] = config_of(nested=nested)
     elif arguments.use_bnb_nested_quant:
         raise ArgumentValueError(message("use_bnb_nested_quant", "--load-in-4bit beside it", "none"))
     return settings
 
 
-def _write(arguments: argparse.Namespace, settings: dict[str, Any], plan: MemoryPlan) -> int:
+def _write(arguments: argparse.Namespace, settings: dict[str, Any], plan: MemoryPlan, *, checkpointed: bool) -> int:
     """Print the plan, check it and write its file, as the arguments say; return the exit status."""
     report, status, quiet = plan.to_dict(), 0, arguments.json == "-"
     if not quiet:
         width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
-        sys.stdout.write(f"{plan.text(width)}\n")
+        sys.stdout.write(f"{plan.text(width, checkpointed=checkpointed)}\n")
     if arguments.check:
         from lowtide.bench.plan_check import check_plan
 

@@ -48,23 +48,28 @@ class Adapters:
 
     Attributes:
         rank: r.
-        targets: Names of the projections, as peft's ``target_modules``.
+        targets: Names of the projections, as peft's ``target_modules``; none: all linear layers, ``"all-linear"``.
 
     Raises:
         ArgumentTypeError: A rank that is no whole number.
-        ArgumentValueError: A rank below 1, or no names.
+        ArgumentValueError: A rank below 1, or no names of projections.
     """
 
     rank: int
-    targets: tuple[str, ...] = PROJECTIONS
+    targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
-        if not self.targets or not all(isinstance(name, str) and name for name in self.targets):
+        if not isinstance(self.targets, tuple) or not all(isinstance(one, str) and one for one in self.targets):
             raise ArgumentValueError(message("targets", "names of projections", f"{self.targets!r}"))
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {' '.join(self.targets)}"
+        return f"rank {self.rank} on {' '.join(self.targets) or 'all linear layers'}"
+
+    @property
+    def target_modules(self) -> str | list[str]:
+        """Return the targets as peft takes them."""
+        return list(self.targets) or "all-linear"
 
 
 def _option(help: str, metavar: str | None = None, flag: str | None = None) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 All of it follows from `Reading`s: the layer's own code ran, on the meta device, at the planned size and as
 `lowtide.patch` has patched it, with attention that stores no scores. Bytes are exact for what a layer saves; seconds
-are those of its FLOP and traffic at the GPU's rates, and never less than what the host takes to launch it. A compiled
-layer is planned as in eager, but for what the host takes.
+are those of its FLOP and traffic at the GPU's rates. A compiled layer is planned as in eager.
 """
 
 from __future__ import annotations
@@ -20,13 +19,7 @@ from lowtide.plan.shapes import refused
 PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
 BACKWARD_ATTENTION = 2.5  # GEMMs of attention's backward for each of its forward's
 THIN = 0.9  # share of the copy's bandwidth that operators between GEMMs reach
-HIDDEN = 0.01  # share of the quicker of GPU and host that counts: where the host sets the pace, another may not
-# Seconds that the host takes to launch an operator: lowtide's in forward and in backward, any other, and besides where
-# a dispatch mode sees it, as in a layer that saves attention's output. Fitted to short sequences on two hosts; others
-# differ by tens of percent.
-HOST_OURS, HOST_OURS_BACK, HOST_OTHER, HOST_SEEN = 0.3e-3, 0.55e-3, 15e-6, 80e-6
-HOST_UNIT = (1.9e-3, 5e-3)  # and for a unit of FSDP2, in forward and backward: fitted to a step of two GPUs
-MOST_OPERATORS = 2000  # beyond these, layers have a loop over tokens, and are read with three shorter sequences
+MOST_OPERATORS = 600  # of layers with a loop over tokens: with more they are read with three shorter sequences
 STEP = 256  # tokens: those are whole multiples, as chunks of linear attention and state spaces divide them
 
 
@@ -120,9 +113,10 @@ def _readings(job: Job, run: LayerRun) -> tuple[Reading, ...]:
         if T <= 3 * STEP:
             return readings_of(run)
         few, more = (sum(one.forward.operators for one in read(n * STEP)) for n in (1, 2))
-        if more == few or few + (more - few) * (T / STEP - 1) <= MOST_OPERATORS:
+    unit = STEP if more == few else max(1, int(((MOST_OPERATORS - few) / (more - few) + 1) / 3)) * STEP
+    if more == few or 3 * unit >= T:
+        with refused(job.shape.model_type):
             return readings_of(run)
-    unit = max(1, int(((MOST_OPERATORS - few) / (more - few) + 1) / 3)) * STEP
     points = (unit, 2 * unit, 3 * unit)
 
     def extrapolated(run: LayerRun) -> list[Reading]:
@@ -139,8 +133,7 @@ def _readings(job: Job, run: LayerRun) -> tuple[Reading, ...]:
 def _extrapolated(short: list[Reading], points: tuple[int, ...], job: Job) -> Reading:
     """Return a reading at the job's size from three of one short sequence each.
 
-    A peak is the largest of several sums: a line through the longer two extrapolates it. A larger batch launches no
-    more operators.
+    A peak is the largest of several sums: a line through the longer two extrapolates it.
     """
     T, B = job.seq_len, job.batch_size
 
@@ -148,11 +141,8 @@ def _extrapolated(short: list[Reading], points: tuple[int, ...], job: Job) -> Re
         return [(1 - B) * _lagrange(0, at, points) + B * _lagrange(T, at, points) for at in points]
 
     one, line = mixed(short, shares(points)), mixed(short[1:], shares(points[1:]))
-    launched = mixed(short, [_lagrange(T, at, points) for at in points])
-    works = {name: (getattr(one, name), getattr(launched, name)) for name in ("forward", "recompute", "backward")}
-    counted = {name: work._replace(operators=o.operators, ours=o.ours) for name, (work, o) in works.items()}
-    peaks = {name: getattr(line, name) for name in ("forward_peak", "checkpointed_peak", "backward_peak")}
-    return one._replace(**counted, **peaks)
+    peaks = ("forward_peak", "checkpointed_peak", "backward_peak")
+    return one._replace(**{name: getattr(line, name) for name in peaks})
 
 
 def _lagrange(T: int, at: int, points: tuple[int, ...]) -> float:
@@ -191,40 +181,17 @@ def _cost(job: Job, policy: ActivationPolicy, kind: int, one: Reading) -> LayerC
     more = 1 - 1 / policy.every  # layers of a group that run once more
     backward += more * forward
     flop += more * (one.forward.flop + one.forward.attention * windowed)
-    host, host_back = _host_seconds(job, policy, one)
     return LayerCost(
         policy,
         saved=saved,
         whole=int(one.with_input if recomputes else one.saved),
         forward_bytes=int(one.checkpointed_peak if recomputes else one.forward_peak) + dense,
         backward_bytes=int(max(one.backward_peak, one.forward_peak) if recomputes else one.backward_peak) + dense,
-        forward=_slower(forward, host),
-        backward=_slower(backward, host_back + more * host),
+        forward=forward,
+        backward=backward,
         transfer=saved / policy.every / job.gpu.pcie if policy.offload else 0.0,
         flop=flop,
     )
-
-
-def _host_seconds(job: Job, policy: ActivationPolicy, one: Reading) -> tuple[float, float]:
-    """Return what the host takes to launch a layer's forward, and its backward with the recompute."""
-
-    def launched(work: Work, ours: float) -> float:
-        return ours * work.ours + HOST_OTHER * (work.operators - work.ours)
-
-    forward, backward = launched(one.forward, HOST_OURS), launched(one.backward, HOST_OURS_BACK)
-    if policy.mlp_level == 1:  # whose forward computes gate, up and the output in one operator
-        forward += HOST_OURS
-    if policy.keep != "all":
-        backward += forward
-    if policy.keep == "attention" and not (job.compile_layers and not policy.offload):
-        forward += HOST_SEEN * one.forward.operators
-    unit, unit_back = HOST_UNIT if job.gpus > 1 else (0.0, 0.0)
-    return forward + unit, backward + unit_back
-
-
-def _slower(gpu: float, host: float) -> float:
-    """Return the seconds of a layer, from those of the GPU and of the host that launches its work."""
-    return max(gpu, host) + HIDDEN * min(gpu, host)
 
 
 def _seconds(job: Job, one: Reading, work: Work) -> float:

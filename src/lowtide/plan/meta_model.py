@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import re
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
@@ -73,7 +74,7 @@ class MetaModel:
         linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
         self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))  # those that transformers can quantise
         self.layer_params = _own_params(list(layers.values()))
-        self.adapter_params = 0 if adapters is None else _adapt(model, list(layers.values()), adapters)
+        self.adapter_params = 0 if adapters is None else _adapt(model, layers, adapters)
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
         self.kind_of = tuple(map(kinds.index, keys))
@@ -143,7 +144,7 @@ class MetaModel:
         """Return a layer's reading, and its outputs without their graph."""
         hidden, run = _hidden(args, kwargs), self._run
         leaf = hidden.detach().requires_grad_()
-        precision = partial(autocast, _linears_apart(layer)) if run.autocast else nullcontext
+        precision: Any = autocast if run.autocast else nullcontext
         args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
         with Meter(self.experts) as meter, saved_tensors_hooks(_forgotten, _forgotten), precision():
             forward(*args, **kwargs)
@@ -233,12 +234,6 @@ def _levels(layer: nn.Module) -> list[Any]:
     return [module for module in layer.modules() if hasattr(module, "checkpoint_level")]
 
 
-def _linears_apart(layer: nn.Module) -> list[nn.Linear]:
-    """Return a layer's linear layers that are not in a fused MLP."""
-    fused = {id(module) for mlp in _levels(layer) for module in mlp.modules()}
-    return [module for module in layer.modules() if type(module) is nn.Linear and id(module) not in fused]
-
-
 def _own_params(layers: list[nn.Module]) -> tuple[int, ...]:
     """Return the parameters of each layer that no layer before it has."""
     seen, counts = set[int](), []
@@ -262,20 +257,24 @@ def _kind(layer: nn.Module) -> Any:
     )
 
 
-def _adapt(model: nn.Module, layers: list[nn.Module], adapters: Adapters) -> int:
+def _adapt(model: nn.Module, layers: Mapping[str, nn.Module], adapters: Adapters) -> int:
     """Add adapters to a model's layers; return how many parameters they have."""
     try:
         from peft import LoraConfig, get_peft_model
+        from transformers.pytorch_utils import Conv1D
     except ImportError as error:
         raise ArgumentValueError(message("adapters", "peft to be installed", str(error), "pip install peft")) from error
+    inside = [f"{at}.{name}" for at, layer in layers.items() for name, m in layer.named_modules()
+              if isinstance(m, nn.Linear | Conv1D)]  # fmt: skip
+    targets: Any = list(adapters.targets) or "|".join(map(re.escape, inside))  # a text is a regular expression
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peft, on what is not trained here
-            get_peft_model(model, LoraConfig(r=adapters.rank, target_modules=list(adapters.targets)))
+            get_peft_model(model, LoraConfig(r=adapters.rank, target_modules=targets))
     except ValueError as error:
         raise ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}")) from error
     params = sum(p.numel() for name, p in model.named_parameters() if _LORA in name)
-    if params > sum(p.numel() for layer in layers for name, p in layer.named_parameters() if _LORA in name):
+    if params > sum(p.numel() for layer in layers.values() for name, p in layer.named_parameters() if _LORA in name):
         raise ArgumentValueError(message("targets", "names of the layers' projections", f"{adapters}"))
     return params
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -129,16 +129,15 @@ def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Ten
         return Work(attention=_attention_flop(func, args, kwargs), operators=1)
     if _ATTENTION_BACKWARD in name:  # its time is a multiple of forward's
         return Work(operators=1)
-    ours = float(name.startswith("lowtide::"))
     formula = _FORMULAS.get(name) or flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
     if formula is not None:
         rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
         flop = formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
-        return Work(flop=flop, rows=rows, operators=1, ours=ours)
+        return Work(flop=flop, rows=rows, operators=1)
     aliased = {x.untyped_storage()._cdata for x in given}
     if name.endswith("_") or any(x.untyped_storage()._cdata not in aliased for x in made):
         passes = 2 if name == _SOFTMAX_BACKWARD else 1
-        return Work(thin=passes * sum(map(_bytes, (*given, *made))), operators=1, ours=ours)
+        return Work(thin=passes * sum(map(_bytes, (*given, *made))), operators=1)
     return Work()  # a view
 
 
@@ -228,16 +227,19 @@ def _with_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **s
     return _fused(query, key, value, attn_mask, **settings)
 
 
-@contextmanager
-def autocast(linears: Sequence[nn.Linear]) -> Iterator[None]:
-    """Run these layers, attention and lowtide's operators in bfloat16, as `torch.autocast` does on a GPU.
+_NARROW: dict[Any, tuple[str, ...]] = {F: ("linear",), torch: ("matmul", "bmm", "baddbmm", "einsum")}
 
-    The meta device has no autocast: the layers cast their operands here, each trained parameter once.
+
+@contextmanager
+def autocast() -> Iterator[None]:
+    """Run GEMMs, attention and lowtide's operators in bfloat16, as `torch.autocast` does on a GPU.
+
+    The meta device has no autocast: operands are cast here, each trained parameter once.
     """
     copies: dict[Tensor, Tensor] = {}
 
-    def cast(x: Tensor | None) -> Tensor | None:
-        if x is None or x.dtype != torch.float32:
+    def cast(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype != torch.float32:
             return x
         if not isinstance(x, nn.Parameter) or not x.requires_grad:
             return x.to(torch.bfloat16)
@@ -245,22 +247,24 @@ def autocast(linears: Sequence[nn.Linear]) -> Iterator[None]:
             copies[x] = x.to(torch.bfloat16)
         return copies[x]
 
-    def forward(layer: nn.Linear, x: Tensor) -> Any:
-        return F.linear(*map(cast, (x, layer.weight, layer.bias)))  # type: ignore[arg-type]
+    def narrow(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(cast, (args, kwargs))
+        return stock(*args, **kwargs)
 
-    for layer in linears:
-        vars(layer)["forward"] = partial(forward, layer)
+    stock = [(home, name, getattr(home, name)) for home, names in _NARROW.items() for name in names]
+    for home, name, function in stock:
+        setattr(home, name, partial(narrow, function))
     try:
         with torch.autocast("cpu", torch.bfloat16):
             yield
     finally:
-        for layer in linears:
-            del vars(layer)["forward"]
+        for home, name, function in stock:
+            setattr(home, name, function)
 
 
 @contextmanager
 def stand_ins(visits: int, *, masked: bool = False) -> Iterator[None]:
-    """Replace two functions that have no form without data.
+    """Replace functions that have no form without data.
 
     Attention runs `_fused`, or `_with_mask` where it takes a mask for each sequence: on the meta device PyTorch would
     take the path that stores all scores. A list of numbers, of tokens for each expert, has equal ones with the sum
@@ -273,11 +277,17 @@ def stand_ins(visits: int, *, masked: bool = False) -> Iterator[None]:
         each, more = divmod(visits, self.numel())
         return [each + (i < more) for i in range(self.numel())]
 
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:  # which peft turns off over experts
+        return nullcontext() if device_type == "meta" else stock_autocast(device_type, *args, **kwargs)
+
     functional: Any = F
     tensors: Any = Tensor
-    stock, stock_list = functional.scaled_dot_product_attention, tensors.tolist
+    module: Any = torch
+    stock, stock_list, stock_autocast = functional.scaled_dot_product_attention, tensors.tolist, torch.autocast
     functional.scaled_dot_product_attention, tensors.tolist = _with_mask if masked else _fused, tolist
+    module.autocast = autocast
     try:
         yield
     finally:
         functional.scaled_dot_product_attention, tensors.tolist = stock, stock_list
+        module.autocast = stock_autocast

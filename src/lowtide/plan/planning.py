@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import gib, gib_text
-from lowtide.plan.arguments import OPTIMIZERS, PlanArguments
+from lowtide.plan.arguments import DDP, PlanArguments
 from lowtide.plan.gpus import Gpu
 from lowtide.plan.job import Job
 from lowtide.plan.report import MemoryPlan
 from lowtide.plan.search import Candidate, Search
-from lowtide.plan.sharding import check_sharding, notes_on
+from lowtide.plan.sharding import check_sharding
 
-CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
+if TYPE_CHECKING:
+    import torch
 
 
 def plan_memory(
@@ -75,51 +74,37 @@ def plan_memory(
 def plan_step(model_or_config: Any, arguments: PlanArguments) -> MemoryPlan:
     """Return the plan of a step that is described by `PlanArguments`: `plan_memory`, which has the errors too."""
     job = Job.of(model_or_config, arguments)
-    requested = job.size("budget_gib") or job.gpu.default_budget_bytes
     check_sharding(job)
-    search = Search(job)
-    costs, budget = search.costs, min(requested, job.gpu.most_bytes)
+    requested, search = job.size("budget_gib") or job.gpu.default_budget_bytes, Search(job)
+    budget = min(requested, job.gpu.most_bytes)
     chosen = search.fastest(budget)
     if chosen is None:
         raise _refusal(search, search.least(), budget, requested)
-    rungs = *search.ladder, *(policy for policy in search.sparse if not policy.offload)
-    return MemoryPlan(
-        policies=chosen.policies,
-        peak_bytes=chosen.peak,
-        seconds=chosen.seconds,
-        tokens_per_second=costs.ranks.tokens / chosen.seconds,
-        phase=costs.peak(chosen.groups, chosen.states, late=chosen.late),
-        phases=tuple(costs.phases(chosen.groups, chosen.states, late=chosen.late)),
-        host_bytes=chosen.host,
-        exchanged=costs.exchanged,
-        budget_bytes=budget,
-        requested_bytes=requested,
-        host_budget_bytes=search.host_bytes,
-        front=tuple(search.front),
-        ladder=tuple(costs.layers[policy] for policy in rungs),
-        job=job,
-        chosen=chosen,
-        notes=tuple(note for note, applies in _notes(costs.job, chosen).items() if applies) + notes_on(job),
-    )
+    return MemoryPlan(search=search, chosen=chosen, budget_bytes=budget, requested_bytes=requested)
 
 
 def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> ArgumentValueError:
     """Return the error where nothing fits: how much is missing, and what would help."""
     job, costs = search.job, search.costs
     states = costs.weights + costs.all_gradients + costs.states
-    others = [name for name, one in OPTIMIZERS.items() if name != job.optimizer and (job.gpus == 1 or one.shards)]
-    lighter = [name for name in others if search.fits(budget, optimizer=name)]
-    helps = [f"optimizer {' or '.join(lighter)} fits"] if lighter else []
-    more = [job.gpus * 2**k for k in range(1, 11)] if job.gpus > 1 else []
-    if enough := next((gpus for gpus in more if search.fits(budget, gpus=gpus)), None):
+    helps = []
+
+    def peak(**changes: Any) -> int:
+        return Search(replace(job, **changes)).least().peak
+
+    if job.optimizer.startswith("adamw") and job.gpus == 1 and peak(optimizer="adamw-8bit") <= budget:
+        helps.append("optimizer adamw-8bit fits")
+    more = [job.gpus * 2**k for k in range(1, 11)] if job.gpus > 1 and job.parallel != DDP else []
+    if enough := next((gpus for gpus in more if peak(gpus=gpus) <= budget), None):
         helps.append(f"gpus={enough} fits")
     if states > budget:
-        smaller = "take more GPUs"
-        if job.gpus == 1 and (job.adapters is None or not job.shape.four_bit):
-            packed = "put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)"
-            smaller = f"{'train adapters (LoRA)' if job.adapters is None else packed}, or {smaller}"
-        way_out = "" if lighter else f": {smaller}"
-        helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB{way_out}")
+        ways = ["train adapters (LoRA)"] if job.adapters is None else []
+        if job.adapters is not None and not job.shape.four_bit:
+            ways.append("put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)")
+        if job.autocast:
+            ways.append("store weights and states in 16 bits (dtype bfloat16)")
+        way_out = " or ".join([*ways, "take more GPUs"])
+        helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB: {way_out}")
     else:
         fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
         helps += [f"{name}={most} fits" for name, most in fits.items() if most]
@@ -135,51 +120,3 @@ def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> A
     got = f"{gib_text(requested)}{usable}, {gib_text(least.peak - budget)} GiB too little"
     hint = f"What would help: {'; '.join(helps)}." if helps else ""
     return ArgumentValueError(message("budget_gib", expected, got, hint))
-
-
-def _notes(job: Job, chosen: Candidate) -> dict[str, bool]:
-    """Return each note on a plan's figures, and whether it applies."""
-    shape, gpu = job.shape, job.gpu
-    adapted = f"{job.trained_adapters or 0:,} numbers of adapters are trained, {job.adapters}"
-    mask = gib(job.narrow * job.batch_size * job.seq_len**2)
-    kinds, dtype = f"{max(shape.kind_of) + 1} kind(s)", str(job.dtype).removeprefix("torch.")
-    close = CLOSE * gpu.memory_bytes < chosen.peak <= gpu.memory_bytes
-    why = "close to the GPU's size" if close else "states leave and come back in each step"
-    return {
-        f"head: {str(job.head_plan).splitlines()[0]}": True,
-        f"rates of the {gpu.name} from a table": not gpu.like,
-        f"memory of the {gpu.name}; its rates are not in the table: times are those of the {gpu.like}": bool(gpu.like),
-        f"{adapted}": job.adapters is not None,
-        f"attention has a mask of {mask:.3g} GiB in each layer with keep='all'; flash attention needs none": (
-            job.attention_mask
-        ),
-        f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragmentation": (
-            close or chosen.states > 0
-        ),
-        f"only the text part of {shape.part_of} is planned, not its vision or audio": bool(shape.part_of),
-        f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions": (
-            0 < shape.positions < job.seq_len
-        ),
-        f"{kinds} of layers, traced in {shape.model_class} without weights": True,
-        "lowtide.patch does not fuse every layer's MLP, so that they have no levels": not shape.levels,
-        f"not every layer of {shape.model_type} runs fused attention: keep='attention' is not planned": (
-            not shape.attends
-        ),
-        "attention is transformers' eager one, which stores its scores: another attn_implementation saves less": (
-            shape.attention == "eager" and shape.heads > 0 and not shape.attends
-        ),
-        "compiled layers are planned as in eager, but for the time of the host": job.compile_layers,
-        f"the checkpoint has {shape.quantised} weights: planned as loaded in {dtype}": bool(shape.quantised),
-        "float32: assumes attention that stores no scores, which PyTorch lacks for grouped queries": (
-            job.operand == torch.float32
-        ),
-        "experts get equal shares of the tokens": shape.experts > 0,
-        "experts stay in 16 or 32 bits: transformers puts none into 4": bool(shape.experts and shape.four_bit),
-        "experts are not fused: their saved bytes are those of transformers' grouped_mm": (
-            shape.experts > 0 and not job.fused_mlp
-        ),
-        "layers have sliding windows: attention must take them without a [T, T] mask (flash attention)": (
-            any(0 < window < job.seq_len for window in shape.windows)
-        ),
-        "attention caps its scores: assumes a kernel that does so without storing them": shape.capped_scores,
-    }

@@ -18,7 +18,6 @@ class Work(NamedTuple):
     attention: float = 0.0  # FLOP of fused attention in forward, the masked half not counted
     thin: float = 0.0  # bytes that all other operators read and write
     operators: float = 0.0  # calls that launch a kernel
-    ours: float = 0.0  # lowtide's among them, which take the host longer
 
     def plus(self, other: Work, sign: int = 1) -> Work:
         """Return the sum, or with ``sign=-1`` the difference."""

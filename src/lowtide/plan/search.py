@@ -25,8 +25,7 @@ THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states: the amounts that are tried
 EVERY = (2, 4)  # layers of which one saves its input: the numbers that are tried
 STEP = 256  # tokens: the longest sequence is a multiple of it
-
-ROUND = 2**30 // 16  # bytes: the amounts between none and all are whole sixteenths of a GiB
+ROUND = 2**30 // 16  # bytes: the amounts of states between none and all are whole sixteenths of a GiB
 
 
 @dataclass(frozen=True)
@@ -45,60 +44,55 @@ class Candidate:
         """Return one policy for each layer."""
         return tuple(policy for policy, n in self.groups for _ in range(n))
 
+    @property
+    def moves(self) -> bool:
+        """Return whether something is on the host where it is to offload: the last layers' stays."""
+        return self.host > 0 or not any(policy.offload for policy, _ in self.groups)
+
     def __str__(self) -> str:
         late = " until after backward" if self.late else ""
         states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
         return words_of(self.groups) + states
 
 
-def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
+def ladder(job: Job) -> list[ActivationPolicy]:
     """Return the policies of a layer, from what saves the most on the GPU to what saves the least.
 
     Attention's output can be saved only where all layers run fused attention.
     """
     levels = (0, 1) if job.fused_mlp and job.shape.levels else (None,)
-    recomputing = [
-        (keep, place)
-        for place in (False, True)[: 1 + offload]
-        for keep in ("attention", "input")
-        if job.shape.attends or keep == "input"
-    ]
-    rungs: Any = [("all", False), *recomputing]
-    return [ActivationPolicy(keep=keep, mlp_level=level, offload=place) for keep, place in rungs for level in levels]
+    rungs: Any = [("all", False)]
+    for offload in (False, True)[: 1 + bool(job.size("host_gib"))]:
+        rungs += [("attention", offload)] * job.shape.attends + [("input", offload)]
+    return [ActivationPolicy(keep=keep, mlp_level=n, offload=out) for keep, out in rungs for n in levels]
 
 
-def sparse(job: Job, *, offload: bool) -> list[ActivationPolicy]:
+def sparse(job: Job) -> list[ActivationPolicy]:
     """Return the policies by which one layer of several saves its input; none for compiled ones or several GPUs."""
+    if job.gpus > 1 or job.compile_layers:
+        return []
+    places = (False, True)[: 1 + bool(job.size("host_gib"))]
     level = 1 if job.fused_mlp and job.shape.levels else None
-    places = (False, True)[: 1 + offload]
-    alone = job.gpus == 1 and not job.compile_layers
-    each = [(k, place) for place in places for k in EVERY if k <= job.shape.layers and alone]
+    each = [(k, place) for place in places for k in EVERY if k <= job.shape.layers]
     return [ActivationPolicy(keep="input", mlp_level=level, every=k, offload=place) for k, place in each]
 
 
 class Search:
-    """The mixtures of one job, for a budget of pinned host memory.
-
-    Args:
-        job: The step.
-    """
+    """The mixtures of one job."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.host_bytes = job, job.size("host_gib") or 0
-        host_bytes = self.host_bytes
-        self.costs = StepCosts(job)
-        self.ladder, self.sparse = ladder(job, offload=host_bytes > 0), sparse(job, offload=host_bytes > 0)
-        states = self.costs.states if job.offload_states and host_bytes else 0
+        self.job, self.host_bytes, self.costs = job, job.size("host_gib") or 0, StepCosts(job)
+        self.ladder, self.sparse = ladder(job), sparse(job)
+        states = self.costs.states if job.offload_states and self.host_bytes else 0
         # The states of experts are so large that an amount between none and all may not be had.
-        tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
-        rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # short in the lines of Python
-        self._amounts = sorted(rounded - {0})
+        tried = [states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)]
+        self._amounts = sorted(({amount // ROUND * ROUND for amount in tried} | {states}) - {0})
 
     def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
         """Return a mixture with what it takes, all optimizer states on the GPU."""
         groups = tuple((policy, n) for policy, n in groups if n)
         costs = self.costs
-        return Candidate(groups, costs.peak(groups).bytes, costs.on_host(groups), costs.seconds(groups))
+        return Candidate(groups, costs.peaks(groups)[0], costs.on_host(groups), costs.seconds(groups))
 
     def with_offloads(self, one: Candidate) -> list[Candidate]:
         """Return a mixture, and the same with optimizer states offloaded, as far as that lowers its peak."""
@@ -106,12 +100,12 @@ class Search:
         most = self.costs.travels(one.groups) if self._amounts else 0
         hosts = {n: self.costs.states_on_host(n) for n in self._amounts if n <= most}
         amounts = [n for n, host in hosts.items() if host <= room]
-        for late, peaks in self.costs.peaks(one.groups, amounts).items() if amounts else ():
+        for late in (False, True)[: 2 * bool(amounts)]:
             least = one.peak
-            for states, peak in zip(amounts, peaks, strict=True):
+            for n, peak in zip(amounts, self.costs.peaks(one.groups, amounts, late=late), strict=True):
                 if peak < least:
-                    seconds, host = one.seconds + self.costs.on_the_way(states, late=late), one.host + hosts[states]
-                    found.append(replace(one, peak=peak, host=host, seconds=seconds, states=states, late=late))
+                    seconds = one.seconds + self.costs.on_the_way(n, late=late)
+                    found.append(Candidate(one.groups, peak, one.host + hosts[n], seconds, n, late))
                 least = min(least, peak)
         return found
 
@@ -119,41 +113,29 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """Return every mixture of one or two policies, and of three that matter, that the host has room for."""
         layers = self.job.shape.layers
-        lean_first = sorted(self.ladder, key=lambda policy: self._places(policy)[0])
+        lean_first = sorted(self.ladder, key=self._on_gpu)
         pairs = [self.candidate([(policy, layers)]) for policy in lean_first]
         for a, b in combinations(lean_first, 2):
             pairs += [self.candidate([(a, n), (b, layers - n)]) for n in range(1, layers)]
-        every = [one for one in pairs if _moves(one)]
-        used = _used(every)
-        step = -(-layers // THIRDS)
-        triples = [
-            self.candidate([(a, i), (b, j), (c, layers - i - j)])
-            for a, b, c in combinations([policy for policy in lean_first if policy in used], 3)
-            for i in range(step, layers, step)
-            for j in range(step, layers - i, step)
-        ]
-        every += filter(_moves, self._sparse_mixtures())
-        return [each for one in every + triples if self._counts(one) for each in self.with_offloads(one)]
-
-    def _sparse_mixtures(self) -> Iterator[Candidate]:
-        """Yield mixtures in which one layer of several saves its input: in whole groups, before one other policy."""
-        layers = self.job.shape.layers
-        for a in self.sparse:
-            yield self.candidate([(a, layers)])
+        every = [one for one in pairs if one.moves]
+        used, step = _used(every), -(-layers // THIRDS)
+        for a, b, c in combinations([policy for policy in lean_first if policy in used], 3):
+            for i in range(step, layers, step):
+                every += [self.candidate([(a, i), (b, j), (c, layers - i - j)]) for j in range(step, layers - i, step)]
+        for a in self.sparse:  # in whole groups, before one other policy
+            every.append(self.candidate([(a, layers)]))
             for b in self._beside(a):
-                yield from (self.candidate([(a, n), (b, layers - n)]) for n in range(a.every, layers, a.every))
+                every += [self.candidate([(a, n), (b, layers - n)]) for n in range(a.every, layers, a.every)]
+        fitting = (one for one in every if one.host <= self.host_bytes and one.moves)
+        return [each for one in fitting for each in self.with_offloads(one)]
 
     def _beside(self, policy: ActivationPolicy) -> list[ActivationPolicy]:
         """Return the policies of layers that stay on the GPU, behind those of a policy that saves less."""
         return [b for b in (*self.ladder, *self.sparse) if not b.offload and (b.every == 1 or b.every < policy.every)]
 
-    def _places(self, policy: ActivationPolicy) -> tuple[int, int]:
-        """Return the bytes that a layer saves on the GPU and on the host, where one that offloads moves."""
-        return self.costs.layers[policy].places(moves=policy.offload)
-
-    def _counts(self, one: Candidate) -> bool:
-        """Return whether the host has room for a mixture, and offloading moves anything."""
-        return one.host <= self.host_bytes and _moves(one)
+    def _on_gpu(self, policy: ActivationPolicy) -> int:
+        """Return the bytes that a layer saves on the GPU, where one that offloads moves."""
+        return self.costs.layers[policy].places(moves=policy.offload)[0]
 
     @cached_property
     def front(self) -> list[Candidate]:
@@ -173,41 +155,32 @@ class Search:
         as numbers of a mask, do not coincide with what the others save then. Host memory goes to layers first, or to an
         amount of optimizer states.
         """
-        every = (each for one in filter(self._counts, self._lean()) for each in self.with_offloads(one))
-        return min(every, key=lambda one: (one.peak, one.seconds))
+        lean = (one for one in self._lean() if one.host <= self.host_bytes and one.moves)
+        return min((each for one in lean for each in self.with_offloads(one)), key=lambda one: (one.peak, one.seconds))
 
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers
         left = [self.host_bytes, *(self.host_bytes - self.costs.states_on_host(n) for n in self._amounts)]
         for policy in (*self.ladder, *self.sparse):
-            each, k = self._places(policy)[1], policy.every
+            each, k = self.costs.layers[policy].places(moves=policy.offload)[1], policy.every
             for room in {layers if not each else min(layers, (h // each + ON_DEVICE) * k) for h in left if h >= 0}:
-                if room == layers:
-                    yield self.candidate([(policy, layers)])
-                    ends = [(last, 1) for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
-                    if policy.every > 1:  # in whose last group the inputs of all groups are there
-                        ends += [(one, (layers - 1) % k + 1) for one in self._beside(policy) if one.keep == "input"]
-                    yield from (self.candidate([(policy, layers - n), (last, n)]) for last, n in ends)
-                else:
+                if room < layers:
                     others = self._beside(policy)
                     yield from (self.candidate([(policy, room), (other, layers - room)]) for other in others)
-
-    def fits(self, budget_bytes: int, **changes: Any) -> bool:
-        """Return whether a step with other fields of its `Job` would fit."""
-        return Search(replace(self.job, **changes)).least().peak <= budget_bytes
+                    continue
+                yield self.candidate([(policy, layers)])
+                ends = [(last, 1) for last in self.ladder if last.keep == "all" and last != policy and layers > 1]
+                if policy.every > 1:  # in whose last group the inputs of all groups are there
+                    ends += [(one, (layers - 1) % k + 1) for one in self._beside(policy) if one.keep == "input"]
+                yield from (self.candidate([(policy, layers - n), (last, n)]) for last, n in ends)
 
     def longest_sequence(self, budget_bytes: int) -> int:
         """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0: none does."""
-        return largest(lambda n: self.fits(budget_bytes, seq_len=n * STEP)) * STEP
+        return STEP * largest(lambda n: Search(replace(self.job, seq_len=n * STEP)).least().peak, budget_bytes)
 
     def largest_batch(self, budget_bytes: int) -> int:
         """Return the largest batch that fits at the job's sequence length; 0: none does."""
-        return largest(lambda n: self.fits(budget_bytes, batch_size=n))
-
-
-def _moves(one: Candidate) -> bool:
-    """Return whether a mixture has something on the host where it is to offload: the last layers' stays."""
-    return one.host > 0 or not any(policy.offload for policy, _ in one.groups)
+        return largest(lambda n: Search(replace(self.job, batch_size=n)).least().peak, budget_bytes)
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -234,15 +207,26 @@ def _used(candidates: Sequence[Candidate]) -> set[ActivationPolicy]:
     return found
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, and whose successor does not; 0 where 1 does not."""
-    if not fits(1):
+def largest(peak_of: Callable[[int], int], limit: int) -> int:
+    """Return the largest number whose peak is within the limit, and whose successor's is not; 0 where 1's is not.
+
+    Peaks grow about linearly, so that the next number to try is where a line through the last two meets the limit.
+    """
+    fits, peak = 1, peak_of(1)
+    if peak > limit:
         return 0
-    high = 2
-    while fits(high):
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    fails, slope, turn = 0, 0.0, 0  # 0: none is known
+    while fails != fits + 1:
+        guess = fits + max(1, int((limit - peak) / slope)) if slope > 0 else 2 * fits
+        if fails:
+            guess = (fits + fails) // 2 if turn % 3 == 2 else max(fits + 1, min(guess, fails - 1))
+        else:
+            guess = min(guess + turn, 64 * fits)
+        turn, found = turn + 1, peak_of(guess)
+        if guess != fits:
+            slope = (found - peak) / (guess - fits)
+        if found <= limit:
+            fits, peak = guess, found
+        else:
+            fails = guess
+    return fits

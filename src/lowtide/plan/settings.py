@@ -25,6 +25,7 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
     config: Any = getattr(model_or_config, "config", None) if is_module(model_or_config) else model_or_config
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
+    config = _decoded(config)
     if callable(getattr(config, "get_text_config", None)):
         return _of_text(config.to_dict(), _text_part(config).to_dict())
     if not isinstance(config, Mapping):
@@ -44,6 +45,15 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ArgumentValueError(message("model_or_config", "a config that transformers accepts", why)) from error
     return _of_text(whole.to_dict(), _text_part(whole).to_dict())
+
+
+def _decoded(value: Any) -> Any:
+    """Return JSON's values with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decoded(one) for name, one in value.items()}
+    return [_decoded(one) for one in value] if isinstance(value, list) else value
 
 
 def _text_part(config: Any) -> Any:

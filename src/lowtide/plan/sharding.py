@@ -1,8 +1,8 @@
-"""Several GPUs: what each holds of a sharded model, what is whole for a moment, and what a step exchanges.
+"""Several GPUs: what each holds of a model, what is whole for a moment, and what a step exchanges.
 
-Of S bytes in all, a gather or a reduce-scatter brings S (n - 1) / n to each of n GPUs.
+Of S bytes in all, a gather or a reduce-scatter brings S (n - 1) / n to each of n GPUs, a sum over them twice that.
 
-Units of FSDP2 are as accelerate, and so ``lowtide train --parallel fsdp2``, makes them: one for each layer; one for the
+Units of FSDP2 are as accelerate makes them, and so trainers do: one for each layer; one for the
 embedding; one for the last norm and the output layer, with the embedding where it is tied, which stays gathered from
 its forward to its backward.
 """
@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.plan.arguments import FSDP2, OPTIMIZERS, ZERO3
+from lowtide.plan.arguments import DDP, FSDP2, OPTIMIZERS, ZERO3
+from lowtide.plan.four_bit import BYTES
 from lowtide.plan.job import Job
 
 # Share of an exchange's time that it takes from the GEMMs it runs beside. Fitted to the steps of two H200.
 SLOWS = 0.8
-# Seconds that a layer takes longer under ZeRO-3 than its exchanges do. Fitted to two steps of two and four H200.
+# Seconds that a layer takes longer under DeepSpeed than its exchanges do, by two steps of two and four H200.
 ZERO3_WAITS = 4e-3
 # DeepSpeed's defaults, in parameters: stage3_max_live_parameters, reduce_bucket_size, sub_group_size.
 LIVE, BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
 
 
 class Exchange(NamedTuple):
-    """What a GPU receives from the others during some work, and copies for that; in bytes."""
+    """What a GPU receives from the others during some work, in bytes."""
 
     beside: float = 0.0  # come while the work runs
     before: float = 0.0  # the work waits for them
-    copied: float = 0.0  # are read and written to pack and unpack them
 
     @property
     def bytes(self) -> float:
@@ -54,7 +54,7 @@ class Ranks:
     weights: int
     states: int
     gradients: int
-    stepped: int  # parameters that the optimizer updates, in its dtype
+    stepped: int  # bytes of parameters that the optimizer updates, in its dtype
     accumulated: int  # gradients that a pass begins with, where they are accumulated over several
     layer_gradients: list[int]
     head_gradient: int  # the output layer's, during the layers' backward
@@ -72,15 +72,41 @@ class Ranks:
 
     def seconds(self, exchange: Exchange) -> tuple[float, float]:
         """Return the seconds of an exchange that run beside the work, and those that it waits."""
-        link = self.job.link_rate
-        return exchange.beside / link, exchange.before / link + exchange.copied / self.job.gpu.bandwidth
+        return exchange.beside / self.job.link_rate, exchange.before / self.job.link_rate
+
+
+class _Units:
+    """The parts of a model that are gathered one after another: parameters, and those of them that are trained."""
+
+    def __init__(self, job: Job) -> None:
+        shape, adapters, L = job.shape, job.trained_adapters, job.shape.layers
+        packed = shape.packed_params // L  # of a layer; in bytes of a parameter in the job's dtype:
+        smaller = packed - packed * BYTES[shape.four_bit] / job.element
+        added = 0 if adapters is None else adapters // L
+        self.layers = [int(params - smaller) + added for params in shape.layer_params]
+        self.trained = [*shape.layer_params] if adapters is None else [added] * L
+        self.embedding = 0 if shape.tied else shape.vocab_params
+        self.tail = shape.params - sum(shape.layer_params) - self.embedding  # the unit of the output layer
+        self.params = sum(self.layers) + self.embedding + self.tail
+        self.full = adapters is None  # trained
+        self.first = self.embedding or self.tail  # the unit that is gathered first, and reduced last
+
+    def exchanges(self, job: Job, gathered: int, reduced: int) -> dict[str, Any]:
+        """Return the exchanges of a step: nothing runs beside the first gathers, nor beside the last sum."""
+        received, L = (job.gpus - 1) / job.gpus, len(self.layers)
+        gather, reduce = (received * size for size in (gathered, reduced))
+        mean, sums = gather * sum(self.layers) / L, reduce * sum(self.trained) / L
+        every = gather * (self.tail + 2 * self.embedding) + reduce * (self.tail + self.embedding) * self.full
+        before = gather * (self.first + self.layers[0]) + reduce * self.first * self.full
+        others = Exchange(every - before, before)
+        return {"ahead": Exchange(mean), "behind": Exchange(mean + sums), "others": others}
 
 
 def ranks_of(job: Job) -> Ranks:
     """Return what one GPU of a job has."""
     if job.gpus == 1:
         return _alone(job)
-    return _zero3(job) if job.parallel == ZERO3 else _fsdp2(job)
+    return {DDP: _ddp, FSDP2: _fsdp2, ZERO3: _zero3}[job.parallel](job)
 
 
 def _alone(job: Job) -> Ranks:
@@ -88,9 +114,7 @@ def _alone(job: Job) -> Ranks:
     shape, adapters, kind = job.shape, job.trained_adapters, OPTIMIZERS[job.optimizer]
     # Adapters are float32, whatever the frozen weights are.
     trained, size = (shape.params, job.element) if adapters is None else (adapters, 4)
-    by_layer = [params * size for params in shape.layer_params]
-    if adapters is not None:
-        by_layer = [trained * size // shape.layers] * shape.layers
+    by_layer = shape.layer_params if adapters is None else [trained // shape.layers] * shape.layers
     nothing = [0] * shape.layers
     return Ranks(
         job=job,
@@ -100,38 +124,30 @@ def _alone(job: Job) -> Ranks:
         gradients=trained * size,
         stepped=trained * size,
         accumulated=trained * size,
-        layer_gradients=by_layer,
+        layer_gradients=[params * size for params in by_layer],
         head_gradient=shape.vocab_params * size if adapters is None else 0,
         forward=nothing,
         backward=nothing,
     )
 
 
-class _Units:
-    """The units of a sharded model, in parameters, and what it takes to exchange them."""
-
-    def __init__(self, job: Job, gathered: int, reduced: int) -> None:
-        shape = job.shape
-        self.gathered, self.reduced = gathered, reduced  # bytes of a parameter
-        self.layers, self.params = shape.layer_params, shape.params
-        self.embedding = 0 if shape.tied else shape.vocab_params
-        self.tail = shape.params - sum(self.layers) - self.embedding  # the unit of the output layer
-        self.first = self.embedding or self.tail  # the unit that is gathered first, and reduced last
-        self._received = (job.gpus - 1) / job.gpus
-
-    def exchange(self, params: float, gathers: int, reduces: int) -> Exchange:
-        """Return what it takes to gather parameters, and reduce their gradients, by way of buffers."""
-        g, r = self.gathered, self.reduced
-        received = self._received * params * (gathers * g + reduces * r)
-        return Exchange(received, 0.0, params * (2 * gathers * g + reduces * (g + r)))
-
-    def exchanges(self) -> dict[str, Any]:
-        """Return the exchanges of a step: nothing runs beside the first gathers, nor beside the last sum."""
-        mean = sum(self.layers) / len(self.layers)
-        tail, embedding = self.exchange(self.tail, 1, 1), self.exchange(self.embedding, 2, 1)
-        before = self.exchange(self.first, 1, 1).beside + self.exchange(self.layers[0], 1, 0).beside
-        others = Exchange(tail.beside + embedding.beside - before, before, tail.copied + embedding.copied)
-        return {"ahead": self.exchange(mean, 1, 0), "behind": self.exchange(mean, 1, 1), "others": others}
+def _ddp(job: Job) -> Ranks:
+    """Return a GPU under DistributedDataParallel, whose buckets hold the gradients a second time."""
+    alone, L = _alone(job), job.shape.layers
+    buckets = alone.gradients
+    received = 2 * (job.gpus - 1) / job.gpus
+    by_layer = received * sum(alone.layer_gradients) / L
+    return replace(
+        alone,
+        tokens=job.gpus * job.tokens,
+        forward=[buckets] * L,
+        backward=[buckets] * L,
+        head=buckets,
+        embedding=buckets,
+        step=buckets,
+        behind=Exchange(by_layer),
+        others=Exchange(0.0, received * buckets - L * by_layer),
+    )
 
 
 def _narrow(job: Job) -> Job:
@@ -147,35 +163,36 @@ def _fsdp2(job: Job) -> Ranks:
     end of the unit's backward, are copied into a buffer in the dtype of the reduction, and that stays until the end of
     the next unit's backward. Those that are accumulated are whole, and reduced in the last pass.
     """
-    alone, n, tied = _alone(_narrow(job)), job.gpus, job.shape.tied
-    units = _Units(alone.job, alone.job.element, job.element)
-    g, r, layers, tail, first = units.gathered, units.reduced, units.layers, units.tail, units.first
-    stays = g * tail * tied
+    alone, whole, n, units = _alone(_narrow(job)), _alone(job), job.gpus, _Units(job)
+    g, r, tied = alone.job.element, job.element if units.full else 4, job.shape.tied
+    layers, sums, tail = [g * unit for unit in units.layers], [r * unit for unit in units.trained], units.tail
+    stays, reduced = g * tail * tied, r * tail * units.full
 
-    def share(params: int) -> int:
-        return -(-params * job.element // n)
+    def share(size: int) -> int:
+        return -(-size // n)
 
-    before, after = (units.embedding, *layers[:-1]), (*layers[1:], 0 if tied else tail)
-    head = stays + g * layers[-1]
+    before, after = (g * units.embedding, *layers[:-1]), (*sums[1:], 0 if tied else reduced)
+    head = stays + layers[-1]
     if not tied:  # its buffer is there as well; or its gradient, in two buffers, and the last layer gathered
-        head = max(2 * g * tail, r * tail + share(tail) + g * layers[-1])
+        head = max(2 * g * tail, reduced + share(reduced) + layers[-1])
+    first = r * units.first * units.full
     return replace(
         alone,
         tokens=n * job.tokens,
-        weights=share(units.params),
-        states=-(-_alone(job).states // n),
-        gradients=share(units.params),
-        stepped=share(units.params),
-        accumulated=r * units.params,
-        layer_gradients=[*map(share, layers)],
-        head_gradient=alone.head_gradient if tied else share(tail),
-        forward=[stays + 2 * g * layer for layer in layers],
-        backward=[stays + g * (layer + b) + r * a for layer, b, a in zip(layers, before, after, strict=True)],
+        weights=share(whole.weights),
+        states=share(whole.states),
+        gradients=share(whole.gradients),
+        stepped=share(whole.stepped),
+        accumulated=whole.gradients,
+        layer_gradients=[*map(share, sums)],
+        head_gradient=alone.head_gradient if tied else share(reduced),
+        forward=[stays + 2 * layer for layer in layers],
+        backward=[stays + layer + b + a for layer, b, a in zip(layers, before, after, strict=True)],
         head=head,
-        embedding=2 * g * first + r * layers[0],
-        reduction=g * first + r * first + share(first),
+        embedding=2 * g * units.first + sums[0],
+        reduction=g * units.first + first + share(first),
         to_come=0 if job.keep_gradients else share(first),
-        **units.exchanges(),
+        **units.exchanges(job, g, r),
     )
 
 
@@ -183,35 +200,34 @@ def _zero3(job: Job) -> Ranks:
     """Return a GPU under DeepSpeed's ZeRO-3 in 16 bits.
 
     Parameters and gradients are 16-bit shards, in buffers that are never freed; besides there are float32 shards of the
-    weights and the optimizer's states. What is gathered is DeepSpeed's choice, up to `LIVE` parameters, and counted as
-    that. Gradients wait in a bucket, and are copied out of it to be reduced.
+    trained weights and the optimizer's states. What is gathered is DeepSpeed's choice, up to `LIVE` parameters, and
+    counted as that. Gradients wait in a bucket, and are copied out of it to be reduced.
     """
-    alone, n = _alone(replace(_narrow(job), keep_gradients=True)), job.gpus
-    g = alone.job.element
-    units = _Units(alone.job, g, g)
+    alone, n, units = _alone(replace(_narrow(job), keep_gradients=True)), job.gpus, _Units(_narrow(job))
+    g, trained = alone.job.element, job.shape.params if units.full else sum(units.trained)
 
     def share(params: int, size: int = g) -> int:
         return -(-params * size // n)
 
     live = g * (min(units.params, max(LIVE, units.tail, *units.layers)) + BUCKET)
-    reduced = live + g * min(units.params, max(BUCKET, units.tail))
+    reduced = live + g * min(trained, max(BUCKET, units.tail if units.full else 0))
     return replace(
         alone,
         tokens=n * job.tokens,
         weights=share(units.params),
-        states=share(units.params, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
-        gradients=share(units.params),
-        stepped=share(units.params, 4),
-        accumulated=share(units.params),
-        layer_gradients=[*map(share, units.layers)],
-        head_gradient=share(units.tail),
+        states=share(trained, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
+        gradients=share(trained),
+        stepped=share(trained, 4),
+        accumulated=share(trained),
+        layer_gradients=[*map(share, units.trained)],
+        head_gradient=share(units.tail) * units.full,
         forward=[live] * len(units.layers),
         backward=[reduced] * len(units.layers),
         head=reduced,
         embedding=reduced,
-        step=g * BUCKET + 4 * min(SUB_GROUP, -(-units.params // n)),
+        step=g * BUCKET + 4 * min(SUB_GROUP, -(-trained // n)),
         waits=ZERO3_WAITS * len(units.layers),
-        **units.exchanges(),
+        **units.exchanges(job, g, g),
     )
 
 
@@ -219,18 +235,16 @@ def check_sharding(job: Job) -> None:
     """Check that a step of several GPUs can be planned.
 
     Raises:
-        ArgumentValueError: It offloads, or has adapters, an optimizer without shards, or ZeRO-3 in float32.
+        ArgumentValueError: It offloads, or has an optimizer without shards, or ZeRO-3 in float32.
     """
     if job.gpus == 1:
         return
-    shard = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
-    dtype = str(job.dtype).removeprefix("torch.")
+    shard, sharded = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards), job.parallel != DDP
     wide = job.parallel == ZERO3 and job.element > 2 and not job.autocast
     refused: list[tuple[str, object, str, bool]] = [
         ("host_gib", job.host_gib, "0: offloading is planned for one GPU alone", bool(job.size("host_gib"))),
-        ("adapters", job.adapters, "None: adapters are planned for one GPU alone", job.adapters is not None),
-        ("optimizer", repr(job.optimizer), f"one that shards: {shard}", not OPTIMIZERS[job.optimizer].shards),
-        ("dtype", dtype, "bfloat16 or float16, or autocast: DeepSpeed's float32 training is not planned", wide),
+        ("optimizer", job.optimizer, f"one that shards: {shard}", sharded and not OPTIMIZERS[job.optimizer].shards),
+        ("dtype", job.dtype, "16 bits or autocast: DeepSpeed's float32 training is not planned", wide),
     ]
     for name, got, expected, applies in refused:
         if applies:
@@ -245,6 +259,7 @@ def notes_on(job: Job) -> tuple[str, ...]:
     how = "--link 50GB, in Python link='50GB', plans a network of 400 Gb/s"
     where = f"; assumes {job.gpus} GPUs in one host: {how}" if job.link is None else ""
     sharded = {
+        DDP: "DDP: each GPU has all of the model; buckets hold the gradients a second time",
         FSDP2: "units of FSDP2: each layer; the embedding; the last norm and the output layer, which stay gathered",
         ZERO3: f"ZeRO-3 with DeepSpeed's defaults: weights and states in float32 besides, up to {LIVE:,} gathered"
         f" parameters, a bucket of {BUCKET:,} gradients: an upper bound",
@@ -253,13 +268,15 @@ def notes_on(job: Job) -> tuple[str, ...]:
 
 
 def sharding_lines(job: Job) -> list[str]:
-    """Return the Python that shards a model, once it is patched and has its policies."""
+    """Return the Python that spreads a model over GPUs, once it is patched and has its policies."""
     if job.gpus == 1:
         return []
     processes = f"# in each of {job.gpus} processes"
+    if job.parallel == DDP:
+        return [f"{processes}: model = torch.nn.parallel.DistributedDataParallel(model)"]
     if job.parallel == ZERO3:
-        return [f"{processes}: deepspeed.initialize(model=model, ...), or lowtide train --parallel zero3"]
-    lines, policy = [f"{processes}, or without these lines lowtide train --parallel fsdp2:"], ""
+        return [f"{processes}: deepspeed.initialize(model=model, ...), or a trainer"]
+    lines, policy = [f"{processes}, or without these lines a trainer with accelerate's FSDP2:"], ""
     if job.autocast:
         lines += ["import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
         lines.append("precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
