@@ -230,8 +230,68 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ],
     "memory": [
+        Mutant(
+            "memory/groups.py", "            torch.set_rng_state(cpu)\n", "", "memory/test_groups.py -k random_states",
+        ),
+        Mutant(
+            "memory/attention.py", "_generator(device).set_rng_state(state, *_index(device))", "pass",
+            "memory/test_apply_policy.py -k packages_operator",
+        ),
+        Mutant(
+            "memory/offload.py", "self._changed = self._changed or version(self._tensor) != self._seen",
+            "self._changed = False", "memory/test_offload.py -k changed_in_place",
+        ),
+        Mutant(
+            "memory/groups.py", "if output is None or not version(hidden) == version(output) == self._seen:",
+            "if output is None:", "memory/test_groups.py -k between_layers",
+        ),
+        Mutant(
+            "memory/offload.py", "        self._side.wait(self._done, here)\n", "",
+            "memory/test_apply_policy.py -k same_to_the_bit",
+        ),
+        Mutant(
+            "memory/checkpoint.py", "if state.name in getattr(cache, _LEFT_OUT, ()):", "if False:",
+            "memory/test_lifecycle.py -k left_empty",
+        ),
+        Mutant(
+            "memory/optimizer.py", "if self._counts[param] % self._backwards:", "if False:",
+            "memory/test_offload_optimizer.py -k last_backward",
+        ),
+        Mutant(
+            "memory/apply.py", "moving = offloaded[: max(len(offloaded) - ON_DEVICE, 0)]", "moving = offloaded",
+            "memory/test_apply_policy.py -k same_to_the_bit",
+        ),
     ],
     "plan": [
+        Mutant(
+            "plan/meter.py", "_bytes(x) for x in made if x.is_floating_point()", "_bytes(x) for x in made[:1]",
+            "planner/test_phases.py -k bytes_and_operations",
+        ),
+        Mutant(
+            "plan/step_costs.py", ' + follows * t["saved"]', "", "planner/test_phases.py -k layers_recompute",
+        ),
+        Mutant(
+            "plan/sharding.py", "received = 2 * (job.gpus - 1) / job.gpus", "received = (job.gpus - 1) / job.gpus",
+            "planner/test_phases.py -k ddp",
+        ),
+        Mutant(
+            "plan/four_bit.py", "SINGLE: 1 / 2 + 4 / BLOCK", "SINGLE: 1 / 2 + 2 / BLOCK",
+            "planner/test_phases.py -k 4_bits",
+        ),
+        Mutant("plan/search.py", "if found <= limit:", "if found < 2 * limit:", "planner/test_plan.py -k longest"),
+        Mutant(
+            "plan/meter.py", '(2 if given.get("is_causal") else 1)', "1",
+            "planner/test_phases.py -k bytes_and_operations",
+        ),
+        Mutant(
+            "plan/job.py", "autocast = dtype == torch.float32 and not shape.four_bit", "autocast = False",
+            "planner/test_phases.py -k nothing_is_said",
+        ),
+        Mutant("plan/meter.py", "if x not in copies:", "if True:", "planner/test_saved.py -k 'llama-all and autocast'"),
+        Mutant(
+            "plan/settings.py", 'return float(value["__float__"])', "return value",
+            "cli/test_plan.py -k counted_anew",
+        ),
     ],
     "distributed": [
         Mutant(
