@@ -160,8 +160,8 @@ def test_no_file_reads_what_is_private_in_another() -> None:
 # Thousands of Python tokens of code, and of lines of src and tests. Raising one is a decision: CHANGELOG.md says why,
 # and which other room gives as much.
 BUDGETS = {
-    "top": 6.2, "head": 95.0, "skip": 11.0, "mlp, layers": 23.7, "losses": 8.7, "memory": 14.4, "plan": 24.6,
-    "models": 37.8, "distributed, trl, stacks": 5.6, "train": 16.3, "profile, measure": 17.4, "bench": 23.0, "cli": 4.3,
+    "top": 6.2, "head": 95.0, "skip": 11.0, "mlp, layers": 23.7, "losses": 8.7, "memory": 14.3, "plan": 24.6,
+    "models": 37.8, "distributed, trl, stacks": 5.6, "train": 16.3, "profile, measure": 17.4, "bench": 23.0, "cli": 4.5,
 }  # fmt: skip
 SRC_TOKENS, SRC_LINES, TEST_LINES = 301, 40.6, 46
 FOREIGN_NAMES = 58  # lines of src that name something private of another library
