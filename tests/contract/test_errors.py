@@ -19,10 +19,8 @@ from lowtide import (
     linear_divergence,
     linear_logprobs,
     linear_token_stats,
-    swiglu_mlp,
 )
-from lowtide.errors import ArgumentValueError, LowtideError, UnsupportedError
-from lowtide.layers import rms_norm
+from lowtide.errors import ArgumentValueError, LowtideError
 from support import head
 
 Bad = tuple[dict[str, Any], type[Exception], str]
@@ -284,6 +282,8 @@ def test_a_bad_target_is_named_by_value_and_place() -> None:
         ({"accumulate": "bf16"}, ValueError, "accumulate: expected one of 'auto', 'float32', 'input', got 'bf16'"),
         ({"backend": "cuda"}, ValueError, "backend: expected one of 'auto', 'exp', 'row', 'torch', got 'cuda'"),
         ({"gradient": "backward"}, ValueError, "gradient: expected one of 'auto', 'forward', 'recompute'"),
+        *(({"skip": bad}, ValueError, "skip: expected a number above 0 and below 1") for bad in (0, 1, float("nan"))),
+        ({"skip": "5e-3"}, TypeError, "skip: expected a relative error or None"),
     ],
 )
 def test_options_are_checked_when_they_are_made(options: dict[str, Any], kind: type[Exception], text: str) -> None:
@@ -330,17 +330,3 @@ def test_ligers_order_of_arguments_is_seen(function: Callable[..., Any]) -> None
     with pytest.raises(ArgumentValueError) as error:
         function(X, W, Y[:3])
     assert "Liger" not in str(error.value)
-
-
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {  # the head's: contract/test_autograd.py
-    "swiglu_mlp": lambda x: swiglu_mlp(x, W, W, W.T),
-    "rms_norm": lambda x: rms_norm(x, torch.ones(8), 1e-5),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_gradients_of_several_outputs_at_once(name: str) -> None:
-    x = X.clone().requires_grad_()
-    out = OTHERS[name](x)
-    with pytest.raises(UnsupportedError, match="one gradient of its output at a time"):
-        torch.autograd.grad(out, x, torch.randn(3, *out.shape), is_grads_batched=True)

@@ -19,14 +19,14 @@ from head.kernel_plans import use_kernels
 from lowtide import (
     HeadOptions,
     linear_cross_entropy,
-    linear_divergence,
     linear_logprobs,
     linear_token_stats,
 )
 from lowtide.head.token_stats import WANTS
+from promises import promise
 from support import (
     assert_near,
-    divergence_oracle,
+    every_pair,
     head,
     in_float64,
     logits_of,
@@ -39,7 +39,7 @@ from support import (
 if torch.cuda.is_available():
     pytest.skip("on a GPU tests/gpu runs these kernels", allow_module_level=True)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+pytestmark = [promise("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter's NumPy
 SINGLE = torch.float32
 STATS = tuple(name for name in WANTS if name != "topk")
 FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
@@ -76,7 +76,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["chunks"], autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The backends of the plans that were made; the parameter is the exponential path's schedule."""
-    torch.manual_seed(0)
     return use_kernels(monkeypatch, request.param)
 
 
@@ -98,12 +97,12 @@ def test_every_pair_of_options(name: str, dtypes: list[torch.dtype], kernels: li
         options["targets"] = [1]  # several are a statistic
     if name == "linear_apply":
         options["args"], bounds["tolerance"] = ["trained"], near(1e-12, 1e-5, 8e-3, 1e-3)
-    for i, choice in enumerate(pairs(options, seed=1)):
+    for choice in pairs(options, seed=int(torch.randint(2**31, ()))):
         kernels.clear()
         dtype = choice.pop("dtype")
         if dtype != SINGLE and choice.get("logit_scale") == "trained":
-            choice["logit_scale"] = "tensor"  # test_scaling.py
-        check(FUNCTIONS[name], choice | {"D": 24, "V": 61}, dtype, seed=i, **bounds)
+            choice["logit_scale"] = "tensor"  # head/test_numbers.py
+        check(FUNCTIONS[name], choice | {"D": 24, "V": 61}, dtype, **bounds)
         exp = dtype == SINGLE and name != "linear_divergence"
         exp &= not (choice["softcap"] and choice.get("label_smoothing"))
         assert {*kernels} == {"torch" if name == "linear_apply" else "exp" if exp else "row"}
@@ -152,12 +151,10 @@ def test_losses_of_any_size(name: str, size: tuple[int, int, int], huge: bool) -
         )
 
 
-@pytest.mark.parametrize("K", [1, 5])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("N", "D", "V"), SIZES)
-def test_statistics_of_sure_tokens(name: str, N: int, D: int, V: int, K: int) -> None:
+@every_pair(K=[1, 5], name=OPTIONS, size=SIZES)
+def test_statistics_of_sure_tokens(name: str, size: tuple[int, int, int], K: int) -> None:
     """Also of targets that occur twice, are ignored, or get no upstream; a token without any may hold NaN."""
-    options = OPTIONS[name]
+    (N, D, V), options = size, OPTIONS[name]
     kwargs = arguments("linear_token_stats", SINGLE, D=D, V=V, leading=(N,), linear_bias=name == "all", want=STATS)
     kwargs |= options | {"topk": None}
     leaves = [n for n in ("input", "linear_weight", "linear_bias") if kwargs[n] is not None]
@@ -207,9 +204,9 @@ def test_statistics_of_sure_tokens(name: str, N: int, D: int, V: int, K: int) ->
         assert (g.double() - e).norm().item() <= (2e-5 + 4 * digits) * scale + rounding
 
 
-@pytest.mark.parametrize(("name", "k"), [("plain", 1), ("all", 40), ("negative", 7)])
-@pytest.mark.parametrize(("N", "D", "V"), [*SIZES, (20, 24, 300)])
-def test_highest_logits(name: str, N: int, D: int, V: int, k: int) -> None:
+@every_pair(name=OPTIONS, k=[1, 40, 7], size=[*SIZES, (20, 24, 300)])
+def test_highest_logits(name: str, size: tuple[int, int, int], k: int) -> None:
+    N, D, V = size
     kwargs = arguments("linear_token_stats", SINGLE, D=D, V=V, leading=(N,), linear_bias=name == "all")
     kwargs = {n: kwargs[n] for n in ("input", "linear_weight", "linear_bias")} | OPTIONS[name]
     found = linear_token_stats(**kwargs, want=("topk",), topk=min(k, V)).topk
@@ -220,52 +217,6 @@ def test_highest_logits(name: str, N: int, D: int, V: int, k: int) -> None:
     assert (found.ids.sort(1).values.diff(dim=1) > 0).all()
     for got in (found.values.double(), z.gather(1, found.ids)):  # classes that belong to the values
         torch.testing.assert_close(got, values, rtol=5e-6, atol=4 * digits)
-
-
-def highest(x: Tensor, w: Tensor, b: Tensor, k: int) -> Any:
-    return linear_token_stats(x, w, linear_bias=b, want=("topk",), topk=k).topk
-
-
-def test_highest_logits_of_as_many_tiles() -> None:
-    x, w, b = torch.randn(3, 16), torch.randn(300, 16), torch.zeros(300)
-    peaks = torch.tensor([5, 33, 95, 128, 190, 255, 299])  # each in a tile of its own
-    b[peaks] = 100 + 20 * torch.arange(7.0)
-    found = highest(x, w, b, 7)
-    assert torch.equal(found.ids, (x @ w.T + b).topk(7, 1).indices)
-    assert torch.equal(found.ids.sort(1).values, peaks.expand(3, 7))
-
-
-def test_highest_logits_of_equals_and_of_nothing() -> None:
-    w = torch.randint(-4, 5, (1, 16)).float().expand(75, 16).contiguous()  # whole numbers: products are exact
-    x, b = torch.randint(-4, 5, (5, 16)).float(), torch.zeros(75)
-    b[::2] = -torch.inf
-    x[3] = torch.nan
-    found = highest(x, w, b, 40)
-    first = torch.cat((torch.arange(1, 75, 2), torch.tensor([0, 2, 4])))  # the lowest classes, and then those without
-    assert torch.equal(found.ids[[0, 1, 2, 4]], first.expand(4, 40))
-    assert torch.equal(found.values[0].isinf(), torch.arange(40) >= 37)
-    assert found.values[3].isnan().all()
-    assert (found.ids[3].sort().values == torch.arange(40)).all()
-
-
-def test_rows_that_are_no_numbers() -> None:
-    x, w, y = torch.randn(6, 16), torch.randn(50, 16), torch.randint(0, 50, (6,))
-    x[1], x[2] = torch.nan, torch.inf
-    found = linear_token_stats(x, w, y, want=STATS)
-    for values in (found.logprob, found.entropy, found.lse, linear_logprobs(x, w, y)):
-        assert torch.equal(values.isnan(), torch.tensor([False, True, True, False, False, False]))
-    assert (found.argmax < 50).all()
-
-
-def test_classes_ruled_out_by_the_bias() -> None:
-    x, w, b = torch.randn(20, 16), torch.randn(90, 16), torch.zeros(90)
-    b[:70] = -torch.inf  # two tiles and a part have no class left
-    y = torch.randint(70, 90, (20,))
-    found = linear_token_stats(x, w, y, linear_bias=b, want=STATS)
-    want = stats_oracle(x.double(), w[70:].double(), y - 70)
-    for field in ("logprob", "entropy", "lse", "sum_sq_prob"):
-        assert relative_error(getattr(found, field), want[field]) < 5e-6
-    assert torch.equal(found.argmax, want["argmax"] + 70)
 
 
 @pytest.mark.parametrize(("name", "dtype", "kernels"), RUNS, indirect=["kernels"])
@@ -293,30 +244,7 @@ def test_some_gradients_alone(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(g, whole[i]), (wanted, i)
 
 
-@pytest.mark.parametrize("dtype", [SINGLE, *NARROW])
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv"])
-def test_what_does_not_count_may_hold_anything(kind: str, dtype: torch.dtype) -> None:
-    student, teacher = head(10, 24, 61, dtype=dtype), [t.detach() for t in head(10, 16, 61, dtype=dtype, seed=1)[:3]]
-    mask, upstream = torch.arange(10) % 3 != 0, torch.ones(10)
-    upstream[1] = 0  # this one counts in forward, and nothing flows back to it
-    results = []
-    for bad in (0.0, torch.nan, torch.inf):
-        x, tx = student[0].detach().clone(), teacher[0].clone()
-        x[~mask], tx[~mask], x[1] = bad, bad, bad
-        leaves = [x.requires_grad_(), student[1], student[2]]
-        value = linear_divergence(
-            x, student[1], tx, teacher[1], linear_bias=student[2], teacher_bias=teacher[2], kind=kind, mask=mask
-        )
-        results.append((value[mask & (upstream != 0)], *torch.autograd.grad(value, leaves, upstream)))
-        assert (value[~mask] == 0).all()
-    for clean, *others in zip(*results, strict=True):
-        assert clean.isfinite().all()
-        assert all(torch.equal(clean, got) for got in others)
-
-
-@pytest.mark.parametrize("gradient", ["forward", "recompute"])
-@pytest.mark.parametrize("factor", [2.0**-14, 1.0, 2.0**16])
-@pytest.mark.parametrize("logit_scale", [1.0, 100.0])
+@every_pair(gradient=["forward", "recompute"], factor=[2.0**-14, 1.0, 2.0**16], logit_scale=[1.0, 100.0])
 def test_fp16_gradients_for_any_factor(gradient: Any, factor: float, logit_scale: float) -> None:
     """Neither what multiplies the hidden states nor what is stored leaves fp16's range before the factor has come."""
     x, w, _, y = head(20, 8, 33, dtype=torch.float16, bias=False)
@@ -335,22 +263,6 @@ def test_fp16_gradients_for_any_factor(gradient: Any, factor: float, logit_scale
     for loss in losses:
         for g, t in zip(torch.autograd.grad(factor * loss, (x, w)), true, strict=True):
             assert relative_error(g, t) < 2e-3 + 2 * relative_error(t.half(), t)
-
-
-@pytest.mark.parametrize("factor", [2.0**-14, 1.0, 2.0**16])
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_fp16_gradients_of_divergences_for_any_factor(reduction: str, factor: float) -> None:
-    x, w, _, _ = head(10, 8, 33, dtype=torch.float16)
-    teacher = torch.randn(10, 8).half()
-    with torch.no_grad():
-        x /= 2**12 if factor > 1 else 1
-    value = linear_divergence(x, w, teacher, w.detach() / 2, temperature=0.25, reduction=reduction).sum()
-    got = torch.autograd.grad(value * factor, (x, w))
-    exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    true = divergence_oracle(*exact, teacher.double(), w.detach().double() / 2, temperature=0.25).sum()
-    for g, t in zip(got, torch.autograd.grad(true * factor, exact), strict=True):
-        if t.abs().max() < 6e4:
-            assert relative_error(g, t) < 2e-3 + relative_error(t.half(), t)
 
 
 def tokens_of_every_kind(V: int, **choice: Any) -> Arguments:

@@ -31,7 +31,7 @@ def some_flags(R: int, P: int, kind: int, share: float) -> Tensor:
     return (torch.arange(P) < P * share).expand(R, P).clone()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_lists_and_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists in order from both sides; every step of E' W is computed once, by programs that have as many."""
     chosen = random.Random(seed)
@@ -109,20 +109,6 @@ def test_which_tiles_are_kept(accepted: float) -> None:
     torch.testing.assert_close(dropped, (mass * s.abs()[:, None]).sum())
 
 
-@pytest.mark.parametrize("s", [0.0, torch.nan, torch.inf])
-def test_gradients_that_say_nothing(s: float) -> None:
-    """Where they are no numbers all tiles stay, and where there are none no tile does."""
-    C, P = 140, 5
-    y, squares = torch.randint(P * COLUMNS, (C,), dtype=torch.int32), torch.rand(C, P)
-    sums, mass, sizes = torch.rand(C, P), torch.empty(C, P), choice.sizes_of_tiles(P * COLUMNS, torch.device("cpu"))
-    kept, reported = choice.choose(
-        sums, squares, y, torch.full((C,), s), torch.rand(C), sizes, torch.tensor([0.5]), mass
-    )
-    assert torch.equal(kept, torch.full_like(kept, s != 0))
-    assert torch.equal(mass, sums * (s == 0))
-    assert not reported[1].any()
-
-
 @pytest.mark.parametrize("lies", ["rows", "columns"])
 def test_order_and_back(lies: str) -> None:
     """A weight is put in order, whatever its strides, and a gradient back, with what a tile's rows share."""
@@ -141,6 +127,7 @@ def test_order_and_back(lies: str) -> None:
     assert math.isclose(sum(sizes), V)
 
 
+@pytest.mark.slow
 def test_triton_without_gluon() -> None:
     """The exponential path runs on other GPUs with a Triton that lacks what Hopper's own kernels are written in."""
     code = """

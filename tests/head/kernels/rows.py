@@ -42,8 +42,3 @@ def ordered(f: Tensor) -> Tensor:
     """Map float32 to int32 in the same order."""
     i = f.float().view(torch.int32)
     return torch.where(i < 0, i ^ 0x7FFFFFFF, i)
-
-
-def unordered(i: Tensor) -> Tensor:
-    """Undo `ordered`."""
-    return torch.where(i < 0, i ^ 0x7FFFFFFF, i).view(torch.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,17 +9,18 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from head.kernels.rows import DEVICE, INF, NAN, NARROW, padded, rounded
+from head.kernels.rows import DEVICE, INF, NAN, NARROW, padded
 from lowtide.head.kernels.gemm import LogitTransform
 from lowtide.head.kernels.row_softmax import softmax_rows
-from support import assert_near, oracle, relative_error
+from promises import promise
+from support import assert_near, every_pair, oracle, relative_error
 
 DTYPES = {"wide": torch.float32, **NARROW}
 LOOSE = {"wide": 2e-6, "bfloat16": 2**-8 if DEVICE == "cuda" else 2**-7, "float16": 2**-11}  # see `rounded`
 OPTIONS = ["bias_V", "logit_scale", "softcap", "class_weight_V", "label_smoothing", "z_loss"]
 PLAIN, ALL = (), tuple(OPTIONS)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+pytestmark = [promise("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # the interpreter's NumPy
 
 
 def options(V: int, names: tuple[str, ...] = ALL) -> dict[str, Any]:
@@ -91,13 +91,6 @@ def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolera
         assert_near(g_C, w_C, tolerance)
 
 
-@pytest.mark.parametrize("names", [n for k in range(7) for n in itertools.combinations(OPTIONS, k)], ids="+".join)
-def test_every_combination_of_options(names: tuple[str, ...]) -> None:
-    z, y = batch(3, 37)
-    kwargs = options(37, names)
-    assert_close(run(z, y, longest_block=16, **kwargs), truth(z, y, **kwargs))
-
-
 @pytest.mark.parametrize("names", [PLAIN, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("gradient", ["wide", *NARROW])
 @pytest.mark.parametrize(("V", "block"), [(1, 4096), (2, 4096), (37, 4096), (1003, 4096), (1003, 256), (1024, 256)])
@@ -110,29 +103,6 @@ def test_sizes(V: int, block: int, gradient: str, names: tuple[str, ...]) -> Non
         assert not g.any()
         return
     assert_close((loss, g), (want, w), LOOSE[gradient])
-
-
-@pytest.mark.parametrize("y", [0, 7, 8, 15, 16, 17, 23, 31, 32])
-@pytest.mark.parametrize("V", [33, 40, 48])
-def test_targets_beside_the_blocks_borders(y: int, V: int) -> None:
-    z, _ = batch(1, V)
-    target = torch.tensor([y], device=DEVICE)
-    for gradient in ("wide", "bfloat16"):
-        got = run(z, target, gradient=gradient, longest_block=16, **options(V))
-        assert_close(got, truth(z, target, **options(V)), LOOSE[gradient])
-
-
-@pytest.mark.parametrize(("C", "V"), [(2, 8195), *([(300, 50257), (300, 131072)] if DEVICE == "cuda" else [])])
-def test_no_thread_writes_over_what_another_still_reads(C: int, V: int) -> None:
-    """Rows of many blocks, many programs at a time; the interpreter, which has no threads, runs through it only."""
-    z, y = batch(C, V)
-    loss, wide = run(z, y)
-    p = z.double().softmax(1)
-    p[range(C), y] -= 1
-    assert_close((loss, wide), (torch.nn.functional.cross_entropy(z.double(), y, reduction="none"), p))
-    for gradient, dtype in NARROW.items():
-        g = run(z, y, gradient=gradient)[1]
-        assert torch.equal(g, rounded(2.0**14 * wide, dtype).float() / 2**14)
 
 
 @pytest.mark.parametrize("gradient", ["wide", *NARROW])
@@ -152,53 +122,6 @@ def test_a_row_writes_to_its_own_memory(V: int, stride: int, gradient: Any) -> N
     if gradient != "wide":  # the second half of what was written to is as it was
         untouched = -(-pad // 2)
         assert torch.equal(room[1:5, untouched:V], z[:, untouched:])
-
-
-def test_the_loss_alone_leaves_the_row_alone() -> None:
-    z, y = batch(3, 37)
-    whole = padded(z)[1:-1]
-    before = whole.clone()
-    loss, _ = softmax_rows(whole[:, :37], y, torch.ones(3, device=DEVICE), **launched(options(37)))
-    assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
-    torch.testing.assert_close(loss, run(z, y, **options(37))[0], rtol=1e-6, atol=0)
-
-
-def test_the_factor_is_in_a_wide_gradient_and_not_in_the_loss() -> None:
-    z, y = batch(4, 37)
-    factor = torch.tensor([-1 / 3, 0.0, 1e-6, torch.nan], device=DEVICE)
-    (loss, g), (want, w) = run(z, y, factor_C=factor, **options(37)), truth(z, y, **options(37))
-    assert_close((loss, g[:3]), (want, w[:3] * factor[:3, None].double()))
-    assert g[3].isnan().all()
-
-
-@pytest.mark.parametrize("names", [PLAIN, ALL], ids=["plain", "all"])
-@pytest.mark.parametrize("gradient", ["wide", *NARROW])
-def test_ignored_rows_are_zero_whatever_they_hold(gradient: str, names: tuple[str, ...]) -> None:
-    V = 37
-    z, y = batch(6, V)
-    every = torch.ones(6, dtype=torch.bool, device=DEVICE)
-    clean = run(z, y, gradient=gradient, kept_C=every, longest_block=16, **options(V, names))
-    kept = torch.tensor([True, False, True, False, False, True], device=DEVICE)
-    z[1], z[3], z[4] = torch.nan, torch.inf, -torch.inf
-    unit = kept.float()
-    unit[2] = 0  # a token of no weight is not an ignored one
-    unit[3] = torch.nan
-    got = run(z, y, gradient=gradient, kept_C=kept, unit_C=unit, longest_block=16, **options(V, names))
-    for g, c in zip(got, clean, strict=True):
-        assert torch.equal(g[kept], c[kept])
-        assert (g[~kept] == 0).all()
-
-
-@pytest.mark.parametrize("gradient", ["wide", *NARROW])
-def test_a_target_that_is_no_class_is_nan(gradient: str) -> None:
-    z, y = batch(4, 37)
-    unit = torch.tensor([1.0, torch.nan, torch.inf, -2.0], device=DEVICE)
-    loss, g = run(z, y, gradient=gradient, unit_C=unit, **options(37))
-    clean = run(z, y, gradient=gradient, **options(37))
-    assert loss.isnan().tolist() == [False, True, False, False]
-    assert g[1].isnan().all()
-    assert torch.equal(loss[[0, 2, 3]], clean[0][[0, 2, 3]])
-    assert torch.equal(g[[0, 2, 3]], clean[1][[0, 2, 3]])
 
 
 ODD_ROWS = {  # what is put where; the target is class 20, in the second of three blocks
@@ -235,26 +158,6 @@ def test_odd_rows_come_out_as_from_log_softmax_and_poison_no_other(gradient: str
         torch.testing.assert_close(g[1::2], c[1::2], rtol=2 * loose, atol=1e-7)
 
 
-def test_a_cap_bounds_infinite_logits() -> None:
-    z, y = batch(3, 37)
-    z[0, 3], z[1, 36], z[2, int(y[2])] = torch.inf, -torch.inf, -torch.inf
-    large = z.nan_to_num(posinf=1e6, neginf=-1e6)
-    assert_close(run(z, y, softcap=5.0, longest_block=16), truth(large, y, softcap=5.0))
-
-
-@pytest.mark.parametrize("names", [PLAIN, ("label_smoothing", "class_weight_V"), ("z_loss",)])
-@pytest.mark.parametrize("offset", [-7000.0, 5000.0])
-def test_large_logits(offset: float, names: tuple[str, ...]) -> None:
-    V = 203
-    z, y = batch(8, V)
-    z[[0, 4, 5, 6, 7]] += offset
-    z[1] = offset + 1000 * z[1]
-    z[2, 40] = 9000.0
-    z[3, int(y[3])] = -8000.0
-    kwargs = options(V, names)
-    assert_close(run(z, y, longest_block=32, **kwargs), truth(z, y, **kwargs))
-
-
 @pytest.mark.parametrize("lead", [-2.0, 0.0, 2.0, 12.0, 22.0, 40.0])
 @pytest.mark.parametrize("gradient", ["wide", "bfloat16"])
 def test_confident_tokens_keep_their_relative_precision(lead: float, gradient: str) -> None:
@@ -271,16 +174,6 @@ def test_confident_tokens_keep_their_relative_precision(lead: float, gradient: s
     torch.testing.assert_close(g.double(), want, rtol=1e-5 + LOOSE[gradient], atol=0)
 
 
-def test_each_entry_is_right_where_the_cap_bends_and_where_it_is_reached() -> None:
-    bends = [1e-6, 1e-3, 0.1, 0.199, 0.201, 0.5, 1.0, 3.0, 6.0, 9.0]
-    cap = 4.0
-    z = cap * torch.tensor([[0.0, *bends, *(-b for b in bends)]], device=DEVICE)
-    y = torch.tensor([7], device=DEVICE)
-    (loss, g), (want, w) = run(z, y, softcap=cap), truth(z, y, softcap=cap)
-    assert_close((loss, g), (want, w))
-    torch.testing.assert_close(g.double(), w, rtol=5e-6, atol=0)
-
-
 def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return what an fp16 gradient leaves in memory, and its lift."""
     (C, V), whole = z.shape, padded(z)[1:-1]
@@ -288,23 +181,9 @@ def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return whole.view(torch.float16)[:, :V], lift
 
 
-def test_tiny_probabilities_keep_their_precision_in_fp16() -> None:
-    V = 8192
-    z, y = batch(2, V)
-    z *= 0.5
-    z[1] -= 6.0  # p about 2**-23, below fp16's smallest normal number by 9 bits
-    z[1, int(y[1])] = 6.0
-    p = z.double().softmax(1)
-    p[range(2), y] -= 1
-    stored, lift = lifted(z, y)
-    assert lift.tolist() == [2.0**-14, 2.0**-14]
-    relative = (stored.double() * lift[:, None].double() / p - 1).abs()
-    assert relative.max() < 2.0**-11 * 1.01
-
-
-@pytest.mark.parametrize("heavy", [1e-20, 0.3, 1.0, 7e4, 1e12])
-@pytest.mark.parametrize("scale", [1.0, -3e-5, 300.0])
-@pytest.mark.parametrize("names", [PLAIN, ("label_smoothing",), ("z_loss",), ALL], ids="+".join)
+@every_pair(
+    heavy=[1e-20, 1.0, 7e4, 1e12], scale=[1.0, -3e-5, 300.0], names=[PLAIN, ("label_smoothing",), ("z_loss",), ALL]
+)
 def test_a_lifted_row_fits_fp16(names: tuple[str, ...], scale: float, heavy: float) -> None:
     V = 37
     z, y = batch(3, V)
@@ -318,38 +197,3 @@ def test_a_lifted_row_fits_fp16(names: tuple[str, ...], scale: float, heavy: flo
     want = truth(z, y, **kwargs)[1]
     for s, k, w in zip(stored, lift, want, strict=True):
         assert relative_error(s.double() * k, w) < 2**-10
-
-
-def test_the_bound_holds_where_terms_have_opposite_signs() -> None:
-    """Here k is 0 nearly: the z-loss takes from the classes what the target's share gives."""
-    z = torch.zeros(1, 37, device=DEVICE)
-    y = torch.tensor([5], device=DEVICE)
-    z -= torch.logsumexp(z, 1) + 1.0  # lse = -1
-    for kwargs in ({"z_loss": 0.5}, {"z_loss": 50.0}, {"z_loss": 0.5, "label_smoothing": 0.9}):
-        stored, lift = lifted(z, y, **kwargs)
-        assert stored.abs().max() <= 2**14
-        assert relative_error(stored.double() * lift[:, None], truth(z, y, **kwargs)[1]) < 2**-10
-
-
-def test_class_weights_of_both_signs_fit_fp16() -> None:
-    z, y = batch(1, 37)
-    q = torch.ones(37, device=DEVICE)
-    q[::2] = -1e6
-    q[1::2] = 1e6
-    q[int(y)] = 0.0
-    kwargs = {"class_weight_V": q, "total_class_weight": q.sum(), "label_smoothing": 0.1}
-    stored, lift = lifted(z, y, **kwargs)
-    assert stored.abs().max() <= 2**14
-    assert relative_error(stored.double() * lift[:, None], truth(z, y, **kwargs)[1]) < 2**-10
-
-
-def test_rows_lie_further_apart_than_32_bits_count() -> None:
-    stride = 2**30 + 8
-    try:
-        room = torch.empty(2 * stride + 40, device=DEVICE)  # on a CPU only the pages in use take memory
-    except RuntimeError:
-        pytest.skip("needs 8 GiB of addresses")
-    z, y = batch(3, 37)
-    far = room.as_strided((3, 37), (stride, 1)).copy_(z)
-    softmax_rows(far, y, torch.ones(3, device=DEVICE), gradient=torch.float32)
-    torch.testing.assert_close(far.clone(), run(z, y)[1], rtol=1e-6, atol=0)
