@@ -109,7 +109,6 @@ def of_statistics(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.G
         more = torch.randint(0, w.shape[0], (*x.shape[:-1], choice["support"]), generator=g)
         of_targets = known["target"].view(*x.shape[:-1], K or 1)
         known["support"] = torch.cat((of_targets.where(of_targets != known["ignore_index"], -1), more), -1)
-        known["support"] = known["support"].flatten() if choice.get("one_set") else known["support"]
     want = [n for n in choice["want"] if K is not None or n not in ("logprob", "is_top1")] or ["lse"]
     return (
         known | {"want": want, "topk": min(4, w.shape[0]) if "topk" in want else None} | ({} if K else {"target": None})
@@ -432,7 +431,6 @@ MODES = {
     "logprobs-of-several": mode("linear_logprobs", {"targets": 3}),
     "statistics": mode("linear_token_stats", {"want": WANTS, "targets": 3}),
     "sets": mode("linear_token_stats", {"want": OF_SETS, "targets": 3, "support": 4}),
-    "one-set": mode("linear_token_stats", {"want": OF_SETS, "targets": 3, "support": 4, "one_set": True}),
     "forward_kl": mode("linear_divergence", {"teacher_lacks": 3}),
     "reverse_kl-mean": mode("linear_divergence", {"kind": ("reverse_kl", 0.5), "reduction": "mean"}, stored=True),
     "jsd": mode("linear_divergence", {"kind": ("jsd", 0.3)}),
