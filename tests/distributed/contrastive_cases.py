@@ -10,15 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-<<<<<<< HEAD
 from contract.cases import contrastive_oracle
 from distributed.launch import DEVICE, SEED, main
 from distributed.sharded import exchanged, near, of_all_ranks
-=======
-from contract.cases import contrastive_oracle as naive
-from distributed.launch import DEVICE, main
-from distributed.sharded import exchanged, of_all_ranks
->>>>>>> 0e782b99 (Tests of the head: one contract in place of a file for each function; kernels keep what only they can show; tiles that are skipped in half the lines)
 from lowtide import linear_contrastive
 from lowtide.errors import ArgumentValueError
 
