@@ -36,21 +36,21 @@ KINDS = {  # linear_divergence's name, and the teacher's share of the mixture
 
 @dataclass(frozen=True)
 class PairShape(Shape):
-    """A student's output layer, and the hidden size of its teacher."""
-
     teacher_D: int
 
 
-NAMED = {
-    "llama-8b-to-1b": PairShape("llama-8b-to-1b", 8192, 2048, 128256, 4096),
-    "llama-8b-to-8b": PairShape("llama-8b-to-8b", 4096, 4096, 128256, 4096),
-}
+SIZES = {"llama-8b-to-1b": (8192, 2048, 128256, 4096), "llama-8b-to-8b": (4096, 4096, 128256, 4096)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceConfig(TokenSettings):
     benchmark = "divergence"
-    choice = Choice(PairShape, "N,D,V,D of the teacher", "llama-8b-to-1b", NAMED)
+    choice = Choice(
+        PairShape,
+        "N,D,V,D of the teacher",
+        "llama-8b-to-1b",
+        {name: PairShape(name, *each) for name, each in SIZES.items()},
+    )
     known: ClassVar = {
         "peers": ("lowtide", "lowtide-none", "naive", "compile", "trl", "liger-jsd", "liger-kl"),
         "works": tuple(KINDS),
@@ -110,29 +110,22 @@ def cases(run: Run[DivergenceConfig], shape: PairShape) -> Iterator[DivergenceCa
         )  # fmt: skip
 
 
-Divergence = Callable[..., Tensor]  # of hidden states and weight of both: [N], or the mean
-
-
-def _lowtide(reduction: str, case: DivergenceCase) -> Divergence:
-    return partial(linear_divergence, kind=case.kind, beta=case.beta, reduction=reduction)
-
-
 def _naive(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta: float) -> Tensor:
     return divergence_of((x @ w.T).float(), (teacher_x @ teacher_w.T).float(), beta)
 
 
-def _trl(case: DivergenceCase) -> Divergence:
+def _trl(case: DivergenceCase) -> Callable[..., Tensor]:
     function: Any = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     return lambda x, w, teacher_x, teacher_w: function.apply(x, w, None, teacher_x, teacher_w, None, case.beta)[0]
 
 
-def _liger(case: DivergenceCase) -> Divergence:
+def _liger(case: DivergenceCase) -> Callable[..., Tensor]:
     needs_cuda(case.x.device)
     loss = importlib.import_module("liger_kernel.transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=case.beta)
     return lambda x, w, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, None)
 
 
-def _liger_kl(case: DivergenceCase) -> Divergence:
+def _liger_kl(case: DivergenceCase) -> Callable[..., Tensor]:
     if case.kind != "forward_kl":
         raise CannotError("computes the forward KL alone")
     needs_cuda(case.x.device)
@@ -141,7 +134,7 @@ def _liger_kl(case: DivergenceCase) -> Divergence:
     return lambda x, w, teacher_x, teacher_w: loss(x, w, (teacher_x @ teacher_w.T).float().softmax(-1))
 
 
-def _peer(name: str, make: Callable[[DivergenceCase], Divergence], package: str = "") -> Peer:
+def _peer(name: str, make: Callable[[DivergenceCase], Callable[..., Tensor]], package: str = "") -> Peer:
     def build(case: DivergenceCase) -> Function:
         function = make(case)
         return lambda: {"value": function(case.x, case.w, case.teacher.x, case.teacher.w)}
@@ -150,8 +143,10 @@ def _peer(name: str, make: Callable[[DivergenceCase], Divergence], package: str 
 
 
 PEERS = by_name(
-    _peer("lowtide", partial(_lowtide, "mean")),  # its gradients in forward
-    _peer("lowtide-none", partial(_lowtide, "none")),
+    *(
+        _peer(name, lambda case, of=of: partial(linear_divergence, kind=case.kind, beta=case.beta, reduction=of))
+        for name, of in (("lowtide", "mean"), ("lowtide-none", "none"))  # the mean's gradients in forward
+    ),
     _peer("naive", lambda case: partial(_naive, beta=case.beta)),
     _peer("compile", lambda case: partial(compiled(_naive), beta=case.beta)),
     _peer("trl", _trl, "trl"),

@@ -2,34 +2,29 @@
 
     python benchmarks/layers.py --hidden 4096 --head-dim 128
 
-RMS normalisation, the same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own
+RMS normalisation, the same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, its own
 fused operation) and Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "saved" is
 what autograd saves for backward beyond inputs and the residual stream.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
+from layer_peers import EXACT, PEERS, Function
 from script import main
 from torch import Tensor
 
 from lowtide.bench.case import relative_error
-from lowtide.bench.harness import Benchmark, Row, Run, Table, compiled, reason_in, release
+from lowtide.bench.harness import Benchmark, Row, Run, Table, reason_in, release
 from lowtide.bench.settings import RunSettings, setting
-from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import mib
 
-EPS = 1e-5
 CALLS = 8  # of a timed run: all but the first are launched while the GPU is busy, as in training
-Function = Callable[..., Any]
 TABLE = Table(
     {"peer": "<16"},
     {
@@ -47,52 +42,6 @@ class LayersConfig(RunSettings):
     heads: int = setting(32, "of the queries", least=1)
     kv_heads: int = setting(8, "of the keys", least=1)
     head_dim: int = setting(64, "of a head, even; all of it is rotated", least=2)
-
-
-def eager_norm(x: Tensor, w: Tensor) -> tuple[Tensor]:
-    wide = x.float()
-    return (w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype),)
-
-
-def eager_add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return *eager_norm(r + x, w), r + x
-
-
-def eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def rotated(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        return x * cos.unsqueeze(1) + torch.cat((-x[..., half:], x[..., :half]), -1) * sin.unsqueeze(1)
-
-    return rotated(q), rotated(k)
-
-
-def liger(module: str, function: str) -> Function:
-    found: Function = getattr(importlib.import_module(f"liger_kernel.transformers.{module}"), function)
-    return found
-
-
-PEERS: dict[str, dict[str, Callable[[], Function]]] = {  # by operation; a maker imports its peer
-    "norm": {
-        "lowtide": lambda: lambda x, w: (rms_norm(x, w, EPS, rounding="before_weight"),),
-        "F.rms_norm": lambda: lambda x, w: (F.rms_norm(x, w.shape, w, EPS),),
-        "liger": lambda: lambda x, w: (liger("functional", "liger_rms_norm")(x, w, EPS, 0.0, "llama", False),),
-        "compile": lambda: compiled(eager_norm),
-        "eager": lambda: eager_norm,
-    },
-    "add-norm": {
-        "lowtide": lambda: lambda x, r, w: add_rms_norm(x, r, w, EPS, rounding="before_weight"),
-        "liger": lambda: lambda *xs: liger("functional", "liger_fused_add_rms_norm")(*xs, EPS, 0.0, "llama", False),
-        "compile": lambda: compiled(eager_add_norm),
-        "eager": lambda: eager_add_norm,
-    },
-    "rotary": {
-        "lowtide": lambda: rotary,
-        "compile": lambda: compiled(eager_rotary),
-        "eager": lambda: eager_rotary,
-        "liger": lambda: liger("rope", "liger_rotary_pos_emb"),  # last: it rotates its inputs in place
-    },
-}
-EXACT: dict[str, Function] = {"norm": eager_norm, "add-norm": eager_add_norm, "rotary": eager_rotary}
 
 
 def rows_of(op: str, inputs: tuple[Tensor, ...], moved: tuple[int, int], run: Run[LayersConfig]) -> list[Row]:

@@ -1,14 +1,11 @@
 """Measure how a training step under FSDP2 scales with the number of GPUs, beside Liger's and stock models.
 
-Weak scaling: each GPU has ``--batch`` sequences of its own. With ``--strong`` all GPUs together have as many.
-
     python benchmarks/scaling.py --ranks 1 2 4 8
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
-    python benchmarks/scaling.py --ranks 1 2 4 --strong --batch 4 --way lowtide:all lowtide liger
 
-Layers are checkpointed, except in ways with a policy, such as lowtide:all or lowtide:attention. One GPU holds the whole
-model; several shard it, a unit for each layer. "of_one" has a GPU's tokens per second over those of one GPU alone: 1
-where the time is ideal, weak or strong.
+Weak scaling: each GPU has ``--batch`` sequences of its own; with ``--strong`` all together have as many. Layers are
+checkpointed, except in ways with a policy, such as lowtide:all. One GPU holds the whole model; several shard it, a unit
+for each layer. "of_one" has a GPU's tokens per second over those of one GPU alone: ideally 1, weak or strong.
 """
 
 from __future__ import annotations
@@ -51,9 +48,7 @@ class ScalingConfig(Settings):
     benchmark = "scaling"
 
     ranks: tuple[int, ...] = setting((1, 2, 4, 8), "processes, one for each GPU", metavar="N", least=1)
-    model: tuple[str, ...] = setting(
-        ("llama-3.2-1b", "llama-3-8b"), "whose shapes, as in lowtide train --model", metavar="NAME"
-    )
+    model: tuple[str, ...] = setting(("llama-3.2-1b", "llama-3-8b"), "whose shapes", metavar="NAME")
     way: tuple[str, ...] = setting(("lowtide", "liger"), "implementations, or one:policy", metavar="WAY")
     tokens: int = setting(8192, "of a sequence", least=2)
     batch: int = setting(1, "sequences of a GPU; with --strong of all together", least=1)
@@ -92,11 +87,9 @@ def in_processes(ranks: int, way: str, model: str, config: ScalingConfig) -> Row
         job = json.dumps({"settings": vars(config), "file": str(file), "way": way, "model": model})
         ended = run_command([sys.executable, *launch, __file__, RANK, job], env=ALLOCATOR)
         if file.exists():
-            row: Row = json.loads(file.read_text())
-            return row
+            return dict(json.loads(file.read_text()))
         why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
-    last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
-    return {"failed": (why or last)[0]}
+    return {"failed": [*why, *ended.stderr.strip().splitlines()[-1:], f"ended with {ended.returncode}"][0]}
 
 
 def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
@@ -113,12 +106,11 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
     optimizer = make_optimizer("adamw", list(built.parameters()))
     batch = config.batch // (ranks if config.strong else 1)
     generator = torch.Generator().manual_seed(config.seed)
-    steps = torch.randint(
-        0, built.config.vocab_size, (WARM + config.steps, ranks, batch, config.tokens), generator=generator
-    )
-    times, losses = [], []
-    for i, each in enumerate(steps.to(device)[:, rank]):
-        if i == WARM:
+    sizes = (WARM + config.steps, ranks, batch, config.tokens)
+    steps = torch.randint(0, built.config.vocab_size, sizes, generator=generator)
+    times, losses = list[float](), list[float]()
+    for each in steps.to(device)[:, rank]:
+        if len(times) == WARM:
             reset_cuda_peak()
         start = time.perf_counter()
         loss = train_step(lambda ids=each: built(input_ids=ids, labels=ids).loss, optimizer)

@@ -153,6 +153,7 @@ def test_what_is_wrong_is_reported() -> None:
     assert wrong["errors"]["logprob"] < 1e-5
     mean = loss("mean")
     naive = PEERS["naive"].build(mean)
+    assert max(measured(naive, mean)["errors"].values()) < 1e-5
     wrong = measured(lambda: {"loss": N * naive()["loss"]}, mean)
     assert wrong["errors"]["dw"] == pytest.approx(N - 1, rel=1e-3)
 
