@@ -133,7 +133,7 @@ def test_both_sides_get_the_run_and_one_is_stock(sides: list[list[str]], files: 
     comparison, text = shown(files, "--json", str(file))
     (stock,) = (words for label, *words in sides if label == "stock")
     (patched,) = (words for label, *words in sides if label == "lowtide")
-    assert [word for word in stock if word not in patched] == ["--no_patch"]
+    assert [word for word in stock if word not in patched] == ["--patch=false"]
     assert [word for word in patched if word not in stock] == []
     assert {"--logging_steps=1", "--save_strategy=no"} <= set(patched)
     assert comparison.equal

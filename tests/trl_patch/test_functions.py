@@ -159,16 +159,6 @@ def test_masked_tokens_contribute_nothing_even_if_nan() -> None:
     assert_same_gradients((x, w, b), true, 1e-4)
 
 
-def test_ties_are_won_by_the_first() -> None:
-    x, w, _, _ = head(64, 32, 128, bias=False)
-    with torch.no_grad():
-        w[64:] = w[:64]
-    best = (x @ w.t()).argmax(-1) % 64
-    y = torch.where(torch.arange(64) % 2 == 0, best, best + 64)
-    is_top1 = logprob_function().apply(x, w, None, y, 1.0, 48)[4]
-    assert torch.equal(is_top1, y < 64)
-
-
 @every_pair(
     beta=[0.0, 0.3, 1.0],
     terms=[(1.0, 1.0, None, None), (0.7, 1.0, 3.0, None), (2.0, 0.5, None, 1.5), (0.6, 1.3, 2.0, 4.0)],

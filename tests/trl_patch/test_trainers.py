@@ -105,20 +105,6 @@ def test_same_as_stock_with_options_and_other_models(
     assert report.calls_lowtide
 
 
-@promise("dtypes")
-def test_bf16_autocast(make_trainer: Any, tiny_model: Any) -> None:
-    """Metrics within bfloat16's own error, the loss's logits being float32 in the patched run only."""
-    settings = {"bf16": True, "learning_rate": 1e-3}
-    stock, _ = train(make_trainer, "SFT", tiny_model(), **settings)
-    report = lowtide.patch_trl()
-    got, change = train(make_trainer, "SFT", tiny_model(), **settings)
-    for entry, expected in zip(got, stock, strict=True):
-        for name in {"loss", "entropy"} & entry.keys():
-            assert entry[name] == pytest.approx(expected[name], rel=0.02)
-    assert change.isfinite().all()
-    assert report.calls_trl == {}
-
-
 @promise("reported")
 def test_what_lowtide_cannot_do_runs_as_stock_and_is_named(make_trainer: Any, tiny_model: Any) -> None:
     settings = {"family": "Cohere2", "logit_scale": 0.25}  # and its teacher is a Llama

@@ -344,10 +344,4 @@ def _resuming(words: Sequence[str]) -> list[str]:
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
     """Return options as words of a command line."""
-    words = []
-    for name, value in options.items():
-        if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no_'}{name}")
-        elif value is not None:
-            words.append(f"--{name}={value}")
-    return words
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]

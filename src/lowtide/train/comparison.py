@@ -269,7 +269,7 @@ def _interleaved(words: list[str], turn: Path, block: int, *, quiet: bool) -> tu
 
     def side(name: str, other: str) -> RunResult:
         try:
-            own = [*words, *(["--no_patch"] if name == _STOCK else [])]
+            own = [*words, *(["--patch=false"] if name == _STOCK else [])]
             return _in_child(own, (str(turn), name, other, block), name, quiet=quiet)
         finally:
             end_turns(turn)
