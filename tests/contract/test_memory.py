@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import support
 from contract.cases import LEAVES, MODES, NARROW, WIDE, counting
 from contract.function import Arguments, Mode, total, trained
 from contract.table import each, every_head
@@ -17,6 +18,8 @@ from lowtide import HeadOptions, HeadPlan
 from lowtide.measure.allocations import track_allocations
 from promises import promise
 from support import counted_flop, gemm_flop
+
+pytestmark = pytest.mark.skipif(support.DEVICE != "cpu", reason="the CPU's allocator; a GPU's peaks: tests/gpu")
 
 MIB = 2**20
 CASES = [  # a dtype, what else, and MiB

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import support
 from contract.cases import LAYOUT, LEAVES
 from contract.function import NARROW, WIDE, Function, Mode, check, leaves, total, trained
 from contract.table import FUNCTIONS, HEADS, MODES, each, every_mode
@@ -75,6 +76,8 @@ def test_narrow_dtypes_err_no_more_than_plain_pytorch(mode: Mode, dtype: torch.d
         )  # fmt: skip
         # all rows of the mean logit's gradient are the same numbers: a few roundings, whose norm varies
         least = eps if used == [".mean_logit"] else eps / 16
+        if support.DEVICE != "cpu":  # the weight's gradient is added up in the inputs' dtype over some chunks
+            least += eps / 2
         for n, g, b, e in zip(names, got, base, want, strict=True):
             assert relative_error(g, e) <= mode.function.beside_plain * relative_error(b, e) + least, (n, used)
 
