@@ -289,23 +289,24 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "memory": [
         Mutant(
-            "memory/groups.py", "            torch.set_rng_state(cpu)\n", "", "memory/test_groups.py -k random_states",
+            "memory/groups.py", "            torch.set_rng_state(cpu)\n", "",
+            "memory/test_policies.py -k dropout_draws",
         ),
         Mutant(
             "memory/attention.py", "_generator(device).set_rng_state(state, *_index(device))", "pass",
-            "memory/test_apply_policy.py -k packages_operator",
+            "memory/test_policies.py -k packages_operator",
         ),
         Mutant(
             "memory/offload.py", "self._changed = self._changed or version(self._tensor) != self._seen",
-            "self._changed = False", "memory/test_offload.py -k changed_in_place",
+            "self._changed = False", "memory/test_offloads.py -k changed_in_place",
         ),
         Mutant(
             "memory/groups.py", "if output is None or not version(hidden) == version(output) == self._seen:",
-            "if output is None:", "memory/test_groups.py -k between_layers",
+            "if output is None:", "memory/test_policies.py -k unusual_layers",
         ),
         Mutant(
             "memory/offload.py", "        self._side.wait(self._done, here)\n", "",
-            "memory/test_apply_policy.py -k same_to_the_bit",
+            "memory/test_policies.py -k same_to_the_bit",
         ),
         Mutant(
             "memory/checkpoint.py", "if state.name in getattr(cache, _LEFT_OUT, ()):", "if False:",
@@ -317,7 +318,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "memory/apply.py", "moving = offloaded[: max(len(offloaded) - ON_DEVICE, 0)]", "moving = offloaded",
-            "memory/test_apply_policy.py -k same_to_the_bit",
+            "memory/test_policies.py -k same_to_the_bit",
         ),
     ],
     "plan": [

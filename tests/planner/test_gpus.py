@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,12 +45,6 @@ def test_drivers_names_are_known(name: str) -> None:
 @pytest.mark.parametrize("name", PEOPLE)
 def test_gpus_are_found_as_people_write_them(name: str) -> None:
     assert find_gpu(name) is GPUS[PEOPLE[name]]
-
-
-def test_a_gpu_of_one_s_own_is_taken() -> None:
-    mine = replace(GPUS["h100"], name="mine", memory_gib=12.5)
-    assert find_gpu(mine) is mine
-    assert mine.memory_bytes == 12.5 * 2**30
 
 
 def test_an_unknown_one_is_refused() -> None:

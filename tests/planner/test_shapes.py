@@ -68,12 +68,6 @@ def test_named_shapes_have_the_published_parameters(name: str) -> None:
     assert read_shape(SHAPES[name]).params == PUBLISHED[name]
 
 
-def test_windows_are_each_layer_s_own() -> None:
-    assert read_shape({"model_type": "gemma2", **SMALL, **TYPES["gemma2"]}).windows == (16, 0, 16)
-    assert read_shape({"model_type": "mistral", **SMALL, **TYPES["mistral"]}).windows == (16, 16, 16)
-    assert read_shape({"model_type": "llama", **SMALL}).windows == (0, 0, 0)
-
-
 def test_several_parts_for_text_are_refused() -> None:
     config = transformers.AutoConfig.for_model("musicgen")
     for given in (config, config.to_dict()):
@@ -85,12 +79,6 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
     settings = {"model_type": "llama", **SMALL}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert read_shape(tmp_path) == read_shape(str(tmp_path / "config.json")) == read_shape(settings)
-
-
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "meta-llama/Llama-3.2-1B"])
-def test_a_name_in_place_of_a_path_gets_a_hint(name: str) -> None:
-    with pytest.raises(ArgumentValueError, match=r"config\.json, got .*fetched from the network.*lowtide plan --model"):
-        plan_memory(name, 64, 1, 1)
 
 
 def test_the_text_part_of_a_config_is_read() -> None:
@@ -168,12 +156,6 @@ def test_mlps_that_a_patch_leaves_alone_have_no_levels(model_type: str, settings
 def test_a_config_that_transformers_refuses_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentValueError, match=r"^model_(type|or_config): expected"):
         read_shape({"model_type": "llama", **SMALL, **change})
-
-
-def test_without_transformers_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ArgumentValueError, match=r"expected transformers.*pip install 'lowtide\[hf\]'"):
-        read_shape({"model_type": "llama", **SMALL})
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
