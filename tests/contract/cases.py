@@ -381,7 +381,6 @@ FUNCTIONS = {
         busy={"softcap": 3.0, "logit_scale": "trained"},
         **OF_HEADS,
         tolerance=near(1e-12, 1e-5, times=3),
-        of_scalars=1.0,
     ),
     "linear_contrastive": Function(
         name="linear_contrastive",

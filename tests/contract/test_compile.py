@@ -27,8 +27,7 @@ pytestmark = [
 SLOW = pytest.mark.slow
 HEADS = ("mean", "each", "statistics", "jsd-sum", "top-k")
 QUICK = ("mean", "statistics", "jsd-sum", "apply-sum", "contrastive", *parts.COMPILED)
-# but for a name among their arguments, or where gradients are computed
-ALIKE = ("reverse_kl-mean", "jsd", "tv", "mean-recomputed", "logprobs-of-several", "top-k-mean")
+CHECKED = (*QUICK, "each", "logprobs", "sets", "forward_kl", "top-k", "contrastive-of-several")  # an operator each
 
 
 def split(kwargs: Arguments) -> tuple[Arguments, Arguments]:
@@ -59,7 +58,7 @@ def test_log_probabilities_twice_in_one_graph_for_any_shape() -> None:
     ("mode", "dynamic"),
     [
         *(pytest.param(m, True, marks=[] if n in QUICK else SLOW, id=n) for n, m in MODES.items()),
-        pytest.param(MODES["apply"], None, id="apply-by-default"),
+        pytest.param(MODES["apply"], None, marks=SLOW, id="apply-by-default"),
     ],
 )
 def test_one_graph_for_any_shape_and_scale(mode: Mode, dynamic: bool | None) -> None:
@@ -166,7 +165,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(m, id=n, marks=SLOW if n in ALIKE else []) for n, m in MODES.items() if m.name != "linear_apply"],
+    [pytest.param(m, id=n, marks=[] if n in CHECKED else SLOW) for n, m in MODES.items() if m.name != "linear_apply"],
 )
 def test_the_registered_operators_pass_opcheck(mode: Mode) -> None:
     """Those that a call of the function runs, forward and backward, for all its gradients and for the input's alone."""

@@ -49,7 +49,9 @@ FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
     "topk": [4],
     "teacher_D": [9],
     "targets": [1, None, 8],
-    "want": [STATS, WANTS, *((name,) for name in DIFFERENTIABLE)],
+    "want": [STATS, WANTS, ("entropy",), ("mean_logit",)],
+    "ignored_tokens": ["auto"],
+    "accumulate": ["auto"],
 }
 DTYPES = {
     name: [SINGLE] if name == "linear_token_stats" else [SINGLE, *NARROW]

@@ -28,15 +28,12 @@ CASES = [  # a dtype, what else, and MiB
     (torch.bfloat16, "plain", 1),
     (torch.float16, "busy", 1),
 ]
-WORKSPACES = [  # of the divergences in the same code, a jsd holds most
-    (name, *case)
-    for name in MODES
-    for case in CASES
-    if name not in ("forward_kl", "reverse_kl-mean", "tv") or case[1:] in (("plain", 1), ("busy", 1))
+UNLIKE = ("mean", "each", "statistics", "sets", "jsd-sum", "top-k", "apply")  # what others share the code of
+WORKSPACES = [
+    (name, *case) for name in MODES for case in CASES if name in UNLIKE or case[:2] == (torch.float32, "busy")
 ]
-WIDTHS = [  # each mode in two dtypes, and what computes in another way in each of the others in all
-    *itertools.product(MODES, [torch.float32, torch.bfloat16]),
-    *itertools.product(["mean", "each", "statistics", "jsd-sum", "top-k", "apply"], [torch.float64, torch.float16]),
+WIDTHS = [(name, torch.float32) for name in MODES if name not in UNLIKE] + [
+    *itertools.product(UNLIKE, [*WIDE, *NARROW])
 ]
 
 
