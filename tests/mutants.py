@@ -346,7 +346,6 @@ MUTANTS: dict[str, list[Mutant]] = {
             "plan/job.py", "autocast = dtype == torch.float32 and not shape.four_bit", "autocast = False",
             "planner/test_phases.py -k nothing_is_said",
         ),
-        Mutant("plan/meter.py", "if x not in copies:", "if True:", "planner/test_saved.py -k 'llama-all and autocast'"),
         Mutant(
             "plan/settings.py", 'return float(value["__float__"])', "return value",
             "cli/test_plan.py -k counted_anew",

@@ -356,7 +356,7 @@ def test_what_is_no_policy(given: dict[str, Any], error: type[Exception], says: 
     [
         ("input/1 every 4", ActivationPolicy(every=4, mlp_level=1)),
         (
-            "input/0 by 9 every 12 offloaded",
+            "input/0 by 512 every 12 offloaded",
             ActivationPolicy(every=12, mlp_level=0, mlp_tile_tokens=512, offload=True),
         ),
         ("attention offloaded", OFFLOADED_ATTENTION),
