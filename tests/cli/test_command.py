@@ -72,7 +72,7 @@ PLAN = ["plan", "--model", "x", "--seq-len", "4"]
     [
         ([*PLAN, "--budgets=4"], "Did you mean --budget?"),
         ([*PLAN, "--xyzzy"], "unknown arguments: --xyzzy (see"),
-        ([*PLAN, "."], "unknown arguments: . (see"),
+        ([*PLAN, "."], "run: expected a config in YAML or JSON, got ."),
         (["tarin"], "Did you mean train?"),
         (["bench", "haed"], "Did you mean head?"),
         (["profile", "--optimizer", "adamv"], "Did you mean adamw?"),
