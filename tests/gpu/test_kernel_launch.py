@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from gpu.conftest import ON_GPU
-from lowtide.kernel_launch import MOST_VARIANTS, Launcher
+from lowtide.kernel_launch import Launcher
 from promises import promise
 
 pytestmark = [*ON_GPU, promise("kernels")]
@@ -62,16 +62,3 @@ def test_every_change_between_launches(dtype: torch.dtype, offset: int) -> None:
         affine(x, n, step)
         affine(x, n, step, free=16, slope=-2.5, double=True)
         affine(x, n, step, free=2**20 + 1, slope=0.5, shift=0.25)
-
-
-def test_kernels_are_remembered_and_not_without_end() -> None:
-    x = torch.randn(64, device="cuda")
-    affine(x, 64)
-    before = len(_affine._compiled)
-    for free in range(3, 50):  # not specialised on
-        affine(x, 64, free=free)
-    assert len(_affine._compiled) == before
-    for n in range(1, MOST_VARIANTS + 10):
-        _affine._compiled.setdefault((n,), None)
-    affine(x, 63)
-    assert len(_affine._compiled) <= MOST_VARIANTS
