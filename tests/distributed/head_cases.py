@@ -36,13 +36,7 @@ from distributed.sharded import (
     whole,
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head.call import Head, Wanted
-from lowtide.head.engine import gradient_buffers, run
-from lowtide.head.plan import plan_head
-from lowtide.head.ranks.parallel import Ranks
-from lowtide.head.rows import Rows
 from lowtide.measure.timing import peak_above
-from pages.blocks import ROOT, blocks_of
 from support import oracle
 
 
@@ -246,34 +240,6 @@ def errors() -> None:
         kwargs["target"][0, :2] = kwargs["ignore_index"]
     with pytest.raises(ArgumentValueError, match=r"target \(number of valid tokens\): .*every rank"):
         call(**in_parts(kwargs, "local"))
-
-
-def the_term_of_the_page() -> None:
-    """The class of docs/add-a-term.md: values and gradients in several chunks, some ranks without a class."""
-    page, names = "docs/add-a-term.md", dict[str, Any]()
-    exec(blocks_of((ROOT / page).read_text(), page)[0].code, names)
-    N, D, V = 50, 16, 97
-    x, w, b, y = (t.detach().cpu() for t in head(N, D, V, dtype=torch.float64))
-    upstream, scale = torch.linspace(0, 1, N, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
-    parts = [slice(0, 40), *(slice(40, 40) for _ in range(dist.get_world_size() - 2)), slice(40, V)]
-    mine = parts[dist.get_rank()]
-    rows = mine.stop - mine.start
-    shard = lowtide.VocabShard(group=dist.group.WORLD, first=mine.start, rows=rows, vocab=V, largest=V - 40)
-    given = {"input": x, "weight_VD": w[mine], "bias_V": b[mine], "scale": scale, "softcap": 3.0, "dtype": x.dtype}
-    asked = {"workspace_mib": 0.05, "accumulate": "auto", "backend": "torch", "ignored_tokens": "auto"}
-    of = Head(**given, **asked, skip=0.0, order=0, ranks=Ranks(shard, (N,), x.device, None, None, trained=True))
-    plan = plan_head(N, D, shard.most_rows, x.dtype, x.device, of.options)
-    assert plan.chunks > 1
-    into = gradient_buffers(of, Rows(tokens=N), plan, Wanted(input=True, weight=True, bias=True))
-    term = names["Brier"](of, y)
-    numbers = run(of, Rows(tokens=N), plan, term, into, upstream=lambda _, part: upstream[part])
-    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-    z = 3.0 * torch.tanh((leaves[0] @ leaves[1].T + leaves[2]) * scale / 3.0)
-    loss = (z.softmax(1) - torch.nn.functional.one_hot(y, V)).square().sum(1)
-    dx, dw, db = torch.autograd.grad((upstream * loss).sum(), leaves)
-    near(numbers["loss"], loss.detach(), "values")
-    for got, exact in ((into.input_ND, dx), (into.weight_VD, dw[mine]), (into.bias_V, db[mine])):
-        near(got, exact, "gradients")
 
 
 if __name__ == "__main__":

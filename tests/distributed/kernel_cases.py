@@ -10,9 +10,8 @@ import torch
 from contract.cases import FUNCTIONS, KINDS, NARROW, OF_SETS, Arguments, trained
 from distributed.launch import DEVICE, THOROUGH, main
 from distributed.option_cases import FEWER
-from distributed.sharded import WAYS, compare, head, kernels, plain, problem, shard_of, spread
+from distributed.sharded import WAYS, compare, kernels, problem
 from head.kernel_plans import use_set_kernels
-from lowtide import linear_token_stats
 from support import in_float64, oracle, pairs, relative_error
 
 SINGLE = torch.float32
@@ -94,32 +93,6 @@ def sets_of_classes() -> None:
             used = use_set_kernels(patched)
             compare("linear_token_stats", kwargs, [way], choice, i)
         assert "score" in used
-
-
-def sure_tokens_and_equal_logits() -> None:
-    """What is left of 1 has as many digits as the others' probabilities; equal logits have their classes' order."""
-    x, w, _, _ = head((1, 13), 32, 73, seed=3, bias=False)
-    with torch.no_grad():
-        w /= 3
-        w[60] = 0
-        w[5] = x[0, 0] * 20 / x[0, 0].square().sum()
-        x[0, 3], x[0, 4] = torch.nan, torch.inf
-    z = (x[0, :1].double() @ w.double().T).detach()
-    others = (z - z[:, 5:6]).exp().scatter(1, torch.tensor([[5]], device=DEVICE), 0).sum(1)
-    bias = torch.full((73,), -torch.inf, device=DEVICE)
-    bias[[3, 50, 51, 71]] = torch.tensor([1.0, 2.0, 2.0, 1.0], device=DEVICE)
-    for way in WAYS[:1] if DEVICE == "cpu" else WAYS:
-        px, nothing = (spread(way, t.detach(), of_vocab=False) for t in (x, torch.zeros_like(x)))
-        pw, pb = (spread(way, t.detach(), of_vocab=True) for t in (w, bias))
-        y = torch.full((1, 13, 2), 5, device=DEVICE)
-        with kernels():
-            logprob = plain(linear_token_stats(px, pw, y, want=("logprob",), **shard_of(way, pw)).logprob)
-            kwargs = {"linear_bias": pb, "want": ("topk",), "topk": 9, **shard_of(way, pw)}
-            ids = plain(linear_token_stats(nothing, pw, **kwargs).topk.ids)
-        torch.testing.assert_close(logprob[0, :1, 0].double(), -others.log1p(), rtol=1e-4, atol=0)
-        assert torch.equal(logprob[0].isnan().all(1).nonzero()[:, 0].cpu(), torch.tensor([3, 4]))
-        assert not logprob[0, 5:].isnan().any()
-        assert (ids == torch.tensor([50, 51, 3, 71, 0, 1, 2, 4, 5], device=DEVICE)).all()
 
 
 if __name__ == "__main__":

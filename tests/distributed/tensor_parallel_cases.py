@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +15,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -36,9 +30,7 @@ from distributed.models import (
     FAMILIES,
     GATHERED,
     LOCAL,
-    SHAPE,
     VOCAB,
-    T,
     batch_of,
     counted,
     fair,
@@ -48,12 +40,12 @@ from distributed.models import (
     near,
     parallel,
     ranks_mesh,
+    same,
     step,
     trio,
     whole,
 )
 from lowtide.errors import UnsupportedError
-from lowtide.measure.timing import peak_above
 from lowtide.models import parallel_mlp
 from lowtide.models.lazy_logits import LazyLogits
 
@@ -92,17 +84,6 @@ def kinds_of_heads() -> None:
         assert type(ours(input_ids=batch_of()["input_ids"], num_items_in_batch=1).logits) is type(real)
 
 
-def with_loss_parallel() -> None:
-    """Inside `loss_parallel`, which the stock model needs for logits in parts: ours needs it not, and does not mind."""
-    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    ours, stock, true, report = trio(functools.partial(parallel, head=head))
-    batch = {**batch_of(), "num_items_in_batch": torch.tensor(7, device=DEVICE)}
-    with loss_parallel():
-        got, want = (step(m, batch) for m in (ours, stock))
-    near(got, want, step(true, batch), "loss_parallel")
-    fused(report, 1)
-
-
 def sequences(stream: int = 0) -> dict[str, Tensor]:
     """A batch to be cut along its sequences: before torch 2.13 DTensors that are take no more than one in a matmul."""
     several = torch.__version__ >= (2, 13)
@@ -135,33 +116,6 @@ def tokens_in_parts() -> None:
     lazy, real = models[0](**sequences()).logits, models[1](input_ids=sequences()["input_ids"]).logits
     torch.testing.assert_close(lazy.full_tensor(), real.full_tensor(), rtol=1e-5, atol=1e-5)
     fused(report, 2, 1)
-
-
-def sequence_parallel_layers() -> None:
-    """All of a model cut so: what lies between attention and MLPs is in parts of the sequence, up to the head."""
-    parts, whole_input = {"output_layouts": Shard(1), "use_local_output": False}, (Replicate(),)
-    plan: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **parts),
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    for layer in ("model.layers.0.", "model.layers.1."):
-        plan |= {layer + norm: SequenceParallel() for norm in ("input_layernorm", "post_attention_layernorm")}
-        plan |= {f"{layer}self_attn.{x}_proj": ColwiseParallel() for x in "qkv"}
-        plan |= {f"{layer}mlp.{x}_proj": ColwiseParallel() for x in ("gate", "up")}
-        plan |= {layer + rows: RowwiseParallel(**parts) for rows in ("self_attn.o_proj", "mlp.down_proj")}
-        plan[layer + "mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=whole_input)
-        plan[layer + "self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()},
-            use_local_output=True,
-        )
-    length = T - T % dist.get_world_size()
-    batch = {name: x[:, :length] for name, x in sequences().items()}
-    batch["position_ids"] = torch.arange(length, device=DEVICE)[None]  # the model would count those of its part
-    *models, report = trio(lambda model: parallelize_module(model, ranks_mesh(), plan))
-    fair(*models, batch, "sequence parallel")
-    fused(report, 1)
 
 
 def each_token(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -246,11 +200,8 @@ def plan_of_transformers() -> None:
 
 
 def wrapped_by_transformers_later() -> None:
-    """Patched before: what transformers wraps is the patched forward then, and the model's own loss reads logits."""
+    """Patched before: what transformers wraps is the patched forward then."""
     from transformers.distributed.tensor_parallel import ColwiseParallel as Style
-
-    def reads(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-        return F.cross_entropy(logits.transpose(1, 2), labels) + logits.square().mean()
 
     vocab = 48 * dist.get_world_size()
     batch = {name: x.where(x < 0, x % vocab) for name, x in batch_of().items()}
@@ -263,21 +214,11 @@ def wrapped_by_transformers_later() -> None:
         style.install_forward(model.lm_head, ranks_mesh())
     fair(*models, true, batch, "later")
     fused(report, 1)
-    for model in (*models, true):
-        model.loss_function = reads
-    fair(*models, true, batch, "reads")
-    assert report.calls_materialised == 1, str(report)
 
 
 def what_is_left_alone() -> None:
     """Whatever is not of the form that is known runs as it came, and the report says why."""
     rows = RowwiseParallel(input_layouts=Replicate())
-
-    def two_axes(model: Any) -> None:
-        parallel(model)
-        square = init_device_mesh(DEVICE, (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-        weight = whole(model.lm_head.weight.detach())
-        model.lm_head.weight = nn.Parameter(distribute_tensor(weight, square, [Replicate(), Shard(0)]))
 
     def watched(model: Any) -> None:
         parallel(model).lm_head.register_forward_hook(lambda _m, _x, y: y * 2)
@@ -285,43 +226,16 @@ def what_is_left_alone() -> None:
     def cut_by_rows(model: Any) -> None:
         parallelize_module(model, ranks_mesh(), {"lm_head": rows})
 
-    ways: list[tuple[Callable[[Any], Any], str]] = [
-        (cut_by_rows, "in another way than by ColwiseParallel"),
-        (watched, "has a hook from __main__"),
-        (lambda m: parallel(m, LOCAL), "returns this rank's logits alone"),
-        (two_axes, "is not on the mesh of what wraps it"),
-    ]
+    ways = ((cut_by_rows, "in another way than by ColwiseParallel"), (watched, "has a hook from __main__"))
     for change, why in ways:
-        ours, stock, _, report = trio(change)
-        results = [outcome_of(model) for model in (ours, stock)]
-        assert type(results[0]) is type(results[1]), (why, results)
-        if isinstance(results[0], dict):
-            for key, value in results[1].items():
-                torch.testing.assert_close(results[0][key], value, msg=lambda m, w=why, k=key: f"{w} {k}: {m}")
+        *models, report = trio(change)
+        same(*(step(model, batch_of()) for model in models[:2]), why)
         assert report.calls_fused == 0, why
-        (said,) = report.why_materialised
-        assert re.search(why, said), (why, said)
-
-
-def outcome_of(model: Any) -> Any:
-    """A step's results, or the error that the stock model has as well."""
-    try:
-        return step(model, batch_of())
-    except RuntimeError as error:
-        return error
-
-
-def an_error_inside() -> None:
-    """A label that is no class raises on every rank, and the head has its style again."""
-    ours, stock = parallel(model_of()), parallel(model_of())
-    lowtide.patch(ours)
-    if DEVICE == "cpu":
-        wrong = {**batch_of(), "labels": batch_of()["labels"] + VOCAB}
-        with pytest.raises(IndexError, match="target: expected class indices"):
-            ours(**wrong)
-    with torch.no_grad():
-        batch = {"input_ids": batch_of()["input_ids"]}
-        torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
+        assert why in str(report.why_materialised), report
+    local = parallel(model_of(), LOCAL)
+    report = lowtide.patch(local)
+    assert local(input_ids=batch_of()["input_ids"]).logits.shape[-1] < VOCAB
+    assert "returns this rank's logits alone" in str(report.why_materialised)
 
 
 def mlps_in_parts() -> None:
@@ -383,21 +297,6 @@ def looked_at_on_one_rank() -> None:
     lowtide.patch(ours)
     step(ours, batch_of())
     fused(report, 1, 1)
-
-
-def memory() -> None:
-    """No rank has logits, not those of its own classes either."""
-    vocab, length = 6000, 256
-    model = model_of(vocab_size=vocab, max_position_embeddings=length, num_hidden_layers=1)
-    report = lowtide.patch(parallel(model), options=lowtide.HeadOptions(workspace_mib=0.2))
-    ids = torch.randint(3, vocab, (1, length), device=DEVICE)
-    hidden = torch.randn(1, length, SHAPE["hidden_size"], device=DEVICE, requires_grad=True)
-    model.model.forward = lambda **_: transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden)
-    model(input_ids=ids, labels=ids)
-    peak = peak_above(lambda: model(input_ids=ids, labels=ids).loss.backward(), DEVICE)
-    shard = -(-vocab // dist.get_world_size())
-    assert peak < 3 * 4 * shard * SHAPE["hidden_size"] + 0.2 * 2**20 + 2**18 < 4 * shard * length, peak
-    fused(report, 2)
 
 
 if __name__ == "__main__":

@@ -306,24 +306,6 @@ def built_in_parts() -> None:
     fused(report, 2)
 
 
-class Distilled(nn.Module):
-    """A student's divergence from a frozen teacher, by TRL's function in the student's forward."""
-
-    def __init__(self, student: Any, teacher: Any) -> None:
-        super().__init__()
-        self.student, self.teacher = student, teacher.requires_grad_(False)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
-        heads: list[Any] = []
-        for model in (self.student, self.teacher):
-            head = model.get_output_embeddings()
-            heads += [model.base_model(input_ids).last_hidden_state.flatten(0, 1), head.weight, head.bias]
-        found, entropy = function.apply(*heads, 0.3, 0.7)
-        assert not entropy.requires_grad
-        return SimpleNamespace(loss=found[labels.flatten() != -100].mean())
-
-
 class Scored(nn.Module):
     """The mean log-probability and entropy that TRL's fused head returns, within the model's forward."""
 
@@ -338,27 +320,22 @@ class Scored(nn.Module):
 
 
 def trls_functions() -> None:
-    """TRL's two functions by lowtide's heads are TRL's on whole weights, which are gathered no longer than a call."""
+    """TRL's fused head by lowtide's is TRL's on whole weights, which are gathered no longer than a call."""
     pytest.importorskip("trl")
-    rank = dist.get_rank()
-    builds: list[Callable[[], nn.Module]] = [
-        lambda: Scored(model_of(tie_word_embeddings=True)),
-        lambda: Distilled(model_of("phi"), model_of("phi", hidden_size=8, head_dim=2)),
-    ]
-    for build in builds[: 2 if THOROUGH else 1]:
-        stock, engine = Plain(build()), zero(build())
-        expected = [step(stock, batch_of(rank + 7 * i)) for i in range(2)]
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
-            file.flush()
-            active = HfDeepSpeedConfig(file.name)  # while it lives, TRL gathers the heads
-            report = lowtide.patch_trl()
-            alike("losses", [step(engine, batch_of(rank + 7 * i)) for i in range(2)], expected)
-            del active
-        lowtide.unpatch_trl()
-        assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 2), report
-        same_weights("TRL", engine, weights(stock))
-        assert gathered(engine) == set()
+    rank, build = dist.get_rank(), lambda: Scored(model_of(tie_word_embeddings=True))
+    stock, engine = Plain(build()), zero(build())
+    expected = [step(stock, batch_of(rank + 7 * i)) for i in range(2)]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+        file.flush()
+        active = HfDeepSpeedConfig(file.name)  # while it lives, TRL gathers the heads
+        report = lowtide.patch_trl()
+        alike("losses", [step(engine, batch_of(rank + 7 * i)) for i in range(2)], expected)
+        del active
+    lowtide.unpatch_trl()
+    assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 2), report
+    same_weights("TRL", engine, weights(stock))
+    assert gathered(engine) == set()
 
 
 def memory() -> None:
