@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowtide
@@ -117,6 +117,18 @@ def patched_models() -> None:
         report = report or lowtide.patch(model, options=options)
         compare(model, stock, joined, (how, family))
         fused(report, 2, what=how)
+
+
+def scores() -> None:
+    """Log-probabilities from a call without labels: as stock's, and the head's unit is sharded again after it."""
+    ids, found = batch_of(dist.get_rank())["input_ids"], []
+    ours, stock = (shard(model_of(), "own", True) for _ in range(2))
+    lowtide.patch(ours, scoring=True)
+    for model in (ours, stock):
+        logits = model(input_ids=ids).logits
+        assert isinstance(model.lm_head.weight, DTensor)
+        found.append(logits.log_softmax(-1).gather(-1, ids[..., None]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def functional_head() -> None:

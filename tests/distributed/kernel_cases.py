@@ -27,6 +27,9 @@ FEW: dict[str, list[Any]] = {
     "logit_scale": ["trained"],
     "softcap": [None, 3.0],
     "num_items": [None],
+    "shift": [False],
+    "token_weight": [True],
+    "z_loss": [1e-2],
     "reduction": ["none", "mean"],
     "tail": [None],
     "targets": [1, 3],
@@ -75,7 +78,7 @@ def lost_in_float32(kwargs: Arguments, most: dict[str, float]) -> dict[str, floa
 
 def few_classes() -> None:
     """No token, fewer classes than ranks, all ignored: by both schedules of the cross entropy."""
-    calls: list[tuple[Arguments, int]] = [({"leading": (2, 0), "num_items": 2.5}, 50), ({"leading": (2, 3)}, 2)]
+    calls: list[tuple[Arguments, int]] = [({"leading": (2, 0), "num_items": 2.5}, 50), ({"leading": (2, 3)}, 1)]
     for i, (choice, classes) in enumerate([*calls, ({"ignored": "all", "leading": (2, 3)}, 50)]):
         kwargs = problem("linear_cross_entropy", choice, 0, classes, D=16, dtype=SINGLE)
         with kernels(("chunks", "blocks")[i % 2]):

@@ -44,7 +44,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"pad_token_id": 0}),  # gate and up in one projection
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
 }
-GATHERED, LOCAL = ColwiseParallel(output_layouts=Replicate()), ColwiseParallel()
+GATHERED = ColwiseParallel(output_layouts=Replicate())
 ROWS = ("o_proj", "down_proj")
 
 

@@ -29,8 +29,6 @@ from distributed.launch import DEVICE, THOROUGH, main
 from distributed.models import (
     FAMILIES,
     GATHERED,
-    LOCAL,
-    VOCAB,
     batch_of,
     counted,
     fair,
@@ -232,10 +230,6 @@ def what_is_left_alone() -> None:
         same(*(step(model, batch_of()) for model in models[:2]), why)
         assert report.calls_fused == 0, why
         assert why in str(report.why_materialised), report
-    local = parallel(model_of(), LOCAL)
-    report = lowtide.patch(local)
-    assert local(input_ids=batch_of()["input_ids"]).logits.shape[-1] < VOCAB
-    assert "returns this rank's logits alone" in str(report.why_materialised)
 
 
 def mlps_in_parts() -> None:

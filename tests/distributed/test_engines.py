@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo"),
 ]
 FILES = {  # of cases, in how many parts they run, on how many ranks, and the package that they need
-    "zero": (3, 2, "deepspeed"),
+    "zero": (4, 2, "deepspeed"),
     "tensor_parallel": (3, 2, "transformers"),
     "fsdp": (2, 2, "transformers"),
     "context_parallel": (1, 2, "transformers"),

@@ -10,27 +10,26 @@ from distributed import launch
 from promises import promise
 
 pytestmark = [
-    promise("ranks"),
+    promise("ranks", "options", "errors", "memory"),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo"),
 ]
-CASES = {
-    "option": promise("options"),
-    "head": promise("errors", "memory"),
-    "apply": (),
-    "kernel": promise("kernels"),
-    "contrastive": (),
-}
+FOLDER = Path(__file__).parent
+CASES = [("option", 0, 2), ("option", 1, 2), ("head", 0, 1), ("apply", 0, 1), ("contrastive", 0, 1)]
 
 
-@pytest.mark.parametrize("cases", [pytest.param(name, marks=marks) for name, marks in CASES.items()])
-def test_on_three_ranks(cases: str) -> None:
+@pytest.mark.parametrize(("cases", "part", "parts"), CASES)
+def test_on_three_ranks(cases: str, part: int, parts: int) -> None:
     """One has no class, in the way of plain tensors; nothing divides by three."""
-    if cases == "kernel" and torch.cuda.is_available():
-        pytest.skip("on GPUs tests/gpu runs this path")
-    launch.check_all(Path(__file__).parent / f"{cases}_cases.py", 3)
+    file = FOLDER / f"{cases}_cases.py"
+    launch.check_all(file, 3, tuple(launch.cases_of(file)[part::parts]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["option", "head"])
+@pytest.mark.parametrize("cases", ["option", "head", "contrastive"])
 def test_on_two_ranks(cases: str) -> None:
-    launch.check_all(Path(__file__).parent / f"{cases}_cases.py", 2)
+    launch.check_all(FOLDER / f"{cases}_cases.py", 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs tests/gpu runs this path")
+def test_kernels() -> None:
+    launch.check_all(FOLDER / "kernel_cases.py", 2)

@@ -197,6 +197,19 @@ def what_is_gathered() -> None:
     assert of_mlp(engines[0].module) == 3
 
 
+def scores() -> None:
+    """Log-probabilities from a call without labels: as stock's, and nothing stays gathered after it."""
+    ids, found = batch_of(dist.get_rank())["input_ids"], []
+    ours, stock = model_of(), model_of()
+    lowtide.patch(ours, scoring=True)
+    engine = zero(ours)
+    for model in (engine, stock):
+        logits = model(input_ids=ids).logits
+        assert model is stock or gathered(engine) == set()
+        found.append(logits.log_softmax(-1).gather(-1, ids[..., None]))
+    alike("log-probabilities", *found)
+
+
 def stages_and_settings() -> None:
     """ZeRO-2; the loss in the head's forward; offloading; accumulation; parameters that stay gathered; a policy."""
     cpu = {"device": "cpu"}
@@ -231,6 +244,38 @@ def kinds_of_model() -> None:
         engine = trains_as_stock("4 bits", model)
         assert gathered(engine) == set()
         assert of_mlp(engine.module) == 7
+
+
+class Scored(nn.Module):
+    """The mean log-probability and entropy that TRL's fused head returns, within the model's forward."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        importlib.import_module("trl.trainer.utils").add_fused_lm_head(model, 0.8, outputs=("log_probs", "entropy"))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        found = self.model(input_ids=input_ids, labels=labels, fused_lm_head=True)
+        return SimpleNamespace(loss=found.loss - 0.1 * found.entropy.mean())
+
+
+def trls_functions() -> None:
+    """TRL's fused head by lowtide's is TRL's on whole weights, which are gathered no longer than a call."""
+    pytest.importorskip("trl")
+    rank, build = dist.get_rank(), lambda: Scored(model_of())
+    stock, engine = Plain(build()), zero(build())
+    expected = [step(stock, batch_of(rank + 7 * i)) for i in range(2)]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+        file.flush()
+        active = HfDeepSpeedConfig(file.name)  # while it lives, TRL gathers the heads
+        report = lowtide.patch_trl()
+        alike("losses", [step(engine, batch_of(rank + 7 * i)) for i in range(2)], expected)
+        del active
+    lowtide.unpatch_trl()
+    assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 2), report
+    same_weights("TRL", engine, weights(stock))
+    assert gathered(engine) == set()
 
 
 def patched_inside() -> None:
@@ -304,38 +349,6 @@ def built_in_parts() -> None:
     assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm", "rotary")), str(report)
     same_steps("read", zero(parts.train()), Plain(whole.train()))
     fused(report, 2)
-
-
-class Scored(nn.Module):
-    """The mean log-probability and entropy that TRL's fused head returns, within the model's forward."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        importlib.import_module("trl.trainer.utils").add_fused_lm_head(model, 0.8, outputs=("log_probs", "entropy"))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        found = self.model(input_ids=input_ids, labels=labels, fused_lm_head=True)
-        return SimpleNamespace(loss=found.loss - 0.1 * found.entropy.mean())
-
-
-def trls_functions() -> None:
-    """TRL's fused head by lowtide's is TRL's on whole weights, which are gathered no longer than a call."""
-    pytest.importorskip("trl")
-    rank, build = dist.get_rank(), lambda: Scored(model_of(tie_word_embeddings=True))
-    stock, engine = Plain(build()), zero(build())
-    expected = [step(stock, batch_of(rank + 7 * i)) for i in range(2)]
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
-        file.flush()
-        active = HfDeepSpeedConfig(file.name)  # while it lives, TRL gathers the heads
-        report = lowtide.patch_trl()
-        alike("losses", [step(engine, batch_of(rank + 7 * i)) for i in range(2)], expected)
-        del active
-    lowtide.unpatch_trl()
-    assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 2), report
-    same_weights("TRL", engine, weights(stock))
-    assert gathered(engine) == set()
 
 
 def memory() -> None:
