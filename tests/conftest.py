@@ -63,14 +63,6 @@ def accelerate_anew() -> Iterator[None]:
     forget_accelerate()
 
 
-@pytest.fixture
-def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children of `lowtide.measure.run_child` begin with what a process has imported that forks them all."""
-    from distributed.train_ranks import run_command
-
-    monkeypatch.setattr("lowtide.measure.child.run_command", run_command)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
     parser.addoption("--device", default="cpu", help="hold the contract on this device: tests/contract")

@@ -20,7 +20,7 @@ RUNS = {  # dtypes, one option more, and how near values come; on a GPU statisti
     "linear_divergence": ([SINGLE] if DEVICE == "cpu" else [SINGLE, *NARROW], 1e-5),
 } | ({"linear_cross_entropy": ([SINGLE], 2e-5)} if DEVICE == "cpu" else {})  # on GPUs: tests/gpu/rank_cases.py
 FEW: dict[str, list[Any]] = {
-    "kind": KINDS[1:3],
+    "kind": KINDS[2:3],
     "linear_bias": [True],
     "leading": [(2, 4)],  # two chunks of rows, and a rank without any of them
     "ignored": ["some"],
@@ -30,6 +30,7 @@ FEW: dict[str, list[Any]] = {
     "shift": [False],
     "token_weight": [True],
     "z_loss": [1e-2],
+    "weight": [True],
     "reduction": ["none", "mean"],
     "tail": [None],
     "targets": [1, 3],

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import interpreter
-from distributed.train_ranks import python_path, shared
+from distributed.forks import python_path, shared
 
 TESTS = Path(__file__).parents[1]
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
@@ -31,12 +32,14 @@ PATIENCE = 300 if DEVICE == "cpu" else 120  # seconds that a rank waits for the 
 THOROUGH = DEVICE != "cpu" or "THOROUGH" in os.environ  # with --slow: whole products of options, not pairs of them
 SEED = int(os.environ.get("SEED", "0"))  # small: added to the seeds of models, batches and arguments
 RIGHT = "right"
+MODULES = {"zero_cases": ("deepspeed", "trl.trainer.utils", "peft"), "fsdp_cases": ("peft",)}  # take long to import
 SECONDS = 1200.0  # until the ranks are killed, compiling kernels included, on a busy machine
 
 
 def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> list[str]:
     """Run on the CPU to the end and return what each rank wrote to its standard error, and how it ended."""
-    ended = shared()(ranks, *arguments, script=file, seconds=SECONDS, **env)
+    modules = [name for name in MODULES.get(file.stem, ()) if find_spec(name.partition(".")[0])]
+    ended = shared()(ranks, *arguments, script=file, seconds=SECONDS, modules=modules, **env)
     return [f"{err}exit status {status}" for status, err in zip(ended.statuses, ended.err, strict=True)]
 
 

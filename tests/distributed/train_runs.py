@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
-from distributed.train_ranks import Ended, Ranks, shared
+from distributed.forks import Ended, Ranks, shared
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -43,7 +43,7 @@ _ZERO = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    "ZERO": "gloo",  # for train_ranks
+    "ZERO": "gloo",  # for forks
 }
 # What `accelerate launch` sets for its configurations.
 ENGINES: dict[str, dict[str, str]] = {

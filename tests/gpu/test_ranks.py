@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from distributed import launch
-from distributed.train_ranks import python_path
+from distributed.forks import python_path
 from distributed.train_runs import ENGINES, SEQUENCES, Runs, history
 from promises import promise
 

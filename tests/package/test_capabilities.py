@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.train_ranks import python_path
+from distributed.forks import python_path
 from promises import promise
 
 pytestmark = promise("values")

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import lowtide
-from distributed.train_ranks import shared
+from distributed.forks import shared
 from lowtide.cli import _parser
 from pages.blocks import (
     NEEDS,

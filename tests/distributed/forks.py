@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -30,7 +30,6 @@ from typing import Any
 import psutil
 
 import lowtide
-from lowtide.measure.child import ChildResult
 
 TESTS = Path(__file__).parents[1]
 
@@ -70,11 +69,20 @@ class Ranks:
         )
 
     def start(
-        self, ranks: int, *arguments: object, script: Path | None = None, seconds: float = 1200, **env: str
+        self,
+        ranks: int,
+        *arguments: object,
+        script: Path | None = None,
+        seconds: float = 1200,
+        modules: Sequence[str] = (),
+        **env: str,
     ) -> None:
-        """Start; `end` gives the result. One at a time; after ``seconds`` it is killed."""
+        """Start; `end` gives the result. One at a time; after ``seconds`` it is killed.
+
+        ``modules`` are what the ranks will import: the process that forks them does, once.
+        """
         assert self._process.stdin is not None
-        job = {"ranks": ranks, "argv": list(map(str, arguments)), "env": env, "seconds": seconds}
+        job = {"ranks": ranks, "argv": list(map(str, arguments)), "env": env, "seconds": seconds, "modules": modules}
         job["script"] = None if script is None else str(script)
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -119,26 +127,6 @@ def shared() -> Ranks:
     return ranks
 
 
-def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
-    """As `lowtide.measure.child.run_command`, for ``python -c CODE`` and torchrun's ``SCRIPT``, by forks."""
-    assert command[0] == sys.executable
-    ranks, rest, begun = 1, list(command[1:]), time.perf_counter()
-    if rest[:3] == ["-m", "torch.distributed.run", "--standalone"]:
-        assert rest[3] == "--nproc-per-node"
-        ranks, rest = int(rest[4]), rest[5:]
-    first, *arguments = rest
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(first)
-        if first == "-c":
-            script = Path(folder) / "script.py"
-            script.write_text(arguments.pop(0))
-        ended = shared()(ranks, *arguments, script=script, **(env or {}))
-    status = next(filter(None, ended.statuses), 0)
-    out, err = map("".join, (ended.out, ended.err))
-    seconds = time.perf_counter() - begun
-    return ChildResult(returncode=status, seconds=seconds, peak_bytes=0, stdout=out, stderr=err)
-
-
 def _wait_for_end(process: int, seconds: float) -> None:
     until = time.monotonic() + seconds
     while psutil.pid_exists(process) and time.monotonic() < until:
@@ -157,12 +145,6 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in (world | place).items()})
-        from lowtide.cli import main
-        from lowtide.train import ranks
-
-        if rank:  # wait no longer than until the first rank has ended
-            seconds = ranks._FIRST_REPORTS_SECONDS
-            vars(ranks)["let_first_report"] = lambda: _wait_for_end(first, seconds)
         if job["env"].get("ZERO") == "gloo":  # without DeepSpeed's own operator for the CPU, which it would compile
             importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
             gc.freeze()  # DeepSpeed collects garbage often, and would look through all of torch each time
@@ -173,6 +155,12 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             runpy.run_path(script, run_name="__main__")
             status = 0
         else:
+            from lowtide.cli import main
+            from lowtide.train import ranks
+
+            if rank:  # wait no longer than until the first rank has ended
+                seconds = ranks._FIRST_REPORTS_SECONDS
+                vars(ranks)["let_first_report"] = lambda: _wait_for_end(first, seconds)
             status = main(job["argv"])
     except SystemExit as ended:
         status = int(ended.code or 0)
@@ -218,14 +206,17 @@ def _run(job: dict[str, Any]) -> Ended:
         shutil.rmtree(folder)
 
 
-# What ranks import on their way; DeepSpeed is for those that use it.
+# What ranks import on their way.
 MODULES = (
     "accelerate.utils", "pytest", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "transformers.models.gemma2.modeling_gemma2",
-    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.run", "support",
+    "transformers.models.llama.modeling_llama", "support",
 )  # fmt: skip
-OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows", "peft": "peft"}  # where they are installed
-OF_TRAIN = ("trl", "lowtide.train.fine_tuning", "lowtide.train.scratch", "lowtide.train.comparison")  # of its first run
+OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows"}  # where they are installed
+OF_TRAIN = (  # of its first run
+    "lowtide.cli", "lowtide.train.run", "trl", "lowtide.train.fine_tuning", "lowtide.train.scratch",
+    "lowtide.train.comparison",
+)  # fmt: skip
 
 
 def _serve() -> None:
@@ -233,8 +224,7 @@ def _serve() -> None:
     _import(*MODULES, *(module for package, module in OPTIONAL.items() if find_spec(package)))
     for line in sys.stdin:
         job = json.loads(line)
-        if job["argv"][:1] == ["train"]:
-            _import(*OF_TRAIN)
+        _import(*job["modules"], *(OF_TRAIN if job["argv"][:1] == ["train"] else ()))
         ended = _run(job)
         sys.stdout.write(json.dumps(vars(ended)) + "\n")
         sys.stdout.flush()
