@@ -55,7 +55,7 @@ def test_autocast(way, hidden, both):
         gradients = torch.autograd.grad(y.float().square().sum(), (*leaves, *experts_of(m)[0].parameters()))
         assert [g.dtype for g in gradients] == [hidden, torch.float32, torch.float32, torch.float32]
         errors.append(relative_error(y, true))
-    assert errors[0] <= 1.1 * errors[1] + 1e-6
+    assert errors[0] <= 1.3 * errors[1] + 1e-6
     assert (errors[0] < 1e-5) == (way == "grouped_mm" and hidden == torch.float32)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.graph import watched
 from lowtide.head.call import NAMES
 from lowtide.head.function.chunk import FunctionTerms, has_numbers
 from lowtide.head.function.function import evaluate, random_state, same_state, set_random_state
@@ -32,11 +33,13 @@ _compared: OrderedDict[Any, None] = OrderedDict()  # keys of calls whose functio
 def plan_comparison(terms: FunctionTerms) -> None:
     """Have the first chunk of a pass compared, the first time that a function's code gets arguments of these shapes.
 
-    On a GPU the host waits for the comparison; a CUDA graph's capture, and tensors without numbers, have none. Ranks
+    On a GPU the host waits for the comparison; a CUDA graph's capture, a call inside a dispatch mode, and tensors
+    without numbers have none. Ranks
     that share a vocabulary compare what decides how much they exchange: one that waits for others hangs.
     """
     key, capturing = _key_of(terms), terms.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    known = capturing or not has_numbers(terms.head.input) or terms.plan.rows < 2
+    followed = watched(())  # a selective checkpoint counts the operators, which a second run has to repeat
+    known = capturing or followed or not has_numbers(terms.head.input) or terms.plan.rows < 2
     if terms.head.ranks.compare(_to_be_alike(terms), known=known or key in _compared):
         return
 
