@@ -26,7 +26,8 @@ from distributed.launch import DEVICE, SEED, THOROUGH, main, slow
 from distributed.models import VOCAB, counted, fused, gradients, model_of, near, whole
 from distributed.ring import ring_on_cpus
 from lowtide.distributed import count_items
-from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory import ActivationPolicy, apply_policy, copies
+from memory.models import LazySide
 from pages.blocks import all_blocks, compiled
 from support import forget_accelerate
 
@@ -95,6 +96,7 @@ def policies() -> None:
     ways: list[tuple[ActivationPolicy | None, int, lowtide.HeadOptions | None]] = [
         (None, 3, recompute),
         (P(keep="attention", mlp_level=0), 3, None),
+        (P(keep="attention", offload=True), 3, None),
         (P(keep="input", mlp_level=1, mlp_tile_tokens=4), 6, None),
         (P(every=2), 7, None),
     ]
@@ -103,13 +105,17 @@ def policies() -> None:
         model, batch = model_of(**SHAPE), batch_of(T)
         true, stock = truth(model, *batch), step(causal(copy.deepcopy(model)), mesh, *batch)
         for policy, rounds, options in ways:
-            ours = copy.deepcopy(model)
-            report = lowtide.patch(ours, options=options)
-            if policy is not None:
-                apply_policy(ours, policy)
-            causal(ours)
-            with counted(ring, "_templated_ring_attention") as calls:
-                near(step(ours, mesh, *batch), stock, true, (T, policy))
+            ours, side = copy.deepcopy(model), LazySide()
+            with pytest.MonkeyPatch.context() as patched:
+                if ON_CPU:
+                    patched.setattr(copies, "available", lambda: True)
+                    patched.setattr(copies, "side_for", lambda _, side=side: side)
+                report = lowtide.patch(ours, options=options)
+                if policy is not None:
+                    apply_policy(ours, policy)
+                causal(ours)
+                with counted(ring, "_templated_ring_attention") as calls:
+                    near(step(ours, mesh, *batch), stock, true, (T, policy))
             assert calls == [rounds], policy
             fused(report, 1, what=policy)
             assert all(row.patched for row in report.parts.values()), f"{policy} {report}"
