@@ -30,10 +30,7 @@ SLOW = [("fsdp", 3, 0), ("fsdp", 4, 1), ("context_parallel", 4, 0)]
 RUNS += [pytest.param(*run, "transformers", marks=pytest.mark.slow) for run in SLOW]
 
 
-@pytest.mark.parametrize(
-    ("cases", "ranks", "part", "needed"),
-    [*RUNS, *(pytest.param(*run, "transformers", marks=pytest.mark.slow) for run in SLOW)],
-)
+@pytest.mark.parametrize(("cases", "ranks", "part", "needed"), RUNS)
 def test_on_ranks(cases: str, ranks: int, part: int, needed: str) -> None:
     if find_spec(needed.partition(".")[0]) is None or find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
