@@ -14,9 +14,6 @@ from torch import Tensor
 
 from lowtide.measure.timing import peak_above
 
-with warnings.catch_warnings(action="ignore"):  # of torch's own deprecated calls, when its compiler imports it
-    import torch.utils.mkldnn
-
 ON_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.usefixtures("full_float32"),

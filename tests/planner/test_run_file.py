@@ -71,7 +71,7 @@ def test_deepspeeds_config_beside_it(tmp_path: Path) -> None:
         (
             {**TRL, "optim": "lion_32bit"},
             None,
-            "optim: expected one that is planned: .*got lion_32bit",
+            "optim: expected an optimizer that the planner has.*got lion_32bit",
         ),
         (TRL, {"zero_optimization": {"stage": 2}}, "stage: expected 0 or 3, got 2"),
         (TRL, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param: expected none"),

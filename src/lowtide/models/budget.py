@@ -13,6 +13,7 @@ from lowtide.memory.policy import words_of
 from lowtide.memory.stack import find_stack
 from lowtide.plan import Adapters, MemoryPlan, plan_memory
 from lowtide.plan.arguments import DDP, FSDP2, PROJECTIONS, ZERO3
+from lowtide.plan.run_file import optimizer_of
 from lowtide.plan.shapes import read_shape
 
 AUTO = "auto"
@@ -20,15 +21,6 @@ _AUTO_SHARE = 0.92  # of what is free: the allocator holds more than tensors tak
 _ROWS = 1000  # of a dataset whose sequences tell the length
 _LORA_A = ".lora_A."
 _MASKED = ("sdpa", "eager")  # transformers' implementations of attention that take a mask for padding and packed rows
-# Trainer's optimizers as the planner names them
-_OPTIMIZERS = {
-    "adamw_torch_fused": "adamw",
-    "adamw_torch": "adamw-foreach",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-    "paged_adamw_8bit": "adamw-8bit",
-    "sgd": "sgd",
-}
 
 
 def step_length(args: Any, dataset: Any = None) -> int | None:
@@ -62,10 +54,6 @@ def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[st
         raise ArgumentValueError(message("length", "the most tokens of a sequence", "None", "Pass it."))
     rows, packs = args.per_device_train_batch_size, getattr(args, "packing", False)
     joined = getattr(args, "padding_free", False) or (packs and args.packing_strategy != "wrapped")
-    name = str(getattr(args.optim, "value", args.optim))
-    if name not in _OPTIMIZERS:
-        expected = f"an optimizer that the planner has, one of {', '.join(_OPTIMIZERS)}"
-        raise ArgumentValueError(message("memory_budget", expected, name, "Take one of them."))
     weights = next(iter(model.parameters())).dtype
     four_bit = read_shape(model.config).four_bit
     dtype = torch.bfloat16 if four_bit else weights
@@ -73,7 +61,7 @@ def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[st
     return {
         "seq_len": length * rows if joined else length,
         "batch_size": 1 if joined else rows,
-        "optimizer": _OPTIMIZERS[name],
+        "optimizer": optimizer_of(str(getattr(args.optim, "value", args.optim))),
         "keep_gradients": args.gradient_accumulation_steps > 1,
         "adapters": _adapters(model),
         "attention_mask": (joined or (rows > 1 and not packs)) and attention in _MASKED,
@@ -118,8 +106,6 @@ class Budget:
         lines = list(_lines(self.plan, args))
         if args.gradient_checkpointing:
             args.gradient_checkpointing = False
-            if hasattr(args, "activation_checkpointing"):  # its name in newer versions of transformers
-                args.activation_checkpointing = False
             if hasattr(args, "activation_checkpointing"):  # its name in newer versions of transformers
                 args.activation_checkpointing = False
             lines.append("         gradient_checkpointing is turned off: the plan recomputes what has to be")

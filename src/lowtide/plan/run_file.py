@@ -12,7 +12,7 @@ from lowtide.plan.arguments import DDP, FSDP2, ZERO3, Adapters
 
 # Names of the optimizers of transformers, by the planner's.
 OPTIMS = {
-    "adamw": ("adamw_torch_fused", "adamw_torch_4bit"),
+    "adamw": ("adamw_torch_fused",),
     "adamw-foreach": ("adamw_torch",),
     "adamw-8bit": ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
     "sgd": ("sgd",),
@@ -80,7 +80,7 @@ def optimizer_of(name: str) -> str:
         if name in theirs:
             return ours
     known = ", ".join(one for names in OPTIMS.values() for one in names)
-    raise ArgumentValueError(message("optim", f"one that is planned: {known}", name))
+    raise ArgumentValueError(message("optim", f"an optimizer that the planner has, one of {known}", name))
 
 
 def _deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
