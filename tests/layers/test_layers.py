@@ -69,8 +69,9 @@ def test_strides_of_inputs_and_upstream(way: str, name: str, dtype: torch.dtype)
             drawn = (torch.randn(out.shape, generator=g).to(dtype) for out in outs)
             ups = [laid_out(u, of_upstream).to(out.dtype) for u, out in zip(drawn, outs, strict=True)]
             results.append((*outs, *torch.autograd.grad(outs, [given[key] for key in trained], ups)))
+        room = 2 if layout == of_upstream == "expanded" else 1  # all columns are one sum, which may cancel
         for got, want in zip(*results, strict=True):
-            assert relative_error(got, want) < 2 * KERNELS[dtype][1], (layout, of_upstream)
+            assert relative_error(got, want) < room * KERNELS[dtype][1], (layout, of_upstream)
 
 
 def pairs_of_layouts() -> list[tuple[str, str]]:
