@@ -180,12 +180,17 @@ def in_place(z: Tensor, y: Tensor, a: Tensor, temperature: Tensor, matrix: Tenso
 
 def one_sum(*args: Tensor) -> Tensor:
     found = everything(*args)
-    return found["token"].sum() + (found["row"][0] / 10).square().sum()
+    return found["token"].square().sum() + (found["row"][0] / 10).square().sum()
 
 
 def several_sums(*args: Tensor) -> tuple[Tensor, ...]:
     found = everything(*args)
-    return found["token"].sum(), (found["row"][0] / 10).square().sum(), found["right"].sum(), found["detached"].sum()
+    return (
+        found["token"].square().sum(),
+        (found["row"][0] / 10).square().sum(),
+        found["right"].sum(),
+        found["detached"].sum(),
+    )
 
 
 def light(z: Tensor, y: Tensor, a: Tensor, temperature: Tensor, matrix: Tensor) -> Tensor:

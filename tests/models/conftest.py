@@ -210,9 +210,9 @@ def assert_same_training(
 
 
 def assert_no_further_from_the_truth(
-    model: nn.Module, stock: nn.Module, loss: Callable[[nn.Module], Tensor], draws: int = 8
+    model: nn.Module, stock: nn.Module, loss: Callable[[nn.Module], Tensor], draws: int = 16
 ) -> None:
-    """The gradients of `model` err by at most 1.2 times what those of `stock` do, in the mean over draws of weights.
+    """The gradients of `model` err by at most 1.25 times what those of `stock` do, in the mean over draws of weights.
 
     With one draw either may be the nearer one by half. The truth is `stock` in float64, and errors are relative to it.
     """
@@ -231,7 +231,7 @@ def assert_no_further_from_the_truth(
         for i, m in enumerate((model, stock)):
             differences = (p.grad.double() - true[n] for n, p in m.named_parameters() if n in true)
             errors[i] += (sum(d.square().sum().item() for d in differences) / norm) ** 0.5
-    assert 0 < errors[0] <= 1.2 * errors[1]
+    assert 0 < errors[0] <= 1.25 * errors[1]
 
 
 def expect_calls(report: PatchReport, fused: int, built: int = 0) -> None:
