@@ -55,7 +55,7 @@ def test_arguments_in_gib() -> None:
 
 def test_the_machine_is_json_with_the_requested_versions() -> None:
     found = describe_machine(["packaging", "no-such-package"])
-    assert found["torch"] == torch.__version__
+    assert found["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # a wheel's name may lack the build
     assert found["packaging"]
     assert found["no-such-package"] is None
     assert (found["driver"] is None) == (not torch.cuda.is_available())
