@@ -155,7 +155,6 @@ for words in (
     ["--help"], ["train", "--help"], ["plan", "--help"], ["bench", "--help"], ["bench", "step", "--help"],
     ["plan", "--model", "/nobody", "--seq-len", "1"], [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
     ["profile", "--help"], ["profile", "--impl", "stock:some"], ["profile", "--model", "/nobody"],
-    ["profile", "--device", "cpu", "--memory-limit", "1"],
 ):
     text = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(text), contextlib.redirect_stdout(text):

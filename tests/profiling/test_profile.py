@@ -17,8 +17,7 @@ from lowtide.measure.child import ChildResult
 from lowtide.plan.arguments import OPTIMIZERS
 from lowtide.profile import run as profiling
 from lowtide.profile.config import ProfileConfig
-from lowtide.profile.plot import draw_profile
-from lowtide.profile.report import tables, write_page
+from lowtide.profile.report import draw_profile, text_of, write_page
 from promises import promise
 
 pytestmark = promise("commands")
@@ -68,15 +67,6 @@ def test_two_implementations_from_arguments_to_files(written: Path) -> None:
     assert stock["losses"][0] > stock["losses"][-1]
     assert lowtide["peak"]["owners_gib"]["head"] < stock["peak"]["owners_gib"]["head"]
     assert lowtide["peak"]["gib"] < stock["peak"]["gib"]
-    # 2 a multiplication; half of attention's scores; backward twice forward
-    T, D, F, V = 64, 48, 112, 613
-    products = 2 * T * (D * D * 2 + D * 24 * 2 + 3 * D * F) + 4 * T * T / 2 * D
-    flop = 3 * (2 * products + 2 * T * D * V)
-    assert sum(found["step_tflop"].values()) * 1e12 == pytest.approx(flop)
-    assert stock["tflops"]["step"] == pytest.approx(flop / stock["seconds"] / 1e12)
-    assert "mfu" not in stock
-    profiling.add_rates(stock, found["step_tflop"], 989.0)
-    assert stock["mfu"] == pytest.approx(stock["tflops"]["step"] / 989)
     stem = next(written.glob(f"{PATTERN}.json")).stem
     traces = [f"{stem}-{name}-trace.json.gz" for name in ("stock", "lowtide-2xall-1")]
     names = {file.name for file in written.iterdir()}
@@ -90,25 +80,25 @@ def test_the_page_has_the_plot_and_all_tables(written: Path, tmp_path: Path) -> 
     found = result(written)
     page = next(written.glob(f"{PATTERN}.html")).read_text()
     assert "data:image/png;base64," in page
-    assert page.count("<table>") == page.count("</table>") == 3 + 2  # and the largest blocks of each
+    assert page.count("<table>") == page.count("</table>") == 3
     assert not re.search("(src|href)=.http", page)
     for words in ("peak, MiB", "optimizer states", "head: logits, loss", "time, ms", "layers, forward", "tokens/s"):
         assert f"<td>{words}</td>" in page, words
-        assert words in tables(found)
+        assert words in text_of(found)
     found["machine"]["cpu"] = "A CPU </script><b>"
     write_page(tmp_path / "a.html", {**found, "implementations": [BARE]}, None)
     bare = (tmp_path / "a.html").read_text()
     assert "A CPU &lt;/script&gt;&lt;b&gt;" in bare
     assert "<img" not in bare
-    assert tables({**found, "implementations": [BARE]}) == "\n"
+    assert text_of({**found, "implementations": [BARE]}) == "\n"
 
 
 def test_the_plot_names_peaks_phases_and_owners(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, texts = result(written), list[str]()
 
     def look(figure: Any, *_: Any, **__: Any) -> None:
-        for axes in figure.axes:
-            texts.extend(text.get_text() for text in (*axes.texts, *axes.get_legend().get_texts()))
+        texts.extend(axes.get_title() for axes in figure.axes)
+        texts.extend(text.get_text() for text in figure.legends[0].get_texts())
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", look)
     stock, lowtide = found["implementations"]
@@ -128,11 +118,10 @@ def test_the_plot_names_peaks_phases_and_owners(written: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("child", "reason", "status"),
     [
-        (ended({"failed": "out of memory at 3.00 GiB, in the head"}), "out of memory at 3.00 GiB, in the head", 0),
+        (ended({"failed": "out of memory in the head"}), "out of memory in the head", 0),
         (ended({"failed": "ValueError: x"}), "ValueError: x", 1),
-        (ended(None, -9), "ended by signal 9 (the system kills processes that take too much host memory)", 1),
-        (ended(None, 1, "Trace\nRuntimeError: no\n  and why\n"), "RuntimeError: no", 1),
-        (ended(None, 3), "ended with status 3", 1),
+        (ended(None, -9), ended(None, -9).failure, 1),
+        (ended(None, 1, "Trace\nImportError: no\n"), "the process ended with status 1: ImportError: no", 1),
     ],
 )
 def test_one_that_fails_is_a_row_and_the_others_run(
@@ -170,8 +159,6 @@ def test_one_that_fails_is_a_row_and_the_others_run(
         ("--model nothing", "model: expected a folder with a config.json"),
         ("--seq-len 1", "seq_len: expected at least 2 tokens"),
         ("--steps 0", "steps: expected a whole number of at least 1"),
-        ("--memory-limit 3GiB --device cpu", "memory_limit: expected a GPU"),
-        ("--memory-limit 0 --device cpu", "memory_limit: expected a size above 0"),
         ("--seed -1", "seed: expected"),
     ],
 )

@@ -93,7 +93,7 @@ def build_model(
 
 def attention_of(model: Any) -> str:
     """Return transformers' name for a model's attention: `SDPA`, PyTorch's fused one, wherever the model has that."""
-    return str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager")
+    return str(model.config.get_text_config()._attn_implementation or "eager")
 
 
 def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

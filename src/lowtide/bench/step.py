@@ -111,9 +111,7 @@ def measure(run: Run[StepBenchConfig]) -> None:
     run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}, attention by {config.sdpa}\n{TABLE.header}")
     for way in config.ways:
         ended = run_child(rows_of, way, run.settings, env=ALLOCATOR)
-        last = (ended.stderr.strip().splitlines() or [""])[-1][:200]
-        died = {"failed": f"the process ended with status {ended.returncode}: {last}"}
-        for row in ended.value or [{"tokens": tokens, **died} for tokens in config.tokens]:
+        for row in ended.value or [{"tokens": tokens, "failed": ended.failure} for tokens in config.tokens]:
             if "seconds" in row:
                 of_first = row["seconds"] / first.setdefault(row["tokens"], row["seconds"])
                 row |= {"of_first": of_first, "loss": row["losses"][0], "last_loss": row["losses"][-1]}

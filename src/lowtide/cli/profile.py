@@ -9,12 +9,12 @@ from lowtide.profile.config import ProfileConfig
 
 _DESCRIPTION = """\
 Run a few training steps of a model with random weights by each implementation, each in its own process, and show where
-memory and time go: memory over the time of a step, all implementations in one plot with the phases labelled (forward of
-each layer, head, backward, optimizer); the peak by owner (weights, gradients, optimizer, activations by layer, head,
-transients); time by phase, TFLOP/s, MFU. Writes DIR/<date>-profile-<gpu>.json, .png and .html (the tables and the plot
-on one page), for each implementation a trace (perfetto.dev) and with --snapshot, on a GPU, PyTorch's memory snapshot
-(pytorch.org/memory_viz). An implementation that runs out of memory is drawn up to that point. Exit status 1 if lowtide
-itself failed for another reason than lack of memory."""
+memory and time go: memory over the time of a step by owner (weights, gradients, optimizer, activations by layer, head,
+transients) with the phases labelled (forward of each layer, head, backward, optimizer), the peak by owner, the time by
+phase. Writes DIR/<date>-profile-<gpu>.json, .png and .html (the tables and the plot on one page), for each
+implementation a trace (perfetto.dev) and, on a GPU, PyTorch's memory snapshot (pytorch.org/memory_viz). An
+implementation that runs out of memory is drawn up to that point. Exit status 1 if lowtide itself failed for another
+reason than lack of memory."""
 
 _EXAMPLES = """\
 examples:

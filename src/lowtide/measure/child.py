@@ -46,6 +46,13 @@ class ChildResult:
     stdout: str = ""  # empty if it was not captured
     stderr: str = ""
 
+    @property
+    def failure(self) -> str:
+        """How a process that returned nothing ended, in a line."""
+        last = (self.stderr.strip().splitlines() or [""])[-1][:200]
+        killed = ", as the system kills one that takes too much host memory" if self.returncode == -9 else ""
+        return f"the process ended with status {self.returncode}{killed}: {last}".removesuffix(": ")
+
 
 def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
     """Run a command, without a shell, to its end and return its exit status, seconds and output.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from lowtide.bench.settings import Device, Dtype, Settings, setting
-from lowtide.bench.variant import IMPLEMENTATIONS, LIGER, Variant
-from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.measure.units import parse_gib
+from lowtide.bench.variant import IMPLEMENTATIONS, Variant
+from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.policy import FORM
 from lowtide.train.shapes import SHAPES
 
@@ -53,32 +51,19 @@ class ProfileConfig(Settings):
     )
     optimizer: Optimizer = setting("adamw", "the optimizer; adamw: PyTorch's fused one")  # noqa: RUF009
     lora: int = setting(0, "train adapters of this rank on all linear layers but the last, all else frozen", least=0)
-    steps: int = setting(
-        3, "steps that count; the median is taken. One more is recorded, and without --no-trace one traced", least=1
-    )
+    steps: int = setting(3, "steps that count; the median is taken. One more is recorded", least=1)
     warm: int = setting(1, "steps before them", least=1)
-    memory_limit: str | None = setting(
-        None, "limit for tensors on the GPU, such as 40GiB, as if it had no more; default: all of it", metavar="SIZE"
-    )
     dtype: Dtype = setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
     seed: int = setting(0, "of weights and tokens", last=True, least=0)
-    trace: bool = setting(True, "leave out the profiler's trace", last=True)
-    snapshot: bool = setting(False, "also write PyTorch's memory snapshot of a GPU (pytorch.org/memory_viz)", last=True)
     output: str = setting(".", "folder for all files", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
-        self.require("memory_limit", self.memory_limit is None or self.memory_limit_gib > 0, "a size above 0")
-        assert self.variants
+        self.require("impl", bool(self.variants), f"names out of {', '.join(IMPLEMENTATIONS)}")
 
     @property
-    def memory_limit_gib(self) -> float:
-        """The limit in GiB; 0: none."""
-        return 0.0 if self.memory_limit is None else parse_gib("memory_limit", self.memory_limit)
-
-    @cached_property
     def variants(self) -> Mapping[str, Variant]:
         """What is measured, by name.
 
@@ -96,7 +81,6 @@ class ProfileConfig(Settings):
             if word in variants:
                 raise ArgumentValueError(message("impl", "each name once", f"{word!r} twice"))
             variants[word] = Variant(impl=impl, policy=policy)
-        self.require("impl", bool(variants), f"names out of {', '.join(IMPLEMENTATIONS)}")
         return variants
 
     def check_here(self) -> None:
@@ -104,18 +88,8 @@ class ProfileConfig(Settings):
 
         Raises:
             ArgumentValueError: There is no such model.
-            UnsupportedError: Liger is not installed, or ``device`` is a CPU and another option needs a GPU.
+            UnsupportedError: Liger is not installed.
         """
         for variant in self.variants.values():
             variant.check_installed()
-        if self.device == "cpu":
-            self.check_cpu()
         super().check_here()
-
-    def check_cpu(self) -> None:
-        """Raise an `UnsupportedError` where an option needs a GPU."""
-        if any(variant.impl == LIGER for variant in self.variants.values()):
-            raise UnsupportedError(message("impl", "a GPU for liger", "a CPU", "Leave liger out."))
-        if self.memory_limit is not None:
-            hint = "Leave it out: a CPU's memory has no limit."
-            raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", hint))

@@ -1,15 +1,22 @@
-"""The owner of each byte of a recording, and what the json has of it: memory over time by owner, and the peak."""
+"""What a step allocates and frees, by phase and by owner: every event of PyTorch's allocators, on a CPU and on a GPU.
+
+The allocators report to the profiler, address by address, so its events miss nothing: scratch inside operators, C++
+kernels and backward's threads too. Phases are ranges among them.
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide.measure.units import gib
 from lowtide.profile.phases import (
@@ -19,166 +26,162 @@ from lowtide.profile.phases import (
     HEAD,
     HEAD_BACKWARD,
     KINDS,
+    MARK,
     OPTIMIZER,
     RECOMPUTE,
-    Label,
     Phase,
 )
-from lowtide.profile.recording import Block, Recording, storages
 
 POINTS = 2500  # of a timeline, at most
-LARGEST = 8  # blocks at the peak that are listed
 WEIGHTS, GRADIENTS, OPTIMIZER_STATES = "weights", "gradients", "optimizer"
 ACTIVATIONS, HEAD_OWNER, RECOMPUTED, TRANSIENTS, OTHER = "activations", "head", "recomputed", "transients", "other"
 OWNERS = {
-    WEIGHTS: Label("weights", "#5b6770", dark=True),
-    GRADIENTS: Label("gradients", "#9fa8ad"),
-    OPTIMIZER_STATES: Label("optimizer states", "#cfd4d6"),
-    ACTIVATIONS: Label("activations saved for backward", "#2f7fb8", dark=True),
-    HEAD_OWNER: Label("head: logits, loss", "#d1602a", dark=True),
-    RECOMPUTED: Label("recomputed", "#8fc1e3"),
-    TRANSIENTS: Label("transients", "#e8b84a"),
-    OTHER: Label("inputs, workspaces", "#b9a3c9"),
+    WEIGHTS: "weights",
+    GRADIENTS: "gradients",
+    OPTIMIZER_STATES: "optimizer states",
+    ACTIVATIONS: "activations saved for backward",
+    HEAD_OWNER: "head: logits, loss",
+    RECOMPUTED: "recomputed",
+    TRANSIENTS: "transients",
+    OTHER: "inputs, workspaces",
 }
-_BY_PHASE = {HEAD: HEAD_OWNER, HEAD_BACKWARD: HEAD_OWNER, RECOMPUTE: RECOMPUTED}
 
 
 @dataclass
-class Known:
-    """What is known by identity: by the address of its storage."""
+class Block:
+    """One allocation; events and phases are given by their numbers."""
 
-    before: dict[int, tuple[str, int]] = field(default_factory=dict)  # owner and bytes of what the recording found
-    baseline: int = 0  # all bytes that were live on the device then
-    gradients: set[int] = field(default_factory=set)  # when the optimizer began, or an error ended the step
-    states: set[int] = field(default_factory=set)  # the optimizer's tensors after its step
+    address: int
+    bytes: int  # on a GPU as its allocator rounds them
+    phase: int
+    begin: int  # the event that allocated it
+    end: float = math.inf  # the event that freed it; infinite if it outlives the step
 
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state."""
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def known_before(
-    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Iterable[Tensor], device: torch.device
-) -> Known:
-    """Return what is on the device between two steps."""
-    known = Known()
-    for owner, tensors in (
-        (WEIGHTS, model.parameters()),
-        (OPTIMIZER_STATES, optimizer_tensors(optimizer)),
-        (OTHER, (*model.buffers(), *inputs)),
-    ):
-        for address, size in storages(tensors, device).items():
-            known.before.setdefault(address, (owner, size))
-    listed = sum(size for _, size in known.before.values())
-    known.baseline = listed if device.type == "cpu" else int(torch.cuda.memory_allocated(device))
-    return known
+    def is_live_before(self, event: int) -> bool:
+        """Return whether the block is live just before the event of a number."""
+        return self.begin < event <= self.end
 
 
-def owners_of(recording: Recording, known: Known) -> list[str]:
-    """Return the owner of each block: by identity if that is known, else by the phase that allocated it."""
-    starts = zip(recording.phases, recording.begins, strict=True)
-    complete = next(event for phase, event in starts if phase.kind in (OPTIMIZER, END))  # of the gradients
+@dataclass
+class Recording:
+    """A step's allocations, in order of time. An event is its time in ns, its bytes (negative: freed), and its block;
+    None of what was there before the step.
+    """
+
+    phases: list[Phase]  # the last is the step's end
+    begins: list[int] = field(default_factory=list)  # of each phase, its first event
+    begins_ns: list[int] = field(default_factory=list)
+    events: list[tuple[int, int, Block | None]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+
+def storages(tensors: Iterable[Any], device: torch.device) -> dict[int, int]:
+    """Return address and bytes of the tensors' storages on one kind of device, each once."""
+    found = [t.untyped_storage() for t in tensors if isinstance(t, Tensor) and t.device.type == device.type]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def read_recording(profiler: torch.profiler.profile, phases: list[Phase], device: torch.device) -> Recording:
+    """Return the allocations on one kind of device from the profile of a step, whose phases `PhaseMarks` marked."""
+    recording, live = Recording(phases), dict[int, Block]()
+    tree: Any = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    for node in sorted(_nodes(tree), key=lambda node: node.start_time_ns):  # equal times keep their order
+        time_ns, number = node.start_time_ns, len(recording.events)
+        if node.name.startswith(MARK):
+            recording.begins.append(number)
+            recording.begins_ns.append(time_ns)
+        elif node.name == "[memory]":
+            allocation = node.extra_fields
+            if allocation.device.type != device.type or not allocation.alloc_size:
+                continue
+            if allocation.alloc_size > 0:
+                phase = max(len(recording.begins) - 1, 0)
+                recording.blocks.append(Block(allocation.ptr, allocation.alloc_size, phase, number))
+                block: Block | None = recording.blocks[-1]
+                live[allocation.ptr] = recording.blocks[-1]
+            elif block := live.pop(allocation.ptr, None):
+                block.end = number
+            recording.events.append((time_ns, allocation.alloc_size, block))
+    return recording
+
+
+def _nodes(tree: list[Any]) -> Iterator[Any]:
+    for node in tree:
+        yield node
+        yield from _nodes(node.children)
+
+
+def owners_of(recording: Recording, gradients: Collection[int]) -> list[str]:
+    """Return the owner of each block: of gradients by their addresses after backward, else by the phase and by what
+    becomes of the block.
+    """
+    kinds = [phase.kind for phase in recording.phases]
+    complete = next(begin for kind, begin in zip(kinds, recording.begins, strict=True) if kind in (OPTIMIZER, END))
 
     def owner(block: Block) -> str:
-        kind = recording.phases[block.phase].kind
-        if block.end is None and block.address in known.states:
-            return OPTIMIZER_STATES
-        if block.address in known.gradients and block.is_live_before(complete):
+        kind = kinds[block.phase]
+        if block.address in gradients and block.is_live_before(complete):
             return GRADIENTS
+        if kind == OPTIMIZER and block.end == math.inf:
+            return OPTIMIZER_STATES
         if kind in (FORWARD, EMBEDDING) and block.is_live_before(recording.begins[block.phase + 1]):
             return ACTIVATIONS
-        return _BY_PHASE.get(kind, TRANSIENTS)
+        return {HEAD: HEAD_OWNER, HEAD_BACKWARD: HEAD_OWNER, RECOMPUTE: RECOMPUTED}.get(kind, TRANSIENTS)
 
     return list(map(owner, recording.blocks))
 
 
-def segments(phases: Sequence[Phase], lengths_ms: Sequence[float]) -> list[dict[str, Any]]:
-    """Return the phases of a step, the last its end, with begin and end in ms, equal neighbours merged."""
-    parts: list[dict[str, Any]] = []
-    now = 0.0
-    for phase, length in zip(phases, lengths_ms, strict=False):
-        if not parts or parts[-1]["name"] != str(phase):
-            parts.append({"name": str(phase), "kind": phase.kind, "layer": phase.layer, "begin_ms": now})
-        now += length
-        parts[-1]["end_ms"] = now
-    return parts
-
-
-def time_by_kind(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the ms of each kind of phase, layers together."""
-    return {kind: sum(part["end_ms"] - part["begin_ms"] for part in parts if part["kind"] == kind) for kind in KINDS}
-
-
-def describe(recording: Recording, known: Known, lengths_ms: Sequence[float]) -> dict[str, Any]:
-    """Return a recording's timeline and peak, for json; its phases are as long as in steps without recording.
+def describe(
+    recording: Recording, before: Mapping[str, int], gradients: Collection[int], lengths_ms: Sequence[float]
+) -> dict[str, Any]:
+    """Return a step's phases, timeline and peak, for json.
 
     Of more than `POINTS` events neighbours are one point of the timeline: the one with the most memory.
+
+    Args:
+        recording: What was allocated and freed.
+        before: The bytes of each owner before the step.
+        gradients: The addresses of the gradients after backward.
+        lengths_ms: The phases' lengths in a step without recording. On a GPU the allocator runs ahead of the kernels:
+            an event is drawn in its phase, not at the host's time.
     """
-    owners, phases = owners_of(recording, known), recording.phases
-    live = dict.fromkeys(OWNERS, 0)
-    for owner, size in known.before.values():
-        live[owner] += size
-    live[OTHER] += known.baseline - sum(live.values())  # workspaces, and other processes' tensors
-    parts = [dict(live)]  # the bytes of each owner before the step, and after each event
-    for event in recording.events:
-        freed_before, _ = known.before.get(event.address, (OTHER, 0))
-        live[freed_before if event.block is None else owners[event.block]] += event.bytes
-        parts.append(dict(live))
-    totals, times = [sum(part.values()) for part in parts], [0.0, *_times(recording, lengths_ms)]
-    peak = totals.index(max(totals))
-    together = -(-len(parts) // POINTS)
-    groups = [range(start, min(start + together, len(parts))) for start in range(0, len(parts), together)]
-    shown = sorted({0, len(parts) - 1, *(max(group, key=totals.__getitem__) for group in groups)})
-    blocks = [pair for pair in zip(recording.blocks, owners, strict=True) if pair[0].is_live_before(peak)]
-    layers: dict[str, int] = defaultdict(int)
-    for block, owner in blocks:
-        if owner == ACTIVATIONS:
+    phases, blocks = recording.phases, recording.blocks
+    owners = dict(zip(map(id, blocks), owners_of(recording, gradients), strict=True))
+    columns = {owner: i for i, owner in enumerate(OWNERS)}
+    live = np.zeros((len(recording.events) + 1, len(OWNERS)), dtype=np.int64)  # before the step, and after each event
+    live[0] = [before.get(owner, 0) for owner in OWNERS]
+    for i, (_, size, block) in enumerate(recording.events, 1):
+        live[i, columns[owners.get(id(block), OTHER)]] = size
+    live = live.cumsum(axis=0)
+    totals, bounds = live.sum(axis=1), list(accumulate(lengths_ms, initial=0.0))
+    times = np.interp([0, *(time_ns for time_ns, _, _ in recording.events)], recording.begins_ns, bounds)
+    peak, together = int(totals.argmax()), -(-len(totals) // POINTS)
+    highest = (start + int(totals[start : start + together].argmax()) for start in range(0, len(totals), together))
+    shown = sorted({0, len(totals) - 1, *highest})
+    segments: list[dict[str, Any]] = [
+        {"name": str(phase), "kind": phase.kind, "layer": phase.layer, "begin_ms": begin, "end_ms": end}
+        for phase, (begin, end) in zip(phases, pairwise(bounds), strict=False)
+    ]
+    by_layer: dict[str, int] = defaultdict(int)
+    for block in blocks:
+        if block.is_live_before(peak) and owners[id(block)] == ACTIVATIONS:
             phase = phases[block.phase]
-            layers[f"layer {phase.layer}" if phase.kind == FORWARD else str(phase)] += block.bytes
-    reached = max((n for n, begin in enumerate(recording.begins) if begin < max(peak, 1)), default=0)
-    largest = sorted(blocks, key=lambda pair: -pair[0].bytes)[:LARGEST]
+            by_layer[f"layer {phase.layer}" if phase.kind == FORWARD else str(phase)] += block.bytes
+    time_by_kind = {kind: sum(s["end_ms"] - s["begin_ms"] for s in segments if s["kind"] == kind) for kind in KINDS}
     return {
+        "segments": segments,
+        "time_by_kind_ms": time_by_kind,
         "timeline": {
-            "ms": [round(times[i], 4) for i in shown],
-            "gib": [_short(totals[i]) for i in shown],
-            "owners": {owner: [_short(parts[i][owner]) for i in shown] for owner in OWNERS},
+            "ms": times[shown].round(4).tolist(),
+            "gib": (totals[shown] / 2**30).round(9).tolist(),
+            "owners": {owner: (live[shown, i] / 2**30).round(9).tolist() for owner, i in columns.items()},
         },
+        "peak_gib": gib(int(totals[peak])),
         "peak": {
-            "gib": gib(totals[peak]),
-            "ms": times[peak],
-            "phase": str(phases[reached]),
-            "owners_gib": {owner: gib(size) for owner, size in parts[peak].items()},
-            "activations_gib": {layer: gib(size) for layer, size in layers.items()},
-            "largest": [
-                {"gib": gib(b.bytes), "operation": b.operation, "phase": str(phases[b.phase]), "owner": owner}
-                for b, owner in largest
-            ],
+            "gib": gib(int(totals[peak])),
+            "ms": float(times[peak]),
+            "phase": str(phases[bisect_left(recording.begins, max(peak, 1)) - 1]),
+            "owners_gib": {owner: gib(int(live[peak, i])) for owner, i in columns.items()},
+            "activations_gib": {layer: gib(size) for layer, size in by_layer.items()},
         },
-        "allocations": len(recording.blocks),
     }
-
-
-def _times(recording: Recording, lengths_ms: Sequence[float]) -> list[float]:
-    """Return the time of each event in ms of a step that was not recorded: each phase is stretched to its length there.
-
-    On a GPU the allocator runs ahead of the kernels: an event is drawn in its phase, not at the host's time.
-    """
-    now = 0.0
-    bounds = [*recording.begins, len(recording.events)]
-    times = [0.0] * bounds[0]  # before the first phase
-    for number, (first, last) in enumerate(pairwise(bounds)):
-        if number >= len(lengths_ms):  # after the step's end
-            times += [now] * (last - first)
-            continue
-        length, begin = lengths_ms[number], recording.begins_ns[number]
-        span = max(recording.begins_ns[number + 1] - begin, 1)
-        times += [now + length * (event.time_ns - begin) / span for event in recording.events[first:last]]
-        now += length
-    return times
-
-
-def _short(size: int) -> float:
-    """Return GiB with as many digits as a plot can show of a model of any size."""
-    return float(f"{gib(size):.6g}")

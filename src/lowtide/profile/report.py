@@ -1,25 +1,21 @@
-"""A profile as text and as a page: its title, a line per implementation, and the tables of memory and time."""
+"""A profile as text, as a plot and as a page."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from lowtide.bench.harness import Table
-from lowtide.bench.variant import OURS
+from lowtide.measure.plots import new_figure
 from lowtide.measure.text import table
 from lowtide.profile.memory import OWNERS
 from lowtide.profile.phases import KINDS
 
 Row = dict[str, Any]
 Cells = list[list[str]]
-_RATES = {"forward": "layers, forward", "head": "head, both ways", "backward": "layers, backward", "step": "step"}
-_OWN = ("#0b5fa5", "#12a5c4", "#5b3fa0", "#1b8f5a", "#1f2f66", "#6fa8d6")
-_OTHERS = ("#c4561c", "#b58900", "#a32a6b", "#7a4a2b", "#e0849b", "#5d5d1a")
 _HEAD = """\
 <!DOCTYPE html>
 <meta charset="utf-8">
@@ -40,32 +36,22 @@ ROWS = Table(
 )
 
 
-def label_of(row: Row) -> str:
-    """Return an implementation's name, with its policy unless the name has it."""
-    return str(row["name"]) if ":" in row["name"] else f"{row['name']}, {row['policy']}"
-
-
-def line_colors(rows: Sequence[Row]) -> list[str]:
-    """Return a colour for each implementation's line: lowtide's from one family, the others' from another."""
-    own, others = cycle(_OWN), cycle(_OTHERS)
-    return [next(own if row["impl"] in OURS else others) for row in rows]
-
-
-def unit_of(most_gib: Iterable[float]) -> tuple[str, float]:
-    """Return the unit of sizes of which these are the largest, and how many of it are a GiB."""
-    return ("GiB", 1.0) if max(most_gib, default=1.0) >= 1 else ("MiB", 1024.0)
-
-
 def title_of(result: Row) -> str:
     """Return a profile's two lines: what was measured, and on which machine."""
-    settings, model, machine = result["settings"], result["model"], result["machine"]
-    how = [settings["dtype"], settings["optimizer"]]
-    how += [f"LoRA of rank {settings['lora']}"] if settings["lora"] else []
+    settings, machine = result["settings"], result["machine"]
+    adapters = f", LoRA of rank {settings['lora']}" if settings["lora"] else ""
     return (
-        f"{model['name']}, {settings['batch_size']} x {settings['seq_len']} tokens, {', '.join(how)}\n"
+        f"{result['model']['name']}, {settings['batch_size']} x {settings['seq_len']} tokens, {settings['dtype']}, "
+        f"{settings['optimizer']}{adapters}\n"
         f"{machine['gpu'] if settings['device'] == 'cuda' else machine['cpu']},"
         f" torch {machine['torch']}, transformers {machine['transformers']}"
     )
+
+
+def _unit_of(result: Row) -> tuple[str, float]:
+    """Return the unit of memory, and how many of it are a GiB."""
+    largest = max(row["peak"]["gib"] for row in result["implementations"] if "peak" in row)
+    return ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
 
 
 def _number(value: float) -> str:
@@ -73,86 +59,96 @@ def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:,.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
-def peaks(result: Row) -> tuple[Cells, Cells]:
-    """Return the peaks by owner, and the activations at the peaks by layer."""
+def _cells(head: str, rows: Sequence[Row], lines: Mapping[str, Iterable[Any]]) -> Cells:
+    """Return a table with a column per implementation: numbers and texts, None: none; no line that is empty."""
+    texts = {
+        key: ["" if v is None else v if isinstance(v, str) else _number(v) for v in line] for key, line in lines.items()
+    }
+    return [[head, *(row["name"] for row in rows)], *([key, *line] for key, line in texts.items() if any(line))]
+
+
+def tables(result: Row) -> list[Cells]:
+    """Return the peaks by owner, the times by phase, and the activations at the peaks by layer; without rows, none."""
+    drawn = [row for row in result["implementations"] if "peak" in row]
+    if not drawn:
+        return []
+    peaks, (unit, scale) = [row["peak"] for row in drawn], _unit_of(result)
+    layers = dict.fromkeys(name for peak in peaks for name in peak["activations_gib"])
+
+    def sizes(parts: Iterable[Row], key: str) -> list[float | None]:
+        return [part[key] * scale if key in part else None for part in parts]
+
+    memory: dict[str, list[Any]] = {
+        **{text: sizes((peak["owners_gib"] for peak in peaks), owner) for owner, text in OWNERS.items()},
+        "sum": sizes(peaks, "gib"),
+        "of the first": [f"{peak['gib'] / peaks[0]['gib']:.3f}" for peak in peaks],
+        "reached in": [peak["phase"] for peak in peaks],
+        "by the allocator": sizes(drawn, "allocated_gib"),
+        "held by it": sizes(drawn, "reserved_gib"),
+        "": ["out of memory" if "failed" in row else None for row in drawn],
+    }
+    found = [_cells(f"peak, {unit}", drawn, memory)]
+    if whole := [row for row in drawn if "seconds" in row]:
+
+        def loss(row: Row, step: int) -> str:
+            return "not finite" if row["losses"][step] is None else f"{row['losses'][step]:.4f}"
+
+        times: dict[str, list[Any]] = {
+            **{text: [row["time_by_kind_ms"][kind] for row in whole] for kind, text in KINDS.items()},
+            "step": [row["seconds"] * 1e3 for row in whole],
+            "of the first": [f"{row['seconds'] / whole[0]['seconds']:.3f}" for row in whole],
+            "tokens/s": [f"{row['tokens_per_s']:,.0f}" for row in whole],
+            "loss, first step": [loss(row, 0) for row in whole],
+            "loss, last step": [loss(row, -1) for row in whole],
+        }
+        found.append(_cells("time, ms", whole, times))
+    activations = {name: sizes((peak["activations_gib"] for peak in peaks), name) for name in layers}
+    return [*found, _cells(f"activations at the peak, {unit}", drawn, activations)]
+
+
+def draw_profile(file: Path, result: Row) -> None:
+    """Draw the json of ``lowtide profile`` as PNG: of each implementation the memory over a step's time by owner, and
+    the phases above it, all on the same axes.
+    """
     rows = [row for row in result["implementations"] if "peak" in row]
-    at_peak = [row["peak"] for row in rows]
-    unit, scale = unit_of(peak["gib"] for peak in at_peak)
+    unit, scale = _unit_of(result)
+    from matplotlib import colormaps
 
-    def sizes(parts: Iterable[Row], key: str) -> list[str]:
-        return [_number(part[key] * scale) if key in part else "" for part in parts]
-
-    lines = [
-        *([label.text, *sizes((peak["owners_gib"] for peak in at_peak), key)] for key, label in OWNERS.items()),
-        ["sum", *sizes(at_peak, "gib")],
-        ["of the first", *(f"{peak['gib'] / at_peak[0]['gib']:.3f}" for peak in at_peak)],
-        ["reached in", *(peak["phase"] for peak in at_peak)],
-        ["by the allocator", *sizes(rows, "allocated_gib")],
-        ["held by it", *sizes(rows, "reserved_gib")],
-        ["", *("out of memory" if "failed" in row else "" for row in rows)],
-    ]
-    layers = [peak["activations_gib"] for peak in at_peak]
-    by_layer = [[name, *sizes(layers, name)] for name in dict.fromkeys(name for each in layers for name in each)]
-    return _table(f"peak, {unit}", rows, lines), _table(f"activations, {unit}", rows, by_layer)
-
-
-def times(result: Row) -> Cells:
-    """Return the times by phase, and the FLOP/s."""
-    rows = [row for row in result["implementations"] if "seconds" in row]
-
-    def line(text: str, values: Iterable[Any], form: Callable[[Any], str] = _number) -> list[str]:
-        return [text, *("" if value is None else form(value) for value in values)]
-
-    def part(group: str, key: str) -> list[Any]:
-        return [row.get(group, {}).get(key) for row in rows]
-
-    lines = [
-        *(line(label.text, part("time_by_kind_ms", kind)) for kind, label in KINDS.items()),
-        line("step", [row["seconds"] * 1e3 for row in rows]),
-        line("of the first", [row["seconds"] / rows[0]["seconds"] for row in rows], "{:.3f}".format),
-        line("tokens/s", [row["tokens_per_s"] for row in rows], "{:,.0f}".format),
-        *(line(f"TFLOP/s: {text}", part("tflops", name)) for name, text in _RATES.items()),
-        line(f"of {result['peak_tflops'] or 0:.0f} TFLOP/s (MFU)", [row.get("mfu") for row in rows], "{:.1%}".format),
-        *(
-            [f"loss, {which} step", *("not finite" if (v := row["losses"][i]) is None else f"{v:.4f}" for row in rows)]
-            for which, i in (("first", 0), ("last", -1))
-        ),
-    ]
-    return _table("time, ms", rows, lines)
-
-
-def largest(row: Row, most: int = 5) -> Cells:
-    """Return the largest blocks at an implementation's peak."""
-    blocks = row["peak"]["largest"][:most]
-    unit, scale = unit_of(block["gib"] for block in blocks)
-    cells = [[f"{row['name']}: largest at the peak, {unit}", "", "allocated in", "counted as"]]
-    for block in blocks:
-        size, owner = _number(block["gib"] * scale), OWNERS[block["owner"]].text
-        cells.append([block["operation"][:48], size, block["phase"], owner])
-    return cells
-
-
-def _table(head: str, rows: Sequence[Row], lines: Iterable[list[str]]) -> Cells:
-    """Return the cells of a table with a column per implementation, without lines that are empty; none without rows."""
-    return [[head, *(row["name"] for row in rows)], *(line for line in lines if any(line[1:]))] if rows else []
-
-
-def tables(result: Row) -> str:
-    """Return the peak by owner, the time by phase, and the largest blocks at each peak."""
-    parts = [table(cells) for cells in (peaks(result)[0], times(result)) if cells]
-    if result["flop_note"] and parts:
-        parts.append(f"no TFLOP/s: {result['flop_note']}")
-    parts += [table(largest(row), left=(0, 2, 3)) for row in result["implementations"] if "peak" in row]
-    return "\n" + "\n\n".join(parts) + "\n\n" if parts else "\n"
+    with new_figure(file, 9, 1.8 + 2.4 * len(rows)) as figure:
+        figure.suptitle(title_of(result), fontsize=10)
+        grid = figure.subplots(len(rows), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, row in zip(grid, rows, strict=True):
+            line, peak = row["timeline"], row["peak"]
+            owners = [[size * scale for size in line["owners"][owner]] for owner in OWNERS]
+            axes.stackplot(line["ms"], owners, step="post", labels=OWNERS.values())
+            sums = [size * scale for size in line["gib"]]  # a peak too short to be seen as an area
+            axes.plot(line["ms"], sums, drawstyle="steps-post", color="black", linewidth=0.5)
+            axes.plot(peak["ms"], peak["gib"] * scale, "kx")
+            for i, (kind, text) in enumerate(KINDS.items()):
+                parts = [(s["begin_ms"], s["end_ms"] - s["begin_ms"]) for s in row["segments"] if s["kind"] == kind]
+                style = {"facecolor": colormaps["Set3"](i), "edgecolor": "white", "linewidth": 0.5, "label": text}
+                axes.broken_barh(parts, (1, 0.07), transform=axes.get_xaxis_transform(), clip_on=False, **style)
+            axes.set_ylabel(unit)
+            name = row["name"] if ":" in row["name"] else f"{row['name']}, {row['policy']}"
+            how = "out of memory" if "failed" in row else f"{row['seconds'] * 1e3:,.4g} ms"
+            axes.set_title(f"{name}: {peak['gib'] * scale:.4g} {unit} in {peak['phase']}, {how}", fontsize=9, y=1.07)
+        axes.set_xlim(0, max(row["segments"][-1]["end_ms"] for row in rows))
+        axes.set_xlabel("time of a step, ms")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 
 
 def write_page(file: Path, result: Row, plot: Path | None) -> None:
-    """Write a profile as one static page that needs nothing else, with the PNG of `lowtide.profile.plot` if any."""
+    """Write a profile as one static page that needs nothing else, with `draw_profile`'s PNG if there is one."""
     parts = [_HEAD, f"<pre>{escape(title_of(result))}</pre>\n"]
     if plot is not None:
         data = base64.b64encode(plot.read_bytes()).decode()
         parts.append(f'<img alt="memory over the time of a step" src="data:image/png;base64,{data}">\n')
-    for cells in (*peaks(result), times(result), *(largest(r, 8) for r in result["implementations"] if "peak" in r)):
+    for cells in tables(result):
         rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)
         parts.append("<table>\n" + "".join(f"<tr>{row}</tr>\n" for row in rows) + "</table>\n")
     file.write_text("".join(parts), encoding="utf-8")
+
+
+def text_of(result: Row) -> str:
+    """Return the peaks by owner and the times by phase."""
+    return "\n" + "".join(f"{table(cells)}\n\n" for cells in tables(result)[:-1])

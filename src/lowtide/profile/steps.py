@@ -1,13 +1,9 @@
-"""One implementation's steps: timed, then recorded, then traced. Runs in its own process."""
+"""One implementation's steps: timed, then one recorded. Runs in its own process."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,187 +14,132 @@ from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.models import SDPA, attention_of, build_model, config_of, make_optimizer
 from lowtide.bench.variant import Variant
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.measure.resident import (
-    cuda_peak_bytes,
-    cuda_reserved_bytes,
-    peak_resident_bytes,
-    reset_cuda_peak,
-    resident_bytes,
-)
+from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, reset_cuda_peak
 from lowtide.measure.units import gib
-from lowtide.profile.memory import describe, known_before, optimizer_tensors, segments, time_by_kind
-from lowtide.profile.phases import EMBEDDING, END, HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, with_whole_recomputes
-from lowtide.profile.recording import record, storages
+from lowtide.profile.memory import OPTIMIZER_STATES, OTHER, WEIGHTS, describe, read_recording, storages
+from lowtide.profile.phases import HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, profiler_range
 
 SNAPSHOT_ENTRIES = 2_000_000  # events of the allocator; more than a step of a hundred layers has
-Timed = list[tuple[Phase, float]]
-"""A step's phases and their ms; the last is the end, of 0."""
 
 
 def measure(variant: dict[str, str], settings: dict[str, Any], stem: str) -> dict[str, Any]:
     """Return the times and the memory of an implementation's steps, or why they did not run.
 
-    `run_child` calls it with a `Variant`'s fields, the settings of `ProfileConfig` without "auto" (memory_limit in GiB,
-    0: none; vocab_size), and the beginning of the path of every file that is written.
+    `run_child` calls it with a `Variant`'s fields, the settings of `ProfileConfig` without "auto" and with vocab_size,
+    and the beginning of the path of every file that is written.
     """
-    device = torch.device(settings["device"])
-    if settings["memory_limit"]:
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, settings["memory_limit"] * 2**30 / whole))
     try:
-        return Steps(Variant(**variant), settings, device).run(stem)
+        return Steps(Variant(**variant), settings).run(stem)
     except Exception as error:  # a policy that does not fit, a lack of memory for the model alone
-        memory = is_out_of_memory(error)
-        return {"failed": out_of_memory("while the model was built", device) if memory else reason_of(error)}
-
-
-def out_of_memory(where: str, device: torch.device) -> str:
-    """Return the row's text; on a GPU with the peak of its tensors."""
-    taken = cuda_peak_bytes() if device.type == "cuda" else resident_bytes()
-    return f"{OUT_OF_MEMORY} at {gib(taken):.2f} GiB, {where}"
+        return {"failed": reason_of(error)}
 
 
 class Steps:
     """A model of one implementation, and its training step."""
 
-    def __init__(self, variant: Variant, settings: dict[str, Any], device: torch.device) -> None:
-        self.settings, self.device, self.cuda = settings, device, device.type == "cuda"
+    def __init__(self, variant: Variant, settings: dict[str, Any]) -> None:
+        self.settings, self.device = settings, torch.device(settings["device"])
         config = config_of(settings["model"], vocab_size=settings["vocab_size"])
         dtype, seed = getattr(torch, settings["dtype"]), settings["seed"]
-        self.model = build_model(variant, config, dtype, device, seed=seed, lora=settings["lora"])
+        self.model = build_model(variant, config, dtype, self.device, seed=seed, lora=settings["lora"])
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(settings["optimizer"], self.trained)
         shape = (settings["batch_size"], settings["seq_len"])
         vocab = self.model.config.get_text_config().vocab_size
-        self.ids = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+        self.ids = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
         self.losses: list[Tensor] = []
-        self.gradients: set[int] = set()  # addresses, when the optimizer begins
-        self.marks = PhaseMarks()
-        self.marks.install(self.model, children=not variant.compiles_layers)
+        self.gradients: dict[int, int] = {}  # of the last step: addresses and bytes after backward
+        self.marks = PhaseMarks(self.model, self.device)
 
     def step(self) -> None:
-        """Run one step; if it fails, the caller frees its memory."""
-        self.marks.begin(Phase(EMBEDDING))
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        self.marks.begin(Phase(HEAD_BACKWARD))
-        loss.backward()
-        self.marks.begin(Phase(OPTIMIZER))
-        self._see_gradients()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.marks.begin(Phase(END))
+        """Run one step."""
+        with self.marks.step():
+            try:
+                loss = self.model(input_ids=self.ids, labels=self.ids).loss
+                self.marks.begin(Phase(HEAD_BACKWARD))
+                loss.backward()
+            finally:
+                self.gradients = storages((p.grad for p in self.trained), self.device)
+            self.marks.begin(Phase(OPTIMIZER))
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(loss.detach())
 
-    def _see_gradients(self) -> None:
-        self.gradients = set(storages((p.grad for p in self.trained), self.device))
-
-    def run(self, stem: str) -> dict[str, Any]:
-        """Return the results of all steps; the files' paths begin with ``stem``."""
-        settings, timed, failed = self.settings, list[Timed](), None
-        release(self.device)
-        reset_cuda_peak()
+    def attempt(self) -> str:
+        """Run one step, and return where memory ran out; empty if it did not."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         try:
-            for _ in range(settings["warm"]):
-                self.step()
-            reset_cuda_peak()
-            for _ in range(settings["steps"]):
-                with self.clock() as phases:
-                    self.step()
-                timed.append(phases)
+            self.step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failed = out_of_memory(f"in the {self.marks.current}", self.device)
-        result: dict[str, Any] = {"host_peak_gib": gib(peak_resident_bytes())}
-        if self.cuda:
-            result |= {"allocated_gib": gib(cuda_peak_bytes()), "reserved_gib": gib(cuda_reserved_bytes())}
+            return f"{OUT_OF_MEMORY} in the {self.marks.phases[-2]}"
+        return ""
+
+    def run(self, stem: str) -> dict[str, Any]:
+        """Return the results of all steps; the files' paths begin with ``stem``."""
+        warm, timed, failed = self.settings["warm"], list[list[float]](), ""
+        release(self.device)
+        reset_cuda_peak()
+        for i in range(warm + self.settings["steps"]):
+            if i == warm:
+                reset_cuda_peak()
+            if failed := self.attempt():
+                break
+            if i >= warm:
+                timed.append(self.marks.lengths_ms())
+        result: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            result = {"allocated_gib": gib(cuda_peak_bytes()), "reserved_gib": gib(cuda_reserved_bytes())}
         losses = [value if math.isfinite(value) else None for value in (loss.item() for loss in self.losses)]
-        slowed = self._record(result, f"{stem}-snapshot.pickle" if settings["snapshot"] and self.cuda else None, timed)
         attention = attention_of(self.model)
-        own = "" if attention == SDPA else f"attention is the model's own ({attention}), not PyTorch's fused one"
-        if notes := [note for note in (slowed, own) if note]:
-            result["note"] = "; ".join(notes)
         result |= {"losses": losses, "loss": losses[0] if losses else None, "attention": attention}
         for name, parameters in (("parameters", self.model.parameters()), ("trained_parameters", self.trained)):
             result[name] = sum(p.numel() for p in parameters)
+        steps_ms = list(map(sum, timed))
+        median = [] if failed else timed[steps_ms.index(statistics.median_low(steps_ms))]
+        result |= self.record(stem, median)
+        if attention != SDPA:
+            note = f"attention is the model's own ({attention}), not PyTorch's fused one"
+            result["note"] = "; ".join(filter(None, [result.get("note"), note]))
         if failed:
             return {**result, "failed": failed}
-        if settings["trace"]:
-            with torch.profiler.profile(acc_events=True) as profiler:
-                self.step()
-                self._wait()
-            profiler.export_chrome_trace(f"{stem}-trace.json.gz")
-            result["files"]["trace"] = f"{Path(stem).name}-trace.json.gz"
-        steps_ms = [sum(ms for _, ms in step) for step in timed]
-        seconds = statistics.median_low(steps_ms) / 1e3
+        seconds = sum(median) / 1e3
         return {**result, "steps_ms": steps_ms, "seconds": seconds, "tokens_per_s": self.ids.numel() / seconds}
 
-    def _wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
+    def record(self, stem: str, lengths_ms: list[float]) -> dict[str, Any]:
+        """Return the recording of one more step, its phases as long as in the one without; write its files.
 
-    @contextlib.contextmanager
-    def clock(self) -> Iterator[Timed]:
-        """Fill the list with each phase of a step and its ms, on a GPU by its own clock."""
-        phases: Timed = []
-        begun: list[tuple[Phase, Any]] = []
-        now = _gpu_now if self.cuda else time.perf_counter_ns
-        self._wait()
-        self.marks.on_begin = lambda phase: begun.append((phase, now()))
-        try:
-            yield phases
-        finally:
-            self.marks.on_begin = lambda _: None
-        if begun[-1][0].kind != END:  # an error ended it
-            begun.append((Phase(END), now()))
-        self._wait()
-        for (phase, begin), (_, end) in pairwise(begun):
-            phases.append((phase, float(begin.elapsed_time(end)) if self.cuda else (end - begin) / 1e6))
-        phases.append((begun[-1][0], 0.0))
-
-    def _record(self, result: dict[str, Any], snapshot: str | None, timed: list[Timed]) -> str:
-        """Add the recording of one more step, its phases as long as in the timed steps; return a note on times."""
-        self._clean()
-        known = known_before(self.model, self.optimizer, [self.ids, *self.losses], self.device)
-        if snapshot is not None:
+        Where no step without a recording had the same phases, because memory ran out, they are as long as they were.
+        """
+        self.optimizer.zero_grad(set_to_none=True)  # what a step that failed has left
+        release(self.device)
+        before, cuda = self._bytes(), self.device.type == "cuda"
+        if cuda:
             # No stacks of frees: the one of a tensor that is freed while an exception ends an autograd function, as it
             # does where a checkpoint has recomputed enough, makes PyTorch lose the exception.
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, context="alloc", stacks="python")
-        with self.clock() as slow, record(self.marks, self.device) as recording:
-            try:
-                self.step()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._see_gradients()
-        if snapshot is not None:
-            torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
-        known.gradients = self.gradients
-        known.states = set(storages(optimizer_tensors(self.optimizer), self.device))
-        self._clean()
-        step = median_step(timed, recording.phases)
-        lengths = [ms for _, ms in step or slow][:-1]
-        parts = segments(recording.phases, lengths)
-        result |= describe(recording, known, lengths) | {"segments": parts, "time_by_kind_ms": time_by_kind(parts)}
-        result |= {"peak_gib": result["peak"]["gib"]}
-        result["files"] = {} if snapshot is None else {"snapshot": Path(snapshot).name}
-        return "" if step else "times are those of the recorded step, which recording slows"
+        # The tree of some versions lacks an event that no range surrounds: what Python frees between two operations.
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler, profiler_range("lowtide step"):
+            self.attempt()
+        files = {"trace": f"{stem}-trace.json.gz"}
+        profiler.export_chrome_trace(files["trace"])
+        if cuda:
+            files["snapshot"] = f"{stem}-snapshot.pickle"
+            torch.cuda.memory._dump_snapshot(files["snapshot"])  # type: ignore[no-untyped-call]
+        recorded_ms, recording = self.marks.lengths_ms(), read_recording(profiler, self.marks.phases, self.device)
+        unlike = len(lengths_ms) != len(recorded_ms)
+        note = {"note": "times are those of the recorded step, which recording slows"} if unlike else {}
+        told = describe(recording, before, self.gradients, recorded_ms if unlike else lengths_ms)
+        return {**told, **note, "files": {name: Path(file).name for name, file in files.items()}}
 
-    def _clean(self) -> None:
-        """Free what a failed step left."""
-        self.marks.restart()
-        self.optimizer.zero_grad(set_to_none=True)
-        release(self.device)
-
-
-def median_step(timed: Sequence[Timed], phases: Sequence[Phase]) -> Timed | None:
-    """Return the step of median time among those that went through the same phases; None if none did."""
-    same = [step for step in timed if with_whole_recomputes([phase for phase, _ in step]) == phases]
-    totals = [sum(ms for _, ms in step) for step in same]
-    return same[totals.index(statistics.median_low(totals))] if same else None
-
-
-def _gpu_now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    def _bytes(self) -> dict[str, int]:
+        """Return the bytes of each owner between two steps."""
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        owned = {WEIGHTS: self.model.parameters(), OPTIMIZER_STATES: states}
+        sizes = {owner: sum(storages(tensors, self.device).values()) for owner, tensors in owned.items()}
+        if self.device.type == "cuda":  # workspaces too
+            return {**sizes, OTHER: torch.cuda.memory_allocated(self.device) - sum(sizes.values())}
+        others = storages((*self.model.buffers(), self.ids, *self.losses), self.device)
+        return {**sizes, OTHER: sum(others.values())}
