@@ -369,7 +369,7 @@ FUNCTIONS = {
         busy={"teacher_bias": True, "teacher_softcap": 4.0, "temperature": "tensor", "softcap": 3.0},
         **OF_HEADS,
         tolerance=near(1e-11, 2e-5),
-        rounding=50,
+        rounding=200,
         plan=plan_divergence,
     ),
     "linear_apply": Function(

@@ -16,6 +16,7 @@ OPEN = {
             r"out = [\s\S]*(weight.*(data|detach\(\)|storage)|p\.data|_to_parameters|np\.asarray\(z"
             r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\("
             r"|save_on_cpu[\s\S]*(load_state_dict|renorm_|step\(|weight)|merge_adapter"
+            r"|out = [\s\S]*resize_token_embeddings[\s\S]*(backward|grad)\("
         ),
         # Infinity times 0 is NaN, and which products there are depends on their order: a hook that clamps makes a
         # number of infinity and none of NaN, and one that logs a norm shows which it was.
