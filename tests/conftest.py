@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
     interpreter.speed_up()
 
+interpreter.import_bitsandbytes()
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
 # inductor's cache does not know for which vector instructions its code is, which this variable may change

@@ -12,9 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 
 def speed_up() -> None:
@@ -184,3 +187,23 @@ def replace_once(interpreter: Any, languages: tuple[Any, ...]) -> None:
         return Kept()
 
     vars(interpreter)["_patch_lang"] = replace_in
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Leave what packages hand to torch.compile at import as it is: it would bring all of inductor, which takes 3 s."""
+    import torch
+
+    def compile(function: Any = None, **_: Any) -> Any:
+        return (lambda function: function) if function is None else function
+
+    with mock.patch.object(torch, "compile", compile):
+        yield
+
+
+def import_bitsandbytes() -> None:
+    """Import it, where it is installed, before peft does, and without what it says of packages that are not."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        with uncompiled():
+            importlib.import_module("bitsandbytes")

@@ -23,13 +23,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import lowtide
+from interpreter import uncompiled
 
 TESTS = Path(__file__).parents[1]
 
@@ -208,11 +208,8 @@ def _run(job: dict[str, Any]) -> Ended:
 
 # What ranks import on their way.
 MODULES = (
-    "accelerate.utils", "pytest", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel", "transformers.models.gemma2.modeling_gemma2",
-    "transformers.models.llama.modeling_llama", "support",
+    "contract.cases", "lowtide.head.kernels.exp_rows", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
 )  # fmt: skip
-OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows"}  # where they are installed
 OF_TRAIN = (  # of its first run
     "lowtide.cli", "lowtide.train.run", "trl", "lowtide.train.fine_tuning", "lowtide.train.scratch",
     "lowtide.train.comparison",
@@ -221,7 +218,7 @@ OF_TRAIN = (  # of its first run
 
 def _serve() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    _import(*MODULES, *(module for package, module in OPTIONAL.items() if find_spec(package)))
+    _import(*MODULES)
     for line in sys.stdin:
         job = json.loads(line)
         _import(*job["modules"], *(OF_TRAIN if job["argv"][:1] == ["train"] else ()))
@@ -232,9 +229,12 @@ def _serve() -> None:
 
 
 def _import(*names: str) -> None:
+    """Import those that are installed."""
     if new := [name for name in names if name not in sys.modules]:
-        for name in new:
-            importlib.import_module(name)
+        with uncompiled():
+            for name in new:
+                with contextlib.suppress(ModuleNotFoundError):
+                    importlib.import_module(name)
         gc.freeze()  # else each rank's collector writes to what they share, and copies it by that
 
 

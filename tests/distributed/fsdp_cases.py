@@ -95,7 +95,7 @@ def compare(ours: Any, stock: Any, joined: dict[str, Tensor], where: object) -> 
         same(got, want, where)
         same_mean(got["loss"], joined["loss"])
         same(got | {"loss": joined["loss"]}, joined, where)
-        assert sum(stock_counts.values()) >= 6, stock_counts
+        assert sum(stock_counts.values()) >= 5, stock_counts
         assert counts <= stock_counts, (where, counts, stock_counts)
 
 
@@ -108,7 +108,7 @@ def patched_models() -> None:
         ("tail", True, "recompute", "llama"),
     ]
     for i, (how, reshard, gradient, family) in enumerate(ways):
-        model = model_of(family, tie_word_embeddings=how in ("tail", "root"))
+        model = model_of(family, tie_word_embeddings=how in ("tail", "root"), num_hidden_layers=2)
         joined = on_joined_batch(model, dist.get_world_size())
         stock = shard(copy.deepcopy(model), how, reshard)
         options = lowtide.HeadOptions(gradient=gradient)
@@ -175,22 +175,6 @@ def mixed_precision() -> None:
     fused(report, 1)
 
 
-def accumulation() -> None:
-    """Three batches a step, reduced with the last one alone: no step's gradient is lost or counted twice."""
-    model = model_of()
-    alone = copy.deepcopy(model)
-    lowtide.patch(model)
-    shard(model, "own", True)
-    for _ in range(2):
-        for k in range(3):
-            model.set_requires_gradient_sync(k == 2)
-            model(**batch_of(3 * dist.get_rank() + k)).loss.backward()
-        got = gradients(model)
-        for stream in range(3 * dist.get_world_size()):
-            (alone(**batch_of(stream)).loss / dist.get_world_size()).backward()
-        same(got, gradients(alone))
-
-
 def parts_of_models() -> None:
     """Policies around layers, experts in units of their own, weights in 4 bits: MLPs at both levels, beside stock."""
 
@@ -226,6 +210,22 @@ def parts_of_models() -> None:
             same(step(model, batch_of(dist.get_rank())), step(stock, batch_of(dist.get_rank())), i)
         fused(report, 2)
         assert any(report.parts[part].patched for part in ("mlp", "experts") if part in report.parts), str(report)
+
+
+def accumulation() -> None:
+    """Three batches a step, reduced with the last one alone: no step's gradient is lost or counted twice."""
+    model = model_of()
+    alone = copy.deepcopy(model)
+    lowtide.patch(model)
+    shard(model, "own", True)
+    for _ in range(2):
+        for k in range(3):
+            model.set_requires_gradient_sync(k == 2)
+            model(**batch_of(3 * dist.get_rank() + k)).loss.backward()
+        got = gradients(model)
+        for stream in range(3 * dist.get_world_size()):
+            (alone(**batch_of(stream)).loss / dist.get_world_size()).backward()
+        same(got, gradients(alone))
 
 
 def two_axes() -> None:

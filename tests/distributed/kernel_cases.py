@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ FEW: dict[str, list[Any]] = {
 
 
 def every_option() -> None:
-    """Pairs of options; of the cross entropy in both schedules, and with huge logits."""
+    """Pairs of options, or half of these; of the cross entropy in both schedules, and with huge logits."""
     for name, (dtypes, near) in RUNS.items():
         function, backend = FUNCTIONS[name], "row" if name == "linear_divergence" else "exp"
         loss = name == "linear_cross_entropy"
@@ -50,7 +51,7 @@ def every_option() -> None:
         options |= (
             {"schedule": ["chunks", "blocks"], "huge": [False, True], "label_smoothing": [0.0, 0.1]} if loss else {}
         )
-        for i, choice in enumerate(pairs(options, seed=2)):
+        for i, choice in itertools.islice(enumerate(pairs(options, seed=2)), 0, None, 1 if THOROUGH else 2):
             dtype, way = choice.pop("dtype"), choice.pop("way")
             schedule, huge = choice.pop("schedule", "chunks"), choice.pop("huge", False)
             kwargs = problem(name, choice, i, V=41, D=16, dtype=dtype)

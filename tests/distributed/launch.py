@@ -16,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,23 @@ PATIENCE = 300 if DEVICE == "cpu" else 120  # seconds that a rank waits for the 
 THOROUGH = DEVICE != "cpu" or "THOROUGH" in os.environ  # with --slow: whole products of options, not pairs of them
 SEED = int(os.environ.get("SEED", "0"))  # small: added to the seeds of models, batches and arguments
 RIGHT = "right"
-MODULES = {"zero_cases": ("deepspeed", "trl.trainer.utils", "peft"), "fsdp_cases": ("peft",)}  # take long to import
+MODEL = ("accelerate.utils", "lowtide.models.patch", "lowtide.memory.apply", "transformers.models.llama.modeling_llama")
+MODULES = {  # which take long to import: of files and of cases, before they are forked
+    **dict.fromkeys(("fsdp", "tensor_parallel", "context_parallel", "data", "plan"), MODEL),
+    "zero": (*MODEL, "deepspeed.runtime.zero.muon.muon_optimizer"),
+    "megatron": ("megatron.core.models.gpt.gpt_model",),
+    "pipeline": ("torch.distributed.pipelining",),
+    "adapters": ("peft",),
+    "parts_of_models": ("peft",),
+    "trls_function": ("trl.trainer.utils",),
+}
 SECONDS = 1200.0  # until the ranks are killed, compiling kernels included, on a busy machine
 
 
 def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str]) -> list[str]:
     """Run on the CPU to the end and return what each rank wrote to its standard error, and how it ended."""
-    modules = [name for name in MODULES.get(file.stem, ()) if find_spec(name.partition(".")[0])]
+    of = (file.stem.removesuffix("_cases"), *(arguments[1:] or cases_of(file)))
+    modules = [name for one in of for name in MODULES.get(one, ())]
     ended = shared()(ranks, *arguments, script=file, seconds=SECONDS, modules=modules, **env)
     return [f"{err}exit status {status}" for status, err in zip(ended.statuses, ended.err, strict=True)]
 

@@ -30,7 +30,7 @@ from support import relative_error
 
 VOCAB, T = 97, 11  # neither a multiple of 2 or 3
 SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

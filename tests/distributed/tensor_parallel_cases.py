@@ -169,6 +169,23 @@ def labels_and_counts() -> None:
     fused(report, 1)
 
 
+def wrapped_by_transformers_later() -> None:
+    """Patched before: what transformers wraps is the patched forward then."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel as Style
+
+    vocab = 48 * dist.get_world_size()
+    batch = {name: x.where(x < 0, x % vocab) for name, x in batch_of().items()}
+    *models, true = (model_of(vocab_size=vocab) for _ in range(3))
+    true = true.double()
+    report = lowtide.patch(models[0])
+    for model in models:
+        style = Style(input_layouts=Replicate(), output_layouts=Replicate())
+        style.shard_param(model.lm_head, "weight", ranks_mesh())
+        style.install_forward(model.lm_head, ranks_mesh())
+    fair(*models, true, batch, "later")
+    fused(report, 1)
+
+
 def plan_of_transformers() -> None:
     """``tp_plan="auto"``, as from_pretrained applies it: tied and not, generating."""
     if torch._C._get_accelerator().type != DEVICE:  # transformers takes what the machine has
@@ -195,23 +212,6 @@ def plan_of_transformers() -> None:
         assert torch.equal(ours.generate(**prompt), stock.generate(**prompt))
         lowtide.unpatch(ours)
         assert type(ours(**batch).logits) is Tensor
-
-
-def wrapped_by_transformers_later() -> None:
-    """Patched before: what transformers wraps is the patched forward then."""
-    from transformers.distributed.tensor_parallel import ColwiseParallel as Style
-
-    vocab = 48 * dist.get_world_size()
-    batch = {name: x.where(x < 0, x % vocab) for name, x in batch_of().items()}
-    *models, true = (model_of(vocab_size=vocab) for _ in range(3))
-    true = true.double()
-    report = lowtide.patch(models[0])
-    for model in models:
-        style = Style(input_layouts=Replicate(), output_layouts=Replicate())
-        style.shard_param(model.lm_head, "weight", ranks_mesh())
-        style.install_forward(model.lm_head, ranks_mesh())
-    fair(*models, true, batch, "later")
-    fused(report, 1)
 
 
 def what_is_left_alone() -> None:
@@ -265,7 +265,7 @@ def looked_at_on_one_rank() -> None:
     """A hook that the first rank alone has: all run the stock code, and none waits."""
     first = dist.get_rank() == 0
     for what in ("head", "projection"):
-        ours, stock, true, report = trio(functools.partial(parallel, layers=True))
+        ours, stock, true, report = trio(functools.partial(parallel, layers=True), num_hidden_layers=2)
         seen: list[Any] = []
         if first:
             watched = ours.lm_head if what == "head" else ours.model.layers[0].mlp.up_proj

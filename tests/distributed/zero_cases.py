@@ -177,7 +177,7 @@ def counted_gathers() -> Iterator[Counter[str]]:
 
 def what_is_gathered() -> None:
     """No more than by the stock model, nor for longer: the head's weight not beyond the last layer's backward."""
-    model = model_of()
+    model = model_of(num_hidden_layers=2)
     engines = [zero(copy.deepcopy(model))]
     lowtide.patch(model)
     engines.insert(0, zero(model))
@@ -216,7 +216,9 @@ def stages_and_settings() -> None:
     trains_as_stock("ZeRO-2", model_of(tie_word_embeddings=True), 2, offload_optimizer=cpu)
     trains_as_stock("offloaded", offload_param=cpu, offload_optimizer=cpu, batches=2, accumulate=2)
     reuse = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6}
-    trains_as_stock("as DeepSpeed has it", stage3_param_persistence_threshold=100, **reuse)
+    trains_as_stock(
+        "as DeepSpeed has it", model_of(num_hidden_layers=2), stage3_param_persistence_threshold=100, **reuse
+    )
     model = model_of()
     stock = Plain(Functional(copy.deepcopy(model), "stock"))
     same_steps("the function", zero(Functional(model, "inside", RECOMPUTE)), stock)
@@ -226,16 +228,18 @@ def stages_and_settings() -> None:
 
 
 def kinds_of_model() -> None:
-    """bfloat16; a tied head with a soft cap; experts; a frozen body; adapters and a head of modules_to_save; 4 bits."""
-    from peft import LoraConfig, get_peft_model
-
-    dtype, mlp = torch.bfloat16, ["gate_proj", "up_proj", "down_proj"]
+    """bfloat16; a tied head with a soft cap; experts."""
+    dtype = torch.bfloat16
     trains_as_stock("bfloat16", model_of(dtype=dtype), dtype=dtype, rtol=8e-2)
     trains_as_stock("gemma2", model_of("gemma2", tie_word_embeddings=True))
     trains_as_stock("experts", model_of("qwen3_moe"))
-    model = model_of()
-    model.model.requires_grad_(False)
-    assert gathered(trains_as_stock("head alone", model, options=None)) == set()
+
+
+def adapters() -> None:
+    """LoRA and a head of modules_to_save; over weights in 4 bits."""
+    from peft import LoraConfig, get_peft_model
+
+    mlp = ["gate_proj", "up_proj", "down_proj"]
     lora = LoraConfig(r=2, target_modules=mlp, modules_to_save=["lm_head"], init_lora_weights=False)
     engine = trains_as_stock("LoRA", get_peft_model(model_of(), lora))
     assert gathered(engine) == set()
@@ -264,6 +268,20 @@ class Distilled(nn.Module):
         return SimpleNamespace(loss=found[labels.flatten() != -100].mean())
 
 
+def patched_inside() -> None:
+    """`patch` on the engine's module, after steps of the stock model, and undone."""
+    model = model_of(num_hidden_layers=2)
+    stock, engine = Plain(copy.deepcopy(model)), zero(model, stage3_prefetch_bucket_size=10**6)
+    same_steps("before", engine, stock)
+    report = lowtide.patch(engine.module, options=RECOMPUTE)
+    same_steps("patched", engine, stock)
+    fused(report, 2)
+    assert of_mlp(engine.module) == 3
+    lowtide.unpatch(engine.module)
+    assert of_mlp(engine.module) == 0, "gathered for nothing"
+    same_steps("unpatched", engine, stock)
+
+
 def trls_function() -> None:
     """TRL's divergence by lowtide's head is TRL's on whole weights, which are gathered no longer than a call."""
     pytest.importorskip("trl")
@@ -282,20 +300,6 @@ def trls_function() -> None:
     assert (report.calls_trl, sum(report.calls_lowtide.values())) == ({}, 2), report
     same_weights("TRL", engine, weights(stock))
     assert gathered(engine) == set()
-
-
-def patched_inside() -> None:
-    """`patch` on the engine's module, after steps of the stock model, and undone."""
-    model = model_of()
-    stock, engine = Plain(copy.deepcopy(model)), zero(model, stage3_prefetch_bucket_size=10**6)
-    same_steps("before", engine, stock)
-    report = lowtide.patch(engine.module, options=RECOMPUTE)
-    same_steps("patched", engine, stock)
-    fused(report, 2)
-    assert of_mlp(engine.module) == 3
-    lowtide.unpatch(engine.module)
-    assert of_mlp(engine.module) == 0, "gathered for nothing"
-    same_steps("unpatched", engine, stock)
 
 
 def logits_read() -> None:
@@ -339,7 +343,7 @@ def logits_read() -> None:
 
 def built_in_parts() -> None:
     """A model that no rank ever has as a whole, patched before there is an engine."""
-    whole = model_of()
+    whole = model_of(num_hidden_layers=2)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
@@ -377,7 +381,7 @@ def ulysses() -> None:  # the last: what DeepSpeed keeps of it changes later eng
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     deepspeed.init_distributed()
-    ranks, T, settings = dist.get_world_size(), 22, {"num_hidden_layers": 3}
+    ranks, T, settings = dist.get_world_size(), 22, {"num_hidden_layers": 2}
     batches, true, want = [], Plain(model_of(**settings).double()), []
     for stream in range(2):
         ids = torch.randint(3, VOCAB, (2, T), generator=torch.Generator().manual_seed(stream)).to(DEVICE)
