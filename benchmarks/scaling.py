@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from lowtide.bench.harness import Benchmark, Row, Run, Table, reason_of
 from lowtide.bench.models import build_model, config_of, make_optimizer, train_step
 from lowtide.bench.settings import Settings, setting
 from lowtide.bench.variant import Variant
-from lowtide.measure.child import ALLOCATOR, run_command
+from lowtide.measure.child import ALLOCATOR
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
 from lowtide.measure.units import gib
 from lowtide.memory.stack import find_stack
@@ -85,7 +86,8 @@ def in_processes(ranks: int, way: str, model: str, config: ScalingConfig) -> Row
     with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         file = Path(folder) / "row.json"
         job = json.dumps({"settings": vars(config), "file": str(file), "way": way, "model": model})
-        ended = run_command([sys.executable, *launch, __file__, RANK, job], env=ALLOCATOR)
+        command, env = [sys.executable, *launch, __file__, RANK, job], {**os.environ, **ALLOCATOR}
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", check=False)
         if file.exists():
             return dict(json.loads(file.read_text()))
         why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]

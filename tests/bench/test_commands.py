@@ -72,7 +72,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def here(function: Any, *args: Any, **_: Any) -> ChildResult:
         value = function(*json.loads(json.dumps(args)))
-        return ChildResult(returncode=0, seconds=1.0, value=json.loads(json.dumps(value)))
+        return ChildResult(returncode=0, value=json.loads(json.dumps(value)))
 
     monkeypatch.setattr(step, "run_child", here)
     monkeypatch.setenv("COMMIT", "abc")  # else git looks through all files, each time

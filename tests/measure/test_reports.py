@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.measure.child import run_child, run_command
+from lowtide.measure.child import ChildResult, run_child
 from lowtide.measure.machine import describe_machine, source_commit
 from lowtide.measure.plots import Line, Panel, Point, draw_front, draw_panels
 from lowtide.measure.units import as_gib, parse_gib
@@ -91,13 +91,13 @@ def test_a_plot_is_drawn(name: str, tmp_path: Path) -> None:
     assert struct.unpack(">II", data[16:24]) > (600, 400)
 
 
-def test_a_child_returns_the_functions_value_and_a_command_how_it_ended() -> None:
+def test_a_child_returns_the_functions_value_or_how_it_ended() -> None:
     ended = run_child(math.gcd, 12, 18)
     assert (ended.returncode, ended.value) == (0, 6)
-    assert ended.peak_bytes > 2**20
-    failed = run_command(
-        [sys.executable, "-c", "import os; print(os.environ['WHERE']); exit(3)"], env={"WHERE": "here"}
-    )
-    assert (failed.returncode, failed.stdout, failed.value) == (3, "here\n", None)
+    failed = run_child(os.getenv, ["no name"])
+    assert failed.value is None
+    assert failed.failure.startswith("the process ended with status 1: TypeError: ")
+    assert run_child(os.getenv, "WHERE", env={"WHERE": "here"}).value == "here"
+    assert "too much host memory" in ChildResult(returncode=-9).failure
     with pytest.raises(ArgumentValueError, match="can be imported"):
         run_child(lambda: 1)

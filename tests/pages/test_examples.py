@@ -250,7 +250,6 @@ def relax(parser: argparse.ArgumentParser, *, any_value: bool) -> None:
             action.type = None
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
-                below.fill()
                 relax(below, any_value=any_value)
 
 

@@ -37,7 +37,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def ended(value: Any = None, status: int = 0, stderr: str = "") -> ChildResult:
-    return ChildResult(returncode=status, seconds=1, value=value, stderr=stderr)
+    return ChildResult(returncode=status, value=value, stderr=stderr)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The ``lowtide`` command: one file a subcommand, imported when it is called, each with ``add(parser)``."""
+"""The ``lowtide`` command: one file a subcommand, each with ``add(parser)``. None of them imports torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 
 from lowtide.cli.parser import OneLineParser
@@ -121,10 +120,6 @@ def _in_group() -> bool:
     return in_group()
 
 
-def _load(name: str, parser: OneLineParser) -> None:
-    import_module(f"lowtide.cli.{name}").add(parser)
-
-
 def _parser() -> OneLineParser:
     import lowtide
 
@@ -137,6 +132,6 @@ def _parser() -> OneLineParser:
     parser.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="subcommand", metavar="COMMAND", required=True)
     for name, help in SUBCOMMANDS.items():
-        one = subparsers.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter)
-        one.load = partial(_load, name)
+        below = subparsers.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter)
+        import_module(f"lowtide.cli.{name}").add(below)
     return parser

@@ -6,9 +6,8 @@ import argparse
 import dataclasses
 import re
 import sys
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from lowtide.errors import did_you_mean
 
@@ -20,22 +19,14 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **kwargs})
         # argparse takes -4 for a value and -4GiB for an option: then nobody says that it must not be negative
         self._negative_number_matcher = re.compile(r"^-\.?\d")
-        self.load: Callable[[OneLineParser], None] | None = None  # adds what it has, when it is first to parse
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; a command that wants a further word and got none shows what there is, with status 2."""
-        self.fill()
         wanted = any(isinstance(each, argparse._SubParsersAction) and each.required for each in self._actions)
         if wanted and not (sys.argv[1:] if args is None else args):
             self.print_help(sys.stderr)
             raise SystemExit(2)
         return super().parse_known_args(args, namespace)
-
-    def fill(self) -> None:
-        """Add what it has, if that is still to be loaded."""
-        if self.load is not None:
-            load, self.load = self.load, None
-            load(self)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with the arguments that are not known, and the options that may have been meant."""
@@ -73,49 +64,34 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
     for field in sorted(dataclasses.fields(config), key=lambda field: field.metadata.get("last", False)):
         if "help" not in field.metadata:
             continue
-        flag = "--" + field.name.replace("_", "-")
-        # str.replace, not format: argparse's own %(...)s and braces of examples stay as they are
-        text = field.metadata["help"]
-        for key, value in names.items():
+        flag, text, kind = "--" + field.name.replace("_", "-"), field.metadata["help"], hints[field.name]
+        for key, value in names.items():  # not by format: braces of examples stay as they are
             text = text.replace("{" + key + "}", value)
         text = text.replace("%", "%%")
-        kind = hints[field.name]
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
         if kind is bool:
-            action = "store_false" if field.default else "store_true"
             flag = flag.replace("--", "--no-") if field.default else flag
-            options["help"] = text.partition(f"; {flag} ")[2] or text
-            parser.add_argument(flag, action=action, **options)
+            text = text.partition(f"; {flag} ")[2] or text
+            parser.add_argument(flag, action="store_false" if field.default else "store_true", help=text, **options)
             continue
         if field.default not in (None, ()):
-            shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-            options["help"] += f" (default: {shown})"
+            default = field.default if isinstance(field.default, tuple) else (field.default,)
+            text += f" (default: {' '.join(map(str, default))})"
+        inside = [each for each in get_args(kind) if each not in (type(None), ...)]  # of X | None, and of tuple[X, ...]
         if get_origin(kind) is Literal:
-            options["choices"] = get_args(kind)
-        elif get_origin(kind) is tuple:
-            options |= {"nargs": "+", "type": get_args(kind)[0], "metavar": field.metadata["metavar"]}
+            options["choices"] = inside
         else:
-            plain = _plain(kind)
+            plain = inside[0] if inside else kind
             options |= {"type": plain, "metavar": field.metadata["metavar"] or ("N" if plain is int else "X")}
-        parser.add_argument(flag, **options)
+            options |= {"nargs": "+"} if get_origin(kind) is tuple else {}
+        parser.add_argument(flag, help=text, **options)
 
 
 def given(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
     """Return the options of a dataclass that stand in the arguments."""
     names = {field.name for field in dataclasses.fields(config)}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(arguments).items()
-        if name in names
-    }
-
-
-def _plain(kind: Any) -> type:
-    """Return ``int`` for ``int`` and for ``int | None``."""
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = next(k for k in get_args(kind) if k is not type(None))
-    assert isinstance(kind, type)
-    return kind
+    values = {name: value for name, value in vars(arguments).items() if name in names}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def say(text: str) -> None:

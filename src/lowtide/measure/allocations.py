@@ -32,15 +32,6 @@ class Allocations:
     peak_bytes: int = 0  # above the start: frees of older memory count against it; never below 0
 
 
-def allocation_profiler() -> profile:
-    """Return PyTorch's profiler, to run code in: of allocations on the CPU and on GPUs."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 prints two lines per profile to stderr
-    # Without the CUDA activity: both allocators report to the CPU side, and CUPTI is slow to start.
-    # Not torch.profiler.profile: some versions warn unless it accumulates events, and then make a Python object of each
-    # when the block ends, which takes many times as long as the block.
-    return profile(use_kineto=True, profile_memory=True)
-
-
 @contextmanager
 def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocations]:
     """Record every allocation of PyTorch's allocator on one kind of device while the block runs.
@@ -65,7 +56,11 @@ def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocation
     """
     kind = torch.device(device).type
     seen = Allocations()
-    with allocation_profiler() as profiler:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 prints two lines per profile to stderr
+    # Without the CUDA activity: both allocators report to the CPU side, and CUPTI is slow to start.
+    # Not torch.profiler.profile: some versions warn unless it accumulates events, and then make a Python object of each
+    # when the block ends, which takes many times as long as the block.
+    with profile(use_kineto=True, profile_memory=True) as profiler:
         yield seen
         if kind == "cuda":
             torch.cuda.synchronize()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -27,13 +28,8 @@ def seen_collectives(see: Callable[[str, tuple[Any, ...]], object]) -> Iterator[
 
         return call
 
-    for name in stock:
-        setattr(dist, name, seen(name))
-    try:
+    with patch.dict(vars(dist), {name: seen(name) for name in stock}):
         yield
-    finally:
-        for name, function in stock.items():
-            setattr(dist, name, function)
 
 
 @contextmanager

@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
 PACKAGES = ("torch", "triton", "transformers", "lowtide")
 
 
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
     """Return processor, threads, GPU, driver, system, Python and package versions (None: not installed), for json."""
+    environment: Any = collect_env
     return {
         "cpu": _processor(),
         "cpu_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "gpu_memory_mib": torch.cuda.get_device_properties(0).total_memory >> 20 if torch.cuda.is_available() else None,
-        "driver": _driver(),
+        "driver": environment.get_nvidia_driver_version(environment.run) if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -43,14 +45,6 @@ def source_commit() -> str | None:
     if shutil.which("git") is None or not _answer([*git, "ls-files", "--error-unmatch", "__init__.py"]):
         return None  # an installed copy may be inside someone else's repository
     return _answer([*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
-
-
-def _driver() -> str | None:
-    """Return the version of the NVIDIA driver, which PyTorch has no function for."""
-    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
-        return None
-    versions = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return versions.splitlines()[0].strip() if versions else None
 
 
 def _answer(command: Sequence[str]) -> str | None:

@@ -186,7 +186,8 @@ def adapted_cross_entropy(
     weight: Tensor | None = settings["weight"]
     reduction = settings["reduction"]
     kept = target != settings["ignore_index"]
-    input, *inner = (_ValidTokens.apply(kept, x) for x in (input, *(h for h, *_ in adapters)))  # type: ignore[no-untyped-call]
+    # 0 for ignored tokens: a NaN among theirs would be in the gradients of the weights, which sum over all tokens
+    input, *inner = (x.where(kept.unsqueeze(-1), 0) for x in (input, *(h for h, *_ in adapters)))
     loss: Tensor = linear_apply(
         _cross_entropy,
         input,
@@ -209,20 +210,6 @@ def adapted_cross_entropy(
         return loss / total
     # without a token the mean is NaN, and gradients are 0 as stock's, not NaN
     return torch.where(total > 0, loss / total.clamp(min=1), torch.nan)
-
-
-class _ValidTokens(torch.autograd.Function):
-    """Blocks gradients of ignored tokens: an infinite upstream factor would turn the stored zeros into NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(kept)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (kept,) = ctx.saved_tensors
-        return None, grad.masked_fill(~kept.unsqueeze(-1), 0)
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
