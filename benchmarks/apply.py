@@ -14,19 +14,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from script import main
+from script import Say, main
 from torch import Tensor
 
-from lowtide import HeadOptions, linear_apply, linear_cross_entropy
+from lowtide import HeadOptions, linear_apply, linear_cross_entropy, plan_head
 from lowtide.bench.case import Bench, Case, make_case
-from lowtide.bench.harness import Benchmark, Peer, Row, Run, Table, release
-from lowtide.bench.head import plan_of
-from lowtide.bench.settings import ShapeSettings, setting
-from lowtide.bench.shapes import Choice, Shape
+from lowtide.bench.harness import Peer, Row, Run, Table, release
+from lowtide.bench.settings import ErrorSettings, setting, shape_setting
 
 cross_entropy = partial(F.cross_entropy, reduction="none")  # of each token
 
@@ -50,11 +48,10 @@ def top_k(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 FUNCTIONS = {"cross-entropy": cross_entropy, "focal": focal, "entropy": entropy, "top-k": top_k}
-NAMED = {"4x4096": Shape("4x4096", 16384, 4096, 128256), "64x512": Shape("64x512", 32768, 768, 32000)}
+NAMED = {"4x4096": (16384, 4096, 128256), "64x512": (32768, 768, 32000)}
 TABLE = Table(
-    {"name": "<24"},
     {
-        "ms": "9.2f", "peak_mib": "10.1f", "of_naive": "10.3f",
+        "name": "<24", "ms": "9.2f", "peak_mib": "10.1f", "of_naive": "10.3f",
         **{f"{name}_error": "12.1e" for name in ("value", "dx", "dw", "db")},
     },
     lambda row: ["{chunks} x {chunk_rows} rows".format(**row["plan"])] if "plan" in row else [],
@@ -63,82 +60,93 @@ TABLE = Table(
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyCase(Case):
+    b: Tensor
     function: str
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.x, self.w, self.b
 
     def values_of(self, z: Tensor, rows: slice) -> dict[str, Tensor]:
         return {"value": FUNCTIONS[self.function](z, self.y[rows])}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApplyConfig(ShapeSettings):
-    benchmark = "apply"
-    choice = Choice(Shape, "N,D,V", "4x4096", NAMED)
-    known: ClassVar = {"functions": tuple(FUNCTIONS)}
-    only: tuple[str, ...] = setting((), "these functions alone: {functions}", metavar="FUNCTION", known="functions")
+class ApplyConfig(ErrorSettings):
+    benchmark, named = "apply", NAMED
+    shape: tuple[str, ...] = shape_setting("4x4096", named=NAMED)
+    function: tuple[str, ...] = setting((), "these functions alone", metavar="FUNCTION", names=FUNCTIONS)
+
+
+def plan_of(options: HeadOptions, case: Case) -> Any:
+    N, D, V = case.shape.N, case.shape.D, case.shape.V
+    return plan_head(N, D, V, case.x.dtype, case.x.device, options, function=True)
 
 
 def in_two_chunks(case: Case) -> HeadOptions:
     """Return the least workspace with which the plan has two chunks."""
     sizes = range(1, 2**50)  # bytes
     few = partial(bisect_left, sizes, True)
-    least = few(key=lambda size: plan_of(HeadOptions(workspace_mib=size / 2**20), case, function=True).chunks <= 2)
+    least = few(key=lambda size: plan_of(HeadOptions(workspace_mib=size / 2**20), case).chunks <= 2)
     return HeadOptions(workspace_mib=sizes[least] / 2**20)
 
 
-def peers_of(case: ApplyCase) -> Iterator[Peer]:
+def peers_of(case: ApplyCase) -> Iterator[tuple[Peer, HeadOptions | None]]:
     """Yield the ways to compute the mean of the case's function, lowtide's with their options."""
     fn, N = FUNCTIONS[case.function], case.shape.N
     x, w, b, y = case.x, case.w, case.b, case.y
 
-    def peer(name: str, mean: Callable[[], Tensor], options: HeadOptions | None = None) -> Peer:
-        return Peer(name, lambda _: lambda: {"value": mean()}, options=options)
+    def peer(name: str, mean: Callable[[], Tensor]) -> Peer:
+        return Peer(name, lambda _: lambda: {"value": mean()})
 
-    def summed(name: str, options: HeadOptions, compile: bool = False) -> Peer:
+    def summed(name: str, options: HeadOptions, compile: bool = False) -> tuple[Peer, HeadOptions]:
         def total(logits: Tensor, labels: Tensor) -> Tensor:
             return fn(logits, labels).sum() / N
 
         run = partial(linear_apply, total, x, w, y, linear_bias=b, out="sum", compile=compile, options=options)
-        return peer(name, run, options)
+        return peer(f"lowtide, {name}", run), options
 
     two, default = in_two_chunks(case), HeadOptions()
-    yield peer("naive", lambda: fn(F.linear(x, w, b).to(torch.promote_types(x.dtype, torch.float32)), y).mean())
+    yield peer("naive", lambda: fn(F.linear(x, w, b).to(torch.promote_types(x.dtype, torch.float32)), y).mean()), None
     yield summed("two chunks", two)
     yield summed("default", default)
-    yield peer("default, per token", lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default)
+    yield peer("lowtide, per token", lambda: linear_apply(fn, x, w, y, linear_bias=b).mean()), default
     if case.function != "top-k" and x.is_cuda:  # of which a compiler makes fewer passes over the logits
         yield summed("two chunks, compiled", two, compile=True)
         yield summed("default, compiled", default, compile=True)
     if case.function == "cross-entropy":
-        yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b))
+        yield peer("linear_cross_entropy", lambda: linear_cross_entropy(x, w, y, linear_bias=b)), None
 
 
-def measure(run: Run[ApplyConfig]) -> None:
-    config = run.config
-    run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
-    for shape in config.shapes:
-        torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
-        loss, rows = make_case(shape, run.dtype, run.device, seed=config.seed), list[Row]()
-        b = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
-        run.result["shapes"].append({**vars(shape), "rows": rows})
-        for name in config.chosen("functions"):
-            run.say(f"\n{shape} {run.dtype_name}, {name}\n{TABLE.header}")
-            of_value = {"names": ("value",), "upstream": {"value": loss.upstream["loss"]}}
-            case = ApplyCase(shape=shape, x=loss.x, w=loss.w, y=loss.y, b=b, function=name, **of_value)
-            bench = Bench(case, error=True, warm=config.warm, reps=config.reps, limited=False)
-            naive_mib = None
-            for peer in peers_of(case):
-                row = bench.measure(peer) | {"function": name}
-                row |= {f"{of}_error": error for of, error in row.pop("errors", {}).items()}
-                if peer.options is not None:
-                    row["plan"] = dataclasses.asdict(plan_of(peer.options, case, function=True))
-                naive_mib = naive_mib or row.get("peak_mib")
-                if naive_mib and "peak_mib" in row:
-                    row["of_naive"] = row["peak_mib"] / naive_mib
-                run.add(row, rows, TABLE)
-        release(run.device)
+def measure(config: ApplyConfig, say: Say, command: str) -> int:
+    with Run(config, say, command) as run:
+        run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
+        for shape in config.shapes:
+            torch.compiler.reset()  # else what was compiled for one shape would be made general for the next
+            loss, rows = make_case(shape, run.dtype, run.device), list[Row]()
+            b = torch.randn(shape.V, device=run.device).to(run.dtype).requires_grad_()
+            run.result["shapes"].append({**vars(shape), "rows": rows})
+            for name in config.function or FUNCTIONS:
+                of_value: Any = {"names": ("value",), "upstream": {"value": loss.upstream["loss"]}}
+                case = ApplyCase(shape=shape, x=loss.x, w=loss.w, y=loss.y, b=b, function=name, name=name, **of_value)
+                measure_function(run, case, rows)
+            release(run.device)
+    return run.status
 
 
-APPLY = Benchmark(measure=measure, failed=lambda row: "failed" in row and "plan" in row)
+def measure_function(run: Run, case: ApplyCase, rows: list[Row]) -> None:
+    bench, naive_mib = Bench(case, run.config), None
+    run.say(bench.title() + TABLE.header)
+    for peer, options in peers_of(case):
+        row = bench.measure(peer) | {"function": case.function}
+        row |= {f"{of}_error": error for of, error in row.pop("errors", {}).items()}
+        if options is not None:
+            row["plan"] = dataclasses.asdict(plan_of(options, case))
+        naive_mib = naive_mib or row.get("peak_mib")
+        if naive_mib and "peak_mib" in row:
+            row["of_naive"] = row["peak_mib"] / naive_mib
+        run.add(row, rows, TABLE)
+
 
 if __name__ == "__main__":
-    sys.exit(main(APPLY, ApplyConfig, __doc__))
+    sys.exit(main(measure, ApplyConfig, __doc__))

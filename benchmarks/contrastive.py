@@ -13,34 +13,24 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from script import main
+from script import Say, main
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import linear_contrastive
-from lowtide.bench.case import ROWS, Case, Function, Values, blocks, loss_case, token_benchmark
+from lowtide.bench.case import ROWS, Case, Function, Values, blocks, loss_case, measure_cases
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled
-from lowtide.bench.settings import TokenSettings
-from lowtide.bench.shapes import Choice, Shape
+from lowtide.bench.settings import ErrorSettings, Shape, setting, shape_setting
 
 TEMPERATURE = 0.05  # sentence-transformers' scale of 20
 LIKENESS = 0.5  # cosine of a query and its key: at that temperature among 65,536 keys a loss of about 1 to 2
 MASKED = 0.01  # share of the keys that a mask leaves out
-NAMED = {"batch-64k": Shape("batch-64k", 65536, 1024, 65536), "batch-16k": Shape("batch-16k", 16384, 768, 16384)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContrastiveConfig(TokenSettings):
-    benchmark = "contrastive"
-    choice = Choice(Shape, "Q,D,K", "batch-64k", NAMED)
-    known: ClassVar = {
-        "peers": ("lowtide", "naive", "compile", "checkpoint", "cached-mnrl", "cached-mnrl-1024"),
-        "works": ("in-batch", "masked"),
-    }
+NAMED = {"batch-64k": (65536, 1024, 65536), "batch-16k": (16384, 768, 16384)}
+WORKS = ("in-batch", "masked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +49,16 @@ def loss_of(similarities: Tensor, y: Tensor, mask: Tensor | None, reduction: str
     return F.cross_entropy(z if mask is None else z.masked_fill(mask, -torch.inf), y, reduction=reduction)
 
 
-def cases(run: Run[ContrastiveConfig], shape: Shape) -> Iterator[ContrastiveCase]:
+def cases(run: Run, shape: Shape) -> Iterator[ContrastiveCase]:
     """Yield the requested works on random queries [Q, D] and keys [K, D], each key like the query of its number."""
-    generator = torch.Generator(run.device).manual_seed(run.config.seed)
+    generator = torch.Generator(run.device).manual_seed(0)
     x, w = (torch.randn(rows, shape.D, device=run.device, generator=generator) for rows in (shape.N, shape.V))
     both = min(shape.N, shape.V)
     w[:both].mul_((1 - LIKENESS**2) ** 0.5).add_(x[:both], alpha=LIKENESS)
     x, w = (F.normalize(t).to(run.dtype) for t in (x, w))
     y = torch.arange(shape.N, device=run.device)
     batch = loss_case(shape, x, w, y)
-    for work in run.config.chosen("works"):
+    for work in run.config.work or WORKS:
         mask = None
         if work == "masked":
             mask = torch.empty(shape.N, shape.V, device=run.device, dtype=torch.bool)
@@ -132,7 +122,21 @@ PEERS = by_name(
     _peer("cached-mnrl", partial(_cached, 32), "sentence-transformers"),
     _peer("cached-mnrl-1024", partial(_cached, 1024), "sentence-transformers"),
 )
-CONTRASTIVE = token_benchmark(cases, PEERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveConfig(ErrorSettings):
+    benchmark, named = "contrastive", NAMED
+    shape: tuple[str, ...] = shape_setting("batch-64k", named=NAMED)
+    only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
+    work: tuple[str, ...] = setting((), "these tables alone", metavar="WORK", names=WORKS)
+
+
+def measure(config: ContrastiveConfig, say: Say, command: str) -> int:
+    with Run(config, say, command, PEERS) as run:
+        measure_cases(run, cases)
+    return run.status
+
 
 if __name__ == "__main__":
-    sys.exit(main(CONTRASTIVE, ContrastiveConfig, __doc__))
+    sys.exit(main(measure, ContrastiveConfig, __doc__))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import linear_cross_entropy
-from lowtide.bench.harness import begin
+from lowtide.bench.harness import begin, write_json
 from lowtide.measure.child import run_child
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--output", default=str(RESULTS))
     args = parser.parse_args()
     command = shlex.join(["python", "benchmarks/cpu_loss.py", *sys.argv[1:]])
-    files, result = begin(args.output, "loss", command, torch.device("cpu"))
+    file, result = begin(args.output, "loss", command, torch.device("cpu"))
     rows: list[dict[str, Any]] = []
     result["rows"] = rows
     print(f"{'N x D x V':18} {'dtype':9} threads policy   stock ms lowtide ms  ratio median")
@@ -83,7 +83,7 @@ def main() -> int:
             f" {value['lowtide_ms']:10.1f} {value['ratio']:6.3f} {value['median_ratio']:6.3f}",
             flush=True,
         )
-        files.write_json(result)
+        write_json(file, result)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student.
 
-    python benchmarks/divergence.py --skip compile
+    python benchmarks/divergence.py --only lowtide trl
 
 The limit is the bare GEMMs of both sides' logits and the student's two gradients. lowtide's first row is of the mean,
 lowtide-none of a value per token. D is the student's hidden size, the fourth number the teacher's.
@@ -14,17 +14,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from script import main
+from script import Say, main
 from torch import Tensor
 
 from lowtide import linear_divergence
-from lowtide.bench.case import Case, Function, Values, make_case, token_benchmark, wider
+from lowtide.bench.case import Case, Function, Values, make_case, measure_cases, wider
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
-from lowtide.bench.settings import TokenSettings
-from lowtide.bench.shapes import Choice, Shape
+from lowtide.bench.settings import ErrorSettings, Shape, setting, shape_setting
 
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
 KINDS = {  # linear_divergence's name, and the teacher's share of the mixture
@@ -34,27 +33,8 @@ KINDS = {  # linear_divergence's name, and the teacher's share of the mixture
 }
 
 
-@dataclass(frozen=True)
-class PairShape(Shape):
-    teacher_D: int
-
-
-SIZES = {"llama-8b-to-1b": (8192, 2048, 128256, 4096), "llama-8b-to-8b": (4096, 4096, 128256, 4096)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DivergenceConfig(TokenSettings):
-    benchmark = "divergence"
-    choice = Choice(
-        PairShape,
-        "N,D,V,D of the teacher",
-        "llama-8b-to-1b",
-        {name: PairShape(name, *each) for name, each in SIZES.items()},
-    )
-    known: ClassVar = {
-        "peers": ("lowtide", "lowtide-none", "naive", "compile", "trl", "liger-jsd", "liger-kl"),
-        "works": tuple(KINDS),
-    }
+SIZES = ("N", "D", "V", "teacher_D")
+NAMED = {"llama-8b-to-1b": (8192, 2048, 128256, 4096), "llama-8b-to-8b": (4096, 4096, 128256, 4096)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +44,12 @@ class DivergenceCase(Case):
     beta: float
 
     @property
-    def heads(self) -> tuple[Case, ...]:
-        return (self.teacher, self)
+    def flops(self) -> int:
+        return super().flops + self.teacher.flops
+
+    def bare(self, rows: int) -> None:
+        self.teacher.bare(rows)
+        super().bare(rows)
 
     def values_of(self, z: Tensor, rows: slice) -> Values:
         with torch.no_grad():
@@ -85,15 +69,15 @@ def divergence_of(z: Tensor, teacher_z: Tensor, beta: float) -> Tensor:
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
 
 
-def cases(run: Run[DivergenceConfig], shape: PairShape) -> Iterator[DivergenceCase]:
+def cases(run: Run, shape: Shape) -> Iterator[DivergenceCase]:
     """Yield the requested divergences of a student from a teacher that is like it, as after some training.
 
     In the first of its coordinates, as many as the student has, the teacher's hidden states are correlated with the
     student's, and its weights are the student's.
     """
-    student = make_case(shape, run.dtype, run.device, seed=run.config.seed)
-    theirs = dataclasses.replace(shape, D=shape.teacher_D)
-    teacher = make_case(theirs, run.dtype, run.device, seed=run.config.seed + 1)
+    student = make_case(shape, run.dtype, run.device)
+    theirs = Shape(N=shape.N, D=shape.teacher_D, V=shape.V)
+    teacher = make_case(theirs, run.dtype, run.device, seed=1)
     both = min(shape.D, shape.teacher_D)
     with torch.no_grad():
         x = teacher.x[:, :both]
@@ -101,13 +85,11 @@ def cases(run: Run[DivergenceConfig], shape: PairShape) -> Iterator[DivergenceCa
         torch.mul(student.w[:, :both], (shape.D / shape.teacher_D) ** 0.5, out=teacher.w[:, :both])
     fixed = {"x": teacher.x.detach(), "w": teacher.w.detach(), "gemms": 1, "upstream": {}}
     teacher = dataclasses.replace(teacher, **fixed)
-    for work in run.config.chosen("works"):
+    for work in run.config.work or KINDS:
         kind, beta, title = KINDS[work]
-        yield DivergenceCase(
-            shape=shape, name=f"{title}, forward and backward, teacher's D {shape.teacher_D}", x=student.x, w=student.w,
-            y=student.y, names=("value",), upstream={"value": student.upstream["loss"]}, teacher=teacher, kind=kind,
-            beta=beta,
-        )  # fmt: skip
+        name, upstream = f"{title}, forward and backward, teacher's D {shape.teacher_D}", student.upstream["loss"]
+        values: Any = {"name": name, "names": ("value",), "upstream": {"value": upstream}}
+        yield DivergenceCase(**{**vars(student), **values, "teacher": teacher, "kind": kind, "beta": beta})
 
 
 def _naive(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, *, beta: float) -> Tensor:
@@ -153,7 +135,21 @@ PEERS = by_name(
     _peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward
     _peer("liger-kl", _liger_kl, "liger-kernel"),  # of all the teacher's probabilities
 )
-DIVERGENCE = token_benchmark(cases, PEERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceConfig(ErrorSettings):
+    benchmark, sizes, named = "divergence", SIZES, NAMED
+    shape: tuple[str, ...] = shape_setting("llama-8b-to-1b", SIZES, NAMED)
+    only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
+    work: tuple[str, ...] = setting((), "these divergences alone", metavar="WORK", names=KINDS)
+
+
+def measure(config: DivergenceConfig, say: Say, command: str) -> int:
+    with Run(config, say, command, PEERS) as run:
+        measure_cases(run, cases)
+    return run.status
+
 
 if __name__ == "__main__":
-    sys.exit(main(DIVERGENCE, DivergenceConfig, __doc__))
+    sys.exit(main(measure, DivergenceConfig, __doc__))

@@ -13,45 +13,23 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from mixture import Layer, Mixture, make_mixture
-from script import main
+from script import Say, main
 
-from lowtide.bench.harness import Benchmark, CannotError, Peer, by_name, needs_cuda
-from lowtide.bench.mlp import measure_on
-from lowtide.bench.settings import PeerSettings, ShapeSettings
-from lowtide.bench.shapes import Choice, Sizes
+from lowtide.bench.harness import CannotError, Peer, Run, by_name, needs_cuda
+from lowtide.bench.mlp import measure_modules
+from lowtide.bench.settings import ShapeSettings, setting, shape_setting
 from lowtide.mlp.expert_call import Form
 from lowtide.mlp.experts import experts_mlp
 
 GPT_OSS = Form("silu", limit=7.0, alpha=1.702, shift=1.0, joined="interleaved")
 
 
-@dataclass(frozen=True)
-class ExpertsShape(Sizes):
-    N: int
-    D: int
-    F: int
-    E: int
-    K: int
-
-    layers = 1
-
-
-NAMED = {
-    "qwen3-30b-a3b": ExpertsShape("qwen3-30b-a3b", 16384, 2048, 768, 128, 8),
-    "gpt-oss-20b": ExpertsShape("gpt-oss-20b", 16384, 2880, 2880, 32, 4),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(PeerSettings, ShapeSettings):
-    benchmark, stem = "experts", "{benchmark}-{dtype}"
-    choice = Choice(ExpertsShape, "tokens,hidden,intermediate,experts,experts per token", "qwen3-30b-a3b", NAMED)
-    known: ClassVar = {"peers": ("lowtide-0", "lowtide-1", "liger", "grouped_mm", "eager")}
+SIZES = ("N", "D", "F", "E", "K")
+NAMED = {"qwen3-30b-a3b": (16384, 2048, 768, 128, 8), "gpt-oss-20b": (16384, 2880, 2880, 32, 4)}
 
 
 def _lowtide(level: int) -> Callable[[Mixture], Layer]:
@@ -96,7 +74,7 @@ def _liger(mixture: Mixture) -> Layer:
     return lambda: module.LigerFusedMoEFunction.apply(mixture.x, gate_up, down, ids, mixture.routing)
 
 
-EXPERTS_PEERS = by_name(
+PEERS = by_name(
     Peer("lowtide-0", _lowtide(0), gemms=6),
     Peer("lowtide-1", _lowtide(1), gemms=7),
     Peer("liger", _liger, "liger-kernel", gemms=6),
@@ -104,7 +82,19 @@ EXPERTS_PEERS = by_name(
     Peer("eager", _transformers("eager"), "transformers", gemms=6),
 )
 
-EXPERTS = Benchmark(measure=partial(measure_on, make_mixture, EXPERTS_PEERS), peers=EXPERTS_PEERS)
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(ShapeSettings):
+    benchmark, sizes, named = "experts", SIZES, NAMED
+    shape: tuple[str, ...] = shape_setting("qwen3-30b-a3b", SIZES, NAMED)
+    only: tuple[str, ...] = setting((), "measure these alone", metavar="PEER", names=PEERS)
+
+
+def measure(config: ExpertsConfig, say: Say, command: str) -> int:
+    with Run(config, say, command, PEERS) as run:
+        measure_modules(run, make_mixture)
+    return run.status
+
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERTS, ExpertsConfig, __doc__))
+    sys.exit(main(measure, ExpertsConfig, __doc__))

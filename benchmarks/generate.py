@@ -13,13 +13,13 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from script import main
+from script import Say, main
 
 import lowtide
-from lowtide.bench.harness import Benchmark, Run
+from lowtide.bench.harness import Run, write_json
 from lowtide.bench.settings import Settings, setting
 from lowtide.train.shapes import model_config
 
@@ -61,10 +61,15 @@ class GenerateConfig(Settings):
     benchmark = "generate"
 
     model: str = setting("llama-3.2-1b", "whose shape: a built-in name or a config.json", metavar="NAME")
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of the weights")  # type: ignore[misc]
 
 
-def measure(run: Run[GenerateConfig]) -> None:
+def measure(config: GenerateConfig, say: Say, command: str) -> int:
+    with Run(config, say, command, packages=["transformers"]) as run:
+        measure_all(run)
+    return run.status
+
+
+def measure_all(run: Run) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -74,17 +79,15 @@ def measure(run: Run[GenerateConfig]) -> None:
         stock = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
     models = {STOCK: stock, "stock again": copy.deepcopy(stock), "patched": copy.deepcopy(stock)}
     lowtide.patch(models["patched"])
-    run.result |= {"model": run.config.model, "dtype": run.config.dtype, "rows": []}
+    run.result |= {"model": run.config.model, "dtype": run.dtype_name, "rows": []}
     for batch, prompt, new, turns in CASES:
         row = row_of(models, batch, prompt, new, turns, run.device)
         run.result["rows"].append(row)
-        run.files.write_json(run.result)
+        write_json(run.file, run.result)
         run.say(f"{batch} x {prompt} tokens, {new} new\n")
         for name in models:
             run.say(f"  {name:12}{row[name]['median_s']:9.4f} s, at least {row[name]['least_s']:.4f}\n")
 
 
-GENERATE = Benchmark(measure=measure, failed=lambda _: False, packages=["transformers"])
-
 if __name__ == "__main__":
-    sys.exit(main(GENERATE, GenerateConfig, __doc__))
+    sys.exit(main(measure, GenerateConfig, __doc__))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
-from lowtide.bench.shapes import Shape
+from lowtide.bench.settings import Shape
 
 Runs = dict[str, Callable[[], Any]]
 

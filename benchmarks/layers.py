@@ -15,27 +15,26 @@ from dataclasses import dataclass
 
 import torch
 from layer_peers import EXACT, PEERS, Function
-from script import main
+from script import Say, main
 from torch import Tensor
 
 from lowtide.bench.case import relative_error
-from lowtide.bench.harness import Benchmark, Row, Run, Table, reason_in, release
-from lowtide.bench.settings import RunSettings, setting
+from lowtide.bench.harness import Row, Run, Table, reason_in, release
+from lowtide.bench.settings import RoundSettings, setting
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import mib
 
 CALLS = 8  # of a timed run: all but the first are launched while the GPU is busy, as in training
 TABLE = Table(
-    {"peer": "<16"},
     {
-        "forward_ms": "11.3f", "forward_gb_per_s": "17.0f", "ms": "9.3f", "gb_per_s": "10.0f", "kept_mib": "10.1f",
-        "error": "9.1e",
+        "peer": "<16", "forward_ms": "11.3f", "forward_gb_per_s": "17.0f", "ms": "9.3f", "gb_per_s": "10.0f",
+        "kept_mib": "10.1f", "error": "9.1e",
     },
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersConfig(RunSettings):
+class LayersConfig(RoundSettings):
     benchmark = "layers"
     tokens: int = setting(65536, "N", least=64)
     hidden: int = setting(2048, "D, of the norms", least=1)
@@ -44,7 +43,7 @@ class LayersConfig(RunSettings):
     head_dim: int = setting(64, "of a head, even; all of it is rotated", least=2)
 
 
-def rows_of(op: str, inputs: tuple[Tensor, ...], moved: tuple[int, int], run: Run[LayersConfig]) -> list[Row]:
+def rows_of(op: str, inputs: tuple[Tensor, ...], moved: tuple[int, int], run: Run) -> list[Row]:
     """Return a row for each peer of an operation, all interleaved; ``moved``: bytes of forward and of backward."""
     rows: list[Row] = []
     trained = [t for t in inputs if t.requires_grad]
@@ -85,11 +84,11 @@ def rows_of(op: str, inputs: tuple[Tensor, ...], moved: tuple[int, int], run: Ru
     return rows
 
 
-def measure(run: Run[LayersConfig]) -> None:
+def measure_all(run: Run) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
     N, D, d = config.tokens, config.hidden, config.head_dim
-    generator = torch.Generator(run.device).manual_seed(config.seed)
+    generator = torch.Generator(run.device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=run.device).to(run.dtype).requires_grad_()
@@ -110,7 +109,11 @@ def measure(run: Run[LayersConfig]) -> None:
             run.add(measured, rows, TABLE)
 
 
-LAYERS = Benchmark(measure=measure, packages=["liger-kernel"])
+def measure(config: LayersConfig, say: Say, command: str) -> int:
+    with Run(config, say, command, packages=["liger-kernel"]) as run:
+        measure_all(run)
+    return run.status
+
 
 if __name__ == "__main__":
-    sys.exit(main(LAYERS, LayersConfig, __doc__))
+    sys.exit(main(measure, LayersConfig, __doc__))

@@ -17,7 +17,7 @@ Layer = Callable[[], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture(ModuleCase):
-    """Hidden states [N, D], the routing, the experts' weights, and the output's gradient [N, D]."""
+    """The case of a mixture's experts, with the routing and the weights."""
 
     ids: Tensor  # [N, K]
     routing: Tensor  # [N, K]
@@ -28,38 +28,10 @@ class Mixture(ModuleCase):
         """Whether the weights are [E, in, out], with biases, gate and up interleaved and limited."""
         return self.weights[2] is not None
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [self.x, self.routing, *(w for w in self.weights if w is not None)]
 
-    def forward(self, layer: Layer) -> Tensor:
-        return layer()
-
-    def bare(self, gemms: int) -> Callable[[], None]:
-        """Return a function that runs the grouped GEMMs of a step, on rows that are there: 6, or 7 with one twice."""
-        order, ends = sorted_by_expert(self.ids, self.shape.E)
-        groups, rows = Groups(ends), self.x.detach()[order // self.shape.K]
-        gate_up, down = (
-            w.detach() if self.is_gpt_oss else w.detach().transpose(1, 2) for w in self.weights[:2] if w is not None
-        )
-        both, h = rows.new_zeros(len(rows), 2 * self.shape.F), rows.new_zeros(len(rows), self.shape.F)
-
-        @torch.no_grad()
-        def run() -> None:
-            for _ in range(gemms - 5):
-                groups.times(rows, gate_up)
-            groups.times(h, down)
-            groups.times(rows, down.transpose(1, 2))
-            groups.outer(*((h, rows) if self.is_gpt_oss else (rows, h)))
-            groups.outer(*((rows, both) if self.is_gpt_oss else (both, rows)))
-            groups.times(both, gate_up.transpose(1, 2))
-
-        return run
-
-
-def make_mixture(shape: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Mixture:
+def make_mixture(shape: Any, dtype: torch.dtype, device: torch.device) -> Mixture:
     """Return random hidden states and weights, and a routing in which each token draws its experts."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     N, D, F, E, K = shape.N, shape.D, shape.F, shape.E, shape.K
 
     def random(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -70,11 +42,24 @@ def make_mixture(shape: Any, dtype: torch.dtype, device: torch.device, seed: int
     scales = (D**-0.5, F**-0.5, 1.0, 1.0)
     weights = [nn.Parameter(random(*size, scale=s)) for size, s in zip(sizes, scales, strict=False)]
     scores, ids = torch.randn(N, E, device=device, generator=generator).topk(min(K, E))
+    x, routing = random(N, D).requires_grad_(), scores.softmax(-1).to(dtype).requires_grad_()
+    order, ends = sorted_by_expert(ids, E)
+    groups, rows = Groups(ends), x.detach()[order // K]
+    gate_up, down = (w.detach() if oss else w.detach().transpose(1, 2) for w in weights[:2])
+    both, h = rows.new_zeros(len(rows), 2 * F), rows.new_zeros(len(rows), F)
+
+    @torch.no_grad()
+    def bare(gemms: int) -> None:
+        """Run the grouped GEMMs of a step, on rows that are there: 6, or 7 with one twice."""
+        for _ in range(gemms - 5):
+            groups.times(rows, gate_up)
+        groups.times(h, down)
+        groups.times(rows, down.transpose(1, 2))
+        groups.outer(*((h, rows) if oss else (rows, h)))
+        groups.outer(*((rows, both) if oss else (both, rows)))
+        groups.times(both, gate_up.transpose(1, 2))
+
     return Mixture(
-        shape=shape,
-        x=random(N, D).requires_grad_(),
-        ids=ids,
-        routing=scores.softmax(-1).to(dtype).requires_grad_(),
-        weights=(*weights, *[None] * (4 - len(weights))),
-        upstream=random(N, D),
-    )
+        shape=shape, x=x, ids=ids, routing=routing, weights=(*weights, *[None] * (4 - len(weights))),
+        upstream=random(N, D), leaves=[x, routing, *weights], forward=lambda layer: layer(), bare=bare,
+    )  # fmt: skip

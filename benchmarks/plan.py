@@ -13,9 +13,9 @@ import dataclasses
 import sys
 from typing import Any
 
-from script import main
+from script import Say, main
 
-from lowtide.bench.harness import Benchmark, Run, Table
+from lowtide.bench.harness import Run, Table
 from lowtide.bench.plan_check import check_plan
 from lowtide.bench.settings import Settings, setting
 from lowtide.errors import LowtideError
@@ -77,13 +77,12 @@ def row_of(case: Case, device: Any) -> dict[str, Any]:
         settings, case.seq_len, 1, case.budget_gib, case.host_gib, device, optimizer=case.optimizer, dtype="bfloat16"
     )
     checked = check_plan(settings, plan, warm=1, steps=1 if case.seq_len > 40000 else 2)
-    measured = checked.to_dict()
-    del measured["machine"]
+    measured = {key: value for key, value in vars(checked).items() if key != "machine"}
     return {
         "keep": str(plan.chosen),
         "peak_phase": str(plan.phase),
         "host_gib": gib(plan.host_bytes),
-        "peak_off": checked.predicted_bytes / checked.peak_bytes - 1,
+        "peak_off": checked.predicted_gib / checked.peak_gib - 1,
         "seconds_off": checked.predicted_seconds / checked.seconds - 1,
         **measured,
     }
@@ -97,16 +96,21 @@ class PlanConfig(Settings):
 
 
 TABLE = Table(
-    {"case": "<52"},
     {
-        "predicted_gib": "14.2f", "peak_gib": "9.2f", "peak_off": "+9.1%", "predicted_seconds": "18.3f",
+        "case": "<52", "predicted_gib": "14.2f", "peak_gib": "9.2f", "peak_off": "+9.1%", "predicted_seconds": "18.3f",
         "seconds": "8.3f", "seconds_off": "+12.1%",
     },
     lambda row: [row["keep"]],
 )  # fmt: skip
 
 
-def measure(run: Run[PlanConfig]) -> None:
+def measure(config: PlanConfig, say: Say, command: str) -> int:
+    with Run(config, say, command) as run:
+        measure_all(run)
+    return run.status
+
+
+def measure_all(run: Run) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     gpu = find_gpu("cuda")
     run.result |= {"gpu": dataclasses.asdict(gpu)}
@@ -118,11 +122,9 @@ def measure(run: Run[PlanConfig]) -> None:
         try:
             row |= row_of(case, gpu)
         except LowtideError as error:
-            row["failed"] = str(error)
+            row["failed"], run.status = str(error), 1
         run.add(row, rows, TABLE)
 
 
-PLAN = Benchmark(measure=measure, failed=lambda row: "failed" in row)
-
 if __name__ == "__main__":
-    sys.exit(main(PLAN, PlanConfig, __doc__))
+    sys.exit(main(measure, PlanConfig, __doc__))

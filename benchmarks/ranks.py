@@ -22,6 +22,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ from heads_of_ranks import Runs, fsdp_ways, sharded_ways
 from rounds_of_ranks import PATIENCE, measure
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lowtide.bench.case import bare_gemms, limit_rows, make_case
-from lowtide.bench.harness import Table, begin
-from lowtide.bench.shapes import Shape
+from lowtide.bench.case import limit_rows, make_case
+from lowtide.bench.harness import Table, begin, write_json
+from lowtide.bench.settings import Shape
 
-SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
+SHAPES = ("8192,4096,128256", "8192,4096,151936")  # a Llama-3-8B's and a Qwen's head
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -45,11 +46,11 @@ def measure_sharded(
     """Add the rows of a shape whose vocabulary is sharded."""
     ranks, dtype = result["ranks"], dtype_on(device)
     N, rows = result["N"], result["V"] // ranks
-    local = make_case(Shape("", N, result["D"], rows), dtype, device, seed=dist.get_rank())
+    local = make_case(Shape(N=N, D=result["D"], V=rows), dtype, device, seed=dist.get_rank())
     x = local.x.detach()
     dist.broadcast(x, 0)
     y = torch.randint(0, rows * ranks, (N,), generator=torch.Generator().manual_seed(1)).to(device)
-    bare: Runs = {f"products, {c} rows": bare_gemms(local, c) for c in limit_rows(N, rows * dtype.itemsize)}
+    bare: Runs = {f"products, {c} rows": partial(local.bare, c) for c in limit_rows(N, rows * dtype.itemsize)}
     ways, notes = sharded_ways(x, local.w, y, meshes)
     measure(result["rows"], ways, bare, device, args.warm, args.reps, notes=notes, save=save)
 
@@ -58,7 +59,7 @@ def measure_whole(
     result: dict[str, Any], device: torch.device, meshes: Mapping[str, Any], args: argparse.Namespace, save: Any
 ) -> None:
     """Add the rows of a shape under FSDP2."""
-    ways = fsdp_ways(Shape("", result["N"], result["D"], result["V"]), dtype_on(device), device, meshes[""])
+    ways = fsdp_ways(Shape(N=result["N"], D=result["D"], V=result["V"]), dtype_on(device), device, meshes[""])
     measure(result["rows"], ways, {}, device, 1, max(1, args.reps // 3), save=save)
 
 
@@ -78,9 +79,8 @@ def meshes_of(device: torch.device) -> dict[str, Any]:
 
 
 TABLE = Table(
-    {"name": "<32"},
     {
-        "ms": "10.2f", "share_of_limit": "16.3f", "queued_ms": "11.2f", "queued_share_of_limit": "23.3f",
+        "name": "<32", "ms": "10.2f", "share_of_limit": "16.3f", "queued_ms": "11.2f", "queued_share_of_limit": "23.3f",
         "peak_mib": "10.0f",
     },
 )  # fmt: skip
@@ -111,32 +111,32 @@ def main() -> None:
     else:
         dist.init_process_group("gloo", timeout=PATIENCE)
     meshes, ranks = meshes_of(device), dist.get_world_size()
-    shapes = [Shape(text, *map(int, text.split(","))) for text in args.shape or []] or SHAPES
+    shapes = [tuple(map(int, text.split(","))) for text in args.shape or SHAPES]
     results: list[dict[str, Any]] = [
-        {"N": s.N, "D": s.D, "V": s.V // ranks * ranks, "ranks": ranks, "dtype": str(dtype_on(device)), "rows": {}}
-        for s in shapes
+        {"N": N, "D": D, "V": V // ranks * ranks, "ranks": ranks, "dtype": str(dtype_on(device)), "rows": {}}
+        for N, D, V in shapes
     ]
-    files, first = None, {}
+    file, first = None, {}
     if dist.get_rank() == 0:
         command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "benchmarks/ranks.py"]
         command += [word for text in args.shape or [] for word in ("--shape", text)]
         command += ["--device", args.device, "--warm", str(args.warm), "--reps", str(args.reps)]
-        files, first = begin(args.output, f"ranks-{ranks}", shlex.join(command), device, ["liger-kernel"])
+        file, first = begin(args.output, f"ranks-{ranks}", shlex.join(command), device, ["liger-kernel"])
         first["settings"] = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))}
         if device.type == "cuda":
             first["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 
     def save() -> None:
-        if files is not None:
-            files.write_json(first | {"results": results})
+        if file is not None:
+            write_json(file, first | {"results": results})
 
     for part in (measure_sharded, measure_whole):  # first what no other benchmark measures
         for result in results:
             part(result, device, meshes, args, save)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    if files is not None:
-        print(files.json)
+    if file is not None:
+        print(file)
         print(table(results), end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,21 +27,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from lowtide.bench.harness import Benchmark, Row, Run, Table, reason_of
-from lowtide.bench.models import build_model, config_of, make_optimizer, train_step
+from lowtide.bench.harness import Row, Run, Table, reason_of
+from lowtide.bench.models import build_model, make_optimizer, train_step
 from lowtide.bench.settings import Settings, setting
 from lowtide.bench.variant import Variant
 from lowtide.measure.child import ALLOCATOR
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
 from lowtide.measure.units import gib
 from lowtide.memory.stack import find_stack
+from lowtide.train.shapes import model_config
 
 RANK = "--rank"  # begins the arguments of a rank's process
 WARM = 2  # steps before those that count
 SPEED = "tokens_per_s_per_gpu"
 TABLE = Table(
-    {"way": "<18", "ranks": "6", "model": ">18"},
-    {"seconds": "9.4f", SPEED: "22,.0f", "of_one": "8.3f", "peak_gib": "10.2f", "last_loss": "11.4f"},
+    {
+        "way": "<18",
+        "ranks": "6",
+        "model": ">18",
+        "seconds": "9.4f",
+        SPEED: "22,.0f",
+        "of_one": "8.3f",
+        "peak_gib": "10.2f",
+        "last_loss": "11.4f",
+    },
 )
 
 
@@ -56,7 +66,6 @@ class ScalingConfig(Settings):
     strong: bool = setting(False, "strong scaling: the same --batch sequences, whatever the number of GPUs")
     steps: int = setting(5, "that count", least=1)
     weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
-    seed: int = setting(0, "of weights and tokens", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +75,13 @@ class ScalingConfig(Settings):
             Variant.named(way)
 
 
-def measure(run: Run[ScalingConfig]) -> None:
+def measure(config: ScalingConfig, say: Callable[[str], object], command: str) -> int:
+    with Run(config, say, command, packages=["transformers", "liger-kernel"]) as run:
+        measure_all(run)
+    return run.status
+
+
+def measure_all(run: Run) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     run.result |= config.recorded()
     one: dict[tuple[str, str], float] = {}  # a way's and model's speed on one GPU
@@ -100,14 +115,14 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    shape, dtype = config_of(model), getattr(torch, config.weights)
-    built = build_model(Variant.named(way), shape, dtype, device, seed=config.seed)
+    shape, dtype = model_config(model), getattr(torch, config.weights)
+    built = build_model(Variant.named(way), shape, dtype, device, seed=0)
     if ranks > 1:
         for module in (*find_stack(built).layers.values(), built):
             fully_shard(module)
     optimizer = make_optimizer("adamw", list(built.parameters()))
     batch = config.batch // (ranks if config.strong else 1)
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(0)
     sizes = (WARM + config.steps, ranks, batch, config.tokens)
     steps = torch.randint(0, built.config.vocab_size, sizes, generator=generator)
     times, losses = list[float](), list[float]()
@@ -131,7 +146,7 @@ def run_rank(job: dict[str, Any]) -> None:
     """Measure as one rank, started by torchrun."""
     file, rank = Path(job["file"]), os.environ.get("RANK", "0")
     try:
-        row = measure_rank(job["way"], job["model"], ScalingConfig.read(job["settings"]))
+        row = measure_rank(job["way"], job["model"], ScalingConfig(**job["settings"]))
     except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
         file.with_suffix(f".failed{rank}").write_text(reason_of(error))
         raise
@@ -141,12 +156,10 @@ def run_rank(job: dict[str, Any]) -> None:
         dist.destroy_process_group()
 
 
-SCALING = Benchmark(measure=measure, packages=["transformers", "liger-kernel"])
-
 if __name__ == "__main__":
     if sys.argv[1:2] == [RANK]:
         run_rank(json.loads(sys.argv[2]))
     else:
         from script import main
 
-        sys.exit(main(SCALING, ScalingConfig, __doc__))
+        sys.exit(main(measure, ScalingConfig, __doc__))

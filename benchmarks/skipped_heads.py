@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_cross_entropy, skip_report
 from lowtide.bench.case import Bench, Case, Function, loss_case
 from lowtide.bench.harness import CannotError, Peer, Row, Table
-from lowtide.bench.shapes import Shape
+from lowtide.bench.settings import Shape
 from lowtide.errors import UnsupportedError
 
-LIMITS = {3: "three GEMMs", 4: "four GEMMs"}
 CALLS = 24  # before the first that counts: the threshold adapts
 ERRORS = {"loss": "loss_error", "dx": "input_error", "dw": "weight_error"}
 DENSE = "lowtide"
+ROUNDS = SimpleNamespace(error=True, warm=2, reps=6)
 
 TABLE = Table(
-    {"name": "<28"},
     {
-        "ms": "8.2f", "busy_ms": "9.2f", "speed": "8.2f", "share": "8.3f", "logit_error": "13.2e",
+        "name": "<28", "ms": "8.2f", "busy_ms": "9.2f", "speed": "8.2f", "share": "8.3f", "logit_error": "13.2e",
         "input_error": "13.2e", "weight_error": "14.2e", "mib": "7.0f",
     },
 )  # fmt: skip
@@ -29,34 +29,33 @@ TABLE = Table(
 
 def loss_of(options: HeadOptions | None, calls: int, case: Case) -> Function:
     """Return a case's loss with these options, after so many steps."""
-    reduction = "none" if case.per_token else "mean"
 
     def function() -> dict[str, Tensor]:
-        return {"loss": linear_cross_entropy(case.x, case.w, case.y, reduction=reduction, options=options)}
+        return {"loss": linear_cross_entropy(case.x, case.w, case.y, options=options)}
 
     try:
         for _ in range(calls):
-            case.step(function)
+            case.run_of(function)()
     except UnsupportedError as error:
         raise CannotError(str(error)) from error
     return function
 
 
-def measure_head(x: Tensor, w: Tensor, y: Tensor, accepted: Sequence[str], *, per_token: bool = False) -> Iterator[Row]:
+def measure_head(x: Tensor, w: Tensor, y: Tensor, accepted: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of one head: its limit, the dense loss, and each accepted error.
 
     ``speed`` is the limit's time, in the same rounds, over the row's: where the GPU is busy, on a GPU.
     """
-    shape = Shape("", len(x), x.shape[1], len(w))
+    shape = Shape(name="", N=len(x), D=x.shape[1], V=len(w))
     peers = [Peer(DENSE, partial(loss_of, None, 0))]
     peers += [Peer(f"{DENSE} skip={text}", partial(loss_of, HeadOptions(skip=float(text)), CALLS)) for text in accepted]
     for peer in peers:
-        case = loss_case(shape, x, w, y, per_token=per_token)  # a weight of its own: an order is remembered
-        bench = Bench(case, error=True, warm=2, reps=6)
+        case = loss_case(shape, x, w, y)  # a weight of its own: an order is remembered
+        bench = Bench(case, ROUNDS)
         row = bench.measure(peer)
         if peer.name == DENSE:
             busy = {"busy_ms": row["busy_limit_ms"]} if "busy_limit_ms" in row else {}
-            yield {"name": LIMITS[case.gemms], "ms": bench.limit_ms, **busy, "speed": 1.0}
+            yield {"name": "three GEMMs", "ms": bench.limit_ms, **busy, "speed": 1.0}
         del bench  # its exact values, before the next are computed
         yield reported(row, case.w)
 

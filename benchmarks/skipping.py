@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from script import main
+from script import Say, main
 from skipped_heads import TABLE, measure_head
 from small_model import BATCH, LENGTH, Model, batches, evaluated, loss_of, texts, tokenized
 from torch import Tensor, nn
 
 from lowtide import HeadOptions, skip_report
-from lowtide.bench.harness import Benchmark, Row, Run, Table, release
+from lowtide.bench.harness import Row, Run, Table, release
 from lowtide.bench.settings import Settings, setting
 
 VARIANTS: dict[str, HeadOptions | None] = {"dense": None, "skip": HeadOptions(skip=5e-3)}
@@ -42,12 +42,7 @@ class SkippingConfig(Settings):
     steps: int = setting(1000, "of a run", least=1)
     seeds: int = setting(3, "of each variant", least=1)
     accepted: tuple[str, ...] = setting(("5e-3",), "errors that heads are measured at")
-    heads: tuple[int, ...] = setting((65536, 131072), "sizes of their vocabularies", metavar="V")
-    per_token: bool = setting(False, "heads' losses of each token alone")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("heads", {*self.heads} <= {*HEADS}, f"sizes out of {', '.join(map(str, HEADS))}")
+    heads: tuple[int, ...] = setting((65536, 131072), "sizes of their vocabularies", metavar="V", names=HEADS)
 
 
 def train(
@@ -75,12 +70,10 @@ def train(
     return {"seconds": seconds, "held_out": evaluated(model, layers, data["held_out"]), "last": last, **more}
 
 
-RUNS = Table(
-    {"variant": "<10", "seed": "5d"}, {"held_out": "10.4f", "last": "9.4f", "seconds": "9.1f", "share": "7.3f"}
-)
+RUNS = Table({"variant": "<10", "seed": "5d", "held_out": "10.4f", "last": "9.4f", "seconds": "9.1f", "share": "7.3f"})
 
 
-def runs(run: Run[SkippingConfig], data: dict[str, Tensor]) -> None:
+def runs(run: Run, data: dict[str, Tensor]) -> None:
     config, rows = run.config, run.result.setdefault("rows", [])
     run.say(RUNS.header)
     for seed in range(config.seeds):
@@ -91,9 +84,8 @@ def runs(run: Run[SkippingConfig], data: dict[str, Tensor]) -> None:
             run.add({"variant": variant, "seed": seed} | row, rows, RUNS)
 
 
-def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
+def heads(run: Run, found: list[tuple[str, str]]) -> None:
     config, shapes = run.config, run.result.setdefault("shapes", [])
-    of = "per_token" if config.per_token else "rows"
     for vocab in config.heads:
         hidden, layers, steps = HEADS[vocab]
         data = tokenized(found, vocab)
@@ -105,18 +97,24 @@ def heads(run: Run[SkippingConfig], found: list[tuple[str, str]]) -> None:
             x = torch.cat([model(ids[i : i + LENGTH][None])[0] for i in range(0, 16 * LENGTH, LENGTH)]).bfloat16()
         w, y = model.head.weight.detach().bfloat16(), ids[1:].clone()
         shape: dict[str, Any] = {
-            "tokens": len(x), "hidden": hidden, "vocab": vocab, "steps": steps, "held_out": row["held_out"], of: [],
+            "tokens": len(x), "hidden": hidden, "vocab": vocab, "steps": steps, "held_out": row["held_out"], "rows": [],
         }  # fmt: skip
         shapes.append(shape)
         del model
         release(run.device)
         run.say(f"{len(x)} x {hidden} x {vocab}, held-out loss {row['held_out']:.3f}\n{TABLE.header}")
-        for one in measure_head(x, w, y, config.accepted, per_token=config.per_token):
-            run.add(one, shape[of], TABLE)
+        for one in measure_head(x, w, y, config.accepted):
+            run.add(one, shape["rows"], TABLE)
         release(run.device)
 
 
-def measure(run: Run[SkippingConfig]) -> None:
+def measure(config: SkippingConfig, say: Say, command: str) -> int:
+    with Run(config, say, command) as run:
+        measure_part(run)
+    return run.status
+
+
+def measure_part(run: Run) -> None:
     found = texts(run.config.megabytes)
     run.result |= {"files": len(found), "characters": sum(len(text) for _, text in found)}
     if run.config.part == "heads":
@@ -129,4 +127,4 @@ def measure(run: Run[SkippingConfig]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Benchmark(measure=measure), SkippingConfig, __doc__))
+    sys.exit(main(measure, SkippingConfig, __doc__))

@@ -25,10 +25,11 @@ from built_trainers import DEVICE, WARM_STEPS, Clock, make_trainer
 from transformers.utils.logging import set_verbosity_error
 
 import lowtide
-from lowtide.bench.harness import begin, reason_of, release
-from lowtide.bench.models import build_model, config_of
+from lowtide.bench.harness import begin, reason_of, release, write_json
+from lowtide.bench.models import build_model
 from lowtide.bench.variant import STOCK, Variant
 from lowtide.measure.units import gib
+from lowtide.train.shapes import model_config
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("trl", "lowtide-loss", "lowtide", "liger")
@@ -41,7 +42,7 @@ FIGURES = (  # with their columns' widths
 def measure(trainer: str, name: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return a step's median seconds, tokens per second, peak and loss."""
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    model = build_model(Variant(impl=STOCK), config_of(name), dtype, DEVICE, seed=0)
+    model = build_model(Variant(impl=STOCK), model_config(name), dtype, DEVICE)
     model.config.pad_token_id, model.config.eos_token_id, model.config.bos_token_id = 0, 1, None
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
     clock, calls = Clock(), None
@@ -85,7 +86,7 @@ def main() -> int:
     args = parser.parse_args()
     set_verbosity_error()
     command = shlex.join(["python", "benchmarks/trl_trainers.py", *sys.argv[1:]])
-    files, result = begin(
+    file, result = begin(
         args.output, "trl-trainers", command, DEVICE, ["transformers", "trl", "liger-kernel", "accelerate"]
     )
     rows: list[dict[str, Any]] = []
@@ -102,7 +103,7 @@ def main() -> int:
             row["failed"] = reason_of(error)
         release(DEVICE)
         rows.append(row)
-        files.write_json(result)
+        write_json(file, result)
         cells = [format(row[key], spec) if key in row else " " * width for key, width, spec in FIGURES]
         print(f"{trainer:7} {model:13} {way:13}", *([row["failed"]] if "failed" in row else cells), flush=True)
     return 0

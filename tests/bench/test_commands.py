@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
 import re
@@ -16,25 +17,35 @@ import pytest
 import torch
 
 from lowtide.bench import head, mlp, stats, step, sweep
+from lowtide.bench.config import BENCHMARKS
 from lowtide.bench.harness import CannotError, Run
-from lowtide.cli import _parser, bench, main
-from lowtide.cli.parser import given
-from lowtide.measure import plots
+from lowtide.bench.variant import Variant
+from lowtide.cli import _parser, main
 from lowtide.measure.child import ChildResult
+from lowtide.memory.policy import parse_policies, split_states
+from lowtide.train.shapes import SHAPES
 from promises import promise
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 pytestmark = promise("commands")
-CONFIGS = {config.benchmark: config for config in bench.BENCHMARKS}
-BENCHMARKS = {"head": head.HEAD, "sweep": sweep.SWEEP, "stats": stats.STATS, "mlp": mlp.MLP, "step": step.STEP}
+CONFIGS = {config.benchmark: config for config in BENCHMARKS}
+MODULES: dict[str, Any] = {"head": head, "sweep": sweep, "stats": stats, "mlp": mlp, "step": step}
+PEERS = {kind: getattr(module, "PEERS", {}) for kind, module in MODULES.items()}
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
+SIZES = {  # small ones, in the place of an example's
+    "head": "--shape 32,8,64",
+    "sweep": "--shape 9,4,30 --tokens 9 18",
+    "stats": "--shape 32,8,64",
+    "mlp": "--shape 1,8,4,6,1",
+    "step": "--tokens 16 --model small.json",
+}
 SMALL = {  # a run of one case
-    "head": "--shape 32,8,64 --only lowtide naive --no-error",
-    "sweep": "--shape 9,4,30 --tokens 9 18 --hidden none --vocab none --only lowtide naive --no-error",
-    "stats": "--shape 32,8,64 --work logprob --only lowtide naive --no-error",
-    "mlp": "--shape 1,8,4,6,1 --only lowtide-0 naive",
-    "step": "--tokens 16 --model lowtide-small --layers 1 --peer stock --policy all",
+    "head": "--only lowtide naive --no-error",
+    "sweep": "--only lowtide naive --no-error",
+    "stats": "--work logprob --only lowtide naive --no-error",
+    "mlp": "--only lowtide-0 naive",
+    "step": "--peer stock --policy all",
 }
 MEASURED = {"name", "ms", "limit_ms", "peak_mib"}
 IN_ROWS = {
@@ -57,44 +68,77 @@ def rows_of(found: Any) -> list[dict[str, Any]]:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.json")
+    (file,) = folder.glob("*-cpu.json")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-def run(kind: str, folder: Path, *more: str) -> int:
-    return main(["bench", kind, *SMALL[kind].split(), *QUICK, "--output", str(folder), *more])
+def run(kind: str, *more: str) -> int:
+    return main(["bench", kind, *more, *SIZES[kind].split(), *QUICK])
+
+
+def examples(kind: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    """Return a help in words, and its examples."""
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["bench", kind, "--help"])
+    out = capsys.readouterr().out
+    return " ".join(out.split()), re.findall(r"^  (lowtide bench .*)$", out.partition("examples:\n")[2], re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would have a process of its own runs here, at a commit of that name."""
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What would have a process of its own runs here, in an empty folder, at a commit of that name."""
 
     def here(function: Any, *args: Any, **_: Any) -> ChildResult:
         value = function(*json.loads(json.dumps(args)))
         return ChildResult(returncode=0, value=json.loads(json.dumps(value)))
 
     monkeypatch.setattr(step, "run_child", here)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # slow, as is collecting garbage
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     monkeypatch.setenv("COMMIT", "abc")  # else git looks through all files, each time
+    monkeypatch.chdir(tmp_path)
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 16, "vocab_size": 99, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Path("small.json").write_text(json.dumps({**SHAPES["llama-3.2-1b"], **small, **heads}))
+
+
+def planned_rows(way: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows as of steps, where the variant's policy is for as many layers as the model has."""
+    policy, _ = split_states(way)
+    parse_policies(Variant.named(policy).policy, 16)
+    return [{"tokens": tokens, "seconds": 1.0, "losses": [1.0]} for tokens in settings["tokens"]]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_help_has_every_setting_and_examples_that_parse(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _parser().parse_args(["bench", kind, "--help"])
-    out, config = capsys.readouterr().out, CONFIGS[kind]
-    words = " ".join(out.split())
-    for field in dataclasses.fields(config):
+def test_every_example_of_a_help_runs(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU and at a small size, of some peers; Liger, which some name, does not run there."""
+    words, commands = examples(kind, capsys)
+    for field in dataclasses.fields(CONFIGS[kind]):
         flag = field.name.replace("_", "-")
         assert f"--no-{flag}" in words if field.default is True else f"--{flag}" in words
-    assert "{" not in re.sub(r"\{[a-z0-9,]+\}", "", words), "a name that nothing stands for"
     assert "Exit status 1 where" in words
-    commands = re.findall(r"^  (lowtide bench .*)$", out.partition("examples:\n")[2], re.MULTILINE)
     assert len(commands) >= 3
-    assert any("--device cpu" in command for command in commands)
+    assert sum("--device cpu" in command for command in commands) == 1
+    some = {"lowtide", "lowtide-1-tiled", "liger", "naive"}
+    monkeypatch.setattr(MODULES[kind], "PEERS", {k: v for k, v in PEERS[kind].items() if k in some}, raising=False)
+    rows_of_step = step.rows_of
     for command in commands:
-        arguments = _parser().parse_args(shlex.split(command)[1:])
-        assert arguments.config(**given(arguments, arguments.config))
+        if "--device cpu" not in command:  # a step of each would take a quarter of a minute
+            monkeypatch.setattr(step, "rows_of", planned_rows)
+        assert run(*shlex.split(command)[2:]) == 0, command
+        monkeypatch.setattr(step, "rows_of", rows_of_step)
+
+
+def test_the_examples_of_all_benchmarks_are_of_their_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["bench", "--help"])
+    shown = re.findall(r"^  (lowtide bench (\w+)(?: --.*)?)$", capsys.readouterr().out, re.MULTILINE)
+    for command, kind in shown:
+        assert kind == "WHAT" or command in examples(kind, capsys)[1]
+    assert len(shown) == 3
 
 
 BAD = {
@@ -102,22 +146,20 @@ BAD = {
         "--reps 0": "reps: expected a whole number of at least 1",
         "--shape nonsense": "shape: expected llama-1b",
         "--shape ²,2,3": "shape: expected",
-        "--only nobody": "only: expected names out of lowtide",
-        "--only naive --skip naive": "skip: expected at least one peer that is left",
-        "--workspace-mib 4": "workspace_mib: expected --sweep beside it, got 4",
-        "--sweep --workspace-mib nan": "workspace_mib: expected at least 0.001",
+        "--shape 1,0,3": "shape: expected",
+        "--only nobody": "argument --only: invalid choice: 'nobody'",
     },
     "sweep": {
-        "--shape all": "shape: expected",
-        "--tokens 1.5": "tokens: expected whole numbers above 0, or none",
-        "--tokens none --hidden none --vocab none": "tokens: expected one line that is not none",
+        "--shape all": "shape: expected one shape",
+        "--tokens 1.5": "argument --tokens: invalid int value",
+        "--hidden 0": "hidden: expected a whole number of at least 1",
     },
-    "stats": {"--work nonsense": "work: expected names out of"},
+    "stats": {"--work nonsense": "argument --work: invalid choice"},
     "mlp": {"--shape 1,2,3,4": "shape: expected llama-8b-8k, "},
     "step": {
         "--model nonsense": "model: expected a folder with a config.json",
         "--tokens 1": "tokens: expected a whole number of at least 2",
-        "--peer nobody": "peer: expected names out of liger",
+        "--peer nobody": "argument --peer: invalid choice",
         "--policy some": "policy: expected all, attention",
     },
 }
@@ -126,9 +168,12 @@ import contextlib, io, json, sys
 from lowtide.cli import main
 for kind, arguments in json.load(sys.stdin).items():
     for words, message in arguments.items():
-        text = io.StringIO()
+        text, status = io.StringIO(), None
         with contextlib.redirect_stderr(text):
-            status = main(["bench", kind, *words.split()])
+            try:
+                status = main(["bench", kind, *words.split()])
+            except SystemExit as ended:
+                status = ended.code
         assert (status, text.getvalue().count("\\n")) == (2, 1), (kind, words, text.getvalue())
         assert text.getvalue().startswith(f"lowtide bench {kind}: {message}"), (kind, words, text.getvalue())
 heavy = {"torch", "transformers", "tokenizers", "accelerate", "triton"} & set(sys.modules)
@@ -146,38 +191,32 @@ def test_bad_arguments_load_no_torch_and_an_error_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("head --sweep --device cpu", "sweep: expected matplotlib"),
-        ("sweep --device cpu", "sweep: expected matplotlib"),
         ("head --device cuda", "device: expected a GPU that PyTorch can use, got none"),
         ("step --model t5.json --device cpu", "model: expected a causal language model, got a t5."),
+        ("head --device cpu --output t5.json", "output: expected a folder that can be written, got t5.json"),
     ],
 )
 def test_what_cannot_run_here_is_one_line_and_writes_nothing(
     arguments: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("t5.json").write_text(json.dumps({"model_type": "t5", "d_model": 16}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    if "matplotlib" in error:
-        monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
     assert main(["bench", *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"lowtide bench {arguments.split()[0]}: {error}")
-    assert [file.name for file in tmp_path.iterdir()] == ["t5.json"]
+    assert {file.name for file in tmp_path.iterdir()} == {"t5.json", "small.json"}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if kind == "sweep":
-        pytest.importorskip("matplotlib")
-    assert run(kind, tmp_path) == 0
+    assert run(kind, *SMALL[kind].split()) == 0
     found = result(tmp_path)
-    (file,) = tmp_path.glob("*.json")
-    stem = f"mlp-{found['dtype']}" if kind == "mlp" else kind
-    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{stem}-cpu", file.stem)
+    (file,) = tmp_path.glob("*-cpu.json")
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-{kind}-cpu", file.stem)
     assert {"command", "date", "commit", "machine"} <= set(found)
-    assert found["command"] == shlex.join(["lowtide", "bench", kind, *SMALL[kind].split(), *QUICK])
+    words = [*SMALL[kind].split(), *SIZES[kind].split(), *QUICK]
+    assert found["command"] == shlex.join(["lowtide", "bench", kind, *words])
     rows = rows_of(found)
     assert len(rows) == (4 if kind == "sweep" else 2)
     for row in rows:
@@ -189,11 +228,17 @@ def test_from_arguments_to_a_file(kind: str, tmp_path: Path, capsys: pytest.Capt
     if kind == "sweep":
         assert [point["N"] for point in found["points"]] == [9, 18]
         assert rows[0]["tflops"] == pytest.approx(6 * 9 * 4 * 30 / rows[0]["ms"] / 1e9)
-        assert (tmp_path / f"{file.stem}-lines.png").stat().st_size > 20_000
-    assert capsys.readouterr().out.endswith(f"written: {file}\n")
-    benchmark = BENCHMARKS[kind]
-    assert set(benchmark.peers) == set(CONFIGS[kind].known.get("peers", ()))
-    assert {peer.package for peer in benchmark.peers.values()} - {""} <= set(found["machine"])
+    assert capsys.readouterr().out.endswith(f"written: {file.name}\n")
+    names = next((f.metadata["names"] for f in dataclasses.fields(CONFIGS[kind]) if f.name == "only"), ())
+    assert tuple(PEERS[kind]) == tuple(names)
+    assert {peer.package for peer in PEERS[kind].values()} - {""} <= set(found["machine"])
+
+
+def test_a_sweep_has_each_point_once_around_its_center() -> None:
+    config = CONFIGS["sweep"](shape=("16,4,32",))
+    found = [(shape.N, shape.D, shape.V) for shape in config.points]  # type: ignore[attr-defined]
+    assert found[0] == (16, 4, 32)
+    assert len(found) == len(set(found)) == 1 + 6 + 4 + 6  # a 16th, an 8th and a quarter of 4 are 1
 
 
 def broken(*_: object, **__: object) -> Any:
@@ -204,24 +249,33 @@ def unsupported(*_: object, **__: object) -> Any:
     raise CannotError("not here")
 
 
+def missing(*_: object, **__: object) -> Any:
+    raise ModuleNotFoundError("No module named 'peer'")
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "build", "status"),
+    ("kind", "name", "build", "named", "status"),
     [
-        ("head", "naive", broken, 0),
-        ("head", "lowtide", broken, 1),
-        ("head", "lowtide", unsupported, 0),
-        ("stats", "lowtide", broken, 1),
-        ("mlp", "lowtide-0", broken, 1),
+        ("head", "naive", broken, True, 0),
+        ("head", "lowtide", broken, True, 1),
+        ("head", "lowtide", unsupported, True, 0),
+        ("head", "lowtide", missing, False, 1),
+        ("head", "trl", missing, True, 1),
+        ("head", "trl", missing, False, 0),
+        ("stats", "lowtide", broken, True, 1),
+        ("mlp", "lowtide-0", broken, True, 1),
     ],
 )
-def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(
-    kind: str, name: str, build: Any, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_status_1_is_of_lowtides_own_failure_and_of_a_named_peer_that_is_not_there(
+    kind: str, name: str, build: Any, named: bool, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = BENCHMARKS[kind].peers
-    monkeypatch.setitem(peers, name, dataclasses.replace(peers[name], build=build))
-    assert run(kind, tmp_path) == status
-    reasons = [row.get("failed", row.get("cannot")) for row in rows_of(result(tmp_path))]
-    assert set(reasons) == {None, "not here" if build is unsupported else "RuntimeError: broken"}
+    peers = {key: PEERS[kind][key] for key in ("naive", name)}
+    monkeypatch.setattr(MODULES[kind], "PEERS", peers | {name: dataclasses.replace(peers[name], build=build)})
+    assert run(kind, *(["--only", name] if named else [])) == status
+    reasons = [row.get("failed", row.get("cannot")) for row in rows_of(result(tmp_path)) if row["name"] == name]
+    hint = ". pip install trl" if name == "trl" else ""
+    texts = {missing: f"cannot be imported: No module named 'peer'{hint}", unsupported: "not here"}
+    assert set(reasons) == {texts.get(build, "RuntimeError: broken")}
 
 
 def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,47 +289,55 @@ def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         add(self, row, *where)
 
     monkeypatch.setattr(Run, "add", interrupted)
-    assert run("head", tmp_path) == 130
+    assert run("head", "--only", "lowtide", "naive") == 130
     assert len(rows_of(result(tmp_path))) == 1
 
 
-def test_heads_sweep_of_memory_and_errors(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    more = ["--sweep", "--workspace-mib", "0.05", "0.5", "--only", "lowtide", "naive", "liger"]
-    assert main(["bench", "head", "--shape", "64,16,256", *more, *QUICK, "--output", str(tmp_path)]) == 0
-    (shape,) = result(tmp_path)["shapes"]
-    lowtide, naive, liger = shape["table"]
-    for row in (lowtide, naive):
-        assert max(row[f"{name}_error"] for name in ("loss", "dx", "dw")) < 1e-5
-    assert lowtide["plan"]["chunks"] >= 1
-    assert liger["failed"] == "runs on GPUs only"
-    assert [row["workspace_mib"] for row in shape["sweep"]] == [0.05, 0.5]
-    assert shape["limits"][0]["tokens"] == 64
-    stem = next(tmp_path.glob("*.json")).stem
-    assert [file.name for file in tmp_path.glob("*.png")] == [f"{stem}-64-16-256.png"]
-
-
 SCRIPTS = {
-    "apply": ("--shape 32,8,64 --only focal", {"naive", "two chunks", "default", "default, per token"}),
+    "apply": (
+        "--shape 32,8,64 --function focal",
+        {"naive", "lowtide, two chunks", "lowtide, default", "lowtide, per token"},
+    ),
     "contrastive": ("--shape 32,8,64 --work masked --only lowtide naive", {"lowtide", "naive"}),
     "divergence": ("--shape 32,8,64,12 --only lowtide naive", {"lowtide", "naive"}),
     "experts": ("--shape 8,4,6,3,2 --only lowtide-0 eager", {"lowtide-0", "eager"}),
     "layers": ("--tokens 64 --hidden 32 --heads 2 --kv-heads 1 --head-dim 8", {"lowtide", "eager", "F.rms_norm"}),
-}
+    "workspace": ("--shape 64,16,256 --only lowtide naive liger", {"lowtide", "naive"}),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_writes_its_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, measured = SCRIPTS[name]
-    monkeypatch.setattr(torch, "compile", broken)
     module = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [name, *arguments.split(), *QUICK, "--output", str(tmp_path)])
-    config = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split(), *QUICK, "--output", str(tmp_path)])
+    config = next(value for key, value in vars(module).items() if key.endswith("Config"))
     script = importlib.import_module("script")
-    assert script.main(getattr(module, name.upper()), config, module.__doc__) == 0
-    rows = rows_of(result(tmp_path))
-    assert {row.get("name", row.get("peer")) for row in rows if "ms" in row} == measured
+    assert script.main(module.measure, config, module.__doc__) == 0
+    found = result(tmp_path)
+    rows = rows_of(found)
+    assert {row.get("name", row.get("peer")) for row in rows if "ms" in row} >= measured
     for row in rows:
         errors = [value for key, value in row.items() if key.endswith("error")] + list(row.get("errors", {}).values())
         assert max(errors, default=0) < 1e-4, row
+    if name == "workspace":
+        (shape,) = found["shapes"]
+        assert shape["table"][-1]["failed"] == "runs on GPUs only" or torch.cuda.is_available()
+        assert shape["table"][0]["plan"]["chunks"] >= 1
+        assert [row["workspace_mib"] for row in shape["sweep"]] == sorted({r["workspace_mib"] for r in shape["sweep"]})
+
+
+def test_results_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots = importlib.import_module("plots")
+    assert run("sweep", "--vocab", "15", "--only", "lowtide", "naive") == 0
+    (file,) = tmp_path.glob("*-sweep-cpu.json")
+    plots.main(file)
+    assert file.with_name(f"{file.stem}-lines.png").stat().st_size > 20_000
+    row = {"name": "lowtide", "ms": 1.0, "peak_mib": 2.0}
+    shape = {"name": "a", "N": 1, "D": 2, "V": 3, "limits": [{"ms": 0.5}], "gradients_mib": 1.0, "table": [row]}
+    file.write_text(json.dumps({"machine": json.loads(file.read_text())["machine"], "shapes": [
+        {**shape, "sweep": [{**row, "workspace_mib": 4.0}]}]}))  # fmt: skip
+    plots.main(file)
+    assert file.with_name(f"{file.stem}-a.png").stat().st_size > 10_000

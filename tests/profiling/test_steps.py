@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench.models import Checkpointed, build_model, config_of, make_optimizer
+from lowtide.bench.models import Checkpointed, build_model, make_optimizer
 from lowtide.bench.variant import Variant
 from lowtide.measure.allocations import track_allocations
 from lowtide.profile import steps as module
 from lowtide.profile.phases import KINDS
 from lowtide.profile.steps import Steps, measure
+from lowtide.train.shapes import model_config
 from promises import promise
 
 pytestmark = promise("commands")
@@ -90,7 +91,7 @@ def test_a_step_hangs_together(impl: str, policy: str, phases: list[str], settin
 @pytest.mark.parametrize(("impl", "policy"), [("lowtide", "attention"), ("lowtide", "all-mlp1"), ("stock", "input")])
 def test_looking_changes_nothing(impl: str, policy: str, settings: dict[str, Any]) -> None:
     """Hooks in the wrong place make modules run other code: the same step takes other memory then."""
-    model = build_model(Variant(impl=impl, policy=policy), config_of(settings["model"]), torch.float32, CPU, seed=3)
+    model = build_model(Variant(impl=impl, policy=policy), model_config(settings["model"]), torch.float32, CPU, seed=3)
     optimizer = make_optimizer("adamw", list(model.parameters()))
     ids = torch.randint(0, 613, (2, 61), generator=torch.Generator().manual_seed(3))
 
@@ -170,7 +171,7 @@ def test_compiled_layers_are_checkpointed_from_outside(
     compiled = []
     variant = Variant(impl="compile", policy="input")
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
-    model = build_model(variant, config_of(settings["model"]), torch.float32, CPU, seed=3)
+    model = build_model(variant, model_config(settings["model"]), torch.float32, CPU, seed=3)
     assert len(compiled) == 3  # two layers and the loss
     assert all(isinstance(layer.forward, Checkpointed) for layer in model.model.layers)
     monkeypatch.setattr(module, "build_model", lambda *_, **__: model)

@@ -1,6 +1,5 @@
 """The harness of all benchmarks: rows are measured one by one, printed and written as they are known.
 
-A benchmark's file has its `Benchmark`: what it measures, in which tables, and which rows are lowtide's own failures.
 Results are dated, named after the hardware, never over an older one and never half written.
 """
 
@@ -9,36 +8,30 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import gc
-import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Self
 
 import torch
 
-from lowtide.bench.settings import Settings
 from lowtide.bench.variant import LOWTIDE
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.options import HeadOptions
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine, source_commit
 
 REASON_LENGTH = 200
-OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
+OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit begins so
 
 Row = dict[str, Any]
 """A row of a table and of the result file. A figure that was not measured is missing, and ``failed`` has the reason."""
-Say = Callable[[str], object]
-C = TypeVar("C", bound=Settings)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CannotError(Exception):
-    """This peer does not support the case, or what it needs is not here."""
+    """This peer does not support the case."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +42,13 @@ class Peer:
         name: of its row.
         build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
-        options: lowtide's own, where the call has a plan to be recorded; None for every other peer.
         gemms: per layer of an MLP, that it cannot do without.
     """
 
     name: str
     build: Callable[[Any], Any]
     package: str = ""
-    options: HeadOptions | None = None
     gemms: int = 9
-
-    def built(self, case: Any) -> Any:
-        """Return ``build(case)``; a failed import is a `CannotError` that says what to install."""
-        try:
-            return self.build(case)
-        except ImportError as error:
-            hint = f". pip install {self.package}" if self.package else ""
-            raise CannotError(f"{type(error).__name__}: {error}{hint}") from error
 
 
 def by_name(*peers: Peer) -> dict[str, Peer]:
@@ -79,94 +62,68 @@ def needs_cuda(device: torch.device) -> None:
         raise CannotError("runs on GPUs only")
 
 
-def compiled(function: F) -> F:
+def compiled(function: Any) -> Any:
     """Return a function under torch.compile, for the shapes of its first call."""
     torch.compiler.reset()  # else the second case is compiled for any shape, which is slower
-    return cast("F", torch.compile(function, dynamic=False))
+    return torch.compile(function, dynamic=False)
 
 
 @dataclass(frozen=True)
 class Table:
-    """How rows are printed: the keys that are shown, which are the titles too, each with the format of its value.
+    """How rows are printed.
 
     Attributes:
-        heads: what every row has, also one that failed.
-        figures: of a row that was measured, which has the first of them.
-        notes: more about a row that was measured.
+        columns: the keys that are shown, which are the titles too, each with the format of its value.
+        notes: more about a row.
     """
 
-    heads: Mapping[str, str]
-    figures: Mapping[str, str]
-    notes: Callable[[Row], Iterable[str]] = lambda _: ()
+    columns: Mapping[str, str]
+    notes: Callable[[Row], list[str]] = lambda _: []
 
     @property
     def header(self) -> str:
         """The line of titles."""
-        return self._cells({key: key for key in (*self.heads, *self.figures)}, {**self.heads, **self.figures}) + "\n"
+        cells = (f"{key:{'<' if '<' in spec else '>'}{_width(spec)}}" for key, spec in self.columns.items())
+        return "".join(cells).rstrip() + "\n"
 
     def line(self, row: Row) -> str:
-        """Return a row as text: its figures, or why there are none."""
-        text, reason = self._cells(row, self.heads), row.get("failed") or row.get("cannot")
-        if next(iter(self.figures)) not in row:
-            return f"{text}  {reason}\n"
-        notes = "; ".join([*self.notes(row), *([reason] if reason else [])])
-        return f"{text}{self._cells(row, self.figures)}  {notes}".rstrip() + "\n"
-
-    @staticmethod
-    def _cells(row: Row, formats: Mapping[str, str]) -> str:
-        """Return the values, or blanks, as wide as their formats say."""
-        cells = []
-        for key, spec in formats.items():
-            value, width = row.get(key), int(re.sub(r"\..*|\D", "", spec))
-            text = value if isinstance(value, str) else "" if value is None else format(value, spec)
-            cells.append(text.ljust(width) if spec.startswith("<") else text.rjust(width))
-        return "".join(cells)
+        """Return a row as text: its figures, blanks for what it has not, and why it failed."""
+        cells = (format(row[k], spec) if k in row else " " * _width(spec) for k, spec in self.columns.items())
+        notes = self.notes(row) + [row[key] for key in ("failed", "cannot") if key in row]
+        return f"{''.join(cells).rstrip()}  {'; '.join(notes)}".rstrip() + "\n"
 
 
-@dataclass(frozen=True)
-class Files:
-    """The files of one run: ``json``, and plots whose names begin as its does."""
-
-    json: Path
-
-    @classmethod
-    def prepare(cls, folder: str, stem: str, gpu: str | None) -> Files:
-        """Return the first free name of that stem in the folder, which is made if need be.
-
-        `ArgumentValueError` where the folder cannot be made or written.
-        """
-        root, stem = Path(folder), f"{stem}-{short_gpu(gpu)}"
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            if not os.access(root, os.W_OK):
-                raise PermissionError("it cannot be written")
-        except OSError as error:
-            raise ArgumentValueError(message("output", "a folder that can be written", f"{root} ({error})")) from error
-        names = (root / f"{stem}{end}.json" for end in itertools.chain([""], (f"-{i}" for i in itertools.count(2))))
-        return cls(next(name for name in names if not name.exists()))
-
-    def plot(self, name: str, draw: Callable[[Path], object]) -> Path:
-        """Return the path of a plot of that name, after ``draw`` has written it."""
-        file = self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
-        replace(file, draw)
-        return file
-
-    def write_json(self, result: Mapping[str, Any]) -> None:
-        """Write or replace the result."""
-        text = json.dumps(result, indent=1, allow_nan=False, default=str) + "\n"
-        replace(self.json, lambda file: file.write_text(text))
+def _width(spec: str) -> int:
+    return int(re.sub(r"\..*|\D", "", spec))
 
 
 def begin(
     folder: str, benchmark: str, command: str, device: torch.device, packages: Iterable[str] = ()
-) -> tuple[Files, dict[str, Any]]:
-    """Return the files of a run, and what each result has first: command, date, commit, and the machine, with the
-    versions of these packages ("" counts for nothing). Errors are those of `Files.prepare`.
+) -> tuple[Path, Row]:
+    """Return a run's file, the first free name in the folder, which is made if need be; and what a result has first:
+    command, date, commit, and the machine, with the versions of these packages ("" counts for nothing).
+
+    `ArgumentValueError` where the folder cannot be made or written.
     """
     machine, today = describe_machine(sorted({*packages} - {""})), dt.datetime.now(tz=dt.UTC).date().isoformat()
-    files = Files.prepare(folder, f"{today}-{benchmark}", machine["gpu"] if device.type == "cuda" else None)
+    root, gpu = Path(folder), str(machine["gpu"]).lower() if device.type == "cuda" else "cpu"
+    short = next((word for word in re.split("[^a-z0-9]+", gpu) if re.search(r"\d", word)), gpu.split()[-1])
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK):
+            raise PermissionError("it cannot be written")
+    except OSError as error:
+        raise ArgumentValueError(message("output", "a folder that can be written", f"{root} ({error})")) from error
+    names = (root / f"{today}-{benchmark}-{short}{end}.json" for end in ("", *(f"-{i}" for i in range(2, 1000))))
+    file = next(name for name in names if not name.exists())
     command = re.sub(r" --output[ =]\S+", "", command)
-    return files, {"command": command, "date": today, "commit": source_commit(), "machine": machine}
+    return file, {"command": command, "date": today, "commit": source_commit(), "machine": machine}
+
+
+def write_json(file: Path, result: Row) -> None:
+    """Write or replace a result."""
+    text = json.dumps(result, indent=1, allow_nan=False, default=str) + "\n"
+    replace(file, lambda beside: beside.write_text(text))
 
 
 def replace(target: Path, write: Callable[[Path], object]) -> None:
@@ -179,134 +136,92 @@ def replace(target: Path, write: Callable[[Path], object]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def short_gpu(name: str | None) -> str:
-    """Return a GPU's model for a file's name: ``h100`` for "NVIDIA H100 80GB HBM3"; ``cpu`` for None."""
-    words = re.split("[^a-z0-9]+", (name or "cpu").lower())
-    return next((word for word in words if any(c.isdigit() for c in word)), words[-1])
+class Run:
+    """A benchmark under way, a context whose end says where the result is: what is known was written, also before
+    Ctrl-C.
 
+    Attributes:
+        config: its settings.
+        device: where it runs; ``dtype``: of its inputs.
+        say: prints text.
+        peers: who is measured, by name; the result has the versions of their packages, and of ``packages``.
+        result: what ``file`` holds: command, date, commit and machine, and what the benchmark adds.
+        status: the exit status: 1 after a row that `is_failure`.
 
-@dataclass(kw_only=True)
-class Run(Generic[C]):
-    """A benchmark under way: ``say`` gets its text, and ``result`` is what its file holds: command, date, commit and
-    machine, and what the benchmark adds. ``status`` is the exit status, when it has ended.
+    Raises:
+        UnsupportedError: there is no such device.
+        ArgumentValueError: the folder for the results cannot be written.
     """
 
-    config: C
-    device: torch.device
-    dtype: torch.dtype
-    say: Say
-    files: Files
-    result: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-    status: int = 0
+    def __init__(
+        self,
+        config: Any,
+        say: Callable[[str], object],
+        command: str,
+        peers: Mapping[str, Peer] | None = None,
+        packages: Iterable[str] = (),
+    ) -> None:
+        self.config, self.say, self.peers, self.status = config, say, peers or {}, 0
+        self.device = chosen_device(config.device)
+        narrow = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.dtype_name = narrow if config.dtype == "auto" else config.dtype
+        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
+        packages = [*packages, *(peer.package for peer in self.peers.values())]
+        self.file, self.result = begin(config.output, config.benchmark, command, self.device, packages)
 
     @property
-    def dtype_name(self) -> str:
-        """The dtype as options and result files have it."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings for a child process, with the chosen device and dtype."""
+    def settings(self) -> Row:
+        """The settings for a process of its own, with the chosen device and dtype."""
         return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
 
-    def fill(
-        self, rows: list[Row], title: str, table: Table, peers: Mapping[str, Peer], measure: Callable[[Peer], Row]
-    ) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file.exists():
+            self.say(f"written: {self.file}\n")
+
+    def fill(self, rows: list[Row], title: str, table: Table, measure: Callable[[Peer], Row]) -> None:
         """Add the row of each chosen peer to a list of the result, under a title."""
         self.say(title + table.header)
-        for name in cast("Any", self.config).peers:
-            self.add(measure(peers[name]), rows, table)
-
-    def where(self) -> str:
-        """Return the device, the version of PyTorch and the dtype, for a plot's title."""
-        machine = self.result["machine"]
-        return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {self.dtype_name}"
+        for name, peer in self.peers.items():
+            if not self.config.only or name in self.config.only:
+                self.add(measure(peer), rows, table)
 
     def add(self, row: Row, rows: list[Row], table: Table) -> None:
         """Append a row to a list of the result, print it and write the result."""
         rows.append(row)
-        self.rows.append(row)
+        if is_failure(row, getattr(self.config, "only", ())):
+            self.status = 1
         self.say(table.line(row))
-        self.files.write_json(self.result)
+        write_json(self.file, self.result)
 
 
-def own_failure(row: Row) -> bool:
-    """Return whether a row is a failure of lowtide's own, and no case that it does not support: its first entry names
-    who was measured.
+def is_failure(row: Row, named: Iterable[str] = ()) -> bool:
+    """Return whether a row makes the exit status 1.
+
+    That is a failure of lowtide's own, other than for lack of memory or in a case that it does not support, and a peer
+    that cannot be imported and was requested by name.
     """
-    measured = (str(row.get(key)) for key in ("name", "way", "peer"))
-    return "failed" in row and "unsupported" not in row and any(name.startswith(LOWTIDE) for name in measured)
-
-
-def fails_otherwise(row: Row) -> bool:
-    """Return whether a row is such a failure, and not for lack of memory."""
-    return own_failure(row) and row["failed"] != OUT_OF_MEMORY
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark(Generic[C]):
-    """A benchmark.
-
-    Attributes:
-        measure: measures all that the config of a run requests, and adds the rows.
-        failed: whether a row is a failure of lowtide's own, for which the exit status is 1.
-        peers: who is measured, by name; the result holds the versions of their packages.
-        packages: other distributions whose versions it holds.
-        check: raises where a config requests what cannot be measured here, before anything is written.
-    """
-
-    measure: Callable[[Run[C]], None]
-    failed: Callable[[Row], bool] = own_failure
-    peers: Mapping[str, Peer] = field(default_factory=dict)
-    packages: Iterable[str] = ()
-    check: Callable[[C], object] = lambda _: None
-
-    def run(self, config: C, say: Say, command: str = "") -> Run[C]:
-        """Measure, print each row as it is known, and write the result, with the command, after each.
-
-        Raises:
-            UnsupportedError: there is no such device, or a package is missing that the config needs.
-            ArgumentValueError: the folder for the results cannot be written, or a value that no run could use.
-        """
-        device = chosen_device(config.device)
-        dtype = chosen_dtype(config.dtype, device)
-        self.check(config)
-        stem = config.stem.format(benchmark=config.benchmark, dtype=str(dtype).removeprefix("torch."))
-        packages = [*self.packages, *(peer.package for peer in self.peers.values())]
-        files, result = begin(config.output, stem, command, device, packages)
-        run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
-        try:
-            with matmul_precision(getattr(config, "matmul_precision", None)):
-                self.measure(run)
-        finally:  # what is known was written, also before Ctrl-C
-            if run.files.json.exists():
-                say(f"written: {run.files.json}\n")
-        run.status = int(any(map(self.failed, run.rows)))
-        return run
+    name = next((str(row[key]) for key in ("name", "way", "peer") if key in row), "")
+    if "missing" in row:
+        return name in named or name.startswith(LOWTIDE)
+    failed = not row.get("failed", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY)
+    return failed and "unsupported" not in row and name.startswith(LOWTIDE)
 
 
 @contextlib.contextmanager
-def matmul_precision(name: str | None) -> Iterator[None]:
-    """Set the precision of float32 GEMMs; None: leave it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name or before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
-def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
-    """Catch a peer's error as its row's ``failed``, and a `CannotError` under the key ``cannot``.
-
-    The row of the latter is ``unsupported``.
+def reason_in(row: Row, *, package: str = "", cannot: str = "failed") -> Iterator[None]:
+    """Catch a peer's error as its row's ``failed``, and under the key ``cannot`` that it does not do the case, or that
+    its package cannot be imported: the row is then ``unsupported``, and in the latter case ``missing``.
     """
     try:
         yield
     except CannotError as error:
         row |= {cannot: str(error), "unsupported": True}
+    except ImportError as error:
+        hint = f". pip install {package}" if package else ""
+        row |= {cannot: f"cannot be imported: {error}{hint}", "unsupported": True, "missing": True}
     except Exception as error:
         row["failed"] = reason_of(error)
 
@@ -315,9 +230,8 @@ def reason_of(error: Exception) -> str:
     """Return an error as one line that is not too long."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
-    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
+    line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")
+    return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
 
 
 def release(device: torch.device) -> None:
@@ -332,9 +246,3 @@ def chosen_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "Take --device cpu."))
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name; auto: bfloat16 on a GPU, float32 on a CPU."""
-    dtype: torch.dtype = getattr(torch, name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32")
-    return dtype

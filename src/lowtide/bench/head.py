@@ -1,30 +1,177 @@
-"""The head's benchmark: for each shape a table of peers, and a sweep of memory."""
+"""The head's benchmark: for each shape a table of peers, which are imported when their turn comes.
+
+N tokens, D hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lowtide.bench.case import TABLE, Bench, Case, make_case
-from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.harness import Benchmark, Peer, Row, Run, Table, release
-from lowtide.bench.loss_peers import PEERS, lowtide_peer
-from lowtide.bench.shapes import Shape
-from lowtide.bench.variant import LOWTIDE
-from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, plan_head
-from lowtide.head.planner import MIB
-from lowtide.measure.plots import Point, draw_front, require_matplotlib
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-SWEEP_POINTS = 7
+from lowtide.bench.case import TABLE, Bench, Case, Function, make_case
+from lowtide.bench.harness import CannotError, Peer, Row, Run, Table, by_name, compiled, needs_cuda, release
+from lowtide.bench.variant import LIGER, LOWTIDE
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.plan import plan_head
+
+T = TypeVar("T")
+OfLogits = Callable[[Tensor, Tensor], T]  # of a chunk's logits [C, V] in their own dtype, and its targets
+Loss = Callable[..., Tensor]  # of x [N, D], w [V, D] and y [N]
+IGNORED = -100
+CHUNKS = 8  # of tokens, in the forms that users write
+CCE = ("cut_cross_entropy", "linear_cross_entropy")
+LIGER_LOSS = ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
+TRL_COLUMNS = 32768  # classes of the logits that TRL 1.16 holds at a time
 LOSS_TABLE = Table(
-    TABLE.heads,
-    {**TABLE.figures, **dict.fromkeys(("loss_error", "dx_error", "dw_error"), "12.1e")},
+    {**TABLE.columns, **dict.fromkeys(("loss_error", "dx_error", "dw_error"), "12.1e")},
     lambda row: ["{backend}, {chunks} x {chunk_rows} rows".format(**row["plan"])] if "plan" in row else [],
+)
+
+
+def checkpointed(of_logits: OfLogits[T], x: Tensor, w: Tensor, y: Tensor) -> list[T]:
+    """Return the function of each chunk, its projection recomputed: one chunk's logits at a time in memory."""
+
+    def run(x: Tensor, w: Tensor, y: Tensor) -> T:
+        return of_logits(x @ w.T, y)
+
+    parts = zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)
+    return [checkpoint(run, x, w, y, use_reentrant=False) for x, y in parts]
+
+
+def summed_loss(z: Tensor, y: Tensor) -> Tensor:
+    """Return the sum of the tokens' cross entropies from logits in their own dtype, upcast here."""
+    return F.cross_entropy(z.float(), y, reduction="sum")
+
+
+class GradientsInForward(torch.autograd.Function):
+    """The mean of the losses, chunk by chunk in plain PyTorch, each chunk's gradients computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        """Return the mean."""
+        x, w, total = x.detach().requires_grad_(), w.detach().requires_grad_(), torch.zeros((), device=x.device)
+        for rows in torch.arange(len(y)).chunk(CHUNKS):
+            with torch.enable_grad():
+                loss = summed_loss(x[rows] @ w.T, y[rows]) / len(y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        ctx.save_for_backward(x.grad, w.grad)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, scaled."""
+        return *(gradient * upstream for gradient in ctx.saved_tensors), None
+
+
+def naive(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """Return the loss as most write it, from all logits."""
+    return F.cross_entropy((x @ w.T).float(), y)
+
+
+def in_chunks(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """Return the loss from checkpointed chunks."""
+    return torch.stack(checkpointed(summed_loss, x, w, y)).sum() / len(y)
+
+
+def torch_loss(_: Case) -> Loss:
+    """Return PyTorch's own, with its own choice of chunks."""
+    if not hasattr(F, "linear_cross_entropy"):
+        raise CannotError(f"torch {torch.__version__} has no linear_cross_entropy. Install torch 2.13 or newer")
+    return F.linear_cross_entropy
+
+
+def on_cuda(module: str, function: str, **options: Any) -> Callable[[Case], Loss]:
+    """Return what imports a package's loss for GPUs, with these keyword arguments."""
+
+    def make(case: Case) -> Loss:
+        needs_cuda(case.x.device)
+        return partial(getattr(importlib.import_module(module), function), **options)
+
+    return make
+
+
+def _quack(case: Case) -> Loss:
+    # 0.6.5 takes no chunks of as many rows as the hidden size has numbers
+    options = {"chunk_size": 2048} if case.shape.D == 4096 else {}
+    return on_cuda("quack.linear_cross_entropy", "chunked_linear_cross_entropy", **options)(case)
+
+
+def _liger_sm90(case: Case) -> Loss:
+    needs_cuda(case.x.device)
+    module: Any = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return lambda x, w, y: module.LigerFusedLinearCrossEntropySM90Function.apply(x, w, y, IGNORED, "mean")
+
+
+def liger_native(case: Case, *, entropy: bool = False) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """Return Liger's native function, from liger-cute-kernels, on a group of this process alone.
+
+    Its function returns each token's loss, and with ``entropy`` a pair with each one's entropy.
+    """
+    needs_cuda(case.x.device)
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # no multicast: there is one rank
+    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+    native: Any = importlib.import_module("liger_cute_kernels")
+    if not dist.is_initialized():
+        alone: Any = vars(dist)["HashStore"]
+        dist.init_process_group("nccl", store=alone(), rank=0, world_size=1)
+    sizes = {"max_tokens": case.shape.N, "hidden_size": case.shape.D, "local_vocab_size": case.shape.V}
+    native.configure(flsce=native.FusedLinearCrossEntropyConfig(**sizes))
+    module: Any = importlib.import_module("liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp")
+    apply = module.LigerFusedLinearScaledCrossEntropyNativeTPFunction.apply
+    return lambda x, w, y: apply(x, w, y, 0, 1.0, IGNORED, 1, entropy, None)
+
+
+def _native(case: Case) -> Loss:
+    losses = liger_native(case)
+    return lambda x, w, y: losses(x, w, y).mean()
+
+
+def trl_logprobs(outputs: tuple[str, ...] = ()) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """Return TRL's function of the log-probabilities [N], and of the other outputs requested."""
+    apply: Any = importlib.import_module("trl.kernels").ChunkedLogProbFunction.apply
+    return lambda x, w, y: apply(x, w, None, y, 1.0, TRL_COLUMNS, None, 1.0, outputs)
+
+
+def _trl(_: Case) -> Loss:
+    logprobs = trl_logprobs()
+    return lambda x, w, y: -logprobs(x, w, y)[0].mean()
+
+
+def peer_of(name: str, make: Callable[[Case], Loss], package: str = "") -> Peer:
+    """Return the peer of a loss that is made for a case."""
+
+    def build(case: Case) -> Function:
+        loss = make(case)
+        return lambda: {"loss": loss(case.x, case.w, case.y)}
+
+    return Peer(name, build, package)
+
+
+PEERS = by_name(
+    peer_of(LOWTIDE, lambda _: linear_cross_entropy),
+    peer_of("naive", lambda _: naive),
+    peer_of("compile", lambda _: compiled(naive)),
+    peer_of(LIGER, on_cuda(*LIGER_LOSS), "liger-kernel"),
+    peer_of("liger-sm90", _liger_sm90, "liger-kernel"),
+    peer_of("liger-native", _native, "liger-cute-kernels"),
+    peer_of("cce", on_cuda(*CCE), "cut-cross-entropy"),  # small gradients dropped
+    peer_of("cce-exact", on_cuda(*CCE, filter_eps=None), "cut-cross-entropy"),
+    peer_of("quack", _quack, "quack-kernels"),
+    peer_of("trl", _trl, "trl"),
+    peer_of("torch", torch_loss),
+    peer_of(f"checkpoint-{CHUNKS}", lambda _: in_chunks),
+    peer_of(f"forward-{CHUNKS}", lambda _: GradientsInForward.apply),
 )
 
 
@@ -32,79 +179,39 @@ def loss_row(bench: Bench, peer: Peer) -> Row:
     """Return a peer's row of the loss, with ``loss_error``, the absolute difference, ``dx_error`` and ``dw_error``, the
     gradients' relative errors; lowtide's with the ``plan`` of `plan_head`.
     """
-    row = bench.measure(peer) | {"setting": bench.case.name, "tokens": bench.case.shape.N}
+    case = bench.case
+    row = bench.measure(peer) | {"setting": case.name, "tokens": len(case.x)}
     row |= {f"{name}_error": error for name, error in row.pop("errors", {}).items()}
-    return row if peer.options is None else row | {"plan": dataclasses.asdict(plan_of(peer.options, bench.case))}
+    if peer.name == LOWTIDE:
+        row["plan"] = asdict(plan_head(case.shape.N, case.shape.D, case.shape.V, case.x.dtype, case.x.device))
+    return row
 
 
-def plan_of(options: HeadOptions, case: Case, *, function: bool = False) -> HeadPlan:
-    """Return the `plan_head` of a case with these options."""
-    shape, x = case.shape, case.x
-    more: dict[str, Any] = {"function": True} if function else {"reduction": "none" if case.per_token else "mean"}
-    return plan_head(shape.N, shape.D, shape.V, x.dtype, x.device, options, **more)
-
-
-def bench_of(run: Run[Any], shape: Shape) -> Bench:
+def bench_of(run: Run, shape: Any) -> Bench:
     """Return the bench of a shape's random inputs."""
     release(run.device)
-    return Bench.of(make_case(shape, run.dtype, run.device, seed=run.config.seed), run.config)
+    return Bench(make_case(shape, run.dtype, run.device), run.config)
 
 
-def measure(run: Run[HeadBenchConfig]) -> None:
-    """Measure each shape with all that the options request.
+def measure_shape(run: Run, shape: Any) -> tuple[Bench, Row]:
+    """Measure a run's peers, and return the bench and what the result has of the shape.
 
-    A shape's result has ``limits``: milliseconds by rows of a chunk, the best of them, and its rate; ``gradients_mib``;
-    the rows of ``table``, the peers, and of ``sweep``.
+    That is ``limits``: milliseconds by rows of a chunk, the best of them, and its rate; ``gradients_mib``; and the rows
+    of ``table``.
     """
-    config, shapes = run.config, run.result.setdefault("shapes", [])
-    run.result |= {"warm": config.warm, "reps": config.reps}
-    for shape in config.shapes:
-        bench, table, sweep = bench_of(run, shape), list[Row](), list[Row]()
-        limit = {"setting": bench.case.name, "tokens": shape.N, **bench.limits()}
-        sizes = {**vars(shape), "dtype": run.dtype_name, "limits": [limit], "gradients_mib": bench.gradients_mib}
-        shapes.append({**sizes, "table": table, "sweep": sweep})
-        run.fill(table, bench.title(), LOSS_TABLE, PEERS, partial(loss_row, bench))
-        if config.sweep:
-            for value, peer in _sweep_peers(config.workspace_mib, bench.case):
-                run.add(loss_row(bench, peer) | {"workspace_mib": value}, sweep, LOSS_TABLE)
-            run.say(f"drawn: {draw(shapes[-1], run)}\n")
+    bench, table = bench_of(run, shape), list[Row]()
+    limit = {"setting": bench.case.name, "tokens": shape.N, **bench.limits()}
+    sizes = {**vars(shape), "dtype": run.dtype_name, "limits": [limit], "gradients_mib": bench.gradients_mib}
+    result = {**sizes, "table": table}
+    run.result |= {"warm": run.config.warm, "reps": run.config.reps}
+    run.result.setdefault("shapes", []).append(result)
+    run.fill(table, bench.title(), LOSS_TABLE, partial(loss_row, bench))
+    return bench, result
 
 
-def _sweep_peers(values: tuple[float, ...], case: Case) -> Iterator[tuple[float, Peer]]:
-    """Yield lowtide with each workspace in MiB, ascending; of those that have the same plan, the smallest alone.
-
-    Without values: powers of two, from all logits down to a 64th of them.
-    """
-    top = math.ceil(math.log2(case.shape.N * case.shape.V * case.x.itemsize / MIB))
-    seen: list[object] = []
-    for value in sorted(values) or (2.0**k for k in range(top - SWEEP_POINTS + 1, top + 1)):
-        options = HeadOptions(workspace_mib=value)
-        plan = plan_of(options, case)
-        key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
-        if key not in seen:
-            yield value, lowtide_peer(f"{LOWTIDE} {value:g} MiB", options)
-        seen.append(key)
-
-
-def draw(result: Mapping[str, Any], run: Run[Any]) -> Path:
-    """Draw a shape's sweep, time against memory, with the peers of the table."""
-
-    def points(part: str, label: Callable[[Row], str]) -> list[Point]:
-        rows = (row for row in result[part] if "ms" in row)
-        return [Point(label(row), row["peak_mib"], row["ms"], own=row["name"] == LOWTIDE) for row in rows]
-
-    front = points("sweep", lambda row: f"{row['workspace_mib']:g}")
-    limit, least = result["limits"][0]["ms"], result["gradients_mib"]
-    title = "Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n".format(**result) + run.where()
-    peers = points("table", lambda row: row["name"])
-    return run.files.plot(
-        result["name"],
-        lambda at: draw_front(at, title, front=front, front_name=LOWTIDE, points=peers, limit=limit, least=least),
-    )
-
-
-HEAD = Benchmark(
-    measure=measure,
-    peers=PEERS,
-    check=lambda config: require_matplotlib("sweep") if config.sweep else None,
-)
+def main(config: Any, say: Callable[[str], object], command: str) -> int:
+    """Measure each shape, and return the exit status."""
+    with Run(config, say, command, PEERS) as run:
+        for shape in config.shapes:
+            measure_shape(run, shape)
+    return run.status

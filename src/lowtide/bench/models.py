@@ -12,28 +12,28 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowtide.bench.variant import COMPILE, LIGER, OURS, Variant
+from lowtide.bench.variant import LIGER, OURS, Variant
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.measure.child import allocator_setting
+from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
+from lowtide.measure.timing import time_side_by_side
+from lowtide.measure.units import gib
 from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
-from lowtide.plan.settings import with_layers
-from lowtide.train.shapes import model_config
 
 SDPA = "sdpa"
 LEARNING_RATE = 1e-5
-VOCABULARY = 1000  # of the model that has none of its own
 
 
 def language_part(config: Any) -> Any:
     """Return the config of transformers' causal language model: of a multimodal model, that of the one inside.
 
     Raises:
-        ArgumentValueError: there is no causal language model in it, or several, or a sequence-to-sequence model or an
-            encoder whose config does not set ``is_decoder``.
+        ArgumentValueError: there is no causal language model in it, or several.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     expected, got = "a causal language model", f"a {config.model_type}"
     try:
@@ -42,25 +42,22 @@ def language_part(config: Any) -> Any:
         raise ArgumentValueError(message("model", expected, f"{got} with several parts for text")) from error
     if getattr(config, "is_encoder_decoder", False) or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ArgumentValueError(message("model", expected, got, "Other models are not measured."))
-    encodes = type(text) in MODEL_FOR_MASKED_LM_MAPPING or text.model_type == "bert-generation"
-    if encodes and not getattr(text, "is_decoder", False):  # causal only with is_decoder
-        hint = f"With is_decoder set to true in its config {text.model_type} is measured as one."
-        raise ArgumentValueError(message("model", expected, f"{got}, whose tokens see those after them", hint))
     return text
 
 
-def config_of(name: str, layers: int | None = None, vocab_size: int = VOCABULARY) -> Any:
-    """Return the config of a ``--model``, with ``layers`` layers unless that is None."""
-    config = model_config(name, vocab_size=vocab_size)
-    if layers is not None:
-        text = config.get_text_config()
-        changed = with_layers(text.to_dict(), layers)
-        text.update({field: changed[field] for field in ("num_hidden_layers", "layer_types") if field in changed})
-    return config
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, *, seed: int = 0, **more: Any) -> Any:
+    """Return transformers' causal language model of a config with random weights, ready to train."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **more).train()
+    model.config.use_cache = False
+    return model
 
 
 def build_model(
-    variant: Variant, config: Any, dtype: torch.dtype, device: torch.device, *, seed: int, lora: int = 0
+    variant: Variant, config: Any, dtype: torch.dtype, device: torch.device, *, seed: int = 0, lora: int = 0
 ) -> Any:
     """Return the model of a variant, with random weights, ready to train.
 
@@ -76,19 +73,33 @@ def build_model(
     variant.check_installed()
     if variant.impl == LIGER:  # it changes the classes that the model is made of
         importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
-    from transformers import AutoModelForCausalLM
+    model = trained = random_model(config, dtype, device, seed=seed)
+    if lora:
+        from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(seed)
-    with device:
-        model = trained = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-        model.config.use_cache = False
-        if lora:
-            from peft import LoraConfig, get_peft_model
-
-            adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
-            trained = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    _prepare(model, variant)
+        adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        trained = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    policy: Any = parse_policies(variant.policy, model.config.num_hidden_layers)
+    if variant.impl in OURS:
+        patch(model)
+        apply_policy(model, policy)
+        if variant.compiles_layers:
+            compile_layers(model)
+        return trained
+    if variant.compiles_layers:
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)  # from the logits on
+    for layer in find_stack(model).layers.values():
+        if variant.compiles_layers:
+            layer.forward = torch.compile(layer.forward, dynamic=False)
+        if policy.keep != "all":
+            layer.forward = Checkpointed(layer.forward, policy)
     return trained
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each decoder layer by itself, after its policy was applied."""
+    for layer in find_stack(model).layers.values():
+        layer.compile(dynamic=False)
 
 
 def attention_of(model: Any) -> str:
@@ -98,12 +109,11 @@ def attention_of(model: Any) -> str:
 
 def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer by its name among the planner's; `UnsupportedError` where its library is not installed."""
-    if name in ("adamw", "adamw-foreach"):
-        fused = name == "adamw"
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused, foreach=not fused)
-    if name != "adamw-8bit":
+    if name.startswith("sgd"):
         momentum = 0.9 if name == "sgd-momentum" else 0.0
         return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, foreach=True)
+    if name != "adamw-8bit":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=name == "adamw", foreach=name != "adamw")
     try:
         optimizer: Any = importlib.import_module("bitsandbytes.optim").AdamW8bit
     except ImportError as error:
@@ -122,30 +132,20 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, *, 
     return value
 
 
-def _prepare(model: Any, variant: Variant) -> None:
-    """Patch the model as the variant's implementation needs it, and apply its policy."""
-    layers = find_stack(model).layers.values()
-    if variant.impl in OURS:
-        patch(model)
-        apply_policy(model, parse_policies(variant.policy, model.config.num_hidden_layers))
-        if variant.compiles_layers:
-            compile_layers(model)
-        return
-    policy = parse_policies(variant.policy)
-    assert isinstance(policy, ActivationPolicy)
-    if variant.impl == COMPILE:
-        model.loss_function = torch.compile(model.loss_function, dynamic=False)  # from the logits on
-    for layer in layers:
-        if variant.impl == COMPILE:
-            layer.forward = torch.compile(layer.forward, dynamic=False)
-        if policy.keep != "all":
-            layer.forward = Checkpointed(layer.forward, policy)
-
-
-def compile_layers(model: Any) -> None:
-    """Compile each decoder layer by itself, after its policy was applied."""
-    for layer in find_stack(model).layers.values():
-        layer.compile(dynamic=False)
+def measure_steps(step: Callable[[], object], device: torch.device, *, warm: int, reps: int) -> dict[str, Any]:
+    """Return what training steps take, after ``warm`` that do not count: the ``seconds`` of the median of ``reps``, its
+    ``spread``, and ``peak_gib``: of the tensors on a GPU, else of the process. On a GPU also ``reserved_gib``, what
+    PyTorch's allocator held for them, and ``allocator``, its settings.
+    """
+    for _ in range(warm):
+        step()
+    reset_cuda_peak()
+    timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
+    row = {"seconds": timing.median_ms / 1e3, "spread": timing.spread}
+    if device.type != "cuda":
+        return row | {"peak_gib": gib(peak_resident_bytes())}
+    held = {"reserved_gib": gib(cuda_reserved_bytes()), "allocator": allocator_setting()}
+    return row | {"peak_gib": gib(cuda_peak_bytes()), **held}
 
 
 class Checkpointed:

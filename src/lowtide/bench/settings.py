@@ -1,20 +1,26 @@
-"""What the settings of all benchmarks share: a field becomes an option. Nothing here imports torch."""
+"""The settings of benchmarks: a field becomes an option, with its default and its help. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
 
-from lowtide.bench.shapes import Choice
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.shapes import SHAPES, config_file
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Precision = Literal["highest", "high", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
-Sdpa = Literal["auto", "flash", "cudnn", "efficient", "math"]
+HEADS = {  # N, D, V
+    "llama-1b": (16384, 2048, 131072),  # a Llama-3.2-1B's head, its vocabulary rounded up to 2**17
+    "gemma-2b": (8192, 2304, 256000),
+    "llama-8b": (16384, 4096, 128256),
+    "small-32k": (32768, 768, 32000),
+    "qwen-4k": (8192, 4096, 151936),
+    "qwen-248k": (16384, 2048, 248320),  # Qwen3.5's vocabulary
+    "gemma-262k": (8192, 2560, 262144),  # Gemma 3's
+}
 
 
 def setting(
@@ -22,72 +28,65 @@ def setting(
     help: str,
     *,
     metavar: str | None = None,
-    last: bool = False,
     least: float | None = None,
-    known: str | None = None,
+    names: Iterable[Any] | None = None,
 ) -> Any:
     """Return a field that `lowtide.cli.parser.add_options` makes an option of.
 
     Args:
         default: its default.
-        help: its meaning; ``{key}`` stands for the names that the class's ``known`` has under that key.
+        help: its meaning.
         metavar: what stands for its value in the help.
-        last: listed after the others.
         least: of a number, or of each of several.
-        known: the key of the names that its values are out of; None: any.
+        names: all that its values can be, which the help lists behind its meaning; None: any.
     """
-    about = {"help": help, "metavar": metavar, "last": last, "least": least, "known": known}
-    return field(default=default, metadata=about)
+    if names is not None:
+        help = f"{help}: {', '.join(map(str, names))}"
+    return field(default=default, metadata={"help": help, "metavar": metavar, "least": least, "names": names})
+
+
+class Shape(SimpleNamespace):
+    """Named sizes, such as ``N``, ``D`` and ``V`` of a head: ``vars`` are what a result file has of it."""
+
+    def __str__(self) -> str:
+        numbers = ",".join(str(size) for key, size in vars(self).items() if key != "name")
+        return numbers if self.name == numbers else f"{self.name} ({numbers})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that check themselves: numbers, names and choices as their fields say.
-
-    The docstring of a class of settings is the description in ``--help``.
+    """What all benchmarks have. The docstring of a class of settings is the description in ``--help``.
 
     Attributes:
-        benchmark: the name of the subcommand.
+        benchmark: the name of the subcommand, and of the result's file.
         summary: its line in ``lowtide bench --help``.
         examples: arguments, and what they do.
-        known: names that options can have, by the key that stands for them in the help.
-        exit_1: when the exit status is 1.
-        stem: of the result file's name, after the date; ``{dtype}`` stands for the dtype.
 
     Raises:
-        ArgumentValueError: a value that no run could use.
+        ArgumentValueError: a number that is too small.
     """
 
     benchmark: ClassVar[str]
     summary: ClassVar[str]
     examples: ClassVar[Mapping[str, str]]
-    known: ClassVar[Mapping[str, Iterable[str]]] = {}
-    exit_1: ClassVar[str] = "lowtide itself failed"
-    stem: ClassVar[str] = "{benchmark}"
-    device: Any = "auto"
-    dtype: Any = "auto"
-    output: str = setting(".", "folder for the result (json) and its plots (png)", metavar="DIR", last=True)
+    dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
+    device: Device = setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    output: str = setting(".", "folder for the result (json) and its plots (png)", metavar="DIR")
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for each in dataclasses.fields(self):
-            value, known, least = getattr(self, each.name), each.metadata.get("known"), each.metadata.get("least")
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata.get("least")
             if least is not None and value is not None:
                 whole = "" if isinstance(least, float) else "a whole number of "
-                values = value if isinstance(value, tuple) else (value,)
+                values = value if isinstance(value, tuple | list) else (value,)
                 self.require(each.name, all(v >= least for v in values), f"{whole}at least {least:g}")
-            if known:
-                names = tuple(self.known[known])
-                self.require(each.name, set(value) <= {*names}, f"names out of {', '.join(names)}")
-            if get_origin(hints[each.name]) is Literal:
-                choices = get_args(hints[each.name])
-                self.require(each.name, value in choices, " or ".join(choices))
 
-    @classmethod
-    def read(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the settings of a dict that has been JSON, in which tuples are lists."""
-        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-        return cls(**values)
+    def require(self, name: str, met: bool, expected: str) -> None:
+        """Raise `ArgumentValueError` for a setting of this name unless the condition is met."""
+        if not met:
+            got = getattr(self, name)
+            text = " ".join(map(str, got)) or "none" if isinstance(got, tuple) else repr(got)
+            raise ArgumentValueError(message(name, expected, text))
 
     def check_here(self) -> None:
         """Check what depends on files, before torch is loaded: raise `ArgumentValueError` for an unknown ``model``."""
@@ -99,80 +98,53 @@ class Settings:
         """Return the settings that a result file has: all but the folder."""
         return {name: value for name, value in vars(self).items() if name != "output"}
 
-    def require(self, name: str, met: bool, expected: str) -> None:
-        """Raise `ArgumentValueError` for a setting of this name unless the condition is met."""
-        if not met:
-            got = getattr(self, name)
-            text = " ".join(map(str, got)) or "none" if isinstance(got, tuple) else repr(got)
-            raise ArgumentValueError(message(name, expected, text))
 
-    def chosen(self, key: str) -> tuple[str, ...]:
-        """Return the known names that an option has chosen, or all where it has none, in the order of the tables."""
-        names = next(getattr(self, each.name) for each in dataclasses.fields(self) if each.metadata.get("known") == key)
-        return tuple(name for name in self.known[key] if not names or name in names)
+@dataclass(frozen=True, kw_only=True)
+class RoundSettings(Settings):
+    """What benchmarks have that measure in rounds."""
+
+    warm: int = setting(2, "rounds that do not count", least=0)
+    reps: int = setting(6, "rounds that count; each runs every candidate once", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Settings):
-    """What all benchmarks have that measure in rounds: the last of their options."""
+class ShapeSettings(RoundSettings):
+    """What benchmarks of shapes have; subclasses have the field ``shape`` from `shape_setting`.
 
-    warm: int = setting(2, "rounds that do not count", last=True, least=0)
-    reps: int = setting(6, "rounds that count; each runs every candidate once", last=True, least=1)
-    dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
-    seed: int = setting(0, "of random inputs and weights", last=True, least=0)
+    Attributes:
+        sizes: what a shape's numbers are called, in order.
+        named: shapes by name.
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeSettings(RunSettings):
-    """What benchmarks have that measure shapes; ``choice`` is what ``--shape`` can be."""
-
-    choice: ClassVar[Choice[Any]]
-
-    shape: tuple[str, ...] = setting((), "{shapes}", metavar="SHAPE")
-
-    def __init_subclass__(cls) -> None:
-        """Add the names of the shapes to those that the help has."""
-        if choice := cls.__dict__.get("choice"):
-            cls.known = {**cls.known, "shapes": (str(choice),)}
+    sizes: ClassVar[tuple[str, ...]] = ("N", "D", "V")
+    named: ClassVar[Mapping[str, tuple[int, ...]]] = HEADS
+    shape: tuple[str, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.shapes
 
     @property
-    def shapes(self) -> tuple[Any, ...]:
-        """The shapes, each once."""
-        return tuple(dict.fromkeys(s for text in self.shape or (self.choice.usual,) for s in self.choice.read(text)))
+    def shapes(self) -> list[Shape]:
+        """The shapes of the names, of ``all``, and of numbers; else `ArgumentValueError`."""
+        texts = [name for text in self.shape for name in (self.named if text == "all" else [text])]
+        shapes = []
+        for text in texts:
+            numbers: Any = self.named.get(text) or text.split(",")
+            whole = all(str(number).isdecimal() and int(number) > 0 for number in numbers)
+            known = f"{', '.join(self.named)}, all, or numbers above 0: {','.join(self.sizes)}"
+            self.require("shape", whole and len(numbers) == len(self.sizes), known)
+            shapes.append(Shape(name=text, **dict(zip(self.sizes, map(int, numbers), strict=True))))
+        return shapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerSettings(RunSettings):
-    """What benchmarks have that measure peers by name; ``known`` has all as ``peers``, in the table's order."""
-
-    only: tuple[str, ...] = setting((), "measure these alone: {peers}", metavar="PEER", known="peers")
-    skip: tuple[str, ...] = setting((), "leave these out", metavar="PEER", known="peers")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("skip", bool(self.peers), "at least one peer that is left")
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The names of those that are measured, in the table's order."""
-        return tuple(name for name in self.chosen("peers") if name not in self.skip)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorSettings(PeerSettings, ShapeSettings):
-    """What benchmarks of values and gradients share: whether errors are computed, and how float32 GEMMs run."""
+class ErrorSettings(ShapeSettings):
+    """What benchmarks of a head's values and gradients have."""
 
     error: bool = setting(True, "do not compute the errors of values and gradients")
-    matmul_precision: Precision = setting("highest", "torch.set_float32_matmul_precision, for lowtide and every peer")  # noqa: RUF009
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenSettings(ErrorSettings):
-    """What benchmarks of values for each token share; ``known`` has the names of their tables as ``works``."""
-
-    work: tuple[str, ...] = setting((), "these tables alone: {works}", metavar="WORK", known="works")
+def shape_setting(usual: str, sizes: Iterable[str] = ("N", "D", "V"), named: Iterable[str] = HEADS) -> Any:
+    """Return the field ``shape`` of `ShapeSettings`: ``usual`` is what is measured without the option."""
+    return setting((usual,), f"{', '.join(named)}; all; or numbers {','.join(sizes)}", metavar="SHAPE")

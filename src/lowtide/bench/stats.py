@@ -7,71 +7,49 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.bench.case import Case, Function, Values, make_case, token_benchmark
+from lowtide.bench.case import Case, Function, Values, make_case, measure_cases
 from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
-from lowtide.bench.loss_peers import IGNORED, PEERS, checkpointed, liger_native, trl_logprobs
-from lowtide.bench.settings import TokenSettings
-from lowtide.bench.shapes import Shape
+from lowtide.bench.head import CCE, IGNORED, checkpointed, liger_native, on_cuda, torch_loss, trl_logprobs
 from lowtide.bench.variant import LOWTIDE
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
-LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB = "logprob", "entropy", "lse", "mean_logit", "sum_sq_prob"
-TOPK = "topk"  # the values, without their classes
+LOGPROB, ENTROPY, TOPK = "logprob", "entropy", "topk"  # the highest logits' values, without their classes
 SEVERAL = 8  # targets of a token, or highest logits
-
-
-@dataclass(frozen=True)
-class Work:
-    """A use: its title, the values, and the GEMMs it needs (1: no gradients; 3: backward alone is measured, after one
-    forward); how many targets a token has.
-    """
-
-    title: str
-    names: tuple[str, ...]
-    gemms: int
-    targets: int = 1
-
-    @property
-    def name(self) -> str:
-        """The title and what is measured, as results have it."""
-        return f"{self.title}, {({1: 'no gradient', 3: 'backward alone', 4: 'forward and backward'})[self.gemms]}"
-
-
-_BOTH = "log-probability and entropy"
-WORKS = {
-    "logprob-entropy": Work(_BOTH, (LOGPROB, ENTROPY), 4),
-    "logprob-entropy-backward": Work(_BOTH, (LOGPROB, ENTROPY), 3),
-    "logprob": Work("log-probability", (LOGPROB,), 4),
-    "targets": Work(f"log-probabilities of {SEVERAL} targets a token", (LOGPROB,), 4, SEVERAL),
-    "logprob-forward": Work("log-probability", (LOGPROB,), 1),
-    "logprob-entropy-forward": Work(_BOTH, (LOGPROB, ENTROPY), 1),
-    "all-forward": Work("all statistics but the top k", (LOGPROB, ENTROPY, LSE, MEAN_LOGIT, SUM_SQ_PROB), 1),
-    "topk-forward": Work(f"logsumexp and {SEVERAL} highest logits", (LSE, TOPK), 1),
+ALL = (LOGPROB, ENTROPY, "lse", "mean_logit", "sum_sq_prob")
+_TITLES = {1: "no gradient", 3: "backward alone", 4: "forward and backward"}
+WORKS: dict[str, tuple[str, tuple[str, ...], int]] = {  # title, values, GEMMs
+    "logprob-entropy": ("log-probability and entropy", (LOGPROB, ENTROPY), 4),
+    "logprob-entropy-backward": ("log-probability and entropy", (LOGPROB, ENTROPY), 3),
+    "logprob": ("log-probability", (LOGPROB,), 4),
+    "targets": (f"log-probabilities of {SEVERAL} targets a token", (LOGPROB,), 4),
+    "logprob-forward": ("log-probability", (LOGPROB,), 1),
+    "logprob-entropy-forward": ("log-probability and entropy", (LOGPROB, ENTROPY), 1),
+    "all-forward": ("all statistics but the top k", ALL, 1),
+    "topk-forward": (f"logsumexp and {SEVERAL} highest logits", ("lse", TOPK), 1),
 }
 """A policy that is trained, with and without an entropy bonus and on several candidates, and one that only scores."""
 
 
 def stats_of(z: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
     """Return the values of those names from all logits [N, V] and targets [N] or [N, K]."""
-    logprobs = z.log_softmax(-1) if {LOGPROB, ENTROPY, SUM_SQ_PROB}.intersection(names) else z
+    logprobs = z.log_softmax(-1) if {LOGPROB, ENTROPY, "sum_sq_prob"} & {*names} else z
     functions: dict[str, Callable[[], Tensor]] = {
         LOGPROB: lambda: logprobs.gather(-1, y.view(len(y), -1)).view_as(y),
         ENTROPY: lambda: -(logprobs.exp() * logprobs).sum(-1),
-        LSE: lambda: z.logsumexp(-1),
-        MEAN_LOGIT: lambda: z.mean(-1),
-        SUM_SQ_PROB: lambda: logprobs.exp().square().sum(-1),
+        "lse": lambda: z.logsumexp(-1),
+        "mean_logit": lambda: z.mean(-1),
+        "sum_sq_prob": lambda: logprobs.exp().square().sum(-1),
         TOPK: lambda: z.topk(min(SEVERAL, z.shape[-1])).values,
     }
     return {name: functions[name]() for name in names}
 
 
-@dataclass(frozen=True, kw_only=True)
 class StatsCase(Case):
     """Statistics of the head's logits, with targets ``y`` [N] or [N, K]."""
 
@@ -79,52 +57,36 @@ class StatsCase(Case):
         """See `Case`."""
         return stats_of(z, self.y[rows], self.names)
 
-    def run_of(self, function: Function) -> Function:
-        """See `Case`: of three GEMMs the backward pass alone."""
-        if self.gemms != 3:
-            return super().run_of(function)
-        values = function()
 
-        def backward() -> Values:
-            self.clear()
-            self.backward(values, keep=True)
-            return {name: value.detach() for name, value in values.items()}
-
-        return backward
-
-
-def stats_case(case: Case, work: Work, *, seed: int = 0) -> StatsCase:
+def stats_case(case: Case, work: str) -> StatsCase:
     """Return a work on a case's numbers, its upstream gradients random, of both signs, and different by value.
 
     Of several targets the first is the case's, the others are random classes.
     """
-    x, w, y, (N, V) = case.x.detach(), case.w.detach(), case.y, (case.shape.N, case.shape.V)
-    generator = torch.Generator(x.device).manual_seed(seed + 1)
-    if work.targets > 1:
-        others = torch.randint(0, V, (N, work.targets - 1), device=y.device, generator=generator)
-        y = torch.cat((y[:, None], others), 1)
-    upstream = {
-        name: torch.randn(y.shape if name == LOGPROB else (N,), device=x.device, generator=generator) / N
-        for name in work.names
-        if work.gemms > 1
-    }
-    x, w = (t.requires_grad_(work.gemms > 1) for t in (x, w))
-    more: dict[str, Any] = {"name": work.name, "gemms": work.gemms, "names": work.names, "per_token": True}
-    return StatsCase(shape=case.shape, x=x, w=w, y=y, upstream=upstream, **more)
+    title, names, gemms = WORKS[work]
+    x, w, y, N = case.x.detach(), case.w.detach(), case.y, len(case.x)
+    random: Any = {"device": x.device, "generator": torch.Generator(x.device).manual_seed(1)}
+    if work == "targets":
+        y = torch.cat((y[:, None], torch.randint(0, len(w), (N, SEVERAL - 1), **random)), 1)
+    upstream = {name: torch.randn(y.shape if name == LOGPROB else (N,), **random) / N for name in names if gemms > 1}
+    x, w = (t.requires_grad_(gemms > 1) for t in (x, w))
+    more: Any = {"name": f"{title}, {_TITLES[gemms]}", "gemms": gemms, "backward_alone": gemms == 3}
+    return StatsCase(shape=case.shape, x=x, w=w, y=y, names=names, upstream=upstream, **more)
 
 
-def stats_cases(run: Run[TokenSettings], shape: Shape) -> Iterator[StatsCase]:
+def stats_cases(run: Run, shape: Any) -> Iterator[StatsCase]:
     """Yield the requested works on one shape's random inputs."""
-    case = make_case(shape, run.dtype, run.device, seed=run.config.seed)
-    for name in run.config.chosen("works"):
-        yield stats_case(case, WORKS[name], seed=run.config.seed)
+    case = make_case(shape, run.dtype, run.device)
+    for work in WORKS:
+        if not run.config.work or work in run.config.work:
+            yield stats_case(case, work)
 
 
-def _lowtide(case: StatsCase) -> Function:
+def _lowtide(case: Case) -> Function:
     x, w, y = case.x, case.w, case.y
     if case.names == (LOGPROB,):
         return lambda: {LOGPROB: linear_logprobs(x, w, y)}
-    topk = min(SEVERAL, case.shape.V) if TOPK in case.names else None
+    topk = min(SEVERAL, len(w)) if TOPK in case.names else None
 
     def run() -> Values:
         stats = linear_token_stats(x, w, y, want=case.names, topk=topk)
@@ -138,14 +100,13 @@ def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
     return stats_of((x @ w.T).float(), y, names)
 
 
-def _compiled(case: StatsCase) -> Function:
-    if case.gemms == 3:
+def _compiled(case: Case) -> Function:
+    if case.backward_alone:
         raise CannotError("frees its buffers in backward, which runs once")
-    function = compiled(_naive)
-    return lambda: function(case.x, case.w, case.y, case.names)
+    return partial(compiled(_naive), case.x, case.w, case.y, case.names)
 
 
-def _checkpointed(case: StatsCase) -> Function:
+def _checkpointed(case: Case) -> Function:
     def of_logits(z: Tensor, y: Tensor) -> Values:
         return stats_of(z.float(), y, case.names)
 
@@ -156,46 +117,40 @@ def _checkpointed(case: StatsCase) -> Function:
     return run
 
 
-def _only(case: StatsCase, *names: str) -> None:
-    """Raise `CannotError` where a case has several targets or another value than these."""
-    if case.y.dim() > 1 or not {*names}.issuperset(case.names):
-        raise CannotError(f"computes {' and '.join(names)} of one target a token alone")
+def _peer(name: str, make: Callable[..., Callable[..., Any]], package: str = "", *, entropy: bool = False) -> Peer:
+    """Return the peer of what ``make`` builds for a case: a function of x [N, D], w [V, D] and y [N] to each token's
+    loss; with ``entropy`` it is built for whether that is requested as well, which comes second.
+    """
+    known = (LOGPROB, ENTROPY) if entropy else (LOGPROB,)
 
-
-def _trl(case: StatsCase) -> Function:
-    _only(case, LOGPROB, ENTROPY)
-    importlib.import_module("trl.kernels")
-    outputs = tuple(name for name in case.names if name != LOGPROB)
-    return lambda: dict(zip(case.names, trl_logprobs(case.x, case.w, case.y, outputs), strict=False))
-
-
-def _liger(case: StatsCase) -> Function:
-    _only(case, LOGPROB)
-    module: Any = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
-    x, w, y = case.x[None], case.w, case.y[None]
-    return lambda: {LOGPROB: module.LigerFusedLinearPPOBase.chunk_forward(x, w, y)[0]}
-
-
-def _of_losses(losses: Callable[[StatsCase, bool], Callable[..., Any]]) -> Callable[[StatsCase], Function]:
-    """Return what builds a function of Liger's, whose losses come with entropies where these are requested."""
-
-    def build(case: StatsCase) -> Function:
-        _only(case, LOGPROB, ENTROPY)
-        needs_cuda(case.x.device)
-        entropy = ENTROPY in case.names
-        function = losses(case, entropy)
+    def build(case: Case) -> Function:
+        if case.y.dim() > 1 or not {*known}.issuperset(case.names):
+            raise CannotError(f"computes {' and '.join(known)} of one target a token alone")
+        both = ENTROPY in case.names
+        function = make(case, entropy=both) if entropy else make(case)
 
         def run() -> Values:
             values = function(case.x, case.w, case.y)
-            return {LOGPROB: -values[0], ENTROPY: values[1]} if entropy else {LOGPROB: -values}
+            return {LOGPROB: -values[0], ENTROPY: values[1]} if both else {LOGPROB: -values}
 
         return run
 
-    return build
+    return Peer(name, build, package)
 
 
-def _liger_scaled(case: StatsCase, entropy: bool) -> Callable[..., Any]:
+def _trl(_: Case, *, entropy: bool) -> Callable[..., Any]:
+    function = trl_logprobs((ENTROPY,) if entropy else ())
+
+    def run(x: Tensor, w: Tensor, y: Tensor) -> Any:
+        logprobs, *more = function(x, w, y)
+        return (-logprobs, *more) if entropy else -logprobs
+
+    return run
+
+
+def _liger_scaled(case: Case, *, entropy: bool) -> Callable[..., Any]:
     """Liger's CuTe kernels for Hopper; elsewhere it would silently run plain PyTorch in chunks."""
+    needs_cuda(case.x.device)
     if torch.cuda.get_device_capability(case.x.device) != (9, 0):
         raise CannotError("its kernels are for GPUs of compute capability 9.0")
     module: Any = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
@@ -203,35 +158,21 @@ def _liger_scaled(case: StatsCase, entropy: bool) -> Callable[..., Any]:
     return lambda x, w, y: apply(x, w, y, 1.0, IGNORED, 1, entropy)
 
 
-def _quack(case: StatsCase) -> Function:
-    """quack's cross entropy of each token from all logits: its loss in chunks returns the mean alone."""
-    _only(case, LOGPROB)
-    needs_cuda(case.x.device)
-    loss = importlib.import_module("quack.linear_cross_entropy").linear_cross_entropy_func
-    return lambda: {LOGPROB: -loss(case.x, case.w, None, case.y, reduction="none")}
-
-
-def _of_loss(name: str) -> Peer:
-    """Return a peer of the loss, whose loss of each token is the negative log-probability."""
-
-    def build(case: StatsCase) -> Function:
-        _only(case, LOGPROB)
-        losses = PEERS[name].build(case)
-        return lambda: {LOGPROB: -losses()["loss"]}
-
-    return Peer(name, build, PEERS[name].package)
-
-
-STATS_PEERS = by_name(
+PEERS = by_name(
     Peer(LOWTIDE, _lowtide),
-    Peer("naive", lambda case: lambda: _naive(case.x, case.w, case.y, case.names)),
+    Peer("naive", lambda case: partial(_naive, case.x, case.w, case.y, case.names)),
     Peer("compile", _compiled),
-    Peer("trl", _trl, "trl"),
-    Peer("liger-grpo", _liger, "liger-kernel"),  # the log-probabilities in Liger's GRPO loss
-    Peer("liger-scaled", _of_losses(_liger_scaled), "liger-kernel"),
-    Peer("liger-native", _of_losses(lambda case, entropy: liger_native(case, entropy=entropy)), "liger-cute-kernels"),
-    Peer("quack", _quack, "quack-kernels"),
-    *map(_of_loss, ("cce-exact", "torch")),
+    _peer("trl", _trl, "trl", entropy=True),
+    _peer("liger-scaled", _liger_scaled, "liger-kernel", entropy=True),
+    _peer("liger-native", liger_native, "liger-cute-kernels", entropy=True),
+    _peer("cce-exact", on_cuda(*CCE, filter_eps=None, reduction="none"), "cut-cross-entropy"),
+    _peer("torch", lambda case: partial(torch_loss(case), reduction="none")),
     Peer("checkpoint-8", _checkpointed),
 )
-STATS = token_benchmark(stats_cases, STATS_PEERS)
+
+
+def main(config: Any, say: Callable[[str], object], command: str) -> int:
+    """Measure each work on each shape, and return the exit status."""
+    with Run(config, say, command, PEERS) as run:
+        measure_cases(run, stats_cases)
+    return run.status

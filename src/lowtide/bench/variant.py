@@ -17,7 +17,6 @@ STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
 LOWTIDE_COMPILED = f"{LOWTIDE}-{COMPILE}"
 OURS = (LOWTIDE, LOWTIDE_COMPILED)
 IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, *OURS)
-_PEERS_SAVE = "all, attention or input, the last two with -offload, for all layers alike"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +41,11 @@ class Variant:
         policy = parse_policies(self.policy)
         if self.impl in OURS:
             return
-        if isinstance(policy, list) or policy.mlp_level is not None or policy.every > 1:
-            raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_SAVE}", repr(self.policy)))
-        if self.compiles_layers and policy.keep == "attention":
-            hint = "A checkpoint cannot look into a compiled layer to keep attention's output."
-            raise ArgumentValueError(message("policy", f"for {self.impl} all or input", repr(self.policy), hint))
+        known = "all or input" if self.impl == COMPILE else "all, attention or input"  # no look into a compiled layer
+        alike = not isinstance(policy, list) and policy.mlp_level is None and policy.every == 1 and policy.keep in known
+        if not alike:
+            known = f"{known}, for all layers alike, or with -offload"
+            raise ArgumentValueError(message("policy", f"for {self.impl} {known}", repr(self.policy)))
 
     @property
     def compiles_layers(self) -> bool:
@@ -55,10 +54,9 @@ class Variant:
 
     @classmethod
     def named(cls, name: str) -> Variant:
-        """Return the variant of a name: an implementation, ``implementation:policy``, or a peer's ``stock-all``."""
-        known = (impl for impl in IMPLEMENTATIONS if name == impl or name.startswith((f"{impl}:", f"{impl}-")))
-        impl = max(known, key=len, default=name)
-        return cls(impl=impl, policy=name[len(impl) + 1 :]) if name != impl else cls(impl=impl)
+        """Return the variant of a name: an implementation, or ``implementation:policy``."""
+        impl, _, policy = name.partition(":")
+        return cls(impl=impl, policy=policy or "input")
 
     def check_installed(self) -> None:
         """Raise `UnsupportedError` where Liger's package is not installed."""

@@ -8,26 +8,22 @@ import textwrap
 from collections.abc import Mapping
 from importlib import import_module
 
-from lowtide.bench import config as configs
-from lowtide.bench.settings import Settings
+from lowtide.bench.config import BENCHMARKS
 from lowtide.cli.parser import OneLineParser, add_options, given, say
 
-BENCHMARKS: tuple[type[Settings], ...] = (
-    configs.HeadBenchConfig,
-    configs.SweepBenchConfig,
-    configs.StatsBenchConfig,
-    configs.MlpBenchConfig,
-    configs.StepBenchConfig,
-)
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab"}  # options that say how large a run is
 _ABOUT = """\
 Measure lowtide beside every peer that can be imported here, in one run. The figures are printed, and written with the
 hardware and the versions to a json file in the current folder (--output)."""
 _EXAMPLES = {
     "head": "the loss at sizes for a GPU",
-    "head --shape 1024,256,8192 --skip compile --device cpu": "a small one, on any machine",
+    "head --shape 1024,256,8192 --device cpu": "a small one, on any machine",
     "WHAT --help": "all options of one, with examples",
 }
+_RESULT = """\
+ The result is DIR/<date>-{}-<gpu>.json, with the hardware and the versions; set COMMIT in the environment where the
+source has no git history. A peer that cannot be imported is a row that says so. Exit status 1 where lowtide itself
+failed, other than by running out of memory, or where a peer of --only cannot be imported."""
 
 
 def add(parser: OneLineParser) -> None:
@@ -35,14 +31,15 @@ def add(parser: OneLineParser) -> None:
     parser.description, parser.epilog = _ABOUT, _examples("", _EXAMPLES)
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
     for config in BENCHMARKS:
+        about = " ".join(f"{config.__doc__} {_RESULT.format(config.benchmark)}".split())
         kind = kinds.add_parser(
             config.benchmark,
             help=config.summary,
-            description=textwrap.fill(_description(config), 120),
+            description=textwrap.fill(about, 120),
             epilog=_examples(f"{config.benchmark} ", config.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_options(kind, config, {key: ", ".join(names) for key, names in config.known.items()})
+        add_options(kind, config)
         kind.set_defaults(main=main, parser=kind, config=config)
 
 
@@ -57,22 +54,12 @@ def main(arguments: argparse.Namespace) -> int:
     config.check_here()
     import torch
 
-    small = [words for words in config.examples if "--device cpu" in words]
-    if small and not options.keys() & OF_SIZE and not torch.cuda.is_available():
+    if not options.keys() & OF_SIZE and not torch.cuda.is_available():
+        small = next(words for words in config.examples if "--device cpu" in words)
         sys.stderr.write(
-            f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small[0]}\n"
+            f"There is no GPU here, and the default sizes are for one. A small run: lowtide bench {name} {small}\n"
         )
-    benchmark = getattr(import_module(f"lowtide.bench.{name}"), name.upper())
-    return int(benchmark.run(config, say, arguments.command).status)
-
-
-def _description(config: type[Settings]) -> str:
-    stem = config.stem.format(benchmark=config.benchmark, dtype="<dtype>")
-    return (
-        f"{' '.join(str(config.__doc__).split())} The result is DIR/<date>-{stem}-<gpu>.json, with the hardware and the"
-        " versions; set COMMIT in the environment where the source has no git history. Exit status 1 where"
-        f" {config.exit_1}."
-    )
+    return int(import_module(f"lowtide.bench.{name}").main(config, say, arguments.command))
 
 
 def _examples(name: str, examples: Mapping[str, str]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from lowtide.errors import did_you_mean
@@ -48,42 +49,38 @@ class OneLineParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[str, str]) -> None:
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """Add an option for each field of a dataclass, its help and default taken from the field.
 
     The namespace gets the options that were given and no others, so that the dataclass alone has the defaults. A flag
     that is on by default becomes ``--no-NAME``; of a help "does this; --no-NAME does that" the option has the end.
+    Options of the class itself come before those of its bases.
 
     Args:
         parser: where to.
-        config: the dataclass; ``metadata`` of its fields has ``help`` and ``metavar``, and may have ``last``: after the
-            others.
-        names: what ``{...}`` in a help text stands for.
+        config: the dataclass; ``metadata`` of its fields has ``help`` and ``metavar``, and may have ``names``: what the
+            values are out of.
     """
-    hints = get_type_hints(config)
-    for field in sorted(dataclasses.fields(config), key=lambda field: field.metadata.get("last", False)):
-        if "help" not in field.metadata:
-            continue
-        flag, text, kind = "--" + field.name.replace("_", "-"), field.metadata["help"], hints[field.name]
-        for key, value in names.items():  # not by format: braces of examples stay as they are
-            text = text.replace("{" + key + "}", value)
-        text = text.replace("%", "%%")
+    hints, own = get_type_hints(config), inspect.get_annotations(config)
+    for field in sorted(dataclasses.fields(config), key=lambda field: field.name not in own):
+        flag, kind, default = "--" + field.name.replace("_", "-"), hints[field.name], field.default
+        text = field.metadata["help"].replace("%", "%%")
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
         if kind is bool:
-            flag = flag.replace("--", "--no-") if field.default else flag
+            flag = flag.replace("--", "--no-") if default else flag
             text = text.partition(f"; {flag} ")[2] or text
-            parser.add_argument(flag, action="store_false" if field.default else "store_true", help=text, **options)
+            parser.add_argument(flag, action="store_false" if default else "store_true", help=text, **options)
             continue
-        if field.default not in (None, ()):
-            default = field.default if isinstance(field.default, tuple) else (field.default,)
-            text += f" (default: {' '.join(map(str, default))})"
+        if default not in (None, ()):
+            text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         inside = [each for each in get_args(kind) if each not in (type(None), ...)]  # of X | None, and of tuple[X, ...]
         if get_origin(kind) is Literal:
             options["choices"] = inside
         else:
             plain = inside[0] if inside else kind
             options |= {"type": plain, "metavar": field.metadata["metavar"] or ("N" if plain is int else "X")}
-            options |= {"nargs": "+"} if get_origin(kind) is tuple else {}
+        if get_origin(kind) is tuple:
+            options |= {"nargs": "+", "choices": field.metadata.get("names")}
         parser.add_argument(flag, help=text, **options)
 
 

@@ -14,7 +14,7 @@ from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.output_files import check_output_files
-from lowtide.measure.units import parse_gib
+from lowtide.measure.units import gib, parse_gib
 from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, Adapters, PlanArguments
 from lowtide.plan.four_bit import config_of
 from lowtide.plan.gpus import GPUS, gpu_named
@@ -186,8 +186,8 @@ def _write(arguments: argparse.Namespace, settings: dict[str, Any], plan: Memory
         from lowtide.bench.plan_check import check_plan
 
         checked = check_plan(settings, plan)
-        report["check"] = checked.to_dict()
-        status = int(checked.peak_bytes > plan.budget_bytes)
+        report["check"] = vars(checked)
+        status = int(checked.peak_gib > gib(plan.budget_bytes))
         sys.stdout.write("" if quiet else f"\n{checked}\n")
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     if quiet:

@@ -31,7 +31,7 @@ examples:
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-    add_options(parser, ProfileConfig, {})
+    add_options(parser, ProfileConfig)
     parser.set_defaults(main=main, parser=parser)
 
 
@@ -43,6 +43,6 @@ def main(arguments: argparse.Namespace) -> int:
     """
     config = ProfileConfig(**given(arguments, ProfileConfig))
     config.check_here()  # before torch is loaded
-    from lowtide.profile.run import PROFILE
+    from lowtide.profile.run import run_profile
 
-    return PROFILE.run(config, say, arguments.command).status
+    return run_profile(config, say, arguments.command)

@@ -60,7 +60,7 @@ can make training ten times slower there."""
 def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = _DESCRIPTION.replace("{names}", ", ".join(SHAPES)), _EXAMPLES
-    add_options(parser, RunArguments, {})
+    add_options(parser, RunArguments)
     parser.set_defaults(main=main, parser=parser, options_of={"model": "--model_name_or_path"}, unknown=[])
 
 

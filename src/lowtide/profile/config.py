@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.bench.settings import Device, Dtype, Settings, setting
+from lowtide.bench.settings import Settings, setting
 from lowtide.bench.variant import IMPLEMENTATIONS, Variant
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.policy import FORM
@@ -53,10 +53,7 @@ class ProfileConfig(Settings):
     lora: int = setting(0, "train adapters of this rank on all linear layers but the last, all else frozen", least=0)
     steps: int = setting(3, "steps that count; the median is taken. One more is recorded", least=1)
     warm: int = setting(1, "steps before them", least=1)
-    dtype: Dtype = setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
-    seed: int = setting(0, "of weights and tokens", last=True, least=0)
-    output: str = setting(".", "folder for all files", metavar="DIR", last=True)
+    seed: int = setting(0, "of weights and tokens", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

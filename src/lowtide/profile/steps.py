@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
-from lowtide.bench.models import SDPA, attention_of, build_model, config_of, make_optimizer
+from lowtide.bench.models import SDPA, attention_of, build_model, make_optimizer
 from lowtide.bench.variant import Variant
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, reset_cuda_peak
 from lowtide.measure.units import gib
 from lowtide.profile.memory import OPTIMIZER_STATES, OTHER, WEIGHTS, describe, read_recording, storages
 from lowtide.profile.phases import HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, profiler_range
+from lowtide.train.shapes import model_config
 
 SNAPSHOT_ENTRIES = 2_000_000  # events of the allocator; more than a step of a hundred layers has
 
@@ -39,7 +40,7 @@ class Steps:
 
     def __init__(self, variant: Variant, settings: dict[str, Any]) -> None:
         self.settings, self.device = settings, torch.device(settings["device"])
-        config = config_of(settings["model"], vocab_size=settings["vocab_size"])
+        config = model_config(settings["model"], vocab_size=settings["vocab_size"])
         dtype, seed = getattr(torch, settings["dtype"]), settings["seed"]
         self.model = build_model(variant, config, dtype, self.device, seed=seed, lora=settings["lora"])
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
