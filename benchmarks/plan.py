@@ -21,8 +21,8 @@ from lowtide.bench.settings import Settings, setting
 from lowtide.errors import LowtideError
 from lowtide.measure.units import gib
 from lowtide.plan import plan_memory
+from lowtide.plan.config import read_settings
 from lowtide.plan.gpus import find_gpu
-from lowtide.plan.settings import read_settings
 from lowtide.train.shapes import SHAPES
 
 

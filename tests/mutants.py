@@ -327,27 +327,27 @@ MUTANTS: dict[str, list[Mutant]] = {
             "planner/test_phases.py -k bytes_and_operations",
         ),
         Mutant(
-            "plan/step_costs.py", ' + follows * t["saved"]', "", "planner/test_phases.py -k layers_recompute",
+            "plan/step_costs.py", ' + follows * saved', "", "planner/test_phases.py -k layers_recompute",
         ),
         Mutant(
             "plan/sharding.py", "received = 2 * (job.gpus - 1) / job.gpus", "received = (job.gpus - 1) / job.gpus",
             "planner/test_phases.py -k ddp",
         ),
         Mutant(
-            "plan/four_bit.py", "SINGLE: 1 / 2 + 4 / BLOCK", "SINGLE: 1 / 2 + 2 / BLOCK",
+            "plan/config.py", "SINGLE: 1 / 2 + 4 / BLOCK", "SINGLE: 1 / 2 + 2 / BLOCK",
             "planner/test_phases.py -k 4_bits",
         ),
-        Mutant("plan/search.py", "if found <= limit:", "if found < 2 * limit:", "planner/test_plan.py -k longest"),
+        Mutant("plan/search.py", "one.seconds < found[-1].seconds", "True", "planner/test_plan.py -k mixture"),
         Mutant(
             "plan/meter.py", '(2 if given.get("is_causal") else 1)', "1",
             "planner/test_phases.py -k bytes_and_operations",
         ),
         Mutant(
-            "plan/job.py", "autocast = dtype == torch.float32 and not shape.four_bit", "autocast = False",
+            "plan/job.py", "autocast = dtype == torch.float32 and not packed.four_bit", "autocast = False",
             "planner/test_phases.py -k nothing_is_said",
         ),
         Mutant(
-            "plan/settings.py", 'return float(value["__float__"])', "return value",
+            "plan/config.py", 'return float(value["__float__"])', "return value",
             "cli/test_plan.py -k counted_anew",
         ),
     ],

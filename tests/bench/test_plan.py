@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from lowtide.bench.models import make_optimizer
-from lowtide.bench.plan_check import PlanCheck, check_plan, planned_model
+from lowtide.bench.plan_check import PlanCheck, check_plan
 from lowtide.errors import UnsupportedError
-from lowtide.plan import Adapters, four_bit, plan_memory
+from lowtide.plan import Adapters, plan_memory
 from lowtide.plan.arguments import OPTIMIZERS
+from lowtide.plan.config import nf4
 from lowtide.train.shapes import SHAPES
 from promises import promise
 
@@ -42,20 +41,10 @@ def test_what_cannot_be_checked() -> None:
     plan = plan_memory(FEW, 64, 1, device="h100")
     with pytest.raises(UnsupportedError, match=r"^check: expected a CUDA GPU"):
         check_plan(FEW, plan)
-    settings = {**FEW, "quantization_config": four_bit.config_of(nested=False)}
+    settings = {**FEW, "quantization_config": nf4(nested=False)}
     plan = plan_memory(settings, 64, 1, device="h100", adapters=Adapters(8))
     with pytest.raises(UnsupportedError, match=r"^check: expected weights in 16 or 32 bits, got 4"):
         check_plan(settings, plan)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_checked_plans_layers_are_compiled_as_planned(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    plan = plan_memory(FEW, 64, 1, device="h100", compile_layers=compiled)
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: calls.append(settings))
-    planned_model(FEW, plan, torch.device("cpu"))
-    assert calls == [{"dynamic": False}] * 2 * compiled
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adamw-8bit", "adamw")])

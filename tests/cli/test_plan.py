@@ -13,8 +13,8 @@ import yaml
 
 from lowtide.cli import main
 from lowtide.plan import Adapters, plan_memory
+from lowtide.plan.config import read_settings, with_layers
 from lowtide.plan.gpus import GPUS
-from lowtide.plan.settings import read_settings, with_layers
 from lowtide.train.shapes import SHAPES
 from promises import promise
 
@@ -85,7 +85,6 @@ def test_a_config_is_read_and_its_layers_counted_anew(tmp_path: Path, capsys: py
     report = as_json(capsys, command=run)
     assert report["model"]["model_class"] == "Mamba2ForCausalLM"
     assert len(report["model"]["kind_of"]) == report["model"]["layers"] == 2
-    assert [cost["policy"] for cost in report["ladder"]][:2] == ["all", "input"]
 
 
 @pytest.mark.slow

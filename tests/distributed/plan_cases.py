@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distributed.launch import main
 from distributed.models import model_of
-from lowtide import HeadOptions
+from lowtide import HeadOptions, patch
 from lowtide.measure.allocations import track_allocations
+from lowtide.memory import apply_policy
 from lowtide.plan import plan_memory
 from lowtide.plan.step_costs import StepCosts
 
@@ -57,14 +59,29 @@ def _received(of: Any = None) -> Iterator[list[int]]:
         yield found
 
 
+def _shard(model: Any, *, tied: bool) -> None:
+    """Share a model in the units that are planned: accelerate's."""
+    policy: Any = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, **policy)
+    if not tied:
+        fully_shard(model.get_input_embeddings(), **policy)
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    fully_shard(model, **policy)
+
+
 def fsdp2() -> None:
-    """Peak and exchanges of a step with the lines that a plan prints."""
+    """Peak and exchanges of a step under a plan's policies."""
     for tied, sizes in ((False, MOST_VOCABULARY), (True, SIZES)):
         model = model_of(dtype=torch.float32, tie_word_embeddings=tied, **{**SIZES, **sizes})
         settings = {"device": "h100", "gpus": dist.get_world_size(), "parallel": "fsdp2", "autocast": True}
-        plan = plan_memory(model.config, T, 1, options=HeadOptions(accumulate="input"), **settings)
+        options = HeadOptions(accumulate="input")
+        plan = plan_memory(model.config, T, 1, options=options, **settings)
         plan = replace(plan, chosen=plan.front[0]) if tied else plan  # which recomputes layers
-        exec(plan.lines(), {"model": model})
+        model.config.use_cache = False
+        patch(model, options=options)
+        apply_policy(model, plan.policies)
+        _shard(model, tied=tied)
         ids = torch.randint(0, model.config.vocab_size, (1, T))
 
         def step(model: Any = model, ids: Tensor = ids) -> None:
@@ -79,7 +96,7 @@ def fsdp2() -> None:
         # Without what a step begins with; on a CPU, the output layer's gradient in bfloat16 is computed out of place.
         most = max(
             phase.bytes - phase.weights - phase.optimizer - phase.other
-            + (2 * plan.job.shape.vocab_params if phase.name == "head" else 0)
+            + (2 * plan.job.model.vocab_params if phase.name == "head" else 0)
             for phase in StepCosts(plan.job).phases(plan.chosen.groups)
         )  # fmt: skip
         where = f"tied {tied}, {plan.title}, {plan.chosen}"

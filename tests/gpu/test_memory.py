@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 
 from lowtide.bench.plan_check import check_plan
 from lowtide.plan import plan_memory
-from lowtide.plan.shapes import read_settings
+from lowtide.plan.config import read_settings
 
 pytestmark = [*ON_GPU, promise("policies")]
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from typing import Any
 
 from lowtide.memory import ActivationPolicy
 from lowtide.plan import MemoryPlan, PlanArguments, plan_memory
 from lowtide.plan.job import Job
-from lowtide.plan.shapes import ModelShape, read_shape
-from lowtide.plan.step_costs import Phase, StepCosts
+from lowtide.plan.layer_costs import LayerCost, layer_costs
+from lowtide.plan.search import Candidate
+from lowtide.plan.step_costs import Groups, Phase, StepCosts
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -18,18 +17,21 @@ FEW = {**SHAPES["llama-3.2-1b"], "num_hidden_layers": 4}
 FLASH_STATES = 24  # bytes that flash attention saves of its dropout
 
 
-@cache
-def _shape(settings: str) -> ModelShape:
-    return read_shape(json.loads(settings))
-
-
-def shape_of(model: Any) -> ModelShape:
-    return _shape(json.dumps(SHAPES.get(model, model) if isinstance(model, str) else model, default=str))
-
-
 def job_of(model: Any = "llama-3-8b", seq_len: int = 8192, **arguments: Any) -> Job:
     given: dict[str, Any] = {"device": "h100", "dtype": "bfloat16", "optimizer": "sgd", **arguments}
-    return Job.of(shape_of(model), PlanArguments(seq_len=seq_len, **given))
+    return Job.of(SHAPES[model] if isinstance(model, str) else model, PlanArguments(seq_len=seq_len, **given))
+
+
+def cost_of(job: Job, policy: ActivationPolicy) -> LayerCost:
+    """What a layer of a model takes all of whose layers are of one kind."""
+    (cost,) = layer_costs(job, policy)
+    return cost
+
+
+def one_of(costs: StepCosts, groups: Groups) -> Candidate:
+    """A mixture with what it takes, all optimizer states on the GPU."""
+    step = costs.step(groups)
+    return Candidate(tuple(groups), costs.peaks(step)[0], step.host, step.seconds)
 
 
 def phases_of(job: Job, *groups: tuple[ActivationPolicy, int], **states: Any) -> dict[str, Phase]:

@@ -7,19 +7,17 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory.policy import words_of
 from lowtide.plan import Adapters, MemoryPlan, plan_memory
-from lowtide.plan.four_bit import config_of
+from lowtide.plan.config import nf4
 from lowtide.plan.gpus import GPUS
-from lowtide.plan.search import Candidate, Search, ladder
+from lowtide.plan.search import Candidate, ladder
 from lowtide.train.shapes import SHAPES
 from planner.jobs import FEW, GIB, plan
 from promises import promise
@@ -32,14 +30,13 @@ transformers = pytest.importorskip("transformers")
 def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All mixtures of a model of 4 layers in the order of memory, one by one, for budgets from the least up."""
     search = plan(seq_len=seq_len, budget=60, host_gib=host_gib).search
-    by_memory = sorted(ladder(search.job), key=lambda p: search.costs.layers[p].places(moves=p.offload))
+    saved = {policy: int(search.costs.of_layers(policy)["saved"].sum()) for policy in ladder(search.job)}
+    by_memory = sorted(saved, key=lambda policy: (0, saved[policy]) if policy.offload else (saved[policy], 0))
     every = []
     for layers in itertools.combinations_with_replacement(by_memory, 4):
-        one = search.candidate([(policy, len(list(same))) for policy, same in itertools.groupby(layers)])
-        if one.host <= host_gib * GIB:
-            every += search.with_offloads(one)
+        every += search.candidates_of([(policy, len(list(same))) for policy, same in itertools.groupby(layers)])
     least, most = min(one.peak for one in every), max(one.peak for one in every)
-    assert search.least().peak <= least * 1.0005
+    assert search.front[0].peak <= search.leanest().peak <= least * 1.0005
     for share in (0.03, 0.1, 0.35, 0.5, 1):
         budget = int(least + share * (most - least))
         found = search.fastest(budget)
@@ -52,28 +49,15 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
         assert (a.peak < b.peak, a.seconds > b.seconds) == (True, True)
 
 
-@pytest.mark.parametrize("model", [FEW, "mamba2"])
-def test_the_longest_sequence_and_the_largest_batch_are_really_that(model: Any) -> None:
-    if model == "mamba2":
-        model = {"model_type": "mamba2", "num_hidden_layers": 2, "vocab_size": 999, "hidden_size": 256, "num_heads": 8}
-    found = plan(model, seq_len=2048, budget=8)
-    for name, most, more in (("seq_len", found.longest_sequence, 256), ("batch_size", found.largest_batch, 1)):
-        for value in (most, most + more):
-            peak = Search(dataclasses.replace(found.job, **{name: value})).least().peak  # type: ignore[arg-type]
-            assert (peak <= 8 * GIB) == (value == most), (name, value)
-
-
 def test_the_last_resort_is_one_input_for_several_layers() -> None:
     """Chosen where nothing else fits, and never where it does."""
     given: dict[str, Any] = {"model": SHAPES["llama-3.2-1b"], "seq_len": 65536, "optimizer": "sgd"}
-    search = plan(budget=74, **given).search
-    least = min(one.peak for one in search.candidates if all(p.every == 1 for p, _ in one.groups))
-    assert all(policy.every == 1 for one in search.front if one.peak >= least for policy, _ in one.groups)
-    tight = plan(budget=(least - 1) / GIB, **given)
+    front = plan(budget=74, **given).front
+    most = [one for one in front if any(policy.every > 1 for policy in one.policies)]
+    assert most == list(front[: len(most)])
+    tight = plan(budget=most[-1].peak / GIB, **given)
     assert any(policy.every > 1 for policy in tight.policies)
     assert words_of(tight.chosen.groups) in str(tight)
-    compiled = plan(budget=74, compile_layers=True, **given)
-    assert all(cost.policy.every == 1 for cost in compiled.ladder)
     with pytest.raises(ArgumentValueError, match="every 2"):
         plan(budget=6, **given)
 
@@ -109,21 +93,8 @@ def test_what_helps_where_states_alone_do_not_fit() -> None:
         ArgumentValueError, match=r"budget_gib.*: put the frozen weights into 4 bits .*, --load-in-4bit"
     ):
         plan(large, seq_len=1024, budget=60, adapters=Adapters(16))
-    packed = plan({**large, "quantization_config": config_of(nested=True)}, 1024, 60, adapters=Adapters(16))
+    packed = plan({**large, "quantization_config": nf4(nested=True)}, 1024, 60, adapters=Adapters(16))
     assert "layers in 4 bits, double quantisation" in packed.answer()
-
-
-def run_lines(found: MemoryPlan) -> dict[str, Any]:
-    """Run a plan's lines of Python; return the arguments of what they call."""
-    calls: dict[str, Any] = {}
-    model = SimpleNamespace(config=SimpleNamespace(use_cache=True))
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("lowtide.patch", "lowtide.memory.apply_policy", "lowtide.memory.offload_optimizer"):
-            of = name.rpartition(".")[2]
-            patched.setattr(name, lambda *args, of=of, **kwargs: calls.update({of: (*args, kwargs)}))
-        exec(found.lines(), {"model": model, "optimizer": 7})
-    assert not model.config.use_cache
-    return {of: tuple(one for one in args if one is not model) for of, args in calls.items()}
 
 
 def chosen_where(is_wanted: Callable[[Candidate], bool], **given: Any) -> MemoryPlan:
@@ -132,36 +103,19 @@ def chosen_where(is_wanted: Callable[[Candidate], bool], **given: Any) -> Memory
     return plan(budget=wanted[len(wanted) // 2].peak / GIB, **given)
 
 
-def test_the_lines_are_python_that_makes_the_policies() -> None:
-    def offloads(one: Candidate) -> bool:
-        return any(policy.offload for policy in one.policies)
-
-    found = chosen_where(offloads, seq_len=32768, host_gib=8, offload_states=False)
-    assert run_lines(found) == {"patch": ({},), "apply_policy": (list(found.policies), {"host_gib": 8})}
-    options = lowtide.HeadOptions(workspace_mib=100.5, gradient="recompute")
-    found = plan(seq_len=2048, budget=40, options=options, fused_mlp=False)
-    policies = list(found.policies)
-    assert run_lines(found) == {"patch": ({"options": options, "mlp": False},), "apply_policy": (policies, {})}
-    assert {policy.mlp_level for policy in policies} == {None}
-
-
 @pytest.mark.parametrize("late", [False, True])
-def test_the_lines_offload_the_optimizers_states(late: bool) -> None:
+def test_what_is_said_of_offloaded_states(late: bool) -> None:
     def moves(one: Candidate) -> bool:
         return one.states > 0 and one.late == late
 
     found = chosen_where(moves, seq_len=32768, host_gib=64)
     assert moves(found.chosen)
-    optimizer, settings = run_lines(found)["offload_optimizer"]
-    everything = found.search.costs.states
-    amount = {"gib": found.chosen.states / GIB} if found.chosen.states < everything else {}
-    assert (optimizer, settings) == (7, {**amount, **({"late": True} if late else {})})
+    everything = found.chosen.states == found.search.costs.states
+    assert found.states_gib == (None if everything else found.chosen.states / GIB)
     assert f"{found.chosen.states / GIB:.2f} GiB of states offloaded" in found.answer()
+    assert ("until after backward" in found.answer().splitlines()[0]) == late
     assert any("expandable_segments" in note for note in found.notes)
-    accumulated = chosen_where(moves, seq_len=32768, host_gib=64, keep_gradients=True).lines()
-    assert ("backwards_per_step" in accumulated) == (not late)
-    stay = plan(seq_len=32768, budget=60, host_gib=64)  # everything fits as it is
-    assert (stay.chosen.states, "offload_optimizer" in stay.lines()) == (0, False)
+    assert plan(seq_len=32768, budget=60, host_gib=64).chosen.states == 0, "everything fits as it is"
 
 
 def test_the_answer_comes_first_and_the_other_precision_second() -> None:
@@ -174,8 +128,6 @@ def test_the_answer_comes_first_and_the_other_precision_second() -> None:
     assert f"{found.seconds:.3f} s per step, {16384 / found.seconds:,.0f} tokens/s; {found.chosen}" in lines[0]
     assert lines[1].startswith(f"bfloat16 weights (--dtype bfloat16): peak {narrow.peak_bytes / GIB:.2f} GiB, ")
     assert lines[2] == "llama, 0.51 billion parameters in 4 layers; 1 x 16384 tokens, adamw, on h100"
-    assert found.lines() in str(found)
-    assert f"{found.longest_sequence:,} tokens" in str(found)
     told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert (told["choice"]["seconds"], told["other"]["seconds"]) == (found.seconds, narrow.seconds)
     tight = plan(dtype="bfloat16", budget=8)
@@ -188,7 +140,8 @@ def test_the_answer_comes_first_and_the_other_precision_second() -> None:
     rate = several.tokens_per_second
     assert f"{rate / 2:,.0f} tokens/s per GPU, {rate:,.0f} in all" in several.answer()
     assert "on 2 x h100 by fsdp2" in several.title
-    assert any("exchanges at 100 GB/s each way" in note for note in several.notes)
+    assert any("GiB per step at 100 GB/s" in note for note in several.notes)
+    assert "at least" in plan(gpus=2, parallel="zero3", budget=60).answer(), "its hooks take time"
 
 
 def test_notes_say_what_is_assumed() -> None:
@@ -199,7 +152,7 @@ def test_notes_say_what_is_assumed() -> None:
         "float32: assumes attention": plan(seq_len=512, dtype="float32", autocast=False),
         "numbers of adapters are trained": plan(adapters=Adapters(16)),
         "attention has a mask of 0.5 GiB": plan(attention_mask=True),
-        "experts stay in 16": plan({**EXPERTS, "quantization_config": config_of(nested=False)}, adapters=Adapters(4)),
+        "experts stay in 16": plan({**EXPERTS, "quantization_config": nf4(nested=False)}, adapters=Adapters(4)),
     }
     for words, found in said.items():
         assert words in " ".join(found.notes)
@@ -248,7 +201,6 @@ def test_a_model_on_the_meta_device_is_planned_like_its_config() -> None:
         ({"host_gib": 10**400}, ArgumentValueError, "host_gib"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib"),
         ({"link": 0}, ArgumentValueError, "link"),
-        ({"offload_states": True}, ArgumentValueError, "offload_states"),
         ({"device": "h1000"}, ArgumentValueError, "device"),
         ({"device": 3}, ArgumentTypeError, "device"),
         ({"dtype": torch.int8}, ArgumentValueError, "dtype"),
@@ -277,15 +229,15 @@ def test_bad_arguments_are_named(change: dict[str, Any], error: type[Exception],
     [
         ({}, {"adapters": None}, "adapters: expected LoRA for weights in 4 bits, which are frozen, got none"),
         ({}, {"autocast": True, "dtype": "float32"}, "autocast: expected False for weights in 4 bits"),
-        ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, {}, "modules, got model.layers.0.mlp"),
-        ({"llm_int8_skip_modules": []}, {}, "expected the output layer among llm_int8_skip_modules, got \\[\\]"),
+        ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, {}, "modules, got .*model.layers.0.mlp"),
+        ({"llm_int8_skip_modules": []}, {}, "expected the output layer, .* among llm_int8_skip_modules, got \\[\\]"),
         ({"bnb_4bit_compute_dtype": "float32"}, {"dtype": "bfloat16"}, "expected bfloat16, .* got float32. Set it"),
         ({"load_in_4bit": False, "load_in_8bit": True}, {}, "expected unset, .* got bitsandbytes in 8 bits"),
         ({"quant_method": "gptq", "load_in_4bit": False}, {}, "expected unset.*got gptq. Plan its config without"),
     ],
 )
 def test_what_is_refused_of_quantised_weights(model: dict[str, Any], more: dict[str, Any], error: str) -> None:
-    config = {**FEW, "quantization_config": {**config_of(nested=False), **model}}
+    config = {**FEW, "quantization_config": {**nf4(nested=False), **model}}
     with pytest.raises(ArgumentValueError, match=error):
         plan_memory(config, 64, 1, device="h100", **{"adapters": Adapters(4), **more})
 

@@ -16,15 +16,13 @@ from lowtide.memory import ActivationPolicy, apply_policy
 from lowtide.memory.policy import layer_policies, mixture_of, parse_policies
 from lowtide.mlp import elementwise
 from lowtide.plan import Adapters
-from lowtide.plan import layer_costs as costs_file
+from lowtide.plan import model as model_file
 from lowtide.plan.arguments import ATTENTION, PROJECTIONS
-from lowtide.plan.four_bit import config_of
-from lowtide.plan.layer_costs import LayerCosts
-from lowtide.plan.settings import read_settings, with_layers
-from lowtide.plan.shapes import read_shape
+from lowtide.plan.config import nf4, read_settings, with_layers
+from lowtide.plan.layer_costs import layer_costs
 from lowtide.plan.step_costs import StepCosts
 from models.tiny import HEAD_DIMS, tiny_config
-from planner.jobs import job_of
+from planner.jobs import cost_of, job_of
 from promises import promise
 
 transformers = pytest.importorskip("transformers")
@@ -89,12 +87,12 @@ class Case(NamedTuple):
     def planned(self) -> int:
         settings = {**transformers.AutoConfig.for_model(self.model_type, **self.settings(2)).to_dict()}
         if self.four_bit:
-            settings["quantization_config"] = config_of(nested=False)
+            settings["quantization_config"] = nf4(nested=False)
         given: dict[str, Any] = {"attention_mask": self.packed, "fused_mlp": self.fused_mlp, "adapters": self.adapters}
         dtype = FP32 if self.precision == AUTOCAST else self.precision
         job = job_of(settings, T, batch_size=B, dtype=dtype, autocast=self.precision == AUTOCAST, **given)
         policy: Any = parse_policies(self.policy)
-        return LayerCosts(job)[policy].saved
+        return cost_of(job, policy).saved
 
 
 def left_by(model: Any, rows: int, tokens: int, *, autocast: bool = False, **given: Any) -> int:
@@ -173,11 +171,11 @@ def compare(model_type: str, policies: list[str]) -> None:
             model.config.use_cache = False
             lowtide.patch(model)
             apply_policy(model, parse_policies(policy))
-            shape = read_shape(settings)
-            states = 0 if policy.startswith("all") else torch.get_rng_state().numel() * shape.layers
+            job = job_of(settings, T, batch_size=B)
+            states = 0 if policy.startswith("all") else torch.get_rng_state().numel() * job.layers
             found.append(left_by(model, B, T) - states)
-            each = LayerCosts(job_of(settings, T, batch_size=B)).kinds(parse_policies(policy))  # type: ignore[arg-type]
-            planned.append(sum(each[kind].saved for kind in shape.kind_of))
+            each = layer_costs(job, parse_policies(policy))  # type: ignore[arg-type]
+            planned.append(sum(each[kind].saved for kind in job.model.kind_of))
         assert planned[1] - planned[0] == pytest.approx(found[1] - found[0], rel=0.03), policy
 
 
@@ -202,10 +200,9 @@ def test_a_loop_over_tokens_is_read_in_short_sequences(monkeypatch: pytest.Monke
     """What three short ones give for a longer sequence and a larger batch is what that takes itself."""
     job = job_of(settings_of("qwen3_next", 2), 1280, batch_size=3)
     policy = ActivationPolicy(keep="all", mlp_level=0)
-    monkeypatch.setattr(costs_file, "MOST_OPERATORS", 10**6)
-    itself = LayerCosts(job).kinds(policy)
-    monkeypatch.setattr(costs_file, "MOST_OPERATORS", 0)
-    short = LayerCosts(job).kinds(policy)
+    short = layer_costs(job, policy)
+    monkeypatch.setattr(model_file, "POINTS", (1280,))
+    itself = layer_costs(job, policy)
     assert [one.saved for one in short] == pytest.approx([one.saved for one in itself], rel=0.001)
     assert [one.forward for one in short] == pytest.approx([one.forward for one in itself], rel=0.02)
     assert [one.backward_bytes for one in short] == pytest.approx([one.backward_bytes for one in itself], rel=0.05)

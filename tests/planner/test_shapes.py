@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.plan import Adapters, plan_memory
+from lowtide.plan import Adapters, PlanArguments, plan_memory
 from lowtide.plan.arguments import PROJECTIONS
-from lowtide.plan.shapes import read_settings, read_shape
+from lowtide.plan.config import read_settings
+from lowtide.plan.job import Job
 from lowtide.train.shapes import SHAPES
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
@@ -45,6 +46,10 @@ PUBLISHED = {  # parameters, as counted in the published checkpoints
 }
 
 
+def job_of(model_or_config: Any, dtype: Any = "bfloat16") -> Job:
+    return Job.of(model_or_config, PlanArguments(seq_len=64, dtype=dtype, device="h100"))
+
+
 def on_meta(config: Any) -> Any:
     """A model without weights."""
     with torch.device("meta"):
@@ -54,18 +59,18 @@ def on_meta(config: Any) -> Any:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parameters_are_those_of_the_model(model_type: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
-    model, shape = on_meta(config), read_shape(config)
-    assert shape.params == sum(p.numel() for p in model.parameters())
-    assert shape.vocab_params == model.get_output_embeddings().weight.numel()
+    model, job = on_meta(config), job_of(config)
+    assert job.model.params == sum(p.numel() for p in model.parameters())
+    assert job.model.vocab_params == model.get_output_embeddings().weight.numel()
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert shape.layer_params == (layer,) * 3
-    assert read_shape(model) == shape
-    assert read_shape({"model_type": model_type, **SMALL, **TYPES[model_type]}) == shape
+    assert job.model.layer_params == (layer,) * 3
+    assert job_of(model) == job
+    assert job_of({"model_type": model_type, **SMALL, **TYPES[model_type]}) == job
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_named_shapes_have_the_published_parameters(name: str) -> None:
-    assert read_shape(SHAPES[name]).params == PUBLISHED[name]
+    assert job_of(SHAPES[name]).model.params == PUBLISHED[name]
 
 
 def test_several_parts_for_text_are_refused() -> None:
@@ -78,14 +83,14 @@ def test_several_parts_for_text_are_refused() -> None:
 def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
     settings = {"model_type": "llama", **SMALL}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert read_shape(tmp_path) == read_shape(str(tmp_path / "config.json")) == read_shape(settings)
+    assert read_settings(tmp_path) == read_settings(str(tmp_path / "config.json")) == read_settings(settings)
 
 
 def test_the_text_part_of_a_config_is_read() -> None:
     text = {"model_type": "llama", **SMALL}
-    shape = read_shape({"model_type": "llava", "text_config": text})
-    assert replace(shape, config="") == replace(read_shape(text), config="", part_of="llava")
-    (note,) = [note for note in plan_memory(shape, 64, 1, 1).notes if "llava" in note]
+    whole = {"model_type": "llava", "text_config": text}
+    assert read_settings(whole) == {**read_settings(text), "part_of": "llava"}
+    (note,) = [note for note in plan_memory(whole, 64, 1, 1).notes if "llava" in note]
     assert "only the text part of llava is planned" in note
 
 
@@ -96,7 +101,7 @@ def test_what_only_the_larger_models_config_has_is_read() -> None:
         for given in (config, config.to_dict()):
             assert read_settings(given)["tie_word_embeddings"] == tied
             with pytest.raises(ArgumentValueError, match=r"model_type: .*'qwen2_vl_text' \(Unrecognized"):
-                read_shape(given)
+                job_of(given).readings(None)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +115,18 @@ def test_what_only_the_larger_models_config_has_is_read() -> None:
 )
 def test_layers_that_do_not_run_without_weights_are_refused_with_a_way_on(model_type: str, says: str) -> None:
     with pytest.raises(ArgumentValueError, match=f"^model_type: expected a causal.*{says}.*with `lowtide profile`"):
-        read_shape(transformers.AutoConfig.for_model(model_type))
+        job_of(transformers.AutoConfig.for_model(model_type)).readings(None)
 
 
 def test_a_model_with_parts_that_are_not_planned_for_is_refused() -> None:
     model = on_meta(transformers.AutoConfig.for_model("llama", **SMALL))
     model.model.layers[1].extra = torch.nn.Linear(3, 4, device="meta")
     with pytest.raises(ArgumentValueError, match="'llama' with"):
-        read_shape(model)
+        job_of(model)
     del model.model.layers[1].extra
     model.model.embed_tokens.weight.requires_grad_(False)
     with pytest.raises(ArgumentValueError, match=r"embed_tokens\.weight frozen"):
-        read_shape(model)
+        job_of(model)
 
 
 def test_something_else_is_refused(tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_something_else_is_refused(tmp_path: Path) -> None:
     for given in (3, None, ["llama"], torch.nn.Linear(2, 3), *files):
         error = ArgumentValueError if given in files else ArgumentTypeError
         with pytest.raises(error, match=r"^model_or_config: expected"):
-            read_shape(given)
+            job_of(given).readings(None)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +153,14 @@ def test_mlps_that_a_patch_leaves_alone_have_no_levels(model_type: str, settings
     assert any("does not fuse every layer's MLP" in note for note in plan.notes) == (not fused)
     assert {policy.mlp_level is not None for policy in plan.policies} == {fused}
     model = transformers.AutoModelForCausalLM.from_config(config)
-    exec(plan.lines(), {"model": model})
+    lowtide.patch(model)
     assert {hasattr(layer.mlp, "checkpoint_level") for layer in model.model.layers} == {fused}
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": "many"}, {"model_type": None}, {"model_type": "nobody-knows-this"}])
 def test_a_config_that_transformers_refuses_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentValueError, match=r"^model_(type|or_config): expected"):
-        read_shape({"model_type": "llama", **SMALL, **change})
+        read_settings({"model_type": "llama", **SMALL, **change})
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
@@ -165,7 +170,9 @@ def test_adapters_are_counted_as_peft_makes_them(model_type: str, targets: tuple
     model = transformers.AutoModelForCausalLM.from_config(config)
     made = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules=list(targets), task_type="CAUSAL_LM"))
     trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
-    assert plan_memory(config, 64, 1, 1, device="h100", adapters=Adapters(5, targets)).job.trained_adapters == trained
+    assert (
+        plan_memory(config, 64, 1, 1, device="h100", adapters=Adapters(5, targets)).job.model.adapter_params == trained
+    )
 
 
 @pytest.mark.parametrize("targets", [("lm_head",), ("nothing",)])

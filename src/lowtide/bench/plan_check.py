@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.bench.harness import release
-from lowtide.bench.models import compile_layers, make_optimizer, measure_steps, random_model, train_step
+from lowtide.bench.models import make_optimizer, measure_steps, random_model, train_step
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.machine import describe_machine
@@ -59,9 +59,9 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, 
             memory ran out.
     """
     job, device = plan.job, torch.device("cuda")
-    if job.shape.four_bit:
+    if job.quantised.four_bit:
         hint = "Check the plan of the config without quantization_config."
-        raise UnsupportedError(message("check", "weights in 16 or 32 bits", job.shape.four_bit, hint))
+        raise UnsupportedError(message("check", "weights in 16 or 32 bits", job.quantised.four_bit, hint))
     if not torch.cuda.is_available():
         raise UnsupportedError(message("check", "a CUDA GPU on this machine", "none", "Leave it out to plan alone."))
     release(device)
@@ -71,7 +71,7 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, 
         optimizer = make_optimizer(job.optimizer, [p for p in model.parameters() if p.requires_grad])
         if plan.chosen.states:
             offload_optimizer(optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
-        ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device=device)
+        ids = torch.randint(0, job.model.vocab, (job.batch_size, job.seq_len), device=device)
         wide = job.autocast or (job.adapters is not None and job.narrow < 4)
 
         def loss() -> torch.Tensor:
@@ -101,13 +101,13 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = 2, 
 
 
 def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.device) -> Any:
-    """Return the model with random weights, under the plan's policies, its layers compiled if the plan's are."""
+    """Return the model with random weights, under the plan's policies."""
     from transformers import AutoConfig
 
     job = plan.job
     config: Any = AutoConfig.for_model(**{**settings, "use_cache": False})
     try:
-        model = random_model(config, job.dtype, device, attn_implementation=job.shape.attention or None)
+        model = random_model(config, job.dtype, device, attn_implementation=job.model.attention or None)
     except ValueError as error:  # capped scores, for one
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
@@ -118,6 +118,4 @@ def planned_model(settings: Mapping[str, Any], plan: MemoryPlan, device: torch.d
     patch(model, options=job.options)
     offloaded = any(policy.offload for policy in plan.policies)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)
-    if job.compile_layers:
-        compile_layers(model)
     return model

@@ -16,10 +16,9 @@ from lowtide.head.options import HeadOptions
 from lowtide.measure.output_files import check_output_files
 from lowtide.measure.units import gib, parse_gib
 from lowtide.plan.arguments import DTYPES, OPTIMIZERS, PARALLEL, Adapters, PlanArguments
-from lowtide.plan.four_bit import config_of
+from lowtide.plan.config import nf4, read_settings, with_layers
 from lowtide.plan.gpus import GPUS, gpu_named
 from lowtide.plan.run_file import RunFile, read_run
-from lowtide.plan.settings import read_settings, with_layers
 from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
 Predict the memory and the time of a language model's training step, and choose what each layer saves for backward so
 that the step is the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's
-config alone: no weights, no GPU. Prints the answer, the bytes of every phase, the ladder of what a layer can save, the
-front of memory against time, the longest sequence and the largest batch that fit, and the Python that applies it."""
+config alone: no weights, no GPU. Prints the answer, the bytes of every phase, and what is assumed."""
 
 _SIZES = {"budget_gib": "budget", "host_gib": "host", "link": "link"}
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
@@ -91,7 +89,6 @@ def add(parser: OneLineParser) -> None:
         kind = int if about["metavar"] is None else str
         add(flag, type=kind, metavar=about["metavar"] or "N", **given)
     add("--no-autocast", dest="autocast", action="store_false", default=None, help="GEMMs in float32 as well")
-    add("--no-offload-states", action="store_true", help="offload no optimizer states")
     add("--grad-accum", default=1, type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
     add(
@@ -152,8 +149,7 @@ def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArgument
         given["adapters"] = Adapters(rank, tuple(targets or ()))
     if arguments.grad_accum > 1:
         given["keep_gradients"] = True
-    states: Any = False if arguments.no_offload_states else "auto"
-    step = PlanArguments(**{**of_run, **given}, options=options, offload_states=states)
+    step = PlanArguments(**{**of_run, **given}, options=options)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": step.attention_mask}
     others |= {"--no-fused-mlp": not step.fused_mlp, "--gpus": step.gpus > 1}
     if arguments.check and (got := next((name for name, is_given in others.items() if is_given), None)):
@@ -170,7 +166,7 @@ def _settings(arguments: argparse.Namespace, run: RunFile | None) -> dict[str, A
     settings = settings if arguments.layers is None else with_layers(settings, arguments.layers)
     if arguments.load_in_4bit or (run is not None and run.four_bit):
         nested = arguments.use_bnb_nested_quant or (run is not None and run.nested)
-        settings["quantization_config"] = config_of(nested=nested)
+        settings["quantization_config"] = nf4(nested=nested)
     elif arguments.use_bnb_nested_quant:
         raise ArgumentValueError(message("use_bnb_nested_quant", "--load-in-4bit beside it", "none"))
     return settings

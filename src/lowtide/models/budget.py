@@ -13,8 +13,8 @@ from lowtide.memory.policy import words_of
 from lowtide.memory.stack import find_stack
 from lowtide.plan import Adapters, MemoryPlan, plan_memory
 from lowtide.plan.arguments import DDP, FSDP2, PROJECTIONS, ZERO3
+from lowtide.plan.config import quantised, read_settings
 from lowtide.plan.run_file import optimizer_of
-from lowtide.plan.shapes import read_shape
 
 AUTO = "auto"
 _AUTO_SHARE = 0.92  # of what is free: the allocator holds more than tensors take
@@ -55,7 +55,7 @@ def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[st
     rows, packs = args.per_device_train_batch_size, getattr(args, "packing", False)
     joined = getattr(args, "padding_free", False) or (packs and args.packing_strategy != "wrapped")
     weights = next(iter(model.parameters())).dtype
-    four_bit = read_shape(model.config).four_bit
+    four_bit = quantised(read_settings(model.config)).four_bit
     dtype = torch.bfloat16 if four_bit else weights
     attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "")
     return {

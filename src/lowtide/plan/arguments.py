@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions, check_options
@@ -89,6 +89,8 @@ class PlanArguments:
         budget_gib: GPU memory for tensors, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most the GPU's
             memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
+            States go there during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most
+            what travels without holding the layers up, or where that does not fit, after backward.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``, or a `Gpu`; ``"cuda"``: the one at hand; None: the
             one at hand, without a GPU an H100. A GPU that the table lacks has its own memory and the rates of an H100.
         dtype: Of parameters, gradients and optimizer states: ``"bfloat16"``, ``"float16"``, ``"float32"`` or the
@@ -105,11 +107,6 @@ class PlanArguments:
             other: T^2 numbers of each sequence in each layer with ``keep="all"``, beside keys and values that are
             repeated for each query head.
         fused_mlp: False for ``lowtide.patch(model, mlp=False)``. Stock MLPs save twice as much, and have no levels.
-        compile_layers: Whether each decoder layer is compiled by itself (``layer.compile(dynamic=False)``, after
-            `apply_policy`). Layers that offload run in eager even so.
-        offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
-            during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
-            without holding the layers up, or where that does not fit, after backward; False: none.
         gpus: How many GPUs share the step. The plan is that of one of them. Offloading is planned for one GPU alone.
         parallel: With several, how: ``"ddp"`` (each has all of the model), ``"fsdp2"`` or ``"zero3"`` (DeepSpeed, in
             16 bits), which shard parameters, gradients and optimizer states.
@@ -143,10 +140,6 @@ class PlanArguments:
     options: HeadOptions | None = None
     attention_mask: bool = field(default=False, metadata=_option("attention takes a [T, T] mask, for packed documents"))
     fused_mlp: bool = field(default=True, metadata=_option("stock MLPs, as where lowtide.patch fuses none"))
-    compile_layers: bool = field(
-        default=False, metadata=_option("each layer through torch.compile, offloaded ones excepted")
-    )
-    offload_states: Literal["auto", False] = "auto"
     gpus: int = field(default=1, metadata=_option("GPUs that share the step"))
     parallel: str = field(default=FSDP2, metadata=_option("with --gpus: {parallel}", "NAME"))
     link: float | str | None = field(
@@ -157,7 +150,7 @@ class PlanArguments:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "gpus"):
             check_count(name, getattr(self, name))
-        for name in ("keep_gradients", "attention_mask", "fused_mlp", "compile_layers"):
+        for name in ("keep_gradients", "attention_mask", "fused_mlp"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentTypeError(message(name, "True or False", f"{getattr(self, name)!r}"))
         if self.autocast is not None and not isinstance(self.autocast, bool):
@@ -170,8 +163,6 @@ class PlanArguments:
                 raise ArgumentValueError(message(name, f"one of {', '.join(names)}", f"{got!r}"))
         if self.dtype is not None and str(self.dtype).removeprefix("torch.") not in DTYPES:
             raise ArgumentValueError(message("dtype", f"one of {', '.join(DTYPES)}", f"{self.dtype!r}"))
-        if self.offload_states is not False and self.offload_states != "auto":
-            raise ArgumentValueError(message("offload_states", "'auto' or False", f"{self.offload_states!r}"))
         for name in ("budget_gib", "host_gib", "link"):
             self.size(name)
 

@@ -1,7 +1,8 @@
-"""A training step that is planned: its arguments, the model's shape and the GPU."""
+"""A training step that is planned: its arguments, the model and the GPU."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,11 +11,10 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.plan import HeadPlan, plan_head
-from lowtide.plan.arguments import PlanArguments
-from lowtide.plan.four_bit import BYTES, SCALES
+from lowtide.plan.arguments import DDP, OPTIMIZERS, ZERO3, PlanArguments
+from lowtide.plan.config import BYTES, SCALES, Quantised, is_module, quantised, read_settings
 from lowtide.plan.gpus import Gpu, find_gpu
-from lowtide.plan.settings import is_module
-from lowtide.plan.shapes import ModelShape, read_shape
+from lowtide.plan.model import MEASURE, MetaModel, Reading, Run, meta_model, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,54 +22,121 @@ class Job(PlanArguments):
     """A training step with everything that its arguments leave open.
 
     Raises:
-        ArgumentValueError: Weights in 4 bits without adapters, under autocast, or that compute in a wider dtype.
+        ArgumentValueError: Weights in 4 bits without adapters, under autocast, or that compute in a wider dtype; or
+            what is not planned of several GPUs.
     """
 
-    shape: ModelShape
+    config: str  # the model's, as JSON
+    quantised: Quantised
     gpu: Gpu
     dtype: torch.dtype
     autocast: bool
 
     @classmethod
     def of(cls, model_or_config: Any, arguments: PlanArguments) -> Job:
-        """Return the job of a model: as for `plan_memory`."""
-        shape, gpu = read_shape(model_or_config), find_gpu(arguments.device)
-        dtype: Any = arguments.dtype
+        """Return the job of a model: as for `plan_memory`.
+
+        Raises:
+            ArgumentValueError: A model whose parameters are frozen, or others than its config says.
+        """
+        settings = read_settings(model_or_config)
+        packed, gpu, dtype = quantised(settings), find_gpu(arguments.device), arguments.dtype
         if dtype is None and is_module(model_or_config):
             dtype = next(model_or_config.parameters()).dtype
         if dtype is None:
-            dtype = torch.bfloat16 if shape.four_bit else torch.float32
+            dtype = torch.bfloat16 if packed.four_bit else torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         autocast = arguments.autocast
         if autocast is None:
-            autocast = dtype == torch.float32 and not shape.four_bit
-        return cls(**{**vars(arguments), "shape": shape, "gpu": gpu, "dtype": dtype, "autocast": autocast})
+            autocast = dtype == torch.float32 and not packed.four_bit
+        settings.pop("quantization_config", None)
+        found: dict[str, Any] = {"config": json.dumps(settings, default=str, sort_keys=True), "quantised": packed}
+        job = cls(**{**vars(arguments), **found, "gpu": gpu, "dtype": dtype, "autocast": autocast})
+        if is_module(model_or_config):
+            parameters = dict(model_or_config.named_parameters())
+            if frozen := next((name for name, p in parameters.items() if not p.requires_grad), None):
+                hint = "For a model with adapters pass its config, and adapters=lowtide.plan.Adapters(rank)."
+                raise ArgumentValueError(message("model_or_config", "all parameters trained", f"{frozen} frozen", hint))
+            if (params := sum(p.numel() for p in parameters.values())) != job.model.params:
+                expected = f"the {job.model.params:,} parameters of its config's model"
+                hint = f"It has other parts. {MEASURE}"
+                raise ArgumentValueError(message("model_type", expected, f"{job.model_type!r} with {params:,}", hint))
+        return job
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shape.four_bit and self.adapters is None:
-            hint = "In Python pass adapters=lowtide.plan.Adapters(rank), to the command --lora-rank."
-            raise ArgumentValueError(message("adapters", "LoRA for weights in 4 bits, which are frozen", "none", hint))
-        if self.shape.four_bit and self.autocast:
-            hint = "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."
-            raise ArgumentValueError(message("autocast", "False for weights in 4 bits", "True", hint))
-        if getattr(torch, self.shape.compute_dtype, self.dtype).itemsize > self.dtype.itemsize:
-            dtype = str(self.dtype).removeprefix("torch.")
-            expected = f"{dtype}, as it is planned in, for all GEMMs over weights in 4 bits run in it"
-            hint = f"Set it in the config (transformers' default is float32), or plan in {self.shape.compute_dtype}."
-            raise ArgumentValueError(message("bnb_4bit_compute_dtype", expected, self.shape.compute_dtype, hint))
         if self.autocast and self.dtype != torch.float32:
             raise ArgumentValueError(message("dtype", "float32 with autocast=True", str(self.dtype)))
+        computes = self.quantised.computes
+        if self.quantised.four_bit and self.adapters is None:
+            hint = "In Python pass adapters=lowtide.plan.Adapters(rank), to the command --lora-rank."
+            raise ArgumentValueError(message("adapters", "LoRA for weights in 4 bits, which are frozen", "none", hint))
+        if self.quantised.four_bit and self.autocast:
+            hint = "Their GEMMs run in the model's dtype: plan with dtype='bfloat16'."
+            raise ArgumentValueError(message("autocast", "False for weights in 4 bits", "True", hint))
+        if getattr(torch, computes, self.dtype).itemsize > self.dtype.itemsize:
+            expected = f"{self.dtype_name}, as it is planned in, for all GEMMs over weights in 4 bits run in it"
+            hint = f"Set it in the config (transformers' default is float32), or plan in {computes}."
+            raise ArgumentValueError(message("bnb_4bit_compute_dtype", expected, computes, hint))
+        if self.gpus == 1:
+            return
+        hint = f"For {self.gpus} GPUs by {self.parallel}, leave it out or change it; or plan for one GPU."
+        if self.size("host_gib"):
+            expected = "0: offloading is planned for one GPU alone"
+            raise ArgumentValueError(message("host_gib", expected, f"{self.host_gib}", hint))
+        if self.parallel != DDP and not OPTIMIZERS[self.optimizer].shards:
+            shard = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards)
+            raise ArgumentValueError(message("optimizer", f"one that shards: {shard}", self.optimizer, hint))
+        if self.parallel == ZERO3 and self.narrow > 2:
+            expected = "16 bits or autocast: DeepSpeed's float32 training is not planned"
+            raise ArgumentValueError(message("dtype", expected, str(self.dtype), hint))
 
     @cached_property
-    def trained_adapters(self) -> int | None:
-        """Return how many parameters adapters have, None where the model is trained."""
-        from lowtide.plan.meta_model import meta_model
+    def settings(self) -> dict[str, Any]:
+        """Return the config's fields."""
+        return json.loads(self.config)  # type: ignore[no-any-return]
 
-        if self.adapters is None:
-            return None
-        settings: Any = {"fused_mlp": self.fused_mlp, "adapters": self.adapters}
-        return meta_model(self.shape.config, self.dtype, **settings).adapter_params
+    @property
+    def model_type(self) -> str:
+        """Return the config's."""
+        return str(self.settings["model_type"])
+
+    @cached_property
+    def model(self) -> MetaModel:
+        """Return the model without weights, with its adapters.
+
+        Raises:
+            ArgumentValueError: transformers cannot build it, or it has no such projections.
+        """
+        with refused(self.model_type):
+            return meta_model(self.config, self.dtype, fused_mlp=self.fused_mlp, adapters=self.adapters)
+
+    def readings(self, level: int | None) -> tuple[Reading, ...]:
+        """Return what a layer of each kind takes, with its fused MLP at a level.
+
+        Raises:
+            ArgumentValueError: The model does not run without weights.
+        """
+        frozen = self.adapters is not None
+        autocast = self.autocast or (frozen and self.narrow == 2)
+        run = Run(self.batch_size, self.seq_len, level, frozen, self.keep_gradients, autocast, self.attention_mask)
+        with refused(self.model_type):
+            return self.model.readings(run)
+
+    @property
+    def attends(self) -> bool:
+        """Return whether every kind of layer runs fused attention."""
+        return all(reading.attended > 0 for reading in self.readings(self.levels[0]))
+
+    @property
+    def levels(self) -> tuple[int | None, ...]:
+        """Return the levels of its layers' fused MLPs that a policy can set."""
+        return (0, 1) if self.fused_mlp and self.model.levels else (None,)
+
+    @property
+    def layers(self) -> int:
+        """Return how many layers the model has."""
+        return len(self.model.kind_of)
 
     @property
     def tokens(self) -> int:
@@ -77,9 +144,14 @@ class Job(PlanArguments):
         return self.seq_len * self.batch_size
 
     @property
+    def dtype_name(self) -> str:
+        """Return the dtype as torch names it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def element(self) -> int:
         """Return the bytes of a parameter, and of a number of the residual stream."""
-        return self.dtype.itemsize
+        return int(self.dtype.itemsize)
 
     @property
     def operand(self) -> torch.dtype:
@@ -89,7 +161,12 @@ class Job(PlanArguments):
     @property
     def narrow(self) -> int:
         """Return the bytes of a number that a GEMM reads or writes."""
-        return self.operand.itemsize
+        return int(self.operand.itemsize)
+
+    @property
+    def gemm_rate(self) -> float:
+        """Return the FLOP per second of the GEMMs."""
+        return self.gpu.gemm(self.narrow)
 
     @property
     def link_rate(self) -> float:
@@ -97,33 +174,34 @@ class Job(PlanArguments):
         return self.size("link") or self.gpu.between
 
     @property
+    def packed_params(self) -> int:
+        """Return the parameters that are in 4 bits: those of all linear layers of the layers, and no experts."""
+        return sum(self.model.linears) if self.quantised.four_bit else 0
+
+    @property
     def weight_bytes(self) -> int:
         """Return the bytes of the model's parameters, without adapters."""
-        shape = self.shape
-        return (shape.params - shape.packed_params) * self.element + shape.packed_bytes
+        packed = int(self.packed_params * BYTES[self.quantised.four_bit])
+        return (self.model.params - self.packed_params) * self.element + packed
 
     @property
     def dequantised_bytes(self) -> int:
         """Return the bytes of the largest weight that one GEMM dequantises, with its scales in float32; 0: none."""
-        return int(self.shape.largest_linear * (self.narrow + SCALES)) if self.shape.four_bit else 0
+        return int(max(self.model.linears) * (self.narrow + SCALES)) if self.packed_params else 0
 
     @property
     def dequantise_seconds(self) -> float:
-        """Return the seconds that one weight of a GEMM takes to be dequantised: it is read, and written."""
-        return (BYTES[self.shape.four_bit] + self.narrow) / self.gpu.bandwidth if self.shape.four_bit else 0.0
-
-    @property
-    def gemm_rate(self) -> float:
-        """Return the FLOP per second of the GEMMs."""
-        return self.gpu.gemm32 if self.operand == torch.float32 else self.gpu.gemm
+        """Return the seconds in which a layer's weights are dequantised once, the mean: they are read, and written."""
+        each = BYTES[self.quantised.four_bit] + self.narrow
+        return self.packed_params / self.layers * each / self.gpu.bandwidth
 
     @cached_property
     def head_plan(self) -> HeadPlan:
         """Return what the output layer and its loss run, and their bytes."""
         return plan_head(
             self.tokens,
-            self.shape.hidden,
-            self.shape.vocab,
+            self.model.hidden,
+            self.model.vocab,
             self.operand,
             "cuda",
             self.options,

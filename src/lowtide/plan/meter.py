@@ -6,20 +6,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from lowtide.graph import flop_of
 from lowtide.memory.attention import is_attention
 from lowtide.mlp.call import SwigluCall
-from lowtide.plan.gpus import FLASH_ACCUMULATOR
-from lowtide.plan.readings import Work
 
 _ATEN = torch.ops.aten
 # Operators of lowtide's MLP, whose scratch no dispatch mode sees: tensors of gate's size that live inside, by whether
@@ -38,7 +35,22 @@ _GROUPED = "aten::_grouped_mm"
 _FORMULAS: dict[str, Any] = {_GROUPED: lambda a, b, *_, **__: 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]}
 _INDEXED = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _ATTENTION_BACKWARD = "attention_backward"
+FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum, inside attention's backward
 _SOFTMAX_BACKWARD = "aten::_softmax_backward_data"  # on a GPU by way of a tensor: the gradient times the probabilities
+
+
+class Work(NamedTuple):
+    """Sums over the operators that ran."""
+
+    flop: float = 0.0  # of GEMMs
+    rows: float = 0.0  # of all GEMMs' outputs: what small weights add to their time
+    attention: float = 0.0  # FLOP of fused attention in forward, the masked half not counted
+    thin: float = 0.0  # bytes that all other operators read and write
+    operators: float = 0.0  # calls that launch a kernel
+
+    def plus(self, other: Work, sign: int = 1) -> Work:
+        """Return the sum, or with ``sign=-1`` the difference."""
+        return Work(*(a + sign * b for a, b in zip(self, other, strict=True)))
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -129,6 +141,8 @@ def _work(func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Ten
         return Work(attention=_attention_flop(func, args, kwargs), operators=1)
     if _ATTENTION_BACKWARD in name:  # its time is a multiple of forward's
         return Work(operators=1)
+    from torch.utils.flop_counter import flop_registry  # which imports Triton
+
     formula = _FORMULAS.get(name) or flop_registry.get(func._overloadpacket) or flop_of(func._overloadpacket)
     if formula is not None:
         rows = made[0].numel() / made[0].shape[-1] if made[0].numel() else 0.0
@@ -147,17 +161,15 @@ def _bytes(tensor: Tensor) -> int:
 
 def _scratch(name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> int:
     """Return the bytes that live inside an operator, beside what it is given and returns."""
-    if tensors := _SCRATCH.get(name):  # of the gate's size: tokens of a tile by intermediate size
+    if tensors := _SCRATCH.get(name):  # of the gate's size: tokens by intermediate size
         call, narrow = SwigluCall(*args[: len(SwigluCall._fields)]), args[SwigluCall._fields.index("dtype")].itemsize
-        tokens, backward = min(call.tokens, call.tile_tokens or call.tokens), name.endswith("backward")
-        scratch = tensors[given[-1].dim() == 2] * tokens * call.down_shape[1] * narrow
+        backward = name.endswith("backward")
+        scratch = tensors[given[-1].dim() == 2] * call.tokens * call.down_shape[1] * narrow
         weights = [x for x in (call.gate_weight, call.up_weight, call.down_weight) if x is not None]
         if call.input.dtype.itemsize > narrow:  # autocast's copies of the weights, of the input and its gradient
             scratch += narrow * (sum(w.numel() for w in weights) + (1 + backward) * call.input.numel())
-        grads = [x for x in made[1:] if x.dim() == 2]
-        if backward and tokens < call.tokens:  # sums over tiles are in float32, and rounded one by one
-            scratch += 4 * sum(x.numel() for x in grads)
-        elif backward:  # gate's and up's come when the scratch is gone
+        if backward:  # gate's and up's gradients come when the scratch is gone
+            grads = [x for x in made[1:] if x.dim() == 2]
             scratch -= min(scratch, sum(map(_bytes, grads[: len(weights) - 1])))
         return int(scratch)
     if rows := _ROWS.get(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import ArgumentValueError, message
@@ -12,8 +13,7 @@ from lowtide.plan.arguments import DDP, PlanArguments
 from lowtide.plan.gpus import Gpu
 from lowtide.plan.job import Job
 from lowtide.plan.report import MemoryPlan
-from lowtide.plan.search import Candidate, Search
-from lowtide.plan.sharding import check_sharding
+from lowtide.plan.search import Search
 
 if TYPE_CHECKING:
     import torch
@@ -74,46 +74,48 @@ def plan_memory(
 def plan_step(model_or_config: Any, arguments: PlanArguments) -> MemoryPlan:
     """Return the plan of a step that is described by `PlanArguments`: `plan_memory`, which has the errors too."""
     job = Job.of(model_or_config, arguments)
-    check_sharding(job)
     requested, search = job.size("budget_gib") or job.gpu.default_budget_bytes, Search(job)
     budget = min(requested, job.gpu.most_bytes)
     chosen = search.fastest(budget)
     if chosen is None:
-        raise _refusal(search, search.least(), budget, requested)
+        raise _refusal(search, budget, requested)
     return MemoryPlan(search=search, chosen=chosen, budget_bytes=budget, requested_bytes=requested)
 
 
-def _refusal(search: Search, least: Candidate, budget: int, requested: int) -> ArgumentValueError:
+def _refusal(search: Search, budget: int, requested: int) -> ArgumentValueError:
     """Return the error where nothing fits: how much is missing, and what would help."""
-    job, costs = search.job, search.costs
+    job, costs, least = search.job, search.costs, search.front[0]
     states = costs.weights + costs.all_gradients + costs.states
+
+    def fits(**changes: Any) -> bool:
+        return Search(replace(job, **changes)).leanest().peak <= budget
+
+    def half(name: str, **changes: Any) -> list[str]:
+        """Return the largest half, quarter or smaller part of a number that fits; nothing where none does."""
+        parts = (getattr(job, name) >> k for k in range(1, getattr(job, name).bit_length()))
+        return list(islice((f"{name}={n} fits" for n in parts if fits(**{name: n}, **changes)), 1))
+
     helps = []
-
-    def peak(**changes: Any) -> int:
-        return Search(replace(job, **changes)).least().peak
-
-    if job.optimizer.startswith("adamw") and job.gpus == 1 and peak(optimizer="adamw-8bit") <= budget:
+    if job.optimizer.startswith("adamw") and job.gpus == 1 and fits(optimizer="adamw-8bit"):
         helps.append("optimizer adamw-8bit fits")
     more = [job.gpus * 2**k for k in range(1, 11)] if job.gpus > 1 and job.parallel != DDP else []
-    if enough := next((gpus for gpus in more if peak(gpus=gpus) <= budget), None):
-        helps.append(f"gpus={enough} fits")
+    helps += islice((f"gpus={gpus} fits" for gpus in more if fits(gpus=gpus)), 1)
     if states > budget:
         ways = ["train adapters (LoRA)"] if job.adapters is None else []
-        if job.adapters is not None and not job.shape.four_bit:
+        if job.adapters is not None and not job.quantised.four_bit:
             ways.append("put the frozen weights into 4 bits (quantization_config of bitsandbytes, --load-in-4bit)")
         if job.autocast:
             ways.append("store weights and states in 16 bits (dtype bfloat16)")
         way_out = " or ".join([*ways, "take more GPUs"])
         helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB: {way_out}")
     else:
-        fits = {"batch_size": search.largest_batch(budget), "seq_len": search.longest_sequence(budget)}
-        helps += [f"{name}={most} fits" for name, most in fits.items() if most]
-    if not helps and (most := Search(replace(job, batch_size=1)).longest_sequence(budget)):
-        helps.append(f"batch_size=1 with seq_len={most} fits")
-    roomy = Search(replace(job, host_gib=2**30 if job.gpus == 1 else 0)).least()
+        helps += half("batch_size") + half("seq_len")
+    if not helps:
+        helps += [f"batch_size=1 with {one}" for one in half("seq_len", batch_size=1)]
+    roomy = Search(replace(job, host_gib=2**30 if job.gpus == 1 else 0)).leanest()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} fits, with {roomy}")
-    phase = costs.peak(least.groups, least.states, late=least.late)
+    phase = max(costs.phases(least.groups, least.states, late=least.late), key=lambda phase: phase.bytes)
     tokens = f"{job.batch_size} x {job.seq_len} tokens{f' by {job.parallel}' if job.gpus > 1 else ''}"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
     usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""

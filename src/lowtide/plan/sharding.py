@@ -14,15 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.errors import ArgumentValueError, message
 from lowtide.plan.arguments import DDP, FSDP2, OPTIMIZERS, ZERO3
-from lowtide.plan.four_bit import BYTES
+from lowtide.plan.config import BYTES
 from lowtide.plan.job import Job
 
-# Share of an exchange's time that it takes from the GEMMs it runs beside. Fitted to the steps of two H200.
-SLOWS = 0.8
-# Seconds that a layer takes longer under DeepSpeed than its exchanges do, by two steps of two and four H200.
-ZERO3_WAITS = 4e-3
 # DeepSpeed's defaults, in parameters: stage3_max_live_parameters, reduce_bucket_size, sub_group_size.
 LIVE, BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
 
@@ -50,7 +45,6 @@ class Ranks:
     """
 
     job: Job  # what it computes
-    tokens: int  # of a step, on all GPUs
     weights: int
     states: int
     gradients: int
@@ -68,27 +62,28 @@ class Ranks:
     ahead: Exchange = NOTHING  # of a layer's forward
     behind: Exchange = NOTHING  # of its backward
     others: Exchange = NOTHING  # of everything but the layers
-    waits: float = 0.0  # seconds of a step besides
 
-    def seconds(self, exchange: Exchange) -> tuple[float, float]:
-        """Return the seconds of an exchange that run beside the work, and those that it waits."""
-        return exchange.beside / self.job.link_rate, exchange.before / self.job.link_rate
+    @property
+    def exchanged(self) -> Exchange:
+        """Return what a GPU receives from the others in a step."""
+        sums = zip(self.others, self.ahead, self.behind, strict=True)
+        return Exchange(*(others + self.job.layers * (ahead + behind) for others, ahead, behind in sums))
 
 
 class _Units:
     """The parts of a model that are gathered one after another: parameters, and those of them that are trained."""
 
     def __init__(self, job: Job) -> None:
-        shape, adapters, L = job.shape, job.trained_adapters, job.shape.layers
-        packed = shape.packed_params // L  # of a layer; in bytes of a parameter in the job's dtype:
-        smaller = packed - packed * BYTES[shape.four_bit] / job.element
-        added = 0 if adapters is None else adapters // L
-        self.layers = [int(params - smaller) + added for params in shape.layer_params]
-        self.trained = [*shape.layer_params] if adapters is None else [added] * L
-        self.embedding = 0 if shape.tied else shape.vocab_params
-        self.tail = shape.params - sum(shape.layer_params) - self.embedding  # the unit of the output layer
+        model, L = job.model, job.layers
+        packed = job.packed_params // L  # of a layer; in bytes of a parameter in the job's dtype:
+        smaller = packed - packed * BYTES[job.quantised.four_bit] / job.element
+        added = model.adapter_params // L
+        self.full = job.adapters is None  # trained
+        self.layers = [int(params - smaller) + added for params in model.layer_params]
+        self.trained = [*model.layer_params] if self.full else [added] * L
+        self.embedding = 0 if model.tied else model.vocab_params
+        self.tail = model.params - sum(model.layer_params) - self.embedding  # the unit of the output layer
         self.params = sum(self.layers) + self.embedding + self.tail
-        self.full = adapters is None  # trained
         self.first = self.embedding or self.tail  # the unit that is gathered first, and reduced last
 
     def exchanges(self, job: Job, gathered: int, reduced: int) -> dict[str, Any]:
@@ -111,35 +106,33 @@ def ranks_of(job: Job) -> Ranks:
 
 def _alone(job: Job) -> Ranks:
     """Return a GPU that has all of a job."""
-    shape, adapters, kind = job.shape, job.trained_adapters, OPTIMIZERS[job.optimizer]
+    model, kind, L = job.model, OPTIMIZERS[job.optimizer], job.layers
     # Adapters are float32, whatever the frozen weights are.
-    trained, size = (shape.params, job.element) if adapters is None else (adapters, 4)
-    by_layer = shape.layer_params if adapters is None else [trained // shape.layers] * shape.layers
-    nothing = [0] * shape.layers
+    full, size = job.adapters is None, job.element if job.adapters is None else 4
+    trained = model.params if full else model.adapter_params
+    by_layer = model.layer_params if full else [trained // L] * L
     return Ranks(
         job=job,
-        tokens=job.tokens,
-        weights=job.weight_bytes + 4 * (adapters or 0),
+        weights=job.weight_bytes + 4 * model.adapter_params,
         states=int(trained * (kind.states * size + kind.bytes_each)),
         gradients=trained * size,
         stepped=trained * size,
         accumulated=trained * size,
         layer_gradients=[params * size for params in by_layer],
-        head_gradient=shape.vocab_params * size if adapters is None else 0,
-        forward=nothing,
-        backward=nothing,
+        head_gradient=model.vocab_params * size * full,
+        forward=[0] * L,
+        backward=[0] * L,
     )
 
 
 def _ddp(job: Job) -> Ranks:
     """Return a GPU under DistributedDataParallel, whose buckets hold the gradients a second time."""
-    alone, L = _alone(job), job.shape.layers
+    alone, L = _alone(job), job.layers
     buckets = alone.gradients
     received = 2 * (job.gpus - 1) / job.gpus
     by_layer = received * sum(alone.layer_gradients) / L
     return replace(
         alone,
-        tokens=job.gpus * job.tokens,
         forward=[buckets] * L,
         backward=[buckets] * L,
         head=buckets,
@@ -164,7 +157,7 @@ def _fsdp2(job: Job) -> Ranks:
     the next unit's backward. Those that are accumulated are whole, and reduced in the last pass.
     """
     alone, whole, n, units = _alone(_narrow(job)), _alone(job), job.gpus, _Units(job)
-    g, r, tied = alone.job.element, job.element if units.full else 4, job.shape.tied
+    g, r, tied = alone.job.element, job.element if units.full else 4, job.model.tied
     layers, sums, tail = [g * unit for unit in units.layers], [r * unit for unit in units.trained], units.tail
     stays, reduced = g * tail * tied, r * tail * units.full
 
@@ -178,7 +171,6 @@ def _fsdp2(job: Job) -> Ranks:
     first = r * units.first * units.full
     return replace(
         alone,
-        tokens=n * job.tokens,
         weights=share(whole.weights),
         states=share(whole.states),
         gradients=share(whole.gradients),
@@ -204,7 +196,7 @@ def _zero3(job: Job) -> Ranks:
     counted as that. Gradients wait in a bucket, and are copied out of it to be reduced.
     """
     alone, n, units = _alone(replace(_narrow(job), keep_gradients=True)), job.gpus, _Units(_narrow(job))
-    g, trained = alone.job.element, job.shape.params if units.full else sum(units.trained)
+    g, trained = alone.job.element, job.model.params if units.full else sum(units.trained)
 
     def share(params: int, size: int = g) -> int:
         return -(-params * size // n)
@@ -213,7 +205,6 @@ def _zero3(job: Job) -> Ranks:
     reduced = live + g * min(trained, max(BUCKET, units.tail if units.full else 0))
     return replace(
         alone,
-        tokens=n * job.tokens,
         weights=share(units.params),
         states=share(trained, 4 * (OPTIMIZERS[job.optimizer].states + 1)),
         gradients=share(trained),
@@ -226,65 +217,5 @@ def _zero3(job: Job) -> Ranks:
         head=reduced,
         embedding=reduced,
         step=g * BUCKET + 4 * min(SUB_GROUP, -(-trained // n)),
-        waits=ZERO3_WAITS * len(units.layers),
         **units.exchanges(job, g, g),
     )
-
-
-def check_sharding(job: Job) -> None:
-    """Check that a step of several GPUs can be planned.
-
-    Raises:
-        ArgumentValueError: It offloads, or has an optimizer without shards, or ZeRO-3 in float32.
-    """
-    if job.gpus == 1:
-        return
-    shard, sharded = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.shards), job.parallel != DDP
-    wide = job.parallel == ZERO3 and job.element > 2 and not job.autocast
-    refused: list[tuple[str, object, str, bool]] = [
-        ("host_gib", job.host_gib, "0: offloading is planned for one GPU alone", bool(job.size("host_gib"))),
-        ("optimizer", job.optimizer, f"one that shards: {shard}", sharded and not OPTIMIZERS[job.optimizer].shards),
-        ("dtype", job.dtype, "16 bits or autocast: DeepSpeed's float32 training is not planned", wide),
-    ]
-    for name, got, expected, applies in refused:
-        if applies:
-            hint = f"For {job.gpus} GPUs by {job.parallel}, leave it out or change it; or plan for one GPU."
-            raise ArgumentValueError(message(name, expected, f"{got}", hint))
-
-
-def notes_on(job: Job) -> tuple[str, ...]:
-    """Return the notes on a plan of several GPUs."""
-    if job.gpus == 1:
-        return ()
-    how = "--link 50GB, in Python link='50GB', plans a network of 400 Gb/s"
-    where = f"; assumes {job.gpus} GPUs in one host: {how}" if job.link is None else ""
-    sharded = {
-        DDP: "DDP: each GPU has all of the model; buckets hold the gradients a second time",
-        FSDP2: "units of FSDP2: each layer; the embedding; the last norm and the output layer, which stay gathered",
-        ZERO3: f"ZeRO-3 with DeepSpeed's defaults: weights and states in float32 besides, up to {LIVE:,} gathered"
-        f" parameters, a bucket of {BUCKET:,} gradients: an upper bound",
-    }
-    return f"exchanges at {job.link_rate / 1e9:.0f} GB/s each way{where}", sharded[job.parallel]
-
-
-def sharding_lines(job: Job) -> list[str]:
-    """Return the Python that spreads a model over GPUs, once it is patched and has its policies."""
-    if job.gpus == 1:
-        return []
-    processes = f"# in each of {job.gpus} processes"
-    if job.parallel == DDP:
-        return [f"{processes}: model = torch.nn.parallel.DistributedDataParallel(model)"]
-    if job.parallel == ZERO3:
-        return [f"{processes}: deepspeed.initialize(model=model, ...), or a trainer"]
-    lines, policy = [f"{processes}, or without these lines a trainer with accelerate's FSDP2:"], ""
-    if job.autocast:
-        lines += ["import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
-        lines.append("precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
-        policy = ", mp_policy=precision"
-    else:
-        lines.append("from torch.distributed.fsdp import fully_shard")
-    lines += ["for layer in model.get_decoder().layers:", f"    fully_shard(layer{policy})"]
-    if not job.shape.tied:
-        lines.append(f"fully_shard(model.get_input_embeddings(){policy})")
-        lines.append(f"fully_shard(model.get_output_embeddings(), reshard_after_forward=False{policy})")
-    return [*lines, f"fully_shard(model{policy})"]

@@ -1,7 +1,7 @@
-"""One layer of each kind of a model, run on the meta device: what it saves, allocates and computes.
+"""A causal language model without weights, and what one layer of each kind of it saves, allocates and computes.
 
-The model is built from its config without weights and patched by `lowtide.patch`. Its own forward calls its layers, so
-that they get the arguments that they get in training; layers like one that has run return what that one returned.
+The model is built from its config on the meta device and patched by `lowtide.patch`. Its own forward calls its layers,
+so that they get the arguments that they get in training; layers like one that has run return what that one returned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,47 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.stack import find_stack
 from lowtide.plan.arguments import Adapters
-from lowtide.plan.meter import Meter, autocast, stand_ins
-from lowtide.plan.readings import LayerRun, Reading, Work
+from lowtide.plan.meter import Meter, Work, autocast, stand_ins
 
+MEASURE = "Measure its step instead, with `lowtide profile`."
+# Tokens of the short sequences by which a loop over tokens is read: chunks of linear attention and state spaces divide
+# them.
+POINTS = (256, 512, 768)
+_OTHER_DTYPE = "scalar type"  # in the error of an operator whose operands differ
+_LETTERS = 180  # of what a model raised
 _INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # attributes in which equal layers differ
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _NO_WINDOW = 2**30  # tokens: longer than any sequence
 _LORA = "lora_"  # what the names of peft's parameters have
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
+
+
+class Run(NamedTuple):
+    """How layers run."""
+
+    batch_size: int
+    seq_len: int
+    level: int | None = None  # of the fused MLPs; None: as patched
+    frozen: bool = False  # weights have no gradients
+    keep_gradients: bool = False  # gradients are there when backward begins
+    autocast: bool = False  # GEMMs and attention run in bfloat16
+    masked: bool = False  # attention takes a [T, T] mask for each sequence
+
+
+class Reading(NamedTuple):
+    """What one layer took at one size: bytes, and the work of forward, of its recompute and of backward."""
+
+    input: float  # its hidden states
+    saved: float  # for backward, its input among them where an operator of its saves that
+    with_input: float  # the same, always with its input, which a checkpoint saves
+    attended: float  # the outputs of fused attention; 0: it ran none
+    forward_peak: float  # the most that lives within its forward beyond what it saves
+    checkpointed_peak: float  # the same where it saves nothing but its input
+    backward_peak: float  # the most that lives within its backward beyond what it saved, its weights' gradients too
+    forward: Work
+    recompute: Work  # up to the last tensor that is saved
+    backward: Work
 
 
 class MetaModel:
@@ -44,8 +76,24 @@ class MetaModel:
         fused_mlp: Whether `lowtide.patch` fuses its MLPs.
         adapters: Of its layers' projections.
 
+    Attributes:
+        name: Its class.
+        attention: transformers' implementation.
+        params: Its parameters, without adapters.
+        layer_params: Those of each layer, without those that it shares with an earlier one.
+        linears: The weights' sizes of the layers' linear layers, which transformers can put into 4 bits.
+        adapter_params: The parameters of its adapters.
+        kind_of: The kind of each layer: layers of one kind cost the same.
+        levels: Whether every kind has an MLP that `lowtide.patch` fuses, whose level a policy can set.
+        experts: Of a layer; 0: a plain MLP.
+        vocab, hidden: The output layer's sizes.
+        tied: Whether embedding and output layer are one tensor.
+        head_dim: Of attention; 0: unknown.
+        windows: The tokens that each layer's attention looks back on; 0: all.
+
     Raises:
-        ArgumentValueError: peft is not installed, or no layer has such projections.
+        ArgumentValueError: peft is not installed, no layer has such projections, or the output layer is something else
+            than one linear layer.
     """
 
     def __init__(
@@ -62,25 +110,35 @@ class MetaModel:
                     setattr(part, name, _NO_WINDOW)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        self.model = model.to("meta").train()  # also what was made on the CPU nevertheless
-        self.name = type(model).__name__
+        self._model = model.to("meta").train()  # also what was made on the CPU nevertheless
+        self.name, self._readings = type(model).__name__, dict[Run, tuple[Reading, ...]]()
         self.attention = str(getattr(text, "_attn_implementation", "") or "")
-        self.experts, self.experts_per_token = (
+        self.experts, self._visits = (
             next((n for n in (getattr(text, name, None) for name in names) if type(n) is int), 0)
             for names in (_EXPERTS, _VISITED)
         )
-        self.params = sum(p.numel() for p in model.parameters())
+        weight = getattr(model.get_output_embeddings(), "weight", None)
+        if weight is None or weight.dim() != 2:
+            expected = "a model with an output layer that is one linear layer"
+            raise ArgumentValueError(message("model_type", expected, f"{settings['model_type']!r} without", MEASURE))
+        self.vocab, self.hidden = map(int, weight.shape)
+        self.tied: bool = model.get_input_embeddings().weight is weight
+        heads = settings.get(text.attribute_map.get("num_attention_heads", "num_attention_heads"))  # n_head, say
+        self.head_dim = int(settings.get("head_dim") or (self.hidden // heads if type(heads) is int else 0))
+        self.params = int(sum(p.numel() for p in model.parameters()))
         layers = find_stack(model).layers
+        self.windows = _windows(settings, len(layers))
         linear = (m for layer in layers.values() for m in layer.modules() if type(m) is nn.Linear)
-        self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))  # those that transformers can quantise
+        self.linears = tuple(m.weight.numel() for m in dict.fromkeys(linear))
         self.layer_params = _own_params(list(layers.values()))
         self.adapter_params = 0 if adapters is None else _adapt(model, layers, adapters)
         keys = [_kind(layer) for layer in layers.values()]
         kinds = list(dict.fromkeys(keys))
         self.kind_of = tuple(map(kinds.index, keys))
+        self._loops: bool | None = None  # over tokens
+        self._read_as: Callable[..., Any]  # of the run that is being read
         self._layers: dict[int, Any] = {}
         self._found: dict[int, tuple[torch.dtype, Reading, Any]] = {}  # with the input's dtype, and what it returned
-        self._run = LayerRun("", dtype)
         for (name, layer), kind in zip(layers.items(), self.kind_of, strict=True):
             if kind in self._layers:
                 self._replace(name, self._double(layer, kind))
@@ -89,44 +147,82 @@ class MetaModel:
         # The room of models is above this one: `lowtide.patch` is looked up when it is needed.
         patch: Callable[..., Any] = pkgutil.resolve_name("lowtide:patch")
         patch(model, loss=False, mlp=fused_mlp)
-        self.has_levels = all(any(_levels(layer)) for layer in self._layers.values())
+        self.levels = all(any(_fused_mlps(layer)) for layer in self._layers.values())
 
-    def readings(self, run: LayerRun) -> tuple[Reading, ...]:
+    @property
+    def vocab_params(self) -> int:
+        """Return the parameters of the output layer, and of the embedding."""
+        return self.vocab * self.hidden
+
+    def readings(self, run: Run) -> tuple[Reading, ...]:
         """Return what a layer of each kind takes.
+
+        A layer with a loop over tokens would take minutes at a long sequence. Its figures are a + b N + c N T, with N
+        tokens in sequences of T: the coefficients follow from three short sequences.
 
         Raises:
             RuntimeError: The forward did not call one of them.
         """
+        T, B = run.seq_len, run.batch_size
+        if POINTS[-1] >= T or not self._has_loop(run):
+            return self._read_all(run)
+        bare = run._replace(frozen=True)
+        found = []
+        for kind in range(len(self._layers)):
+
+            def through(run: Run, points: tuple[int, ...], kind: int = kind) -> Reading:
+                shares = [(1 - B) * _lagrange(0, at, points) + B * _lagrange(T, at, points) for at in points]
+                short = [self._read_all(run._replace(batch_size=1, seq_len=n))[kind] for n in points]
+                return Reading(*(_mixed(values, shares) for values in zip(*short, strict=True)))
+
+            # A peak is the largest of several sums: a line through the longer two extrapolates it. In short sequences
+            # the gradients of weights are the peak of backward; in long ones those of activations, so that it is at
+            # least what it would be with frozen weights, which save less.
+            line, frozen = through(run, POINTS[1:]), through(bare, POINTS[1:])
+            peaks = {name: getattr(line, name) for name in ("forward_peak", "checkpointed_peak")}
+            least = frozen.backward_peak + frozen.saved - line.saved
+            peaks["backward_peak"] = max(line.backward_peak, least)
+            found.append(through(run, POINTS)._replace(**peaks))
+        return tuple(found)
+
+    def _has_loop(self, run: Run) -> bool:
+        """Return whether more tokens take more operators."""
+        if self._loops is None:
+            short = (self._read_all(run._replace(batch_size=1, seq_len=n)) for n in POINTS[:2])
+            few, more = (sum(one.forward.operators for one in kinds) for kinds in short)
+            self._loops = few != more
+        return self._loops
+
+    def _read_all(self, run: Run) -> tuple[Reading, ...]:
+        """Return the readings of layers that have run at the whole size."""
+        if run in self._readings:
+            return self._readings[run]
         self._found.clear()
-        self._run, B, T = run, run.batch_size, run.seq_len
-        for name, p in self.model.named_parameters():
+        B, T = run.batch_size, run.seq_len
+        for name, p in self._model.named_parameters():
             p.requires_grad_(p.is_floating_point() and (not run.frozen or _LORA in name))
         for layer in self._layers.values():
-            for module in _levels(layer):
-                module.checkpoint_level, module.tile_tokens = run.level or 0, run.tile_tokens
+            for module in _fused_mlps(layer):
+                module.checkpoint_level = run.level or 0
         given = {"input_ids": torch.ones(B, T, dtype=torch.long, device="meta")}
         if run.masked:
             given["attention_mask"] = torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")
-        visits = B * T * self.experts_per_token
-        with self._watched(), torch.no_grad(), Meter(self.experts), stand_ins(visits, masked=run.masked):
-            self.model(**given)
+        forwards = {kind: layer.forward for kind, layer in self._layers.items()}
+        self._read_as = lambda kind, *given: self._read(run, self._layers[kind], forwards[kind], *given)
+        try:
+            for kind, layer in self._layers.items():
+                vars(layer)["forward"] = partial(self._answer, kind)
+            with torch.no_grad(), Meter(self.experts), stand_ins(B * T * self._visits, masked=run.masked):
+                self._model(**given)
+        finally:
+            for layer in self._layers.values():
+                vars(layer).pop("forward", None)
         found, kinds = {kind: reading for kind, (_, reading, _) in self._found.items()}, len(self._layers)
         self._found.clear()
         if len(found) < kinds:
             raise RuntimeError(f"a forward with tokens alone ran {len(found)} of its {kinds} kinds of layers")
-        return tuple(found[kind] for kind in range(kinds))
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Have the forward of each layer take its reading."""
-        self._forwards = {kind: layer.forward for kind, layer in self._layers.items()}
-        try:
-            for kind, layer in self._layers.items():
-                vars(layer)["forward"] = partial(self._answer, kind)
-            yield
-        finally:
-            for layer in self._layers.values():
-                vars(layer).pop("forward", None)
+        self._readings[run] = tuple(found[kind] for kind in range(kinds))
+        return self._readings[run]
 
     def _answer(self, kind: int, *args: Any, **kwargs: Any) -> Any:
         """Return what a layer of a kind returns, with its reading taken where it has not been for such an input.
@@ -136,13 +232,15 @@ class MetaModel:
         hidden = _hidden(args, kwargs)
         if kind not in self._found or self._found[kind][0] != hidden.dtype:
             with torch.enable_grad(), _disable_current_modes():
-                reading, outputs = self._read(self._layers[kind], self._forwards[kind], args, kwargs)
+                reading, outputs = self._read_as(kind, args, kwargs)
             self._found[kind] = hidden.dtype, reading, outputs
         return self._found[kind][2]
 
-    def _read(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Reading, Any]:
+    def _read(
+        self, run: Run, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Reading, Any]:
         """Return a layer's reading, and its outputs without their graph."""
-        hidden, run = _hidden(args, kwargs), self._run
+        hidden = _hidden(args, kwargs)
         leaf = hidden.detach().requires_grad_()
         precision: Any = autocast if run.autocast else nullcontext
         args, kwargs = tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
@@ -199,7 +297,7 @@ class MetaModel:
 
     def _replace(self, name: str, layer: nn.Module) -> None:
         parent, _, last = name.rpartition(".")
-        self.model.get_submodule(parent)._modules[last] = layer
+        self._model.get_submodule(parent)._modules[last] = layer
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor:
@@ -229,7 +327,7 @@ def _cut_graphs(given: Any) -> None:
             _cut_graphs(value)
 
 
-def _levels(layer: nn.Module) -> list[Any]:
+def _fused_mlps(layer: nn.Module) -> list[Any]:
     """Return a layer's fused MLPs."""
     return [module for module in layer.modules() if hasattr(module, "checkpoint_level")]
 
@@ -279,15 +377,61 @@ def _adapt(model: nn.Module, layers: Mapping[str, nn.Module], adapters: Adapters
     return params
 
 
+def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the window of each layer, 0 where its type is none that has one."""
+    window = settings.get("sliding_window")
+    if type(window) is not int or window < 1 or settings.get("use_sliding_window") is False:
+        return (0,) * layers
+    types = settings.get("layer_types") or ["sliding_attention"] * layers
+    return tuple(window * (name == "sliding_attention") for name in types) if len(types) == layers else (0,) * layers
+
+
+def _mixed(values: tuple[Any, ...], shares: list[float]) -> Any:
+    """Return a linear combination of a reading's figures, none below 0."""
+    if isinstance(values[0], Work):
+        return Work(*(_mixed(fields, shares) for fields in zip(*values, strict=True)))
+    return max(0.0, sum(value * share for value, share in zip(values, shares, strict=True)))
+
+
+def _lagrange(T: int, at: int, points: tuple[int, ...]) -> float:
+    """Return the share that one of several points has in the polynomial through them."""
+    share = 1.0
+    for other in points:
+        share *= (T - other) / (at - other) if other != at else 1.0
+    return share
+
+
+@contextmanager
+def refused(model_type: str) -> Iterator[None]:
+    """Turn what a model raises that is built and run without weights into an error that names its type.
+
+    Raises:
+        ArgumentValueError: Something was raised inside.
+    """
+    try:
+        yield
+    except Exception as error:  # of a config's checks, of transformers' code: without a common base
+        why = " ".join(str(error).split())
+        why = why if len(why) <= _LETTERS else why[:_LETTERS].rpartition(" ")[0] + " ..."
+        hint = "If its config lacks a field or allows fewer tokens, change that. "
+        if isinstance(error, ArgumentValueError):
+            if not str(error).startswith("model: "):  # of `find_stack`
+                raise
+            why, hint = f"not one list of layers: {why}", "Policies are for the layers of one list. "
+        elif isinstance(error, NotImplementedError):
+            why, hint = f"its layers read values that are there only with data: {why}", ""
+        elif "Unrecognized" in why:
+            hint = "transformers has no AutoModelForCausalLM for it: pass the config of a part that has one. "
+        elif _OTHER_DTYPE in why:
+            hint = "Plan it in float32: --dtype float32, in Python dtype='float32'. "
+        got = f"{model_type!r} ({why or type(error).__name__})"
+        expected = "a causal language model that transformers builds and runs without weights"
+        raise ArgumentValueError(message("model_type", expected, got, hint + MEASURE)) from error
+
+
 @lru_cache(maxsize=8)
 def meta_model(
     config: str, dtype: torch.dtype, *, fused_mlp: bool = True, adapters: Adapters | None = None
 ) -> MetaModel:
     """Return the model of a config in JSON."""
     return MetaModel(json.loads(config), dtype, fused_mlp=fused_mlp, adapters=adapters)
-
-
-@lru_cache(maxsize=512)
-def readings_of(run: LayerRun) -> tuple[Reading, ...]:
-    """Return the readings of a config's layers, one for each kind: see `MetaModel.readings`."""
-    return meta_model(run.config, run.dtype, fused_mlp=run.fused_mlp, adapters=run.adapters).readings(run)
