@@ -109,6 +109,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random.Random(order).shuffle(items)
 
 
+SEEN = set[Path]()  # files
+
+
 def set_aside() -> None:
     """Have the collector of garbage pass over all that lives: pytest's own objects and what is imported.
 
@@ -135,8 +138,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     done = yield
-    if nextitem is not None and nextitem.path != item.path:
-        set_aside()  # its imports
+    if nextitem is not None and nextitem.path != item.path and item.path not in SEEN:
+        SEEN.add(item.path)
+        set_aside()  # its imports; once, as in a drawn order nearly every test is of another file than the last
     return done
 
 

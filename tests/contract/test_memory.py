@@ -33,7 +33,8 @@ WORKSPACES = [
     (name, *case) for name in MODES for case in CASES if name in UNLIKE or case[:2] == (torch.float32, "busy")
 ]
 WIDTHS = [(name, torch.float32) for name in MODES if name not in UNLIKE] + [
-    *itertools.product(UNLIKE, [*WIDE, *NARROW])
+    *itertools.product(UNLIKE, [torch.float32, torch.bfloat16]),
+    *itertools.product(["mean"], [torch.float64, torch.float16]),
 ]
 
 

@@ -66,8 +66,8 @@ def reported(w: Tensor) -> memory.Report:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "recomputed": {"gradient": "recompute"},
+    "plain": {"N": 170, "V": 800},  # two chunks, the first of two rows of tiles
+    "recomputed": {"gradient": "recompute", "N": 170, "V": 800},
     "options": {"label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 0.9, "weights": True},
     "capped": {"softcap": 3.0, "logit_scale": 1.3, "reduction": "none"},
 }
@@ -77,9 +77,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_errors(kernels: None, name: str) -> None:
     """The loss is exact, and both gradients are as near as asked, with tiles left out; what is lost is reported."""
-    N, D, V = 170, 16, 800
+    choice = {"N": 32, "V": 1100} | CASES[name]
+    N, D, V = choice.pop("N"), 16, choice.pop("V")
     x, w, y = problem(N, D, V)
-    choice = dict(CASES[name])
     options = HeadOptions(skip=0.02, gradient=choice.pop("gradient", "auto"))
     if choice.pop("weights", False):
         choice |= {"weight": torch.rand(V) + 0.5, "token_weight": torch.rand(N) + 0.5}
@@ -106,8 +106,8 @@ def test_errors(kernels: None, name: str) -> None:
 
 @promise("checkpoint")
 def test_inside_a_checkpoint(kernels: None) -> None:
-    x, w, y = problem(60, 16, 500)
-    g, parameter, options = torch.randn(60), w.requires_grad_(), HeadOptions(skip=0.02)
+    x, w, y = problem(32, 16, 800)
+    g, parameter, options = torch.randn(32), w.requires_grad_(), HeadOptions(skip=0.02)
     right_x, right_w = (t.double().requires_grad_() for t in (x, w))
     each = -torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
     right = torch.autograd.grad((each * g).sum(), (right_x, right_w))
@@ -117,7 +117,7 @@ def test_inside_a_checkpoint(kernels: None) -> None:
 
     for _ in range(2):
         hidden, parameter.grad = x.clone().requires_grad_(), None
-        parts = zip(hidden.split(30), y.split(30), strict=True)
+        parts = zip(hidden.split(16), y.split(16), strict=True)
         found = torch.cat([checkpoint(logprobs, *part, use_reentrant=False) for part in parts])
         (found * g).sum().backward()
         assert relative(hidden.grad, right[0]) < 0.02
@@ -158,8 +158,8 @@ def test_what_cannot_skip_says_so(request: pytest.FixtureRequest) -> None:
 
 def test_a_value_for_each_token(kernels: None) -> None:
     """What flows back is known in backward only, of both signs, and 0 at some tokens; a graph may be walked twice."""
-    x, w, y = problem(150, 16, 800)
-    g = torch.randn(150)
+    x, w, y = problem(32, 16, 1100)
+    g = torch.randn(32)
     g[5::7], g[y < 0] = 0, torch.nan
     right_x, right_w = (t.double().requires_grad_() for t in (x, w))
     each = torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
@@ -180,8 +180,8 @@ def test_a_value_for_each_token(kernels: None) -> None:
 
 def test_several_calls_before_their_backward(kernels: None) -> None:
     """Each has its own tiles in its own order, also where that was renewed since; empty ones have gradients of 0."""
-    x, w, y = problem(150, 16, 800)
-    g, parameter, parts = torch.randn(150), w.requires_grad_(), (slice(0, 70), slice(70, 70), slice(70, 150))
+    x, w, y = problem(48, 16, 800)
+    g, parameter, parts = torch.randn(48), w.requires_grad_(), (slice(0, 20), slice(20, 20), slice(20, 48))
     right_x, right_w = (t.double().requires_grad_() for t in (x, w))
     each = -torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
     right = torch.autograd.grad((each * g).sum(), (right_x, right_w))
@@ -197,14 +197,14 @@ def test_several_calls_before_their_backward(kernels: None) -> None:
         assert relative(hidden.grad, right[0]) < 0.02
         assert relative(total, right[1]) < 0.02
     nothing = lowtide.linear_logprobs(hidden, parameter, y, options=HeadOptions(skip=0.02))
-    grads = torch.autograd.grad(nothing, (hidden, parameter), torch.zeros(150))
+    grads = torch.autograd.grad(nothing, (hidden, parameter), torch.zeros(48))
     assert not any(grad.any() for grad in grads)
 
 
 @pytest.mark.parametrize("lies", ["columns", "transposed"])
 def test_a_weight_in_any_order(kernels: None, lies: str) -> None:
     """Strides within rows and between them; a view made in each call is the same weight."""
-    N, D, V = 90, 16, 600
+    N, D, V = 32, 16, 800
     x, w, y = problem(N, D, V)
     store = torch.randn(V + 8, 2 * D)
     views: dict[str, Callable[[Tensor], Tensor]] = {
@@ -230,7 +230,7 @@ class Head(torch.nn.Linear):
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo")
 def test_sharded_parameters(kernels: None) -> None:
     """FSDP2 gathers the same tensor in each step, whose report is there while it is gathered."""
-    x, w, y = problem(60, 16, 500)
+    x, w, y = problem(32, 16, 800)
     model = Head(len(w[0]), len(w), bias=False)
     model.weight.data.copy_(w)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -253,7 +253,7 @@ def test_sharded_parameters(kernels: None) -> None:
 
 def test_what_is_asked_may_change(kernels: None) -> None:
     """The threshold falls with the error, and does not rise with it at once."""
-    x, w, y = problem(60, 16, 500)
+    x, w, y = problem(32, 16, 800)
     parameter, before, last = w.requires_grad_(), math.inf, 1.0
     for skip in (0.02, 0.2, 0.2, 0.01, 0.02):
         step(x, parameter, y, skip)
@@ -264,7 +264,7 @@ def test_what_is_asked_may_change(kernels: None) -> None:
 
 def test_batches_that_say_nothing(kernels: None) -> None:
     """Without tokens, and where numbers overflow, the threshold and the errors stay."""
-    x, w, y = problem(60, 16, 500)
+    x, w, y = problem(32, 16, 800)
     parameter = w.clone().requires_grad_()
     step(x, parameter, y)
     step(x, parameter, y)
@@ -310,7 +310,7 @@ def test_calls_are_dense_where_skipping_does_not_pay() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo asks for
 def test_compiled_and_deterministic(kernels: None) -> None:
     """A compiler's graph ends before the call, and nothing refuses to be deterministic."""
-    x, w, y = problem(60, 16, 500)
+    x, w, y = problem(32, 16, 800)
     weight, right = torch.nn.Parameter(w.clone()), exact(x, w, y)
 
     @torch.compile(backend="eager")
