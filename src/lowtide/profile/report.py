@@ -61,12 +61,11 @@ def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:,.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
-def _cells(head: str, rows: Sequence[Row], lines: Mapping[str, Iterable[Any]]) -> Cells:
-    """Return a table with a column per implementation: numbers and texts, None: none; no line that is empty."""
-    texts = {
-        key: ["" if v is None else v if isinstance(v, str) else _number(v) for v in line] for key, line in lines.items()
-    }
-    return [[head, *(row["name"] for row in rows)], *([key, *line] for key, line in texts.items() if any(line))]
+def _cells(head: str, rows: Sequence[Row], lines: Mapping[str, Sequence[Any]]) -> Cells:
+    """Return a table with a column per implementation: numbers and texts, None: none; no line of zeros or nothing."""
+    shown = {key: line for key, line in lines.items() if any(line)}
+    texts = (("" if v is None else v if isinstance(v, str) else _number(v) for v in line) for line in shown.values())
+    return [[head, *(row["name"] for row in rows)], *([key, *line] for key, line in zip(shown, texts, strict=True))]
 
 
 def tables(result: Row) -> list[Cells]:
