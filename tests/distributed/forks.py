@@ -150,6 +150,8 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> 
             gc.freeze()  # DeepSpeed collects garbage often, and would look through all of torch each time
         if fault := job["env"].get("FAULT"):
             importlib.import_module("distributed.train_faults").cause(fault)
+        if job["ranks"] > 1 and job["argv"][:1] == ["train"] and "ACCELERATE_USE_FSDP" in job["env"]:
+            importlib.import_module("distributed.train_faults").share_on_cpus()
         if script := job["script"]:
             sys.argv = [script, *job["argv"]]
             runpy.run_path(script, run_name="__main__")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from transformers import Trainer
 
 _FILE_BYTES = 4096  # more than a rank prints, less than each file of a checkpoint that holds tensors
@@ -27,6 +27,19 @@ def cause(fault: str) -> None:
             "nan": partial(_poison, math.nan),
             "inf": partial(_poison, math.inf),
         }[kind](int(step))
+
+
+def share_on_cpus() -> None:
+    """Let the ranks share the model by FSDP2, which accelerate leaves out where there is no GPU."""
+
+    def create(original: Callable[..., Any], trainer: Any) -> None:
+        original(trainer)
+        state = trainer.accelerator.state
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        trainer.is_fsdp_enabled = True
+
+    _wrap(Trainer, "create_accelerator_and_postprocess", create)
 
 
 def _wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:

@@ -19,7 +19,6 @@ from lowtide.train.checkpoints import (
     is_not_written,
     locked,
     save_error,
-    save_model,
 )
 from promises import promise
 
@@ -52,7 +51,7 @@ def test_the_newest_whole_checkpoint_is_resumed(output: Path, tmp_path_factory: 
     new = tmp_path_factory.mktemp("new")
     assert [checkpoint_to_resume(new, choice) for choice in ("auto", None, "false")] == [None] * 3
     for folder, choice, says in (
-        (new, "true", "expected a run with a complete checkpoint"),
+        (new, "true", "expected a complete checkpoint, got none in"),
         (new, str(output / "checkpoint-110"), "expected a complete checkpoint"),
         (output, None, "--output_dir: expected a folder without checkpoints"),
     ):
@@ -71,7 +70,6 @@ def test_a_checkpoint_without_its_states_is_refused(
     states = {"": "optimizer.pt", "ACCELERATE_USE_FSDP": "optimizer.bin"}
     if engine:
         monkeypatch.setenv(engine, "true")
-        monkeypatch.setenv("WORLD_SIZE", "2")
     whole = write(tmp_path, 1, COMPLETE, "scheduler.pt", states.get(engine, "none"))
     assert checkpoint_to_resume(tmp_path, "auto") == whole
     (whole / (states.get(engine, "none") if missing == "optimizer" else missing)).unlink()
@@ -121,11 +119,8 @@ def test_a_checkpoint_that_is_not_on_the_disk_is_not_marked(output: Path, monkey
 
 def test_two_runs_do_not_share_a_folder(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.train.checkpoints._PATIENCE", 0.0)
-    with locked(output):
-        assert not (output / "checkpoint-110").exists()  # half of one
-        assert (output / "checkpoint-old").exists()
-        with pytest.raises(ArgumentValueError, match="in which no other run is under way"), locked(output):
-            pass
+    with locked(output), pytest.raises(ArgumentValueError, match="no other run is under way"), locked(output):
+        pass
     with locked(output):
         pass
     with pytest.raises(SaveError, match="Not a directory"), locked(output / "checkpoint-90" / "optimizer.pt" / "new"):
@@ -134,10 +129,13 @@ def test_two_runs_do_not_share_a_folder(output: Path, monkeypatch: pytest.Monkey
 
 NOT_WRITTEN = {
     "the system": (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded"),
-    "safetensors": (SafetensorError("Error: I/O error: File too large (os error 27)"), "File too large"),
+    "safetensors": (
+        SafetensorError("I/O error: File too large (os error 27)"),
+        "I/O error: File too large (os error 27)",
+    ),
     "PyTorch": (
-        RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0"),
-        "Input/output error",
+        RuntimeError("[enforce fail] . unexpected pos 64 vs 0\nmore"),
+        "[enforce fail] . unexpected pos 64 vs 0",
     ),
 }
 
@@ -154,28 +152,3 @@ def test_what_could_not_be_written_is_said_in_the_systems_words(kind: str, outpu
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("x"), RuntimeError("x"), ArgumentValueError("x")])
 def test_other_errors_are_none_of_the_disk(error: Exception) -> None:
     assert not is_not_written(error)
-
-
-def test_a_model_is_written_aside_and_its_files_are_renamed(tmp_path: Path) -> None:
-    """What is half written never has a file's name."""
-    accelerator = SimpleNamespace(wait_for_everyone=lambda: None, state=SimpleNamespace())
-
-    def save(folder: str, _internal_call: bool) -> None:
-        assert _internal_call
-        Path(folder).mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (Path(folder) / name).write_text(name)
-            assert not (tmp_path / name).exists()
-
-    def fails(folder: str, _internal_call: bool) -> None:
-        Path(folder).mkdir()
-        (Path(folder) / "model.safetensors").write_text("half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(should_save=True), save_model=fails)
-    with pytest.raises(SaveError, match="No space left"):
-        save_model(trainer, tmp_path, "")
-    assert list(tmp_path.iterdir()) == []
-    trainer.save_model = save
-    save_model(trainer, tmp_path, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

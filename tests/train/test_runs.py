@@ -138,7 +138,6 @@ def test_a_killed_run_goes_on_from_the_last_whole_checkpoint(files: Files, tuned
     shutil.copytree(tuned.output, output)
     (output / "checkpoint-6" / COMPLETE).unlink()
     (output / "checkpoint-6" / "trainer_state.json").unlink()
-    (output / ".incoming").mkdir()
     more = {"assistant_only_loss": True, "save_steps": 2, "memory-budget": "1GiB", "resume_from_checkpoint": "auto"}
     train([*files.tune(logging_steps=1, **more), "--output_dir", str(output)], console=SILENT)
     assert [path.name for path in checkpoints(output)] == ["checkpoint-4", "checkpoint-6"]

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 from lowtide.cli.parser import OneLineParser, add_options, given
@@ -74,10 +73,9 @@ def main(arguments: argparse.Namespace) -> int:
     words = [*arguments.unknown, *words_of(given(arguments, RunArguments))]
     if launch := launch_words(words):
         return _launch(*launch)
-    early = peek(words)
     fine_tunes = check_early(words)
-    _stay_offline(pushes=str(early.get("push_to_hub", "false")).lower() == "true")
-    from lowtide.train.ranks import is_first_rank, without_deepspeed
+    _stay_offline(pushes=peek(words).get("push_to_hub", "false").lower() == "true")
+    from lowtide.train.ranks import is_first_rank
 
     if "transformers" not in sys.modules and is_first_rank():
         libraries = "torch, transformers, datasets and TRL" if fine_tunes else "torch and transformers"
@@ -85,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
     from rich.console import Console
 
-    with warnings.catch_warnings(), without_deepspeed() if "deepspeed" not in early else nullcontext():
+    with warnings.catch_warnings():
         _quiet()
         from lowtide.train import compare, train
 

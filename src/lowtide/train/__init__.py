@@ -12,18 +12,14 @@ from lowtide.lazy import on_first_use
 if TYPE_CHECKING:
     from lowtide.train.advice import OutOfMemory, advise
     from lowtide.train.checkpoints import SaveError, WholeCheckpoints
-    from lowtide.train.comparison import CompareError, Comparison, compare
+    from lowtide.train.comparison import compare
     from lowtide.train.endings import FiniteLoss, RankLost, SaveAndStop, Terminated
-    from lowtide.train.meter import RunResult
     from lowtide.train.run import train
 
 __all__ = [
-    "CompareError",
-    "Comparison",
     "FiniteLoss",
     "OutOfMemory",
     "RankLost",
-    "RunResult",
     "SaveAndStop",
     "SaveError",
     "Terminated",
@@ -38,9 +34,8 @@ __getattr__, __dir__ = on_first_use(
     {
         "lowtide.train.advice": ("OutOfMemory", "advise"),
         "lowtide.train.checkpoints": ("SaveError", "WholeCheckpoints"),
-        "lowtide.train.comparison": ("CompareError", "Comparison", "compare"),
+        "lowtide.train.comparison": ("compare",),
         "lowtide.train.endings": ("FiniteLoss", "RankLost", "SaveAndStop", "Terminated"),
-        "lowtide.train.meter": ("RunResult",),
         "lowtide.train.run": ("train",),
     },
 )

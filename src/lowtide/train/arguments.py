@@ -25,13 +25,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES, VOCAB_SIZE, config_file, has_w
 AUTO = "auto"  # as --resume_from_checkpoint: a new run where the folder has no checkpoint
 _HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SUFFIX = re.compile(r".*\.[A-Za-z]\w*")  # data/rows.jsonl is a path, org/OpenHermes-2.5 a name
-_EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "deepspeed", "config")
-_LAUNCH = ("accelerate_config", "num_processes")  # of ``trl sft``, for accelerate's launcher
-_COMMON = {
-    "logging_nan_inf_filter": False,  # a NaN is logged as one
-    # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
-    "ddp_find_unused_parameters": False,
-}
+_EARLY = ("model_name_or_path", "dataset_name", "push_to_hub", "config")
 _SCRATCH = {
     "learning_rate": 2e-3,
     "lr_scheduler_type": "cosine",
@@ -79,12 +73,13 @@ class RunArguments:
     json: str | None = _option(None, "with --compare: write the figures here", metavar="FILE")
 
     def __post_init__(self) -> None:
-        if self.json is not None and not self.compare:
-            raise ArgumentValueError(message("--json", "--compare beside it", "--json alone"))
-        if self.host_budget and not self.memory_budget:
-            raise ArgumentValueError(message("--host-budget", "--memory-budget beside it", "--host-budget alone"))
-        if self.memory_budget and not self.patch:
-            raise ArgumentValueError(message("--memory-budget", "a patched model", "--no-patch", "Leave one out."))
+        for name, alone, needs in (
+            ("--json", self.json is not None and not self.compare, "--compare"),
+            ("--host-budget", self.host_budget and not self.memory_budget, "--memory-budget"),
+            ("--no-patch", not self.patch and self.memory_budget, "no --memory-budget"),
+        ):
+            if alone:
+                raise ArgumentValueError(message(name, f"{needs} beside it", "a command line where it is otherwise"))
         if self.held_out is not None and self.held_out < 1:
             raise ArgumentValueError(message("--held-out", "a whole number of at least 1", str(self.held_out)))
 
@@ -104,10 +99,6 @@ class ScratchArguments:
     tokenizer_name: str | None = field(
         default=None, metadata={"help": f"a folder with one (default: {VOCAB_SIZE} tokens are trained on the text)"}
     )
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ArgumentValueError(message("--max_length", "at least 2 tokens", str(self.max_length)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,19 +129,26 @@ class Arguments:
     @property
     def resume(self) -> str:
         """What to do after a run that ended early."""
-        return f"Resume with: {shlex.join(['lowtide', 'train', *_resuming(self.words)])}"
+        resuming = ("--resume_from_checkpoint", AUTO)
+        words = self.words if self.words[-2:] == resuming else (*self.words, *resuming)  # of options the last one holds
+        return f"Resume with: {shlex.join(['lowtide', 'train', *words])}"
+
+    @property
+    def gemm_dtype(self) -> str:
+        """The dtype that GEMMs run in."""
+        args = self.training
+        return "bfloat16" if args.bf16 else "float16" if args.fp16 else str(self.model.dtype)
 
 
-def peek(words: Sequence[str]) -> dict[str, Any]:
+def peek(words: Sequence[str]) -> dict[str, str]:
     """Return what a command line, and the file that its ``--config`` names, give of few options; no library is loaded.
 
     Raises:
         ArgumentValueError: that file is none.
     """
-    found, _ = _early_parser(*_EARLY).parse_known_args(list(words))
-    given = {name: value for name, value in vars(found).items() if value is not None}
-    in_file = _from_file(Path(given["config"])) if "config" in given else {}
-    return {**{name: value for name, value in in_file.items() if name in _EARLY}, **given}
+    given, _ = _take(words, *_EARLY)
+    in_file = _from_file(given["config"]) if "config" in given else {}
+    return {**{name: str(value) for name, value in in_file.items() if name in _EARLY}, **given}
 
 
 def check_early(words: Sequence[str]) -> bool:
@@ -160,11 +158,11 @@ def check_early(words: Sequence[str]) -> bool:
         ArgumentValueError: the configuration, the model or the data is not there.
     """
     early = peek(words)
-    model = str(early.get("model_name_or_path", DEFAULT))
+    model = early.get("model_name_or_path", DEFAULT)
     if model not in SHAPES:
         config_file(model)
     if data := early.get("dataset_name"):
-        check_path(str(data))
+        check_path(data)
     return has_weights(model)
 
 
@@ -189,20 +187,17 @@ def launch_words(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
     Raises:
         ArgumentValueError: there is no such file.
     """
-    found, rest = _early_parser(*_LAUNCH).parse_known_args(list(words))
-    if found.accelerate_config is None:
+    given, rest = _take(words, "accelerate_config", "num_processes")
+    if "accelerate_config" not in given:
         return None
-    file = Path(found.accelerate_config)
-    spec = find_spec("trl")
-    shipped = Path(str(spec.origin)).parent / "accelerate_configs" if spec else Path()
-    if not file.is_file():
-        file = shipped / f"{found.accelerate_config}.yaml"
-    if not file.is_file():
-        names = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
-        got = str(found.accelerate_config)
-        raise ArgumentValueError(message("--accelerate_config", f"a file, or one of {names}", got))
-    count = ["--num_processes", found.num_processes] if found.num_processes else []
-    return ["--config_file", str(file), *count], rest
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    try:
+        launcher = [word for name, value in given.items() for word in (f"--{name}", value)]
+        return resolve_accelerate_config_argument(launcher), rest
+    except ValueError as error:
+        expected = "a file, or one of TRL's, such as multi_gpu, fsdp2, zero2 and zero3"
+        raise ArgumentValueError(message("--accelerate_config", expected, given["accelerate_config"])) from error
 
 
 def parse(words: Sequence[str], *, fine_tunes: bool) -> Arguments:
@@ -227,9 +222,11 @@ def parse(words: Sequence[str], *, fine_tunes: bool) -> Arguments:
 def _parse_sft(words: Sequence[str]) -> Arguments:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-    parser = _raising(TrlParser)((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RunArguments))
+    parser = _parser_of(TrlParser, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RunArguments)
+    if not _has_bf16():
+        parser.set_defaults(bf16=False)  # slow there
     # An MLP whose adapters have dropout cannot be fused.
-    parser.set_defaults(**_COMMON, **_for_device("bf16"), lora_dropout=0.0)
+    parser.set_defaults(**_common(), lora_dropout=0.0)
     *parsed, unknown = parser.parse_args_and_config(list(words), return_remaining_strings=True)
     _check_unknown(unknown, parser)
     script, training, model, mixture, run = parsed
@@ -239,15 +236,13 @@ def _parse_sft(words: Sequence[str]) -> Arguments:
 def _parse_scratch(words: Sequence[str]) -> Arguments:
     from transformers import HfArgumentParser, TrainingArguments
 
-    parser = _raising(HfArgumentParser)((ScratchArguments, TrainingArguments, RunArguments))
-    given, rest = _early_parser("config").parse_known_args(list(words))
-    in_file = _from_file(Path(given.config)) if given.config else {}
+    parser = _parser_of(HfArgumentParser, ScratchArguments, TrainingArguments, RunArguments)
+    given, rest = _take(words, "config")
+    in_file = _from_file(given["config"]) if given else {}
     in_file.pop("env", None)
-    # Of words the later ones hold.
-    rest = [*(f"--{name}={value}" for name, value in in_file.items() if value is not None), *rest]
+    rest = [*words_of(in_file), *rest]  # of words the later ones hold
     epochs = any(re.match("--num[_-]train[_-]epochs", word) for word in rest)
-    steps = {} if epochs else {"max_steps": _SCRATCH_STEPS}
-    parser.set_defaults(**_COMMON, **_SCRATCH, **steps, **_for_device())
+    parser.set_defaults(**_common(), **_SCRATCH, max_steps=-1 if epochs else _SCRATCH_STEPS, bf16=_has_bf16())
     model, training, run, unknown = parser.parse_args_into_dataclasses(
         rest, return_remaining_strings=True, look_for_args_file=False
     )
@@ -255,30 +250,36 @@ def _parse_scratch(words: Sequence[str]) -> Arguments:
     return Arguments(run=run, training=training, model=model, words=tuple(words))
 
 
-def _for_device(*also: str) -> dict[str, Any]:
-    """Return what a machine without a GPU needs in place of TRL's defaults; bfloat16 is slow there."""
+def _has_bf16() -> bool:
     import torch
 
-    there = torch.cuda.is_available()
-    own = {"use_cpu": not torch.accelerator.is_available(), "disable_tqdm": not sys.stderr.isatty()}
-    if not also:  # random weights: TRL is not there to choose
-        return {**own, "bf16": there and torch.cuda.is_bf16_supported()}
-    return own if there else {**own, **dict.fromkeys(also, False)}
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
-def _raising(parser: type) -> type:
-    """Return a parser whose errors are lowtide's, and whose options are written out."""
+def _common() -> dict[str, Any]:
+    """Return defaults of both kinds of runs that are not the libraries'."""
+    import torch
 
-    class Raising(parser):  # type: ignore[misc]
-        def __init__(self, types: Any) -> None:
-            super().__init__(types, allow_abbrev=False, add_help=False)
+    return {
+        "use_cpu": not torch.accelerator.is_available(),
+        "disable_tqdm": not sys.stderr.isatty(),
+        "logging_nan_inf_filter": False,  # a NaN is logged as one
+        # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
+        "ddp_find_unused_parameters": False,
+    }
 
-        def error(self, text: str) -> None:
-            argument, _, wrong = text.partition(": ")
-            name = next((word for word in re.split("[ /]", argument) if word.startswith("--")), "options")
-            raise ArgumentValueError(message(name, "a value that TRL and transformers accept", wrong or text))
 
-    return Raising
+def _parser_of(kind: type, *types: type) -> Any:
+    """Return a library's parser whose errors are lowtide's, and whose options are written out."""
+    parser: Any = kind(types, allow_abbrev=False, add_help=False)
+
+    def error(text: str) -> None:
+        argument, _, wrong = text.partition(": ")
+        name = next((word for word in re.split("[ /]", argument) if word.startswith("--")), "options")
+        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", wrong or text))
+
+    parser.error = error
+    return parser
 
 
 def _check_unknown(unknown: Sequence[str], parser: Any) -> None:
@@ -292,9 +293,9 @@ def _check_unknown(unknown: Sequence[str], parser: Any) -> None:
 def _check(found: Arguments) -> None:
     """Raise where the trainers take options that end in a stack trace, some of them after the last step."""
     args, model = found.training, found.model
-    for name, least in (("per_device_train_batch_size", 1), ("gradient_accumulation_steps", 1)):
-        if (value := getattr(args, name)) < least:
-            raise ArgumentValueError(message(f"--{name}", f"a whole number of at least {least}", str(value)))
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if (value := getattr(args, name)) < 1:
+            raise ArgumentValueError(message(f"--{name}", "a whole number of at least 1", str(value)))
     needs = [(f"--{name}", package) for name, package in _NEEDS.items() if getattr(model, name, False)]
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     needs += [(f"--report_to {name}", name) for name in trackers if name in _TRACKERS]
@@ -307,39 +308,28 @@ def _check(found: Arguments) -> None:
         args._n_gpu = 1
 
 
-def _early_parser(*names: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=None)
+def _take(words: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
+    """Return the options of these names that stand in a command line, and its other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in names:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
-    return parser
+    found, rest = parser.parse_known_args(list(words))
+    return vars(found), rest
 
 
-def _from_file(file: Path) -> dict[str, Any]:
+def _from_file(name: str) -> dict[str, Any]:
     """Return the options of a YAML file."""
     import yaml
 
     expected = "a YAML file of options and their values, such as 'learning_rate: 1e-5'"
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ArgumentValueError(message("--config", expected, f"{file} ({why})")) from error
+        raise ArgumentValueError(message("--config", expected, f"{name} ({why})")) from error
     if not isinstance(found, dict):
-        raise ArgumentValueError(message("--config", expected, f"something else in {file}"))
+        raise ArgumentValueError(message("--config", expected, f"something else in {name}"))
     return found
-
-
-def _resuming(words: Sequence[str]) -> list[str]:
-    """Return the words of a run as those that resume it."""
-    rest: list[str] = []
-    words = [word for word in words if not re.match("--resume[_-]from[_-]checkpoint=", word)]
-    while words:
-        if re.fullmatch("--resume[_-]from[_-]checkpoint", words[0]):
-            words = words[2:] if words[1:2] and not words[1].startswith("--") else words[1:]
-        else:
-            rest.append(words[0])
-            words = words[1:]
-    return [*rest, "--resume_from_checkpoint", AUTO]
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.utils import parse_flag_from_env
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,11 +22,10 @@ from transformers import TrainerCallback
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.arguments import AUTO
-from lowtide.train.ranks import in_group, uses_deepspeed, uses_fsdp
+from lowtide.train.ranks import in_group
 
 COMPLETE = "complete"  # in a checkpoint, written last
 _LOCK = ".lock"  # in the folder, while a run is under way
-_STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ALMOST_FULL = 2**24  # bytes
 _PATIENCE = 5.0  # seconds for a run that is just being ended, to be started again
@@ -51,18 +51,16 @@ class WholeCheckpoints(TrainerCallback):  # type: ignore[misc]
         self._resume = resume
         self._most: int | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
         """Take over how many are to stay."""
-        del state, control
         self._most, args.save_total_limit = args.save_total_limit, None
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Mark the checkpoint that was just written.
 
         Raises:
             SaveError: it could not be flushed to disk.
         """
-        del control
         if in_group():
             dist.barrier()
         if not state.is_world_process_zero:
@@ -98,46 +96,44 @@ def checkpoint_to_resume(output: Path, given: str | None) -> Path | None:
     Raises:
         ArgumentValueError: there is none, it has no states, or the folder of a new run has checkpoints.
     """
-    name, found = "--resume_from_checkpoint", checkpoints(output)
-    choice = (given or "false").lower()
+    name, choice, path = (
+        "--resume_from_checkpoint",
+        (given or "false").lower(),
+        next(reversed(checkpoints(output)), None),
+    )
     if choice == "false":
-        if found:
-            got = f"{output}, which holds a run"
-            hint = f"Resume it with {name} {AUTO}, or name another folder."
-            raise ArgumentValueError(message("--output_dir", "a folder without checkpoints", got, hint))
-        return None
-    if choice in ("true", AUTO):
-        if not found and choice == AUTO:
+        if path is None:
             return None
-        if not found:
-            hint = f"{AUTO} begins the run if there is none; --save_steps sets how often one is written."
-            raise ArgumentValueError(message(name, "a run with a complete checkpoint in --output_dir", output, hint))
-        path = found[-1]
-    else:
+        hint = f"Resume it with {name} {AUTO}, or name another folder."
+        raise ArgumentValueError(
+            message("--output_dir", "a folder without checkpoints", f"{output}, which holds a run", hint)
+        )
+    if choice == AUTO and path is None:
+        return None
+    if choice not in ("true", AUTO):
         path = Path(str(given)).expanduser()
-        if not (path / COMPLETE).is_file():
-            hint = f"Give {AUTO} for the newest one of --output_dir."
-            raise ArgumentValueError(message(name, "a complete checkpoint", path, hint))
+    if path is None or not (path / COMPLETE).is_file():
+        hint = f"{AUTO} takes the newest one of --output_dir, and begins the run if there is none."
+        raise ArgumentValueError(message(name, "a complete checkpoint", path or f"none in {output}", hint))
     _check_states(path)
     return path
 
 
 def _check_states(checkpoint: Path) -> None:
     """Raise where a checkpoint lacks the states of optimizer and schedule: Trainer would begin with new ones."""
-    if uses_deepspeed():  # which checks its own
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):  # which checks its own
         return
-    names = ("optimizer.bin", "optimizer_0") if uses_fsdp() else ("optimizer.pt",)
-    missing = [] if any((checkpoint / name).exists() for name in names) else [names[0]]
-    missing += [] if (checkpoint / "scheduler.pt").exists() else ["scheduler.pt"]
-    if missing:
-        got = f"{checkpoint}, which has no {' and no '.join(missing)}"
-        hint = "Resume with the engine that wrote it; --save_only_model saves what no run can go on from."
-        raise ArgumentValueError(message("--resume_from_checkpoint", "a checkpoint with its states", got, hint))
+    names = ["optimizer.bin", "optimizer_0"] if parse_flag_from_env("ACCELERATE_USE_FSDP") else ["optimizer.pt"]
+    for states in (names, ["scheduler.pt"]):
+        if not any((checkpoint / name).exists() for name in states):
+            got = f"{checkpoint}, which has no {states[0]}"
+            hint = "Resume with the engine that wrote it; --save_only_model saves what no run can go on from."
+            raise ArgumentValueError(message("--resume_from_checkpoint", "a checkpoint with its states", got, hint))
 
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Lock a run's folder for the block, and remove what a killed run left incomplete.
+    """Lock a run's folder for the block.
 
     The system releases the lock when the process ends, in whichever way.
 
@@ -155,40 +151,10 @@ def locked(output: Path) -> Iterator[None]:
     except OSError as error:
         raise save_error(output, error, "") from error
     try:
-        shutil.rmtree(output / _STAGING, ignore_errors=True)
-        for path in output.glob("checkpoint-*"):
-            if _CHECKPOINT.fullmatch(path.name) and not (path / "trainer_state.json").is_file():  # Trainer's last file
-                shutil.rmtree(path, ignore_errors=True)
         yield
     finally:
         (output / _LOCK).unlink(missing_ok=True)
         lock.release()
-
-
-def save_model(trainer: Any, output: Path, resume: str) -> None:
-    """Write a trainer's model into its folder, each file whole, as `trl sft` has it.
-
-    Raises:
-        SaveError: it could not be written.
-    """
-    staged = output / _STAGING
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None:
-        plugin.set_state_dict_type("FULL_STATE_DICT")
-    try:
-        trainer.save_model(str(staged), _internal_call=True)  # which pushes nothing: that may fail
-        trainer.accelerator.wait_for_everyone()
-        if trainer.args.should_save:
-            for file in sorted(path for path in staged.iterdir()):
-                _flush(file)
-                file.replace(output / file.name)
-            staged.rmdir()
-    except Exception as error:
-        if not is_not_written(error):
-            raise
-        shutil.rmtree(staged, ignore_errors=True)
-        raise save_error(output / "model.safetensors", error, resume) from error
-    trainer.accelerator.wait_for_everyone()
 
 
 def is_not_written(error: BaseException) -> bool:
@@ -203,21 +169,13 @@ def is_not_written(error: BaseException) -> bool:
 
 
 def save_error(path: Path, error: BaseException, resume: str) -> SaveError:
-    """Return the error for something that could not be written."""
-    reason = getattr(error, "strerror", None) or _system_reason(path, error)
+    """Return the error for something that could not be written: why, and what to do."""
+    folder = next(each for each in path.absolute().parents if each.exists())
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    if shutil.disk_usage(folder).free < _ALMOST_FULL:  # PyTorch's and safetensors' writers do not say so
+        reason = os.strerror(errno.ENOSPC)
     after = resume if checkpoints(path.parent) else "There is no checkpoint yet: start again."
     return SaveError(f"could not write {path} ({reason}). Make room or choose another --output_dir. {after}")
-
-
-def _system_reason(path: Path, error: BaseException) -> str:
-    """Return what the system would call an error of PyTorch's or safetensors' writers."""
-    text = str(error)
-    if found := re.search(r"\(os error (\d+)\)", text):
-        return os.strerror(int(found[1]))
-    folder = next(each for each in path.absolute().parents if each.exists())
-    if shutil.disk_usage(folder).free < _ALMOST_FULL:
-        return os.strerror(errno.ENOSPC)
-    return os.strerror(errno.EIO) if any(sign in text for sign in _NOT_WRITTEN) else (text.splitlines() or ["?"])[0]
 
 
 def _flush(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import signal
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
@@ -19,8 +17,10 @@ from lowtide.train.ranks import in_group
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # how gloo and NCCL report that the other end of a connection is closed, or does not answer
-_CLOSED = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
-_LOST = (*_CLOSED, "timed out waiting", "nccl")
+_LOST = (
+    "connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited",
+    "timed out waiting", "nccl",
+)  # fmt: skip
 _OF_GLOO = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")  # around the reason: its source, its guesses
 
 
@@ -69,43 +69,32 @@ class SaveAndStop(TrainerCallback):  # type: ignore[misc]
         self._saves, self._came = saves, 0
         self._before: dict[int, Any] = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Handle the signals, which Python lets only the main thread do, and bound the wait for other ranks."""
-        del state, control
-        if in_group() and args.ddp_timeout != type(args).ddp_timeout:
-            # transformers passes it to neither gloo's groups nor DeepSpeed's own
-            for group in list(c10d._world.pg_map):
-                c10d._set_pg_timeout(args.ddp_timeout_delta, group)
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Handle the signals, which Python lets only the main thread do."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, _state: Any, control: Any, **_: Any) -> None:
         """Ask all ranks, so that they stop after the same step."""
-        del state
-        came = self._came
+        self.stopped = self._came
         if in_group():
-            largest = torch.tensor(came, device=args.device)
+            largest = torch.tensor(self._came, device=args.device)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-            came = int(largest.item())
-        if came:
-            self.stopped = came
+            self.stopped = int(largest.item())
+        if self.stopped:
             control.should_training_stop = True
             control.should_save, control.should_evaluate = self._saves, False
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the handlers."""
-        del args, state, control
         self.close()
 
     def close(self) -> None:
         """Restore the handlers; also after an error."""
-        for number, handler in self._before.items():
-            with contextlib.suppress(ValueError):  # in another thread than the one that set them
-                signal.signal(number, handler)
-        self._before = {}
+        while self._before:
+            signal.signal(*self._before.popitem())
 
-    def _take(self, number: int, frame: Any) -> None:
-        del frame
+    def _take(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and self._came == number:
             raise KeyboardInterrupt
         self._came = number
@@ -114,50 +103,32 @@ class SaveAndStop(TrainerCallback):  # type: ignore[misc]
 class FiniteLoss(TrainerCallback):  # type: ignore[misc]
     """Ends training, on all ranks, with an error where the logged loss or gradient norm is not finite.
 
-    Gradients are averaged, so that one rank's NaN reaches all weights with that step. The error names the rank if the
-    trainer is a `lowtide.train.trainers.Corrected` one.
+    Gradients are averaged, so that one rank's NaN reaches all weights with that step.
     """
 
     def __init__(self) -> None:
-        self._own: torch.Tensor | float = 0.0  # the sum of this rank's losses since the last log
         self._at = 0
 
-    def add_batch(self, tokens: int, loss: torch.Tensor) -> None:
-        """Add a batch's loss of this rank; of all ranks the mean is logged."""
-        del tokens
-        self._own = self._own + loss
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Take over the step of a resumed run."""
-        del args, control
         self._at = state.global_step
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Check what is logged.
 
         Raises:
             ArgumentValueError: it is not finite.
         """
-        del control
         if "loss" not in logs:
             return
-        own, self._own = self._own, 0.0
-        self._check("training loss", logs["loss"], state.global_step, own)
-        if not args.fp16:  # whose scaler leaves out the steps with gradients that overflow
-            self._check("gradient norm", logs.get("grad_norm", 0.0), state.global_step, 0.0)
-        self._at = state.global_step
-
-    def _check(self, name: str, value: Any, step: int, own: torch.Tensor | float) -> None:
-        value = float(value)
+        step, first = state.global_step, self._at + 1
+        self._at = step
+        # a scaler of float16 leaves out the steps with gradients that overflow
+        norm = 0.0 if args.fp16 else float(logs.get("grad_norm", 0.0))
+        name, value = ("gradient norm", norm) if math.isfinite(logs["loss"]) else ("training loss", float(logs["loss"]))
         if math.isfinite(value):
             return
-        got = f"{value} at step {step}" if step == self._at + 1 else f"{value} in steps {self._at + 1} to {step}"
-        if in_group():
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, not math.isfinite(float(own)))
-            if any(ranks):
-                where = " and ".join(str(rank) for rank, bad in enumerate(ranks) if bad)
-                got += f" on rank {where} of {len(ranks)}"
+        got = f"{value} at step {step}" if step == first else f"{value} in steps {first} to {step}"
         hint = "Start again with a lower one, or in float32 (--bf16 false). "
         hint += "A resume repeats the same step from the last checkpoint."
         raise ArgumentValueError(message("--learning_rate", f"a {name} that stays finite", got, hint))

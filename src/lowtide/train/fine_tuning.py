@@ -14,13 +14,10 @@ from trl import SFTTrainer, get_dataset
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.arguments import Arguments
-from lowtide.train.trainers import Corrected
+from lowtide.train.trainers import BaseTrainer
 
-_BUILDERS = {
-    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-}  # fmt: skip
-_LINES = (".jsonl", ".ndjson")
-_FORMATS = "text, messages, or prompt and completion"
+_LINES = ".jsonl"
+_FORMATS = "rows with text, messages, or prompt and completion"
 _NO_CONTENT = {"role", "name", "tool_call_id", "content"}  # keys of a message that say nothing by themselves
 
 
@@ -31,7 +28,7 @@ class MalformedRow(ValueError):
 def load_rows(found: Arguments) -> tuple[Any, Any | None, list[str]]:
     """Return the rows to train on, those held out, and lines about them.
 
-    A file is read by `datasets`' reader for its suffix, a text file as one document; a folder is one that
+    A file is read by `datasets`' reader for its suffix, a .txt file as one document; a folder is one that
     `save_to_disk` wrote or that `load_dataset` reads; other names are the Hub's. Rows with nothing to train on (an
     empty text or completion, no turn of the assistant) are left out and counted: TRL would train on the end-of-text
     token alone.
@@ -76,19 +73,15 @@ def _load(script: Any) -> Mapping[str, Any]:
     more = {"name": script.dataset_config, "streaming": script.dataset_streaming}
     try:
         if path.is_file():
-            suffix = path.suffix.lower()
-            builder = _BUILDERS.get(suffix, "text")
-            if builder == "text":
+            if path.suffix == ".txt":
                 more["sample_by"] = "document"
-            elif suffix == ".tsv":
-                more["sep"] = "\t"
-            return load_dataset(builder, data_files=str(path), **more)  # type: ignore[no-any-return]
+            return load_dataset(str(path.parent), data_files=path.name, **more)  # type: ignore[no-any-return]
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = load_from_disk(str(path))
             return saved if isinstance(saved, dict) else {"train": saved}
         return load_dataset(str(path) if path.is_dir() else script.dataset_name, **more)  # type: ignore[no-any-return]
     except (DatasetGenerationError, OSError, ValueError, RuntimeError) as error:
-        if path.is_file() and path.suffix.lower() in _LINES:
+        if path.is_file() and path.suffix == _LINES:
             _check_lines(path)
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         got = f"{script.dataset_name} ({' '.join(str(cause).split())[:300]})"
@@ -115,31 +108,24 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _checked(rows: Any, text_field: str, name: str) -> tuple[Any, int]:
-    """Return the rows that have something to train on, and how many have nothing.
-
-    Raises:
-        ArgumentValueError: a row cannot be trained on.
-    """
-    used = [index for index, row in enumerate(rows) if _has_something(row, text_field, name, index)]
+    """Return the rows that have something to train on, and how many have nothing."""
+    used = []
+    for index, row in enumerate(rows):
+        try:
+            used += [index] * row_is_full(row, text_field)
+        except MalformedRow as error:
+            got = f"{_place(name, index)}: {error}"
+            raise ArgumentValueError(message("--dataset_name", _FORMATS, got, "Fix or remove the row.")) from error
     if not used:
         hint = "Texts and completions are empty, or conversations have no turn of the assistant."
         raise ArgumentValueError(message("--dataset_name", "rows with something to train on", f"none in {name}", hint))
     return (rows if len(used) == len(rows) else rows.select(used)), len(rows) - len(used)
 
 
-def _has_something(row: Mapping[str, Any], text_field: str, name: str, index: int) -> bool:
-    try:
-        return row_is_full(row, text_field)
-    except MalformedRow as error:
-        expected = f"rows with {_FORMATS}"
-        got = f"{_place(name, index)}: {error}"
-        raise ArgumentValueError(message("--dataset_name", expected, got, "Fix or remove the row.")) from error
-
-
 def _place(name: str, index: int) -> str:
     """Return the file and line of a row, or its number in the data."""
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix.lower() in _LINES:
+    if path.is_file() and path.suffix == _LINES:
         for row, (number, _) in enumerate(_numbered(path)):
             if row == index:
                 return f"line {number:,} of {path}"
@@ -170,11 +156,7 @@ def row_is_full(row: Mapping[str, Any], text_field: str = "text") -> bool:
 
 
 def _has_answer(messages: Any) -> bool:
-    """Return whether the assistant has a turn in a conversation, by TRL's keys or ShareGPT's.
-
-    Raises:
-        MalformedRow: a message lacks a role or a content.
-    """
+    """Return whether the assistant has a turn in a conversation, by TRL's keys or ShareGPT's."""
     if not isinstance(messages, list) or not messages:
         raise MalformedRow(f"no list of messages but {_short(messages)}")
     answers = False
@@ -196,7 +178,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-class FineTuner(Corrected, SFTTrainer):  # type: ignore[misc]
+class FineTuner(BaseTrainer, SFTTrainer):  # type: ignore[misc]
     """An `SFTTrainer` that calls ``model(**inputs)``, so that `lowtide.patch` computes the loss.
 
     TRL installs a head of its own on every model. It runs the backbone, takes the head's weight and builds a few rows

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
 
 from lowtide.errors import ArgumentValueError, message
@@ -27,7 +25,6 @@ _TRAINING_CHARACTERS = 4 * 2**20  # merges stop getting better long before; on t
 _PIECE = 2**13  # characters
 _PIECES_AT_ONCE = 32
 _PROBE = 8192  # bytes read to recognise a text
-_STDLIB_SUFFIXES = (".py", ".txt", ".rst")
 # Its tests hold text in broken encodings on purpose; the others are no part of the standard library, or not text.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 
@@ -41,7 +38,7 @@ def text_files(name: str | None) -> list[Path]:
     root = Path(sysconfig.get_path("stdlib")) if name is None else Path(name).expanduser()
     files = [root] if root.is_file() else sorted(path for path in root.rglob("*.*") if path.is_file())
     if name is None:
-        files = [p for p in files if p.suffix in _STDLIB_SUFFIXES and not _SKIPPED & {*p.relative_to(root).parts}]
+        files = [p for p in files if p.suffix == ".py" and not _SKIPPED & {*p.relative_to(root).parts}]
     if found := [path for path in files if _is_text(path)]:
         return found
     hint = "To train random weights on a dataset, save its text; a pretrained model takes every dataset."
@@ -133,38 +130,11 @@ def _train_tokenizer(text: list[str], size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
-class Blocks(Dataset[dict[str, Tensor]]):
-    """Sequences of equal length: ``input_ids`` and ``labels``, int64 [length]; nothing predicts the first token.
-
-    In the first epoch they come in their own order, in others shuffled by the seed and the epoch.
-    """
-
-    def __init__(self, ids: Tensor, seed: int) -> None:
-        self._ids, self._seed = ids, seed  # [blocks, length]
-        self._order: Tensor | None = None
-
-    def __len__(self) -> int:
-        """Return the number of blocks."""
-        return len(self._ids)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
-        self._order = torch.randperm(len(self), generator=generator) if epoch else None
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one block, counted in the epoch's order."""
-        ids = self._ids[index if self._order is None else int(self._order[index])].to(torch.int64)
-        labels = ids.clone()
-        labels[0] = -100
-        return {"input_ids": ids, "labels": labels}
-
-
-def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, most: int | None, seed: int) -> Any:
-    """Return the blocks to train on, at most ``most``, and those held out: the first ones.
+def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, most: int | None) -> Any:
+    """Return the sequences of ``length`` tokens to train on, at most ``most``, and those held out: the first ones.
 
     Raises:
-        ArgumentValueError: the text is too short for one block of each.
+        ArgumentValueError: the text is too short for one of each.
     """
     wanted = None if most is None else (held_out + most) * length
     ids: list[int] = []
@@ -174,14 +144,13 @@ def make_blocks(text: list[str], tokenizer: Any, length: int, *, held_out: int, 
         # verbose=False: a piece longer than the model's limit is no mistake here
         for encoded in tokenizer(text[begin : begin + _PIECES_AT_ONCE], verbose=False)["input_ids"]:
             ids += encoded if encoded[-1:] == [tokenizer.eos_token_id] else [*encoded, tokenizer.eos_token_id]
-    blocks = torch.tensor(ids[: len(ids) // length * length], dtype=torch.int32).view(-1, length)[
-        : None if most is None else held_out + most
-    ]
-    if len(blocks) <= held_out:
+    rows = torch.tensor(ids[: min(wanted or len(ids), len(ids) // length * length)]).view(-1, length)
+    if len(rows) <= held_out:
         expected = f"text of more than {held_out} sequences of {length} tokens, which are held out"
         hint = "Give more text, or lower --held-out or --max_length."
-        raise ArgumentValueError(message("--dataset_name", expected, f"{len(blocks)} sequences", hint))
-    return Blocks(blocks[held_out:], seed), Blocks(blocks[:held_out], seed)
+        raise ArgumentValueError(message("--dataset_name", expected, f"{len(rows)} sequences", hint))
+    blocks = [{"input_ids": row, "labels": row} for row in rows]
+    return blocks[held_out:], blocks[:held_out]
 
 
 def random_model(found: Arguments, config: Any, tokenizer: Any) -> Any:
@@ -194,6 +163,10 @@ def random_model(found: Arguments, config: Any, tokenizer: Any) -> Any:
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     config.pad_token_id = None if pad == tokenizer.eos_token_id else pad  # some models' embeddings do not train its row
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or model_args.max_length
+    if positions < model_args.max_length:
+        expected = f"at most the config's max_position_embeddings, {positions}"
+        raise ArgumentValueError(message("--max_length", expected, str(model_args.max_length)))
     attention = {"attn_implementation": model_args.attn_implementation} if model_args.attn_implementation else {}
     set_seed(args.seed)
     try:
@@ -202,17 +175,8 @@ def random_model(found: Arguments, config: Any, tokenizer: Any) -> Any:
         got = f"{model_args.model_name_or_path} ({' '.join(str(error).split())[:300]})"
         raise ArgumentValueError(message("--model_name_or_path", "a causal language model", got)) from error
     dtype = getattr(torch, model_args.dtype)
-    for parameter in model.parameters():
+    for parameter in model.parameters():  # buffers stay as they are
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     model.config.pad_token_id = pad
-    _check_positions(model, model_args.max_length)
     return model
-
-
-def _check_positions(model: Any, length: int) -> None:
-    for name, module in model.named_modules():
-        is_positions = isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
-        if is_positions and module.num_embeddings < length:
-            expected = f"at most {module.num_embeddings}, as the model has learned so many positions ({name})"
-            raise ArgumentValueError(message("--max_length", expected, str(length)))
