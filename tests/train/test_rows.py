@@ -105,11 +105,14 @@ def test_as_many_rows_are_held_out_as_was_asked(files: Files) -> None:
         load_rows(found(files, files.chats, held_out=80))
 
 
-def test_text_files_folders_and_saved_datasets_are_data(files: Files, tmp_path: Path) -> None:
+def test_text_files_folders_and_saved_datasets_are_data(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from datasets import Dataset
 
-    (tmp_path / "one.txt").write_text("the tide\ncame in\n")
-    given = parse([*files.tune(dataset_name=tmp_path / "one.txt")[:-2], "--output_dir=x"], fine_tunes=True)
+    monkeypatch.chdir(tmp_path)
+    Path("one.txt").write_text("the tide\ncame in\n")
+    given = parse([*files.tune(dataset_name="one.txt")[:-2], "--output_dir=x"], fine_tunes=True)
     assert list(load_rows(given)[0]["text"]) == ["the tide\ncame in\n"]
     Dataset.from_list([TEXT] * 3).save_to_disk(str(tmp_path / "saved"))
     assert len(load_rows(found(files, tmp_path / "saved"))[0]) == 2

@@ -148,7 +148,7 @@ def peek(words: Sequence[str]) -> dict[str, str]:
     """
     given, _ = _take(words, *_EARLY)
     in_file = _from_file(given["config"]) if "config" in given else {}
-    return {**{name: str(value) for name, value in in_file.items() if name in _EARLY}, **given}
+    return {**{name: str(in_file[name]) for name in _EARLY if in_file.get(name) is not None}, **given}
 
 
 def check_early(words: Sequence[str]) -> bool:

@@ -75,7 +75,7 @@ def _load(script: Any) -> Mapping[str, Any]:
         if path.is_file():
             if path.suffix == ".txt":
                 more["sample_by"] = "document"
-            return load_dataset(str(path.parent), data_files=path.name, **more)  # type: ignore[no-any-return]
+            return load_dataset(str(path.absolute().parent), data_files=path.name, **more)  # type: ignore[no-any-return]
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = load_from_disk(str(path))
             return saved if isinstance(saved, dict) else {"train": saved}

@@ -36,9 +36,9 @@ def text_files(name: str | None) -> list[Path]:
         ArgumentValueError: there is none.
     """
     root = Path(sysconfig.get_path("stdlib")) if name is None else Path(name).expanduser()
-    files = [root] if root.is_file() else sorted(path for path in root.rglob("*.*") if path.is_file())
+    files = [root] if root.is_file() else sorted(p for p in root.rglob("*.*" if name else "*.py") if p.is_file())
     if name is None:
-        files = [p for p in files if p.suffix == ".py" and not _SKIPPED & {*p.relative_to(root).parts}]
+        files = [path for path in files if not _SKIPPED & {*path.relative_to(root).parts}]
     if found := [path for path in files if _is_text(path)]:
         return found
     hint = "To train random weights on a dataset, save its text; a pretrained model takes every dataset."
