@@ -17,6 +17,8 @@ class BaseTrainer(Trainer):  # type: ignore[misc]
     A callback with ``add_batch(tokens)`` is told of each batch: the tokens of all ranks, padding included.
     """
 
+    label_smoother: Any
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.label_smoother is not None:  # Trainer shifts by the name of the model's class, which FSDP2 changes
