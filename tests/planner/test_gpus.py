@@ -23,6 +23,12 @@ DRIVER = {
     "NVIDIA L4": "l4",
     "NVIDIA A10": "a10",
     "NVIDIA A10G": None,
+    "NVIDIA A40": "a40",
+    "NVIDIA L40": "l40",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx-pro-6000",
+    "NVIDIA GeForce RTX 5080": "rtx5080",
     "NVIDIA RTX A6000": "a6000",
     "NVIDIA GeForce RTX 5090": "rtx5090",
     "NVIDIA GeForce RTX 4090": "rtx4090",
@@ -64,6 +70,6 @@ def test_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "NVIDIA Q1"
     gpu = find_gpu(None)
     assert (gpu.name, gpu.memory_gib, gpu.capability, gpu.like) == ("NVIDIA Q1", 22, (8, 6), "h100")
-    assert gpu.gemm == GPUS["h100"].gemm
+    assert gpu.gemm(2) == GPUS["h100"].gemm(2)
     with pytest.raises(UnsupportedError, match="device: expected a CUDA GPU on this machine, got 'cuda:2'"):
         find_gpu("CUDA:2")

@@ -14,7 +14,7 @@ from lowtide.plan import Adapters
 from lowtide.plan.config import nf4
 from lowtide.plan.gpus import GPUS
 from lowtide.plan.job import Job
-from lowtide.plan.layer_costs import PAGES, flop_of_layers
+from lowtide.plan.layer_costs import PAGES
 from lowtide.plan.sharding import BUCKET, LIVE, SUB_GROUP
 from lowtide.plan.step_costs import BESIDE, WORKSPACE, StepCosts, runs_of
 from lowtide.train.shapes import SHAPES
@@ -49,8 +49,8 @@ def test_bytes_and_operations_of_a_layer() -> None:
     assert costs[ALL].backward_bytes == pytest.approx(mlp + f - 2 / 3 * mlp + 2 * ONE, rel=0.02)
     assert costs[ALL1].backward_bytes == pytest.approx(mlp + 3 * f - 2 / 3 * mlp + 2 * ONE, rel=0.02)
     scores = 4 * (T * T / 2) * H
-    assert flop_of_layers(job) == (32 * 2 * T * (LAYER - 2 * H), 32 * scores)
     (one,) = job.readings(0)
+    assert (one.forward.flop, one.forward.attention) == (2 * T * (LAYER - 2 * H), scores)
     assert one.recompute.flop == 2 * T * (LAYER - 2 * H - H * 14336)  # but for the down projection
     again = scores / job.gpu.attention(2, 128, T)[0]
     assert costs[INPUT].backward - costs[ATTENTION].backward == pytest.approx(again)
@@ -62,7 +62,9 @@ def test_bytes_and_operations_of_a_layer() -> None:
 def test_windows_leave_attention_a_part_of_its_pairs() -> None:
     whole, half = (job_of({**FEW, "model_type": "mistral", "sliding_window": w}) for w in (None, 1024))
     pairs = 2 * sum(min(i + 1, 1024) for i in range(T)) / T**2  # one by one
-    assert flop_of_layers(half)[1] / flop_of_layers(whole)[1] == pytest.approx(pairs, rel=1e-3)
+    (one,), rate = whole.readings(0), whole.gpu.attention(2, 64, T)[0]
+    less = cost_of(whole, ALL).forward - cost_of(half, ALL).forward
+    assert less * rate == pytest.approx((1 - pairs) * one.forward.attention, rel=1e-3)
 
 
 def test_phases_of_a_step() -> None:

@@ -121,6 +121,8 @@ def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
     old = settings.get("num_hidden_layers")
     lists = {name: value for name, value in settings.items() if _is_by_layer(name, value, old)}
     repeated = {name: (value * -(-layers // len(value)))[:layers] for name, value in lists.items()}
+    if own := settings.get("per_layer_config"):  # of some layers, by their index
+        repeated["per_layer_config"] = {layer: value for layer, value in own.items() if int(layer) < layers}
     return {**settings, **repeated, "num_hidden_layers": layers}
 
 

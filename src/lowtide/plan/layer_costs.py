@@ -39,14 +39,6 @@ def layer_costs(job: Job, policy: ActivationPolicy) -> tuple[LayerCost, ...]:
     return tuple(_cost(job, policy, one, _windowed(job, kind)) for kind, one in enumerate(readings))
 
 
-def flop_of_layers(job: Job) -> tuple[float, float]:
-    """Return the FLOP of all layers' GEMMs, and of their attention, in forward."""
-    found = [(one.forward.flop, one.forward.attention * _windowed(job, kind))
-             for kind, one in enumerate(job.readings(job.levels[0]))]  # fmt: skip
-    gemms, attention = zip(*(found[kind] for kind in job.model.kind_of), strict=True)
-    return sum(gemms), sum(attention)
-
-
 def _windowed(job: Job, kind: int) -> float:
     """Return the share of causal attention's pairs that the windows of a kind's layers leave, the mean over them."""
     T, model = job.seq_len, job.model

@@ -1,6 +1,7 @@
 """What a model's name means: a folder, a config, a name on the Hub, or a built-in shape.
 
-``shapes.json`` has the built-in ones, as their public configs have them: enough to build the model with random weights.
+``shapes.json`` has the built-in ones, as their public configs have them, or as transformers' defaults do: enough to
+build the model with random weights.
 The default, "lowtide-small", has the tokenizer's vocabulary. It is so small that two CPU cores train it in two minutes
 on enough text to learn more than the frequencies of words; the logits are its largest tensor by far.
 """
