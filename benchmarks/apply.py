@@ -79,16 +79,14 @@ class ApplyConfig(ErrorSettings):
 
 
 def plan_of(options: HeadOptions, case: Case) -> Any:
-    N, D, V = case.shape.N, case.shape.D, case.shape.V
-    return plan_head(N, D, V, case.x.dtype, case.x.device, options, function=True)
+    return plan_head(*case.x.shape, len(case.w), case.x.dtype, case.x.device, options, function=True)
 
 
 def in_two_chunks(case: Case) -> HeadOptions:
     """Return the least workspace with which the plan has two chunks."""
     sizes = range(1, 2**50)  # bytes
-    few = partial(bisect_left, sizes, True)
-    least = few(key=lambda size: plan_of(HeadOptions(workspace_mib=size / 2**20), case).chunks <= 2)
-    return HeadOptions(workspace_mib=sizes[least] / 2**20)
+    few = bisect_left(sizes, True, key=lambda size: plan_of(HeadOptions(workspace_mib=size / 2**20), case).chunks <= 2)
+    return HeadOptions(workspace_mib=sizes[few] / 2**20)
 
 
 def peers_of(case: ApplyCase) -> Iterator[tuple[Peer, HeadOptions | None]]:

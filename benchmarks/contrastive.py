@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide import linear_contrastive
 from lowtide.bench.case import ROWS, Case, Function, Values, blocks, loss_case, measure_cases
-from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled
+from lowtide.bench.harness import Peer, Run, by_name, compiled
 from lowtide.bench.settings import ErrorSettings, Shape, setting, shape_setting
+from lowtide.errors import UnsupportedError
 
 TEMPERATURE = 0.05  # sentence-transformers' scale of 20
 LIKENESS = 0.5  # cosine of a query and its key: at that temperature among 65,536 keys a loss of about 1 to 2
@@ -93,7 +94,7 @@ def _checkpointed(case: ContrastiveCase) -> Contrastive:
 def _cached(mini_batch_size: int, case: ContrastiveCase) -> Contrastive:
     """Return the second step of `CachedMultipleNegativesRankingLoss`, which computes loss and gradients at once."""
     if case.mask is not None:
-        raise CannotError("has no mask")
+        raise UnsupportedError("has no mask")
     losses: Any = importlib.import_module("sentence_transformers.losses")
     util: Any = importlib.import_module("sentence_transformers.util")
     settings = {"scale": 1 / TEMPERATURE, "similarity_fct": util.dot_score, "mini_batch_size": mini_batch_size}

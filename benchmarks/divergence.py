@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowtide import linear_divergence
 from lowtide.bench.case import Case, Function, Values, make_case, measure_cases, wider
-from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
+from lowtide.bench.harness import Peer, Run, by_name, compiled, needs_cuda
 from lowtide.bench.settings import ErrorSettings, Shape, setting, shape_setting
 
 LIKENESS = 0.8  # correlation of the teacher's hidden states with the student's, in the coordinates that both have
@@ -31,8 +31,6 @@ KINDS = {  # linear_divergence's name, and the teacher's share of the mixture
     "reverse-kl": ("reverse_kl", 1.0, "KL(student || teacher)"),
     "jsd": ("jsd", 0.5, "JSD(0.5)"),
 }
-
-
 SIZES = ("N", "D", "V", "teacher_D")
 NAMED = {"llama-8b-to-1b": (8192, 2048, 128256, 4096), "llama-8b-to-8b": (4096, 4096, 128256, 4096)}
 
@@ -107,15 +105,6 @@ def _liger(case: DivergenceCase) -> Callable[..., Tensor]:
     return lambda x, w, teacher_x, teacher_w: loss(x, w, teacher_x, teacher_w, None)
 
 
-def _liger_kl(case: DivergenceCase) -> Callable[..., Tensor]:
-    if case.kind != "forward_kl":
-        raise CannotError("computes the forward KL alone")
-    needs_cuda(case.x.device)
-    module: Any = importlib.import_module("liger_kernel.transformers.fused_linear_kl_div")
-    loss = module.LigerFusedLinearKLDivLoss(reduction="batchmean")
-    return lambda x, w, teacher_x, teacher_w: loss(x, w, (teacher_x @ teacher_w.T).float().softmax(-1))
-
-
 def _peer(name: str, make: Callable[[DivergenceCase], Callable[..., Tensor]], package: str = "") -> Peer:
     def build(case: DivergenceCase) -> Function:
         function = make(case)
@@ -124,16 +113,17 @@ def _peer(name: str, make: Callable[[DivergenceCase], Callable[..., Tensor]], pa
     return Peer(name, build, package)
 
 
+def _lowtide(reduction: str, case: DivergenceCase) -> Callable[..., Tensor]:
+    return partial(linear_divergence, kind=case.kind, beta=case.beta, reduction=reduction)
+
+
 PEERS = by_name(
-    *(
-        _peer(name, lambda case, of=of: partial(linear_divergence, kind=case.kind, beta=case.beta, reduction=of))
-        for name, of in (("lowtide", "mean"), ("lowtide-none", "none"))  # the mean's gradients in forward
-    ),
+    _peer("lowtide", partial(_lowtide, "mean")),  # whose gradients are computed in forward
+    _peer("lowtide-none", partial(_lowtide, "none")),
     _peer("naive", lambda case: partial(_naive, beta=case.beta)),
     _peer("compile", lambda case: partial(compiled(_naive), beta=case.beta)),
     _peer("trl", _trl, "trl"),
     _peer("liger-jsd", _liger, "liger-kernel"),  # a mean with its gradients in forward
-    _peer("liger-kl", _liger_kl, "liger-kernel"),  # of all the teacher's probabilities
 )
 
 

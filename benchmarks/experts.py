@@ -19,9 +19,10 @@ import torch
 from mixture import Layer, Mixture, make_mixture
 from script import Say, main
 
-from lowtide.bench.harness import CannotError, Peer, Run, by_name, needs_cuda
+from lowtide.bench.harness import Peer, Run, by_name, needs_cuda
 from lowtide.bench.mlp import measure_modules
 from lowtide.bench.settings import ShapeSettings, setting, shape_setting
+from lowtide.errors import UnsupportedError
 from lowtide.mlp.expert_call import Form
 from lowtide.mlp.experts import experts_mlp
 
@@ -68,7 +69,7 @@ def _liger(mixture: Mixture) -> Layer:
     needs_cuda(mixture.x.device)
     module: Any = importlib.import_module("liger_kernel.ops.fused_moe")
     if mixture.is_gpt_oss:
-        raise CannotError("no biases and limits")
+        raise UnsupportedError("no biases and limits")
     gate_up, down, *_ = mixture.weights
     ids = mixture.ids.to(torch.int32)
     return lambda: module.LigerFusedMoEFunction.apply(mixture.x, gate_up, down, ids, mixture.routing)

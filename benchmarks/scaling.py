@@ -42,16 +42,10 @@ WARM = 2  # steps before those that count
 SPEED = "tokens_per_s_per_gpu"
 TABLE = Table(
     {
-        "way": "<18",
-        "ranks": "6",
-        "model": ">18",
-        "seconds": "9.4f",
-        SPEED: "22,.0f",
-        "of_one": "8.3f",
-        "peak_gib": "10.2f",
-        "last_loss": "11.4f",
+        "way": "<18", "ranks": "6", "model": ">18", "seconds": "9.4f", SPEED: "22,.0f", "of_one": "8.3f",
+        "peak_gib": "10.2f", "last_loss": "11.4f",
     },
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +70,19 @@ class ScalingConfig(Settings):
 
 
 def measure(config: ScalingConfig, say: Callable[[str], object], command: str) -> int:
-    with Run(config, say, command, packages=["transformers", "liger-kernel"]) as run:
-        measure_all(run)
-    return run.status
-
-
-def measure_all(run: Run) -> None:
-    config, rows = run.config, run.result.setdefault("rows", [])
-    run.result |= config.recorded()
     one: dict[tuple[str, str], float] = {}  # a way's and model's speed on one GPU
-    run.say(TABLE.header)
-    for ranks, way, model in product(config.ranks, config.way, config.model):
-        row = {"ranks": ranks, "way": way, "model": model, **in_processes(ranks, way, model, config)}
-        if SPEED in row and ranks == 1:
-            one[way, model] = row[SPEED]
-        if SPEED in row and (way, model) in one:
-            row["of_one"] = row[SPEED] / one[way, model]
-        run.add(row, rows, TABLE)
+    with Run(config, say, command, packages=["transformers", "liger-kernel"]) as run:
+        rows = run.result["rows"] = []
+        run.result |= config.recorded()
+        say(TABLE.header)
+        for ranks, way, model in product(config.ranks, config.way, config.model):
+            row = {"ranks": ranks, "way": way, "model": model, **in_processes(ranks, way, model, config)}
+            if SPEED in row and ranks == 1:
+                one[way, model] = row[SPEED]
+            if SPEED in row and (way, model) in one:
+                row["of_one"] = row[SPEED] / one[way, model]
+            run.add(row, rows, TABLE)
+    return run.status
 
 
 def in_processes(ranks: int, way: str, model: str, config: ScalingConfig) -> Row:
@@ -115,16 +105,13 @@ def measure_rank(way: str, model: str, config: ScalingConfig) -> Row:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    shape, dtype = model_config(model), getattr(torch, config.weights)
-    built = build_model(Variant.named(way), shape, dtype, device, seed=0)
-    if ranks > 1:
-        for module in (*find_stack(built).layers.values(), built):
-            fully_shard(module)
+    built = build_model(Variant.named(way), model_config(model), getattr(torch, config.weights), device)
+    for module in (*find_stack(built).layers.values(), built) if ranks > 1 else ():
+        fully_shard(module)
     optimizer = make_optimizer("adamw", list(built.parameters()))
     batch = config.batch // (ranks if config.strong else 1)
-    generator = torch.Generator().manual_seed(0)
-    sizes = (WARM + config.steps, ranks, batch, config.tokens)
-    steps = torch.randint(0, built.config.vocab_size, sizes, generator=generator)
+    torch.manual_seed(0)
+    steps = torch.randint(0, built.config.vocab_size, (WARM + config.steps, ranks, batch, config.tokens))
     times, losses = list[float](), list[float]()
     for each in steps.to(device)[:, rank]:
         if len(times) == WARM:

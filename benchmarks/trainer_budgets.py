@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import set_verbosity_error
 
 import lowtide
-from lowtide.bench.harness import begin, reason_of, release
+from lowtide.bench.harness import begin, reason_of, release, write_json
 from lowtide.measure.units import gib
 
 TRAINERS = ("Trainer", "SFT", "DPO", "GRPO")
@@ -107,7 +107,7 @@ def main() -> int:
     args = parser.parse_args()
     set_verbosity_error()
     command = shlex.join(["python", "benchmarks/trainer_budgets.py", *sys.argv[1:]])
-    files, result = begin(args.output, "trainer-budgets", command, DEVICE, ["transformers", "trl", "accelerate"])
+    file, result = begin(args.output, "trainer-budgets", command, DEVICE, ["transformers", "trl", "accelerate"])
     rows: list[dict[str, Any]] = []
     result["rows"] = rows
     for name, budget in itertools.product(args.trainer, args.budget):
@@ -119,7 +119,7 @@ def main() -> int:
         lowtide.unpatch_trl()
         release(DEVICE)
         rows.append(row)
-        files.write_json(result)
+        write_json(file, result)
     for row in rows:
         figures = " ".join(f"{key} {row[key]:.2f}" for key in ("budget_gib", "planned_gib", "peak_gib") if key in row)
         print(f"{row['trainer']:8} {row['budget']:8} {row.get('failed', figures)}")

@@ -11,7 +11,6 @@ import torch
 from lowtide.bench import harness
 from lowtide.bench.harness import (
     OUT_OF_MEMORY,
-    CannotError,
     Row,
     Table,
     begin,
@@ -20,6 +19,7 @@ from lowtide.bench.harness import (
     replace,
     write_json,
 )
+from lowtide.errors import UnsupportedError
 from promises import promise
 
 pytestmark = promise("commands")
@@ -40,7 +40,7 @@ def test_a_table_has_a_width_for_each_column() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (CannotError("not this"), "not this"),
+        (UnsupportedError("not this"), "not this"),
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nlots"), OUT_OF_MEMORY),
         (AssertionError(), "AssertionError"),
         (RuntimeError("first\nsecond"), "RuntimeError: first"),
@@ -51,7 +51,7 @@ def test_what_a_peer_raises_is_its_row(error: Exception, reason: str) -> None:
     row: Row = {}
     with reason_in(row, cannot="cannot"):
         raise error
-    unable = isinstance(error, CannotError)
+    unable = isinstance(error, UnsupportedError)
     assert row == ({"cannot": reason, "unsupported": True} if unable else {"failed": reason})
     with pytest.raises(KeyboardInterrupt), reason_in(row):
         raise KeyboardInterrupt

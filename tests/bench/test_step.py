@@ -87,22 +87,13 @@ def test_a_step_by_any_variant_is_the_same_step(name: str) -> None:
     assert row["tokens_per_s"] == pytest.approx(66 / row["seconds"])
 
 
-@pytest.mark.parametrize(
-    ("model_type", "more", "taken"),
-    [
-        *((name, {}, False) for name in ("bart", "t5")),
-        *((name, {}, True) for name in ("llama", "mamba", "xlnet")),
-    ],
-)
-def test_causal_language_models_are_taken_and_others_refused(
-    model_type: str, more: dict[str, Any], taken: bool
-) -> None:
-    config = transformers.AutoConfig.for_model(model_type, **more)
-    if taken:
+def test_causal_language_models_are_taken_and_others_refused() -> None:
+    for name in ("llama", "mamba", "xlnet"):
+        config = transformers.AutoConfig.for_model(name)
         assert models.language_part(config) is config
-        return
-    with pytest.raises(ArgumentValueError, match=f"model: expected a causal language model, got a {model_type}"):
-        models.language_part(config)
+    for name in ("bart", "t5"):
+        with pytest.raises(ArgumentValueError, match=f"model: expected a causal language model, got a {name}"):
+            models.language_part(transformers.AutoConfig.for_model(name))
 
 
 def test_of_a_model_that_sees_the_language_model_is_taken() -> None:

@@ -30,17 +30,13 @@ Row = dict[str, Any]
 """A row of a table and of the result file. A figure that was not measured is missing, and ``failed`` has the reason."""
 
 
-class CannotError(Exception):
-    """This peer does not support the case."""
-
-
 @dataclass(frozen=True)
 class Peer:
     """An implementation that is measured.
 
     Attributes:
         name: of its row.
-        build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
+        build: imports it and returns what is run, made for a case; `UnsupportedError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
         gemms: per layer of an MLP, that it cannot do without.
     """
@@ -57,9 +53,9 @@ def by_name(*peers: Peer) -> dict[str, Peer]:
 
 
 def needs_cuda(device: torch.device) -> None:
-    """Raise `CannotError` on a CPU, for a peer without an implementation there."""
+    """Raise `UnsupportedError` on a CPU, for a peer without an implementation there."""
     if device.type != "cuda":
-        raise CannotError("runs on GPUs only")
+        raise UnsupportedError("runs on GPUs only")
 
 
 def compiled(function: Any) -> Any:
@@ -217,7 +213,7 @@ def reason_in(row: Row, *, package: str = "", cannot: str = "failed") -> Iterato
     """
     try:
         yield
-    except CannotError as error:
+    except UnsupportedError as error:
         row |= {cannot: str(error), "unsupported": True}
     except ImportError as error:
         hint = f". pip install {package}" if package else ""

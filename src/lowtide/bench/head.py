@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.case import TABLE, Bench, Case, Function, make_case
-from lowtide.bench.harness import CannotError, Peer, Row, Run, Table, by_name, compiled, needs_cuda, release
+from lowtide.bench.harness import Peer, Row, Run, Table, by_name, compiled, needs_cuda, release
 from lowtide.bench.variant import LIGER, LOWTIDE
+from lowtide.errors import UnsupportedError
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.plan import plan_head
 
-T = TypeVar("T")
-OfLogits = Callable[[Tensor, Tensor], T]  # of a chunk's logits [C, V] in their own dtype, and its targets
 Loss = Callable[..., Tensor]  # of x [N, D], w [V, D] and y [N]
 IGNORED = -100
 CHUNKS = 8  # of tokens, in the forms that users write
@@ -38,14 +37,12 @@ LOSS_TABLE = Table(
 )
 
 
-def checkpointed(of_logits: OfLogits[T], x: Tensor, w: Tensor, y: Tensor) -> list[T]:
-    """Return the function of each chunk, its projection recomputed: one chunk's logits at a time in memory."""
-
-    def run(x: Tensor, w: Tensor, y: Tensor) -> T:
-        return of_logits(x @ w.T, y)
-
+def checkpointed(of_logits: Callable[[Tensor, Tensor], Any], x: Tensor, w: Tensor, y: Tensor) -> list[Any]:
+    """Return the function of each chunk's logits [C, V] and targets, its projection recomputed: one chunk's logits at a
+    time in memory.
+    """
     parts = zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)
-    return [checkpoint(run, x, w, y, use_reentrant=False) for x, y in parts]
+    return [checkpoint(lambda x, y: of_logits(x @ w.T, y), x, y, use_reentrant=False) for x, y in parts]
 
 
 def summed_loss(z: Tensor, y: Tensor) -> Tensor:
@@ -87,7 +84,7 @@ def in_chunks(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 def torch_loss(_: Case) -> Loss:
     """Return PyTorch's own, with its own choice of chunks."""
     if not hasattr(F, "linear_cross_entropy"):
-        raise CannotError(f"torch {torch.__version__} has no linear_cross_entropy. Install torch 2.13 or newer")
+        raise UnsupportedError(f"torch {torch.__version__} has no linear_cross_entropy. Install torch 2.13 or newer")
     return F.linear_cross_entropy
 
 
@@ -103,7 +100,7 @@ def on_cuda(module: str, function: str, **options: Any) -> Callable[[Case], Loss
 
 def _quack(case: Case) -> Loss:
     # 0.6.5 takes no chunks of as many rows as the hidden size has numbers
-    options = {"chunk_size": 2048} if case.shape.D == 4096 else {}
+    options: Any = {"reduction": "mean"} | ({"chunk_size": 2048} if case.shape.D == 4096 else {})
     return on_cuda("quack.linear_cross_entropy", "chunked_linear_cross_entropy", **options)(case)
 
 

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.harness import CannotError, Peer, Row, Run, Table, by_name, compiled, needs_cuda, reason_in, release
+from lowtide.bench.harness import Peer, Row, Run, Table, by_name, compiled, needs_cuda, reason_in, release
 from lowtide.bench.variant import LOWTIDE
+from lowtide.errors import UnsupportedError
 from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import mib
 from lowtide.mlp.swiglu import swiglu_mlp
@@ -110,7 +111,7 @@ def make_mlps(shape: Any, dtype: torch.dtype, device: torch.device) -> ModuleCas
 def _lowtide(level: int, tile: int | None = None) -> Callable[[ModuleCase], Layer]:
     def build(case: ModuleCase) -> Layer:
         if tile is not None and tile >= len(case.x):
-            raise CannotError(f"{len(case.x)} tokens are one tile")
+            raise UnsupportedError(f"{len(case.x)} tokens are one tile")
         return partial(swiglu_mlp, checkpoint_level=level, tile_tokens=tile)
 
     return build

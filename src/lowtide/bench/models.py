@@ -84,7 +84,8 @@ def build_model(
         patch(model)
         apply_policy(model, policy)
         if variant.compiles_layers:
-            compile_layers(model)
+            for layer in find_stack(model).layers.values():
+                layer.compile(dynamic=False)
         return trained
     if variant.compiles_layers:
         model.loss_function = torch.compile(model.loss_function, dynamic=False)  # from the logits on
@@ -94,12 +95,6 @@ def build_model(
         if policy.keep != "all":
             layer.forward = Checkpointed(layer.forward, policy)
     return trained
-
-
-def compile_layers(model: Any) -> None:
-    """Compile each decoder layer by itself, after its policy was applied."""
-    for layer in find_stack(model).layers.values():
-        layer.compile(dynamic=False)
 
 
 def attention_of(model: Any) -> str:

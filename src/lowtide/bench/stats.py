@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.case import Case, Function, Values, make_case, measure_cases
-from lowtide.bench.harness import CannotError, Peer, Run, by_name, compiled, needs_cuda
+from lowtide.bench.harness import Peer, Run, by_name, compiled, needs_cuda
 from lowtide.bench.head import CCE, IGNORED, checkpointed, liger_native, on_cuda, torch_loss, trl_logprobs
 from lowtide.bench.variant import LOWTIDE
+from lowtide.errors import UnsupportedError
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
 LOGPROB, ENTROPY, TOPK = "logprob", "entropy", "topk"  # the highest logits' values, without their classes
@@ -89,9 +90,8 @@ def _lowtide(case: Case) -> Function:
     topk = min(SEVERAL, len(w)) if TOPK in case.names else None
 
     def run() -> Values:
-        stats = linear_token_stats(x, w, y, want=case.names, topk=topk)
-        values = {name: getattr(stats, name) for name in case.names}
-        return values if stats.topk is None else values | {TOPK: stats.topk.values}
+        stats: Any = linear_token_stats(x, w, y, want=case.names, topk=topk)
+        return {name: stats.topk.values if name == TOPK else getattr(stats, name) for name in case.names}
 
     return run
 
@@ -102,7 +102,7 @@ def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
 
 def _compiled(case: Case) -> Function:
     if case.backward_alone:
-        raise CannotError("frees its buffers in backward, which runs once")
+        raise UnsupportedError("frees its buffers in backward, which runs once")
     return partial(compiled(_naive), case.x, case.w, case.y, case.names)
 
 
@@ -125,7 +125,7 @@ def _peer(name: str, make: Callable[..., Callable[..., Any]], package: str = "",
 
     def build(case: Case) -> Function:
         if case.y.dim() > 1 or not {*known}.issuperset(case.names):
-            raise CannotError(f"computes {' and '.join(known)} of one target a token alone")
+            raise UnsupportedError(f"computes {' and '.join(known)} of one target a token alone")
         both = ENTROPY in case.names
         function = make(case, entropy=both) if entropy else make(case)
 
@@ -152,7 +152,7 @@ def _liger_scaled(case: Case, *, entropy: bool) -> Callable[..., Any]:
     """Liger's CuTe kernels for Hopper; elsewhere it would silently run plain PyTorch in chunks."""
     needs_cuda(case.x.device)
     if torch.cuda.get_device_capability(case.x.device) != (9, 0):
-        raise CannotError("its kernels are for GPUs of compute capability 9.0")
+        raise UnsupportedError("its kernels are for GPUs of compute capability 9.0")
     module: Any = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
     return lambda x, w, y: apply(x, w, y, 1.0, IGNORED, 1, entropy)

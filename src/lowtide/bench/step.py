@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.config import StepBenchConfig
-from lowtide.bench.harness import OUT_OF_MEMORY, CannotError, Row, Run, Table, reason_in, release
+from lowtide.bench.harness import OUT_OF_MEMORY, Row, Run, Table, reason_in, release
 from lowtide.bench.models import attention_of, build_model, language_part, make_optimizer, measure_steps, train_step
 from lowtide.bench.variant import Variant
-from lowtide.errors import UnsupportedError
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.memory import offload_optimizer
 from lowtide.memory.policy import split_states
@@ -35,14 +34,10 @@ def rows_of(way: str, settings: dict[str, Any]) -> list[Row]:
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     policy, states = split_states(way)
     with reason_in(failed):
-        try:
-            shape = model_config(config.model)
-            model = build_model(Variant.named(policy), shape, dtype, device)
-            optimizer = make_optimizer("adamw", list(model.parameters()))
-            if states is not None:
-                offload_optimizer(optimizer, model, **states)
-        except UnsupportedError as error:
-            raise CannotError(str(error)) from error
+        model = build_model(Variant.named(policy), model_config(config.model), dtype, device)
+        optimizer = make_optimizer("adamw", list(model.parameters()))
+        if states is not None:
+            offload_optimizer(optimizer, model, **states)
     for tokens in config.tokens:
         row: Row = {"tokens": tokens, **failed}
         if not failed:
