@@ -454,6 +454,8 @@ MUTANTS: dict[str, list[Mutant]] = {
                "models/test_scoring.py -k rounded_to_the_same"),
         Mutant("models/adapters.py", "more = adapter.b.bias * adapter.scale", "more = adapter.b.bias",
                "models/test_peft.py -k bias"),
+        Mutant("models/head_kinds.py", "x.where(kept.unsqueeze(-1), 0) for x", "x for x",
+               "models/test_peft.py -k ignored_token"),
         Mutant("models/head_kinds.py", "logits = logits + added * adapter.scale", "logits = logits + added",
                "models/test_peft.py -k of_their_call"),
         Mutant("models/four_bit.py", "dtype = linear.compute_dtype or x.dtype", "dtype = x.dtype",
