@@ -140,13 +140,13 @@ def fsdp2() -> Iterator[None]:
     """What ``accelerate launch`` sets for FSDP2, and what lets accelerate share out sequences on CPUs too."""
     from accelerate import ParallelismConfig
 
+    from distributed.train_faults import take_fsdp2
     from distributed.train_runs import ENGINES
-    from lowtide.train.ranks import correct_fsdp2
 
     stock = ParallelismConfig._validate_accelerator
 
     def validate(self: Any, accelerator: Any) -> None:
-        correct_fsdp2(accelerator)
+        take_fsdp2(accelerator.state)
         stock(self, accelerator)
 
     try:

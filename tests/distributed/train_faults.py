@@ -21,12 +21,18 @@ def cause(fault: str) -> None:
     kind, rank, step = fault.split()
     if rank == os.environ.get("RANK", "0"):
         {
-            "kill": partial(_stop, signal.SIGKILL),
-            "stop": partial(_stop, signal.SIGSTOP),
+            "kill": _kill,
             "full": _fill,
             "nan": partial(_poison, math.nan),
             "inf": partial(_poison, math.inf),
         }[kind](int(step))
+
+
+def take_fsdp2(state: Any) -> None:
+    """Make of accelerate's state on CPUs what it is on GPUs."""
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def share_on_cpus() -> None:
@@ -34,9 +40,7 @@ def share_on_cpus() -> None:
 
     def create(original: Callable[..., Any], trainer: Any) -> None:
         original(trainer)
-        state = trainer.accelerator.state
-        state.fsdp_plugin = FullyShardedDataParallelPlugin()
-        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        take_fsdp2(trainer.accelerator.state)
         trainer.is_fsdp_enabled = True
 
     _wrap(Trainer, "create_accelerator_and_postprocess", create)
@@ -47,15 +51,15 @@ def _wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **kwargs: wrapped(original, *args, **kwargs))
 
 
-def _stop(number: int, step: int) -> None:
-    """Kill or stop this process between forward and backward: the others wait for its gradients."""
+def _kill(step: int) -> None:
+    """Kill this process between forward and backward: the others wait for its gradients."""
     begun = 0
 
     def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal begun
         begun += 1
         if begun == step:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
     _wrap(Accelerator, "backward", backward)
