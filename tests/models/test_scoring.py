@@ -191,7 +191,7 @@ def test_generation_is_unchanged_and_builds_the_last_token_alone(settings, pair,
     with lowtide.scoring(model.eval()) as report:
         for m in (model, stock.eval()):
             torch.manual_seed(3)
-            outputs.append(m.generate(batch["input_ids"], max_new_tokens=6, **settings))
+            outputs.append(m.generate(batch["input_ids"], max_new_tokens=6, min_new_tokens=6, **settings))
     assert torch.equal(*outputs)
     assert report.calls_fused == 0
     assert report.why_materialised == {"one token of each sequence, as in generation": 6}
