@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import lowtide
 from lowtide.errors import ArgumentValueError
 from lowtide.memory import ActivationPolicy
-from lowtide.models.budget import planned_step, step_length
+from lowtide.models.budget import Budget, planned_step, step_length
 from promises import promise
 from train.conftest import SHAPE
 
@@ -84,12 +84,34 @@ def test_where_nothing_fits_the_trainer_is_not_made(tmp_path: Path) -> None:
     ("args", "length"),
     [
         ({"max_length": 64}, 64),
-        ({"max_completion_length": 30, "max_prompt_length": 12}, 42),
+        ({"max_completion_length": 30}, None),
         ({"max_length": None}, None),
     ],
 )
 def test_the_length_is_the_trainers_own(args: dict[str, Any], length: int | None) -> None:
     assert step_length(SimpleNamespace(**args)) == length
+
+
+def test_a_rollout_is_the_longest_prompt_and_a_completion() -> None:
+    prompts = [
+        {"prompt": [3, 4]},
+        {"prompt": "one two three"},
+        {"prompt": [{"role": "user", "content": "four words are here"}]},
+    ]
+
+    class Words:
+        def __call__(self, text: str) -> dict[str, Any]:
+            return {"input_ids": text.split()}
+
+        def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, return_dict: bool) -> Any:
+            assert add_generation_prompt
+            assert return_dict
+            return self(" ".join(message["content"] for message in messages))
+
+    args = SimpleNamespace(max_completion_length=30)
+    assert step_length(args, prompts, Words()) == 34
+    assert step_length(args, prompts[:2], Words()) == 33
+    assert step_length(args, [{"text": "x"}], Words()) is None
 
 
 BASE = {
@@ -115,6 +137,22 @@ def test_what_is_planned_is_what_the_arguments_say(more: dict[str, Any], planned
     found = planned_step(model(), SimpleNamespace(**BASE | more))
     assert {name: found[name] for name in planned} == planned
     assert ("gpus" in found) == ("gpus" in planned)
+
+
+def test_a_preference_is_two_sequences_beside_the_reference_model() -> None:
+    args = type("DPOConfig", (SimpleNamespace,), {})(
+        **BASE, precompute_ref_log_probs=False, device=torch.device("cpu"), gradient_checkpointing=False
+    )
+    own = model()
+    assert planned_step(own, args)["batch_size"] == 2 * BASE["per_device_train_batch_size"]
+    plans = []
+    for kept in (True, False):
+        args.precompute_ref_log_probs = not kept
+        budget = Budget("3GiB", None, None)
+        assert ("beside the reference model" in str(budget.apply(own, args))) == kept
+        plans.append(budget.plan)
+    reference = sum(p.nbytes for p in own.parameters())
+    assert plans[1].requested_bytes - plans[0].requested_bytes == pytest.approx(reference, rel=1e-3)
 
 
 def test_adapters_are_planned_as_they_are() -> None:

@@ -20,20 +20,35 @@ AUTO = "auto"
 _AUTO_SHARE = 0.92  # of what is free: the allocator holds more than tensors take
 _ROWS = 1000  # of a dataset whose sequences tell the length
 _LORA_A = ".lora_A."
+_PAIRS = {"DPOConfig", "RewardConfig"}  # TRL's arguments with a chosen and a rejected sequence in each row
 _MASKED = ("sdpa", "eager")  # transformers' implementations of attention that take a mask for padding and packed rows
 
 
-def step_length(args: Any, dataset: Any = None) -> int | None:
+def step_length(args: Any, dataset: Any = None, tokenizer: Any = None) -> int | None:
     """Return the most tokens of a sequence by a trainer's arguments, or by its first rows; None where neither says.
 
-    That is ``max_length`` (SFT, DPO), or prompt plus completion (GRPO).
+    That is ``max_length`` (SFT, DPO), or the longest prompt plus a completion (GRPO).
     """
     if completion := getattr(args, "max_completion_length", None):
-        return int(completion) + int(getattr(args, "max_prompt_length", None) or 0)
+        prompt = _longest(dataset, "prompt", tokenizer)
+        return None if prompt is None else prompt + int(completion)
     if length := getattr(args, "max_length", None):
         return int(length)
+    return _longest(dataset, "input_ids", tokenizer)
+
+
+def _longest(dataset: Any, column: str, tokenizer: Any) -> int | None:
+    """Return the most tokens in a column of the first rows: ids, a text or messages; None where there are none."""
+
+    def tokens(found: Any) -> Any:
+        if isinstance(found, str):
+            return tokenizer(found)["input_ids"]
+        if len(found) and isinstance(found[0], dict):
+            return tokenizer.apply_chat_template(found, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return found
+
     try:
-        return max(len(dataset[i]["input_ids"]) for i in range(min(_ROWS, len(dataset))))
+        return max(len(tokens(dataset[i][column])) for i in range(min(_ROWS, len(dataset))))
     except (KeyError, TypeError, ValueError, IndexError):
         return None
 
@@ -52,7 +67,8 @@ def planned_step(model: Any, args: Any, *, length: int | None = None) -> dict[st
     length = length or step_length(args)
     if length is None:
         raise ArgumentValueError(message("length", "the most tokens of a sequence", "None", "Pass it."))
-    rows, packs = args.per_device_train_batch_size, getattr(args, "packing", False)
+    paired = any(kind.__name__ in _PAIRS for kind in type(args).__mro__)
+    rows, packs = args.per_device_train_batch_size * (1 + paired), getattr(args, "packing", False)
     joined = getattr(args, "padding_free", False) or (packs and args.packing_strategy != "wrapped")
     weights = next(iter(model.parameters())).dtype
     four_bit = quantised(read_settings(model.config)).four_bit
@@ -88,13 +104,13 @@ class Budget:
         self._length = length
         self.plan: MemoryPlan | None = None
 
-    def apply(self, model: Any, args: Any, dataset: Any = None) -> str | None:
+    def apply(self, model: Any, args: Any, dataset: Any = None, tokenizer: Any = None) -> str | None:
         """Plan for a trainer's batch, apply the policies, and return lines about it; None where no length is known yet.
 
         Raises:
             ArgumentValueError: nothing fits, with the nearest change that does; or the planner does not have the step.
         """
-        length = self._length or step_length(args, dataset)
+        length = self._length or step_length(args, dataset, tokenizer)
         if length is None:
             return None
         step = planned_step(model, args, length=length)
@@ -102,8 +118,13 @@ class Budget:
         if budget is None and args.device.type == "cuda":
             free = torch.cuda.mem_get_info(args.device)[0] + torch.cuda.memory_reserved(args.device)
             budget = gib(_AUTO_SHARE * free)
+        reference = _reference_gib(model, args, step)
+        if reference and budget is not None:
+            budget = max(budget - reference, 0.0)
         self.plan = plan_memory(model.config, **step, budget_gib=budget, host_gib=self._host_gib)
         lines = list(_lines(self.plan, args))
+        if reference:
+            lines.append(f"         beside the reference model, which takes {reference:.2f} GiB")
         if args.gradient_checkpointing:
             args.gradient_checkpointing = False
             if hasattr(args, "activation_checkpointing"):  # its name in newer versions of transformers
@@ -156,6 +177,15 @@ def _adapters(model: Any) -> Adapters | None:
         raise ArgumentValueError(message("memory_budget", expected, f"{len(trained)} trained parameters"))
     known = [name for name in PROJECTIONS if name in targets]  # in their usual order
     return Adapters(ranks.pop(), (*known, *sorted(targets.difference(known))))
+
+
+def _reference_gib(model: Any, args: Any, step: dict[str, Any]) -> float:
+    """Return what a frozen copy of the model takes that TRL compares with: DPO, KTO, and GRPO and RLOO with a beta."""
+    compares = not getattr(args, "precompute_ref_log_probs", True) or (hasattr(args, "num_generations") and args.beta)
+    if not compares or step["adapters"] is not None:
+        return 0.0
+    sharded = step.get("parallel", DDP) != DDP
+    return gib(sum(p.nbytes for p in model.parameters()) / (args.world_size if sharded else 1))
 
 
 def _sharing(args: Any) -> dict[str, Any]:

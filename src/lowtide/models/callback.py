@@ -46,8 +46,8 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
             `lowtide.plan.plan_memory` then chooses what each layer saves for backward, for the batch of the
             trainer's arguments, so that the step is the fastest that fits. ``gradient_checkpointing`` is turned off.
         host_budget: Pinned host memory, of each process, that layers and optimizer states may be offloaded into.
-        length: The most tokens of a sequence. None: the arguments' ``max_length`` (SFT, DPO), prompt plus completion
-            (GRPO), or on one process the longest ``input_ids`` of the dataset's first 1,000 rows.
+        length: The most tokens of a sequence. None: the arguments' ``max_length`` (SFT, DPO), or on one process, by the
+            dataset's first 1,000 rows, the longest prompt plus a completion (GRPO) or the longest ``input_ids``.
 
     Attributes:
         report: What `lowtide.patch` returned; None before a trainer was made. Its counts are live.
@@ -128,7 +128,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         assert self._budget is not None
         if self._budget.plan is None:
             data = getattr(kwargs.get("train_dataloader"), "dataset", None) if args.world_size == 1 else None
-            lines = self._budget.apply(kwargs["model"], args, data)
+            lines = self._budget.apply(kwargs["model"], args, data, kwargs.get("processing_class"))
             if lines is None:
                 hint = "Pass PatchCallback(..., length=N)."
                 raise ArgumentValueError(message("length", "the most tokens of a sequence", "None", hint))
