@@ -1,7 +1,7 @@
 """Hold trainers to budgets of memory by `PatchCallback(memory_budget=...)`: their peaks beside the planned ones.
 
     python benchmarks/trainer_budgets.py
-    python benchmarks/trainer_budgets.py --trainer SFT --budget 30GiB
+    python benchmarks/trainer_budgets.py --trainer SFT --budget 30GiB --tokens 4096
 
 Each trainer runs a few steps on sequences of random tokens of full length: transformers' own, TRL's SFT, DPO (with a
 copy of the model as the reference) and GRPO (with transformers' generation). A peak is what PyTorch's allocator counts.
@@ -81,7 +81,8 @@ def measure(name: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     shape = {**(LLAMA_1B if DEVICE.type == "cuda" else TINY), "max_position_embeddings": args.tokens}
     config = LlamaConfig(**shape, pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE)
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     callback = lowtide.PatchCallback(memory_budget=budget, show=lambda text: print(text, flush=True))
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(name, model, args, folder, callback)
@@ -99,7 +100,7 @@ def measure(name: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", nargs="+", choices=TRAINERS, default=list(TRAINERS))
-    parser.add_argument("--budget", nargs="+", default=["32GiB", "auto"])
+    parser.add_argument("--budget", nargs="+", default=["36GiB", "auto"])
     parser.add_argument("--batch", type=int, default=4, help="rows of a step; of GRPO, answers to one prompt")
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
     parser.add_argument("--steps", type=int, default=3)
