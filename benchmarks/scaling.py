@@ -31,7 +31,7 @@ from lowtide.bench.harness import Row, Run, Table, reason_of
 from lowtide.bench.models import build_model, make_optimizer, train_step
 from lowtide.bench.settings import Settings, setting
 from lowtide.bench.variant import Variant
-from lowtide.measure.child import ALLOCATOR
+from lowtide.measure.child import allocator
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
 from lowtide.measure.units import gib
 from lowtide.memory.stack import find_stack
@@ -91,7 +91,7 @@ def in_processes(ranks: int, way: str, model: str, config: ScalingConfig) -> Row
     with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         file = Path(folder) / "row.json"
         job = json.dumps({"settings": vars(config), "file": str(file), "way": way, "model": model})
-        command, env = [sys.executable, *launch, __file__, RANK, job], {**os.environ, **ALLOCATOR}
+        command, env = [sys.executable, *launch, __file__, RANK, job], {**os.environ, **allocator()}
         ended = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", check=False)
         if file.exists():
             return dict(json.loads(file.read_text()))

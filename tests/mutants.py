@@ -394,23 +394,23 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "distributed/zero.py", "                parameter.partition()\n",
-            "                pass\n", "distributed/test_engines.py -k zero-2-1",
+            "                pass\n", "distributed/test_engines.py -k test_zero[1]",
         ),
         Mutant(
             "distributed/zero.py", "            whole = ctx.whole.__enter__()\n",
-            "            whole = ctx.whole\n", "distributed/test_engines.py -k zero-2-1",
+            "            whole = ctx.whole\n", "distributed/test_engines.py -k test_zero[1]",
         ),
         Mutant(
             "models/parallel_mlp.py", "to_local(grad_placements=[Partial()])",
-            "to_local()", "distributed/test_engines.py -k tensor_parallel",
+            "to_local()", "distributed/test_meshes.py -k tensor_parallel",
         ),
         Mutant(
             "stacks/megatron.py", "first=group.rank() * rows",
-            "first=0", "distributed/test_engines.py -k megatron",
+            "first=0", "distributed/test_meshes.py -k megatron",
         ),
         Mutant(
             "memory/attention.py", "if is_dtensor(value):",
-            "if False:", "distributed/test_engines.py -k context_parallel",
+            "if False:", "distributed/test_meshes.py -k context_parallel",
         ),
     ],
     "trl": [

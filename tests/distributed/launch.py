@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,16 @@ def check_all(file: Path, ranks: int, only: tuple[str, ...] = (), device: str = 
     assert found, "\n".join(errors)
     wrong = [f"{case}: {outcome}" for case in cases if (outcome := found.get(case, "was not reached")) != RIGHT]
     assert not wrong, "\n".join([*wrong, *errors])
+
+
+def check_part(name: str, ranks: int, part: int, parts: int, needed: str = "transformers") -> None:
+    """Check the cases of one part of a file of so many, or skip them where the package that they need is missing."""
+    import pytest  # not in the ranks, which import this file
+
+    if find_spec(needed.partition(".")[0]) is None or find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    file = Path(__file__).parent / f"{name}_cases.py"
+    check_all(file, ranks, tuple(cases_of(file)[part::parts]))
 
 
 def slow(case: Callable[[], None]) -> Callable[[], None]:

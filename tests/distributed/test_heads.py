@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on CPUs use gloo"),
 ]
 FOLDER = Path(__file__).parent
-CASES = [("option", 0, 2), ("option", 1, 2), ("head", 0, 1), ("apply", 0, 1), ("contrastive", 0, 1)]
+CASES = [*(("option", part, 4) for part in range(4)), ("head", 0, 1), ("apply", 0, 1), ("contrastive", 0, 1)]
 
 
 @pytest.mark.parametrize(("cases", "part", "parts"), CASES)

@@ -12,7 +12,7 @@ from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.harness import OUT_OF_MEMORY, Row, Run, Table, reason_in, release
 from lowtide.bench.models import attention_of, build_model, language_part, make_optimizer, measure_steps, train_step
 from lowtide.bench.variant import Variant
-from lowtide.measure.child import ALLOCATOR, run_child
+from lowtide.measure.child import allocator, run_child
 from lowtide.memory import offload_optimizer
 from lowtide.memory.policy import split_states
 from lowtide.train.shapes import model_config
@@ -75,7 +75,7 @@ def main(config: StepBenchConfig, say: Callable[[str], object], command: str) ->
         first: dict[int, float] = {}  # seconds of the first row of each length
         say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}\n{TABLE.header}")
         for way in config.variants:
-            ended = run_child(rows_of, way, run.settings, env=ALLOCATOR)
+            ended = run_child(rows_of, way, run.settings, env=allocator())
             for row in ended.value or [{"tokens": tokens, "failed": ended.failure} for tokens in config.tokens]:
                 if "seconds" in row:
                     of_first = row["seconds"] / first.setdefault(row["tokens"], row["seconds"])

@@ -24,8 +24,9 @@ def allocator_setting() -> str:
     return next((os.environ[name] for name in _ALLOCATOR_NAMES if name in os.environ), "")
 
 
-# For children, where fragmentation would decide what fits; nothing if this process has a configuration of its own.
-ALLOCATOR = {} if allocator_setting() else {_ALLOCATOR_NAMES[-1]: "expandable_segments:True"}
+def allocator() -> dict[str, str]:
+    """Return a configuration for children, where fragmentation would decide what fits, unless this process has one."""
+    return {} if allocator_setting() else {_ALLOCATOR_NAMES[-1]: "expandable_segments:True"}
 
 
 @dataclass(frozen=True, kw_only=True)

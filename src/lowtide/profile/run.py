@@ -14,7 +14,7 @@ from lowtide.bench.harness import Row, Run, chosen_device, replace
 from lowtide.bench.models import language_part
 from lowtide.bench.variant import LIGER
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure.child import ALLOCATOR, run_child
+from lowtide.measure.child import allocator, run_child
 from lowtide.measure.plots import NO_PLOT
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.report import ROWS, draw_profile, text_of, title_of, write_page
@@ -65,7 +65,7 @@ def _measure(run: Run) -> None:
     run.say(f"{title_of(run.result)}\n\n{ROWS.header}")
     for name, variant in run.config.variants.items():
         stem = f"{run.file.with_suffix('')}-{re.sub('[^A-Za-z0-9.]+', '-', name)}"
-        ended = run_child(measure, dataclasses.asdict(variant), settings, stem, env=ALLOCATOR)
+        ended = run_child(measure, dataclasses.asdict(variant), settings, stem, env=allocator())
         measured = ended.value or {"failed": ended.failure}
         run.add({"name": name, "impl": variant.impl, "policy": variant.policy, **measured}, rows, ROWS)
     run.say(text_of(run.result))
