@@ -117,7 +117,7 @@ def test_the_plot_names_peaks_phases_and_owners(written: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("child", "reason", "status"),
     [
-        (ended({"failed": "out of memory in the head"}), "out of memory in the head", 0),
+        (ended({"failed": "out of memory in the head", "loss": None}), "out of memory in the head", 0),
         (ended({"failed": "ValueError: x"}), "ValueError: x", 1),
         (ended(None, -9), ended(None, -9).failure, 1),
         (ended(None, 1, "Trace\nImportError: no\n"), "the process ended with status 1: ImportError: no", 1),

@@ -84,7 +84,7 @@ class Table:
 
     def line(self, row: Row) -> str:
         """Return a row as text: its figures, blanks for what it has not, and why it failed."""
-        cells = (format(row[k], spec) if k in row else " " * _width(spec) for k, spec in self.columns.items())
+        cells = (" " * _width(spec) if row.get(k) is None else format(row[k], spec) for k, spec in self.columns.items())
         notes = self.notes(row) + [row[key] for key in ("failed", "cannot") if key in row]
         return f"{''.join(cells).rstrip()}  {'; '.join(notes)}".rstrip() + "\n"
 
