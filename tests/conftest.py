@@ -68,7 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
     parser.addoption("--device", default="cpu", help="hold the contract on this device: tests/contract")
     parser.addoption("--room", help="run the tests of this room, and of those that are built on it: tests/rooms.py")
-    parser.addoption("--order", type=int, metavar="SEED", help="run the tests in an order that the seed draws")
+    parser.addoption(
+        "--order", type=int, metavar="SEED", help="run files, and the tests of each, in an order that the seed draws"
+    )
     parser.addoption("--seed-offset", type=int, default=0, help="other random inputs: added to each test's seed")
     parser.addoption("--times", metavar="FILE", help="write the CPU seconds of each test as json")
     parser.addoption("--promises", action="store_true", help="write which promise is held where: tests/README.md")
@@ -106,7 +108,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "slow" not in item.keywords]
         config.hook.pytest_deselected(items=slow)
     if (order := config.getoption("--order")) is not None:
-        random.Random(order).shuffle(items)
+        draw = random.Random(order)
+        place = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (place[item.path], draw.random()))
 
 
 SEEN = set[Path]()  # files
@@ -140,7 +144,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     done = yield
     if nextitem is not None and nextitem.path != item.path and item.path not in SEEN:
         SEEN.add(item.path)
-        set_aside()  # its imports; once, as in a drawn order nearly every test is of another file than the last
+        set_aside()  # its imports
     return done
 
 
