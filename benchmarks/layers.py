@@ -2,7 +2,7 @@
 
     python benchmarks/layers.py --hidden 4096 --head-dim 128
 
-RMS normalisation, the same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, its own
+RMS normalisation, the same after a residual sum, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own
 fused operation) and Liger. GB/s counts the bytes that have to be read and written, whatever a peer moves. "saved" is
 what autograd saves for backward beyond inputs and the residual stream.
 """

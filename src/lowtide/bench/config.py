@@ -172,7 +172,7 @@ class StepBenchConfig(RoundSettings):
         f"lowtide with these policies: {FORM}; {STATES_FORM}",
         metavar="POLICY",
     )
-    model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
+    model: str = setting("llama-3.2-1b", "its shape: a built-in name or a config.json; random weights", metavar="NAME")
     batch: int = setting(1, "sequences of a step", least=1)
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ class Settings:
     examples: ClassVar[Mapping[str, str]]
     dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
     device: Device = setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
-    output: str = setting(".", "folder for the result (json) and its plots (png)", metavar="DIR")
+    output: str = setting(".", "folder for the files that are written", metavar="DIR")
 
     def __post_init__(self) -> None:
         for each in fields(self):
