@@ -55,7 +55,7 @@ examples:
       a run of trl sft or axolotl, with the length, batch, adapters and DeepSpeed config that it names
   lowtide plan --model llama-3-8b --seq-len 8192 --gpu h200 --gpus 2
       two GPUs with a sequence each, among which FSDP2 shards the model
-  lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
+  lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --dtype bfloat16 --gpu cuda --check
       real steps on the GPU at hand, predicted beside measured"""
 
 
