@@ -157,12 +157,19 @@ def compare(found: Arguments, console: Console) -> Comparison:
     """
     if launched_ranks() > 1:
         raise ArgumentValueError(message("--compare", "one process", "a distributed launch", "Start it by itself."))
-    if not found.run.patch:
-        raise ArgumentValueError(message("--compare", "no --no-patch beside it", "both"))
+    if not found.run.patch or found.run.memory_budget or found.training.resume_from_checkpoint:
+        expected = "no --no-patch, --memory-budget or --resume_from_checkpoint beside it"
+        raise ArgumentValueError(message("--compare", expected, "one of them"))
     check_output_files(json=found.run.json)
     block = max(_SHORTEST, max(found.training.max_steps, 0) // _BLOCKS)
     with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:
-        shared = {"output_dir": folder, "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+        shared = {
+            "output_dir": folder,
+            "save_strategy": "no",
+            "logging_strategy": "steps",
+            "logging_steps": 1,
+            "disable_tqdm": True,
+        }
         if found.fine_tunes:
             shared["lora_dropout"] = 0.0  # fused MLPs draw other random numbers than stock ones
         stock, patched = _interleaved([*found.words, *words_of(shared)], block)
@@ -179,10 +186,9 @@ def _interleaved(words: list[str], block: int) -> list[RunResult]:
     """Run the stock and the patched model at the same time, block by block."""
     context = get_context("spawn")
     turns = context.Semaphore(1), context.Semaphore(0)  # the stock model begins
-    shared = (turns, context.Event(), block)
-    with ProcessPoolExecutor(2, mp_context=context, initializer=_share, initargs=shared) as pool:
+    with ProcessPoolExecutor(2, context, _share, (turns, context.Event(), block)) as pool:
         try:
-            return [run.result() for run in [pool.submit(_train_side, words, index) for index in (0, 1)]]
+            return [*pool.map(_train_side, [words] * 2, (0, 1))]
         except BrokenProcessPool as error:
             raise CompareError("the process of one of the runs was killed; is there memory for both?") from error
 
@@ -231,7 +237,8 @@ class Turns(TrainerCallback):  # type: ignore[misc]
                 torch.cuda.empty_cache()  # the other one needs the memory
             self._other.release()
             if self._says and step % (_SAID_BLOCKS * self._block) == 0:
-                sys.stdout.write(f"step {step}/{state.max_steps}, loss {state.log_history[-1]['loss']:.3f}\n")
+                losses = [entry["loss"] for entry in state.log_history if "loss" in entry]  # evaluations are there too
+                sys.stdout.write(f"step {step}/{state.max_steps}, loss {losses[-1]:.3f}\n")
                 sys.stdout.flush()
         while not self._ended.is_set() and not self._own.acquire(timeout=_PATIENCE):
             if (parent := parent_process()) is not None and not parent.is_alive():
