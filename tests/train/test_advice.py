@@ -40,6 +40,18 @@ def test_it_names_a_budget_a_batch_and_a_length() -> None:
     assert lines[5:] == ["Resume with: this."]
 
 
+@pytest.mark.parametrize("kind", ["packed", "paired"])
+def test_it_names_rows_of_the_arguments_not_of_the_plan(kind: str) -> None:
+    """Packed rows are planned as one sequence, those of DPO as two."""
+    one = trainer(**({"packing": True, "packing_strategy": "bfd"} if kind == "packed" else {}))
+    if kind == "paired":
+        one.args = type("DPOConfig", (SimpleNamespace,), {})(**vars(one.args))
+    lines = str(advise(ERROR, one)).splitlines()
+    assert lines[1].endswith(f"of {'1 x 256' if kind == 'packed' else '8 x 64'} tokens:")
+    assert "--per_device_train_batch_size 2," in lines[3]
+    assert "--max_length 32 " in lines[4]
+
+
 def test_where_nothing_fits_the_planner_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.train.advice.available_bytes", lambda: 1000)
     monkeypatch.setattr("lowtide.train.advice.resident_bytes", lambda: 1000)

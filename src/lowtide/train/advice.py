@@ -51,11 +51,15 @@ def _what_fits(trainer: Any, length: int | None) -> Iterator[str]:
         yield f"The planner has no figures for it ({reason}): lower --per_device_train_batch_size or --max_length."
         return
     helps, why = [], ""
-    rows, tokens = step["batch_size"], step["seq_len"]
+    rows, tokens, batch = step["batch_size"], step["seq_len"], trainer.args.per_device_train_batch_size
+    halved = "seq_len" if rows < batch else "batch_size"  # rows may be joined into one sequence
     for options, change in (
         (f"--memory-budget {gib(limit):.2f}GiB", {}),
-        (f"--per_device_train_batch_size {rows // 2}, and twice the steps accumulated", {"batch_size": rows // 2}),
-        (f"--max_length {tokens // 2}", {"seq_len": tokens // 2}),
+        (
+            f"--per_device_train_batch_size {batch // 2}, and twice the steps accumulated",
+            {halved: batch // 2 and step[halved] // 2},
+        ),
+        (f"--max_length {(length or trainer.args.max_length) // 2}", {"seq_len": tokens // 2}),
     ):
         if all(change.values()):
             try:
