@@ -89,6 +89,7 @@ WRONG = {
     "held out": ("tune", ["--held_out", "0"], ["--held-out", "at least 1"]),
     "a host alone": ("tune", ["--host_budget", "1GiB"], ["--host-budget", "--memory-budget beside it"]),
     "a stock budget": ("tune", ["--memory_budget", "1GiB", "--no_patch"], ["--no-patch", "no --memory-budget"]),
+    "one token": ("scratch", ["--max_length", "1"], ["--max_length", "at least 2"]),
     "figures of none": ("scratch", ["--json", "x.json"], ["--json", "--compare beside it"]),
 }
 

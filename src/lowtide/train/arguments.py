@@ -80,8 +80,6 @@ class RunArguments:
         ):
             if alone:
                 raise ArgumentValueError(message(name, f"{needs} beside it", "a command line where it is otherwise"))
-        if self.held_out is not None and self.held_out < 1:
-            raise ArgumentValueError(message("--held-out", "a whole number of at least 1", str(self.held_out)))
 
 
 @dataclass
@@ -293,9 +291,14 @@ def _check_unknown(unknown: Sequence[str], parser: Any) -> None:
 def _check(found: Arguments) -> None:
     """Raise where the trainers take options that end in a stack trace, some of them after the last step."""
     args, model = found.training, found.model
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if (value := getattr(args, name)) < 1:
-            raise ArgumentValueError(message(f"--{name}", "a whole number of at least 1", str(value)))
+    for name, value, least in (
+        ("--per_device_train_batch_size", args.per_device_train_batch_size, 1),
+        ("--gradient_accumulation_steps", args.gradient_accumulation_steps, 1),
+        ("--held-out", found.run.held_out, 1),
+        ("--max_length", getattr(model, "max_length", None), 2),  # of random weights
+    ):
+        if value is not None and value < least:
+            raise ArgumentValueError(message(name, f"a whole number of at least {least}", str(value)))
     needs = [(f"--{name}", package) for name, package in _NEEDS.items() if getattr(model, name, False)]
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     needs += [(f"--report_to {name}", name) for name in trackers if name in _TRACKERS]

@@ -96,11 +96,8 @@ def checkpoint_to_resume(output: Path, given: str | None) -> Path | None:
     Raises:
         ArgumentValueError: there is none, it has no states, or the folder of a new run has checkpoints.
     """
-    name, choice, path = (
-        "--resume_from_checkpoint",
-        (given or "false").lower(),
-        next(reversed(checkpoints(output)), None),
-    )
+    name, choice = "--resume_from_checkpoint", (given or "false").lower()
+    path = next(reversed(checkpoints(output)), None)
     if choice == "false":
         if path is None:
             return None
