@@ -49,7 +49,7 @@ def _longest(dataset: Any, column: str, tokenizer: Any) -> int | None:
 
     try:
         return max(len(tokens(dataset[i][column])) for i in range(min(_ROWS, len(dataset))))
-    except (KeyError, TypeError, ValueError, IndexError):
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         return None
 
 
@@ -181,7 +181,9 @@ def _adapters(model: Any) -> Adapters | None:
 
 def _reference_gib(model: Any, args: Any, step: dict[str, Any]) -> float:
     """Return what a frozen copy of the model takes that TRL compares with: DPO, KTO, and GRPO and RLOO with a beta."""
-    compares = not getattr(args, "precompute_ref_log_probs", True) or (hasattr(args, "num_generations") and args.beta)
+    compares = not getattr(args, "precompute_ref_log_probs", True) or (
+        hasattr(args, "num_generations") and getattr(args, "beta", 0)
+    )
     if not compares or step["adapters"] is not None:
         return 0.0
     sharded = step.get("parallel", DDP) != DDP
