@@ -111,8 +111,8 @@ class StatsBenchConfig(ErrorSettings):
     token's target, with and without the entropy, and of several targets; and backward alone. Without gradients: these,
     all other statistics, and the highest logits. The limit is the bare GEMMs (four with gradients, as no logits are
     saved; three for backward alone; else one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are
-    above the inputs and include the gradients; errors are against float32 GEMMs. A peer that fails, or does not offer
-    the work, is a row with the reason.
+    above the inputs and include the gradients; errors are against GEMMs in a wider dtype. A peer that fails, or does
+    not offer the work, is a row with the reason.
     """
 
     benchmark, summary = "stats", "log-probabilities and entropies"

@@ -28,7 +28,7 @@ def setting(
     help: str,
     *,
     metavar: str | None = None,
-    least: float | None = None,
+    least: int | None = None,
     names: Iterable[Any] | None = None,
 ) -> Any:
     """Return a field that `lowtide.cli.parser.add_options` makes an option of.
@@ -77,9 +77,8 @@ class Settings:
         for each in fields(self):
             value, least = getattr(self, each.name), each.metadata.get("least")
             if least is not None and value is not None:
-                whole = "" if isinstance(least, float) else "a whole number of "
                 values = value if isinstance(value, tuple | list) else (value,)
-                self.require(each.name, all(v >= least for v in values), f"{whole}at least {least:g}")
+                self.require(each.name, all(v >= least for v in values), f"a whole number of at least {least}")
 
     def require(self, name: str, met: bool, expected: str) -> None:
         """Raise `ArgumentValueError` for a setting of this name unless the condition is met."""

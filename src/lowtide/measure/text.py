@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from textwrap import TextWrapper
 
 
-def folded(text: str, width: int | None, *, indent: int = 2) -> str:
+def folded(text: str, width: int | None) -> str:
     """Return lines of text, those that are wider than ``width`` folded between words; None: unmodified."""
     if width is None:
         return text
-    fold = TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    fold = TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(line if len(line) <= width else fold.fill(line) for line in text.splitlines())
 
 
