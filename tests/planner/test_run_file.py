@@ -58,8 +58,9 @@ def test_what_a_run_says(settings: dict[str, Any], expected: dict[str, Any], tmp
 
 def test_deepspeeds_config_beside_it(tmp_path: Path) -> None:
     for stage, way in ((3, "zero3"), (0, "ddp")):
-        deepspeed = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
-        found = read(tmp_path, TRL, deepspeed)
+        zero = {"stage": stage, "offload_param": None}
+        deepspeed = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 2}
+        found = read(tmp_path, {**TRL, "gradient_accumulation_steps": None}, deepspeed)
         assert (found.arguments["parallel"], found.arguments["batch_size"]) == (way, 2)
 
 

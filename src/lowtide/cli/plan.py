@@ -89,7 +89,7 @@ def add(parser: OneLineParser) -> None:
         kind = int if about["metavar"] is None else str
         add(flag, type=kind, metavar=about["metavar"] or "N", **given)
     add("--no-autocast", dest="autocast", action="store_false", default=None, help="GEMMs in float32 as well")
-    add("--grad-accum", default=1, type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
+    add("--grad-accum", type=int, metavar="N", help="backward passes per step; gradients stay (default: 1)")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
     add(
         "--lora-targets",
@@ -128,9 +128,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArguments:
     """Return what is to be planned; torch is not needed for it."""
-    if arguments.grad_accum < 1:
-        raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
-    rank, targets, options = arguments.lora_rank, arguments.lora_targets, None
+    rank, targets, options, passes = arguments.lora_rank, arguments.lora_targets, None, arguments.grad_accum
+    if passes is not None and passes < 1:
+        raise ArgumentValueError(message("grad_accum", "at least 1", str(passes)))
     if rank is None and targets is not None:
         raise ArgumentValueError(message("lora_targets", "--lora-rank beside it", "none"))
     if arguments.workspace_mib is not None:
@@ -147,8 +147,8 @@ def _step(arguments: argparse.Namespace, of_run: dict[str, Any]) -> PlanArgument
         gpu_named(given["device"])
     if rank is not None:
         given["adapters"] = Adapters(rank, tuple(targets or ()))
-    if arguments.grad_accum > 1:
-        given["keep_gradients"] = True
+    if passes is not None:
+        given["keep_gradients"] = passes > 1
     step = PlanArguments(**{**of_run, **given}, options=options)
     others = {"--load-in-4bit": arguments.load_in_4bit, "--attention-mask": step.attention_mask}
     others |= {"--no-fused-mlp": not step.fused_mlp, "--gpus": step.gpus > 1}

@@ -48,7 +48,7 @@ def read_run(file: Path) -> RunFile:
         "seq_len": run.get(length, run.get("max_seq_length", 1024)),
         "batch_size": run.get(batch, 1 if axolotl else 8),
         "optimizer": optimizer_of(str(run.get("optimizer" if axolotl else "optim", "adamw_torch_fused"))),
-        "keep_gradients": run.get("gradient_accumulation_steps", 1) > 1,
+        "keep_gradients": (run.get("gradient_accumulation_steps") or 1) > 1,
     }
     if adapted:
         names = run.get("lora_target_modules")
@@ -85,9 +85,9 @@ def optimizer_of(name: str) -> str:
 
 def _deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what DeepSpeed's config says of a step."""
-    zero = config.get("zero_optimization", {})
+    zero = config.get("zero_optimization") or {}
     for name in ("offload_param", "offload_optimizer"):
-        if zero.get(name, {}).get("device", "none") != "none":
+        if (zero.get(name) or {}).get("device", "none") != "none":
             raise ArgumentValueError(message(name, "none: DeepSpeed's offloading is not planned", str(zero[name])))
     stage = zero.get("stage", 0)
     if stage in (1, 2):
