@@ -79,7 +79,7 @@ class RunArguments:
             ("--no-patch", not self.patch and self.memory_budget, "no --memory-budget"),
         ):
             if alone:
-                raise ArgumentValueError(message(name, f"{needs} beside it", "a command line where it is otherwise"))
+                raise ArgumentValueError(message(name, f"{needs} beside it", "the opposite"))
 
 
 @dataclass
