@@ -1,4 +1,4 @@
-"""`plan_memory`: the fastest that fits, the longest and the largest that fit, what is said, and refusals that help."""
+"""`plan_memory`: the fastest that fits, what is said, and refusals that help."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_what_is_said_of_offloaded_states(late: bool) -> None:
     assert plan(seq_len=32768, budget=60, host_gib=64).chosen.states == 0, "everything fits as it is"
 
 
-def test_the_answer_comes_first_and_the_other_precision_second() -> None:
+def test_the_answer_comes_first_and_the_other_precision_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """As lowtide train and TRL have it where nothing is said: float32 weights and states under autocast."""
     found, narrow = plan(dtype=None), plan()
     lines = str(found).splitlines()
@@ -142,6 +143,9 @@ def test_the_answer_comes_first_and_the_other_precision_second() -> None:
     assert "on 2 x h100 by fsdp2" in several.title
     assert any("GiB per step at 100 GB/s" in note for note in several.notes)
     assert "at least" in plan(gpus=2, parallel="zero3", budget=60).answer(), "its hooks take time"
+    alone = plan(seq_len=512)
+    monkeypatch.setattr("lowtide.plan.report.Search.fastest", Mock(side_effect=ArgumentValueError("scalar type")))
+    assert (alone.other, len(alone.answer().splitlines())) == (None, 2)
 
 
 def test_notes_say_what_is_assumed() -> None:

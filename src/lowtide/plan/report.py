@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowtide.errors import ArgumentValueError
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
 from lowtide.memory.policy import ActivationPolicy, word_of
@@ -101,12 +102,18 @@ class MemoryPlan:
 
     @cached_property
     def other(self) -> tuple[Job, Candidate | None] | None:
-        """The step with weights of the other width, and its choice in the same budget; None for layers in 4 bits."""
+        """The step with weights of the other width, and its choice in the same budget.
+
+        None for layers in 4 bits, and where the model does not run so.
+        """
         if self.job.quantised.four_bit:
             return None
         wide = self.job.dtype == torch.float32
         job = replace(self.job, dtype=torch.bfloat16 if wide else torch.float32, autocast=not wide)
-        return job, Search(job).fastest(self.budget_bytes)
+        try:
+            return job, Search(job).fastest(self.budget_bytes)
+        except ArgumentValueError:  # some models mix their operands' dtypes in 16 bits
+            return None
 
     @property
     def states_gib(self) -> float | None:
