@@ -152,6 +152,11 @@ def test_a_preference_is_two_sequences_beside_the_reference_model() -> None:
         assert ("beside the reference model" in str(budget.apply(own, args))) == kept
         plans.append(budget.plan)
     reference = sum(p.nbytes for p in own.parameters())
+    args.precompute_ref_log_probs = False
+    with pytest.raises(
+        ArgumentValueError, match=r"memory_budget: expected more than .* that the reference model takes"
+    ):
+        Budget("1KiB", None, None).apply(own, args)
     assert plans[1].requested_bytes - plans[0].requested_bytes == pytest.approx(reference, rel=1e-3)
 
 

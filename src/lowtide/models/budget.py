@@ -120,10 +120,13 @@ class Budget:
             budget = gib(_AUTO_SHARE * free)
         reference = _reference_gib(model, args, step)
         if reference and budget is not None:
-            budget = max(budget - reference, 0.0)
+            if budget <= reference:
+                expected = f"more than the {reference:.2f} GiB that the reference model takes"
+                raise ArgumentValueError(message("memory_budget", expected, f"{budget:.2f} GiB"))
+            budget -= reference
         self.plan = plan_memory(model.config, **step, budget_gib=budget, host_gib=self._host_gib)
         lines = list(_lines(self.plan, args))
-        if reference:
+        if reference and budget is not None:
             lines.append(f"         beside the reference model, which takes {reference:.2f} GiB")
         if args.gradient_checkpointing:
             args.gradient_checkpointing = False
@@ -182,7 +185,7 @@ def _adapters(model: Any) -> Adapters | None:
 def _reference_gib(model: Any, args: Any, step: dict[str, Any]) -> float:
     """Return what a frozen copy of the model takes that TRL compares with: DPO, KTO, and GRPO and RLOO with a beta."""
     compares = not getattr(args, "precompute_ref_log_probs", True) or (
-        hasattr(args, "num_generations") and getattr(args, "beta", 0)
+        hasattr(args, "num_generations") and bool(getattr(args, "beta", False))
     )
     if not compares or step["adapters"] is not None:
         return 0.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.errors import LowtideError
+from lowtide.errors import ArgumentValueError, LowtideError, message
 
 _FIRST_REPORTS_SECONDS = 3.0
 
@@ -78,8 +78,15 @@ def correct_fsdp2(state: Any) -> None:
 
     Args:
         state: accelerate's, before it prepares a model.
+
+    Raises:
+        ArgumentValueError: FSDP2 without GPUs, where accelerate takes DDP.
     """
+    from accelerate.utils import parse_flag_from_env
+
     plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is None and state.num_processes > 1 and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ArgumentValueError(message("--accelerate_config", "GPUs for FSDP2", "none", "Take multi_gpu."))
     if plugin is not None and plugin.fsdp_version == 2 and state.mixed_precision != "no":
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
