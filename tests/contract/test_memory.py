@@ -122,6 +122,14 @@ def test_the_workspace_is_kept(name: str, dtype: torch.dtype, case: str, workspa
         assert beyond >= 0.3 * workspace_mib * MIB, "what is allowed is put to use"
 
 
+def test_the_workspace_has_room_for_what_all_tokens_hold() -> None:
+    mode, workspace_mib = MODES["mean"], 0.6
+    kwargs = arguments(mode, (4, 2000), 8, 300)
+    kwargs["options"] = HeadOptions(workspace_mib=workspace_mib)
+    seen, returned = peak_of(mode, kwargs)
+    assert 0.3 * MIB < seen.peak_bytes - returned <= workspace_mib * MIB
+
+
 @every_head
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_is_saved_between_forward_and_backward(mode: Mode, frozen: bool) -> None:
