@@ -112,7 +112,8 @@ class Runs:
         """Copy a run as it was after half of its steps."""
         shutil.copytree(self.of(kind, engine)[0], output)
         shutil.rmtree(output / f"checkpoint-{STEPS}")
-        (output / "model.safetensors").unlink()
+        for file in output.glob("*.safetensors"):
+            file.unlink()
         return output
 
     def resume(self, kind: str, engine: str, output: Path, *more: object, **options: Any) -> Ended:
@@ -155,6 +156,6 @@ def assert_same(output: Path, other: Path, tolerance: float = REORDERED) -> None
         close = [abs(a - b) <= tolerance * abs(b) for a, b in zip(got[name], values, strict=True)]
         assert all(close), (name, got, values)
     got_weights, expected_weights = weights(output), weights(other)
-    assert got_weights.keys() == expected_weights.keys()
+    assert got_weights.keys() - expected_weights.keys() <= {"lm_head.weight"}  # tied, and saved twice under FSDP2
     for name, value in expected_weights.items():
         torch.testing.assert_close(got_weights[name], value, rtol=0, atol=tolerance)

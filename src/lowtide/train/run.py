@@ -168,6 +168,7 @@ def _block_trainer(found: Arguments, callbacks: list[Any]) -> tuple[Any, list[st
     held = found.run.held_out or HELD_OUT
     train, held_out = make_blocks(text, tokenizer, model.max_length, held_out=held, most=most)
     args.eval_on_start = not args.resume_from_checkpoint
+    args.train_sampling_strategy = "sequential"  # pieces are shuffled, and a longer run goes on as a shorter one ended
     args.packing, args.packing_strategy = True, "wrapped"  # TRL's words for blocks, whose attention has no mask
     trainer = BaseTrainer(
         model=random_model(found, config, tokenizer),
