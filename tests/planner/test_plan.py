@@ -143,7 +143,7 @@ def test_the_answer_comes_first_and_the_other_precision_second(monkeypatch: pyte
     assert "on 2 x h100 by fsdp2" in several.title
     assert any("GiB per step at 100 GB/s" in note for note in several.notes)
     assert "at least" in plan(gpus=2, parallel="zero3", budget=60).answer(), "its hooks take time"
-    alone = plan(seq_len=512)
+    alone = plan(seq_len=640)
     monkeypatch.setattr("lowtide.plan.report.Search.fastest", Mock(side_effect=ArgumentValueError("scalar type")))
     assert (alone.other, len(alone.answer().splitlines())) == (None, 2)
 
