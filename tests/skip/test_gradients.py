@@ -158,22 +158,22 @@ def test_what_cannot_skip_says_so(request: pytest.FixtureRequest) -> None:
 
 def test_a_value_for_each_token(kernels: None) -> None:
     """What flows back is known in backward only, of both signs, and 0 at some tokens; a graph may be walked twice."""
-    x, w, y = problem(32, 16, 1100)
+    x, w, y = problem(32, 16, 1600)
     g = torch.randn(32)
     g[5::7], g[y < 0] = 0, torch.nan
     right_x, right_w = (t.double().requires_grad_() for t in (x, w))
     each = torch.nn.functional.cross_entropy(right_x @ right_w.T, y, reduction="none")
     right = torch.autograd.grad((each * g.nan_to_num()).sum(), (right_x, right_w))
-    parameter, options = w.requires_grad_(), HeadOptions(skip=0.02)
+    parameter, options = w.requires_grad_(), HeadOptions(skip=0.05)
     for call in range(2):
         hidden = x.clone().requires_grad_()
         found = -lowtide.linear_logprobs(hidden, parameter, y, options=options)
         torch.testing.assert_close(found.detach().double(), each.detach(), rtol=1e-5, atol=1e-5)
         for keep in (True, False) if call == 1 else (False,):
             grads = torch.autograd.grad(found, (hidden, parameter), g, retain_graph=keep)
-            assert max(relative(one, other) for one, other in zip(grads, right, strict=True)) < 0.02
+            assert max(relative(one, other) for one, other in zip(grads, right, strict=True)) < 0.05
     report = reported(parameter)
-    assert report.share < 0.95
+    assert report.share < 1
     assert (report.calls, report.dense) == (2, 0)
     assert 0 <= report.dropped_mass < 1
 
