@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from lowtide.bench.harness import Row
-from lowtide.measure.plots import new_figure
 
 OWN, OTHERS, QUIET = "#0b5fa5", "#c4561c", "#777777"
 EACH = ("#e69f00", "#c4561c", "#009e73", "#cc79a7", "#8a5fbf", "#5b3a1e", "#56b4e9", "#999933", "#d4373e")
@@ -42,17 +43,18 @@ def draw_sweep(result: Row, file: Path) -> None:
     lines = {axis: [p for p in points if all(p[o] == center[o] for o in others[axis])] for axis in AXES}
     columns = {axis: sorted(line, key=lambda p: p[axis]) for axis, line in lines.items() if len(line) > 1}
     names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
-    with new_figure(file, 4.6 * len(columns) + 0.6, 11, dpi=130) as figure:
-        around = ", ".join(f"{axis}={center[axis]}" for axis in AXES)
-        figure.suptitle(f"Linear + cross entropy, forward and backward, around {around}\n{where(result)}", fontsize=11)
-        grid = figure.subplots(len(KINDS), len(columns), sharey="row", sharex="col", squeeze=False)
-        for row, (label, (keys, reference)) in zip(grid, KINDS.items(), strict=True):
-            row[0].set_ylabel(label, fontsize=9)
-            for axes, (axis, line) in zip(row, columns.items(), strict=True):
-                draw_panel(axes, line, axis, names, keys, reference)
-        for axes, axis in zip(grid[-1], columns, strict=True):
-            axes.set_xlabel(AXES[axis])
-        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=9, fontsize=9)
+    figure = Figure(figsize=(4.6 * len(columns) + 0.6, 11), layout="constrained")
+    around = ", ".join(f"{axis}={center[axis]}" for axis in AXES)
+    figure.suptitle(f"Linear + cross entropy, forward and backward, around {around}\n{where(result)}", fontsize=11)
+    grid = figure.subplots(len(KINDS), len(columns), sharey="row", sharex="col", squeeze=False)
+    for row, (label, (keys, reference)) in zip(grid, KINDS.items(), strict=True):
+        row[0].set_ylabel(label, fontsize=9)
+        for axes, (axis, line) in zip(row, columns.items(), strict=True):
+            draw_panel(axes, line, axis, names, keys, reference)
+    for axes, axis in zip(grid[-1], columns, strict=True):
+        axes.set_xlabel(AXES[axis])
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=9, fontsize=9)
+    figure.savefig(file, dpi=130)
 
 
 def draw_panel(
@@ -77,30 +79,31 @@ def draw_panel(
 
 def draw_front(result: Row, shape: Row, file: Path) -> None:
     """Draw time against memory: lowtide by workspace as a line, the peers of the table as points."""
-    with new_figure(file, 8, 5.6) as figure:
-        axes = figure.add_subplot()
-        title = "Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n".format(**shape)
-        axes.set(title=title + where(result), xscale="log", yscale="log", ylabel="time, ms")
-        axes.set_xlabel("peak memory above the inputs, gradients included, MiB")
-        axes.grid(alpha=0.25)
-        axes.margins(0.1)
-        table = [row for row in shape["table"] if "ms" in row]
-        for rows, style, color, label in (
-            ([row for row in shape["sweep"] if "ms" in row], "o-", OWN, "lowtide, by MiB of workspace"),
-            ([row for row in table if row["name"] == "lowtide"], "*", OWN, "lowtide, default"),
-            ([row for row in table if row["name"] != "lowtide"], "D", OTHERS, "others"),
-        ):
-            ordered = sorted(rows, key=lambda row: row["peak_mib"])
-            axes.plot([r["peak_mib"] for r in ordered], [r["ms"] for r in ordered], style, color=color, label=label)
-            for i, row in enumerate(reversed(ordered)):  # names in four places by turns, so that neighbours' lie apart
-                x, y = ((6, 5), (-6, -12), (6, -12), (-6, 5))[i % 4]
-                place = {"xytext": (x, y), "textcoords": "offset points", "ha": "left" if x > 0 else "right"}
-                name = f"{row['workspace_mib']:g}" if "workspace_mib" in row else row["name"]
-                axes.annotate(name, (row["peak_mib"], row["ms"]), color=color, fontsize=7, **place)
-        limit, least = shape["limits"][0]["ms"], shape["gradients_mib"]
-        axes.axhline(limit, color=QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
-        axes.axvline(least, color=QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
-        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    axes = figure.add_subplot()
+    title = "Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n".format(**shape)
+    axes.set(title=title + where(result), xscale="log", yscale="log", ylabel="time, ms")
+    axes.set_xlabel("peak memory above the inputs, gradients included, MiB")
+    axes.grid(alpha=0.25)
+    axes.margins(0.1)
+    table = [row for row in shape["table"] if "ms" in row]
+    for rows, style, color, label in (
+        ([row for row in shape["sweep"] if "ms" in row], "o-", OWN, "lowtide, by MiB of workspace"),
+        ([row for row in table if row["name"] == "lowtide"], "*", OWN, "lowtide, default"),
+        ([row for row in table if row["name"] != "lowtide"], "D", OTHERS, "others"),
+    ):
+        ordered = sorted(rows, key=lambda row: row["peak_mib"])
+        axes.plot([r["peak_mib"] for r in ordered], [r["ms"] for r in ordered], style, color=color, label=label)
+        for i, row in enumerate(reversed(ordered)):  # names in four places by turns, so that neighbours' lie apart
+            x, y = ((6, 5), (-6, -12), (6, -12), (-6, 5))[i % 4]
+            place = {"xytext": (x, y), "textcoords": "offset points", "ha": "left" if x > 0 else "right"}
+            name = f"{row['workspace_mib']:g}" if "workspace_mib" in row else row["name"]
+            axes.annotate(name, (row["peak_mib"], row["ms"]), color=color, fontsize=7, **place)
+    limit, least = shape["limits"][0]["ms"], shape["gradients_mib"]
+    axes.axhline(limit, color=QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
+    axes.axvline(least, color=QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(file, dpi=150)
 
 
 def main(file: Path) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import plots
 from script import main
 
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
@@ -51,6 +50,8 @@ def measure(config: HeadBenchConfig, say: Callable[[str], object], command: str)
                 row = head.loss_row(bench, peer) | {"workspace_mib": value, "plan": dataclasses.asdict(plan)}
                 run.add(row, sweep, head.LOSS_TABLE)
     if importlib.util.find_spec("matplotlib") is not None:
+        import plots
+
         plots.main(run.file)
     return run.status
 

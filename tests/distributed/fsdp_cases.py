@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowtide
+from distributed.collectives import counted_collectives
 from distributed.launch import DEVICE, THOROUGH, main
 from distributed.models import (
     VOCAB,
@@ -35,7 +36,6 @@ from distributed.models import (
     step,
 )
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.measure.collectives import counted_collectives
 
 
 def shard(model: Any, how: str = "root", reshard: bool | None = None, mesh: Any = None, **settings: Any) -> Any:

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 import lowtide
 from contract.cases import FUNCTIONS, Arguments, arguments, counting, flat, total, trained
+from distributed.collectives import seen_collectives
 from distributed.launch import DEVICE, SEED
 from head.kernel_plans import use_kernels
-from lowtide.measure.collectives import seen_collectives
 from support import head as head_on_host
 from support import in_float64, relative_error
 

@@ -1,11 +1,10 @@
-"""What results say of the machine, sizes as users write them, plots, and functions in processes of their own."""
+"""What results say of the machine, sizes as users write them, and functions in processes of their own."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import struct
 import subprocess
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.measure.child import ChildResult, run_child
 from lowtide.measure.machine import describe_machine, source_commit
-from lowtide.measure.plots import new_figure
 from lowtide.measure.units import as_gib, parse_gib
 from promises import promise
 
@@ -70,15 +68,6 @@ def test_the_commit_is_the_sources_own_or_the_environments(monkeypatch: pytest.M
     assert source_commit() is None
     monkeypatch.setenv("COMMIT", "abc")
     assert source_commit() == "abc"
-
-
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with new_figure(tmp_path / "plot", 4, 3) as figure:  # no ending: it is PNG all the same
-        figure.add_subplot().plot([1, 2], [3, 4])
-    data = (tmp_path / "plot").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert struct.unpack(">II", data[16:24]) == (600, 450)
 
 
 def test_a_child_returns_the_functions_value_or_how_it_ended() -> None:

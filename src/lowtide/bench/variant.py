@@ -53,10 +53,10 @@ class Variant:
         return self.impl in (COMPILE, LOWTIDE_COMPILED)
 
     @classmethod
-    def named(cls, name: str) -> Variant:
-        """Return the variant of a name: an implementation, or ``implementation:policy``."""
-        impl, _, policy = name.partition(":")
-        return cls(impl=impl, policy=policy or "input")
+    def named(cls, name: str, policy: str = "input") -> Variant:
+        """Return the variant of a name: an implementation, which has this policy, or ``implementation:policy``."""
+        impl, _, own = name.partition(":")
+        return cls(impl=impl, policy=own or policy)
 
     def check_installed(self) -> None:
         """Raise `UnsupportedError` where Liger's package is not installed."""

@@ -20,9 +20,9 @@ _EXAMPLES = """\
 examples:
   lowtide profile
       the small model on a CPU, or a Llama-3.2-1B at 8192 tokens on a GPU: stock, and with lowtide
-  lowtide profile --model llama-3.2-1b --seq-len 32768 --impl stock,compile,liger,lowtide
+  lowtide profile --model llama-3.2-1b --seq-len 32768 --impl stock compile liger lowtide
       four implementations, layers checkpointed in all of them
-  lowtide profile --model llama-3-8b --seq-len 32768 --impl stock,liger,lowtide --policy input-offload --lora 16
+  lowtide profile --model llama-3-8b --seq-len 32768 --impl stock liger lowtide --policy input-offload --lora 16
       checkpoints in host memory, and adapters
   lowtide profile --impl stock lowtide:input "lowtide:8xattention+8xall" --seq-len 16384
       a different policy for each half of the layers"""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from lowtide.bench.settings import Settings, setting
 from lowtide.bench.variant import IMPLEMENTATIONS, Variant
-from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.policy import FORM
 from lowtide.train.shapes import SHAPES
 
@@ -36,8 +34,7 @@ class ProfileConfig(Settings):
     )
     impl: tuple[str, ...] = setting(
         ("stock", "lowtide"),
-        f"which of {', '.join(IMPLEMENTATIONS)}, separated by commas or spaces; NAME:POLICY for one with its own "
-        "policy, may be repeated",
+        f"which of {', '.join(IMPLEMENTATIONS)}; NAME:POLICY for one with its own policy",
         metavar="NAME",
     )
     seq_len: int = setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU", least=0)
@@ -58,35 +55,15 @@ class ProfileConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
-        self.require("impl", bool(self.variants), f"names out of {', '.join(IMPLEMENTATIONS)}")
+        self.require("impl", len(self.variants) == len(self.impl), "each name once")
 
     @property
     def variants(self) -> Mapping[str, Variant]:
-        """What is measured, by name.
-
-        Raises:
-            ArgumentValueError: An unknown name or policy, or a name twice.
-        """
-        between = rf",(?=\s*(?:{'|'.join(IMPLEMENTATIONS)})\b|\s*$)"  # a policy has commas of its own
-        words = [word.strip() for text in self.impl for word in re.split(between, text) if word.strip()]
-        variants: dict[str, Variant] = {}
-        for word in words:
-            impl, _, policy = word.partition(":")
-            if "@" in (policy := policy or self.policy):
-                hint = "lowtide bench step measures a step with them in host memory."
-                raise ArgumentValueError(message("policy", "nothing of optimizer states", repr(policy), hint))
-            if word in variants:
-                raise ArgumentValueError(message("impl", "each name once", f"{word!r} twice"))
-            variants[word] = Variant(impl=impl, policy=policy)
-        return variants
+        """What is measured, by name; `ArgumentValueError` for an unknown name or policy."""
+        return {name: Variant.named(name, self.policy) for name in self.impl}
 
     def check_here(self) -> None:
-        """Raise where files or packages are missing.
-
-        Raises:
-            ArgumentValueError: There is no such model.
-            UnsupportedError: Liger is not installed.
-        """
+        """Raise `ArgumentValueError` where there is no such model, `UnsupportedError` where Liger is not installed."""
         for variant in self.variants.values():
             variant.check_installed()
         super().check_here()

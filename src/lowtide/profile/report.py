@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.bench.harness import Table
-from lowtide.measure.plots import new_figure
 from lowtide.measure.text import table
 from lowtide.profile.memory import OWNERS
 from lowtide.profile.phases import KINDS
@@ -114,28 +113,30 @@ def draw_profile(file: Path, result: Row) -> None:
     rows = [row for row in result["implementations"] if "peak" in row]
     unit, scale = _unit_of(result)
     from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    with new_figure(file, 9, 1.8 + 2.4 * len(rows)) as figure:
-        figure.suptitle(title_of(result), fontsize=10)
-        grid = figure.subplots(len(rows), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-        for axes, row in zip(grid, rows, strict=True):
-            line, peak = row["timeline"], row["peak"]
-            owners = [[size * scale for size in line["owners"][owner]] for owner in OWNERS]
-            axes.stackplot(line["ms"], owners, step="post", labels=OWNERS.values())
-            sums = [size * scale for size in line["gib"]]  # a peak too short to be seen as an area
-            axes.plot(line["ms"], sums, drawstyle="steps-post", color="black", linewidth=0.5)
-            axes.plot(peak["ms"], peak["gib"] * scale, "kx")
-            for i, (kind, text) in enumerate(KINDS.items()):
-                parts = [(s["begin_ms"], s["end_ms"] - s["begin_ms"]) for s in row["segments"] if s["kind"] == kind]
-                style = {"facecolor": colormaps["Set3"](i), "edgecolor": "white", "linewidth": 0.5, "label": text}
-                axes.broken_barh(parts, (1, 0.07), transform=axes.get_xaxis_transform(), clip_on=False, **style)
-            axes.set_ylabel(unit)
-            name = row["name"] if ":" in row["name"] else f"{row['name']}, {row['policy']}"
-            how = "out of memory" if "failed" in row else f"{row['seconds'] * 1e3:,.4g} ms"
-            axes.set_title(f"{name}: {peak['gib'] * scale:.4g} {unit} in {peak['phase']}, {how}", fontsize=9, y=1.07)
-        axes.set_xlim(0, max(row["segments"][-1]["end_ms"] for row in rows))
-        axes.set_xlabel("time of a step, ms")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure = Figure(figsize=(9, 1.8 + 2.4 * len(rows)), layout="constrained")
+    figure.suptitle(title_of(result), fontsize=10)
+    grid = figure.subplots(len(rows), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, row in zip(grid, rows, strict=True):
+        line, peak = row["timeline"], row["peak"]
+        owners = [[size * scale for size in line["owners"][owner]] for owner in OWNERS]
+        axes.stackplot(line["ms"], owners, step="post", labels=OWNERS.values())
+        sums = [size * scale for size in line["gib"]]  # a peak too short to be seen as an area
+        axes.plot(line["ms"], sums, drawstyle="steps-post", color="black", linewidth=0.5)
+        axes.plot(peak["ms"], peak["gib"] * scale, "kx")
+        for i, (kind, text) in enumerate(KINDS.items()):
+            parts = [(s["begin_ms"], s["end_ms"] - s["begin_ms"]) for s in row["segments"] if s["kind"] == kind]
+            style = {"facecolor": colormaps["Set3"](i), "edgecolor": "white", "linewidth": 0.5, "label": text}
+            axes.broken_barh(parts, (1, 0.07), transform=axes.get_xaxis_transform(), clip_on=False, **style)
+        axes.set_ylabel(unit)
+        name = row["name"] if ":" in row["name"] else f"{row['name']}, {row['policy']}"
+        how = "out of memory" if "failed" in row else f"{row['seconds'] * 1e3:,.4g} ms"
+        axes.set_title(f"{name}: {peak['gib'] * scale:.4g} {unit} in {peak['phase']}, {how}", fontsize=9, y=1.07)
+    axes.set_xlim(0, max(row["segments"][-1]["end_ms"] for row in rows))
+    axes.set_xlabel("time of a step, ms")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(file, dpi=150)
 
 
 def write_page(file: Path, result: Row, plot: Path | None) -> None:

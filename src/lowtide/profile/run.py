@@ -15,7 +15,6 @@ from lowtide.bench.models import language_part
 from lowtide.bench.variant import LIGER
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.child import allocator, run_child
-from lowtide.measure.plots import NO_PLOT
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.report import ROWS, draw_profile, text_of, title_of, write_page
 from lowtide.profile.steps import measure
@@ -72,7 +71,7 @@ def _measure(run: Run) -> None:
     plot, page = (run.file.with_suffix(suffix) for suffix in (".png", ".html"))
     drawn = any("peak" in row for row in rows)
     if drawn and importlib.util.find_spec("matplotlib") is None:
-        run.say(f"no plot: matplotlib is not installed. {NO_PLOT}\n")
+        run.say("no plot: matplotlib is not installed. pip install 'lowtide[plot]'\n")
         drawn = False
     if drawn:
         replace(plot, lambda file: draw_profile(file, run.result))

@@ -1,4 +1,4 @@
-"""The collectives that a call makes on this rank: benchmarks count them, tests compare them with stock models'."""
+"""The collectives that a call makes on this rank: cases compare them with stock models', benchmarks/ranks.py counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-_WORDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier")
+WORDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier")
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def seen_collectives(see: Callable[[str, tuple[Any, ...]], object]) -> Iterator[
 
     FSDP2 and lowtide call them there. A dispatch mode would change lowtide's path, and a profiler takes a second.
     """
-    stock = {name: value for name, value in vars(dist).items() if name.startswith(_WORDS) and callable(value)}
+    stock = {name: value for name, value in vars(dist).items() if name.startswith(WORDS) and callable(value)}
 
     def seen(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,6 @@ def seen_collectives(see: Callable[[str, tuple[Any, ...]], object]) -> Iterator[
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Count collectives by name: see `seen_collectives`."""
     counts: Counter[str] = Counter()
     with seen_collectives(lambda name, _: counts.update([name])):
         yield counts
