@@ -7,6 +7,7 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -212,11 +213,12 @@ def assert_same_training(
 def assert_no_further_from_the_truth(
     model: nn.Module, stock: nn.Module, loss: Callable[[nn.Module], Tensor], draws: int = 16
 ) -> None:
-    """The gradients of `model` err by at most 1.25 times what those of `stock` do, in the mean over draws of weights.
+    """The gradients of `model` err by at most 1.25 times what those of `stock` do, in the median over draws of weights.
 
-    With one draw either may be the nearer one by half. The truth is `stock` in float64, and errors are relative to it.
+    With one draw either may be the nearer one by half, and where a router chooses another expert one errs threefold.
+    The truth is `stock` in float64, and errors are relative to it.
     """
-    errors = [0.0, 0.0]
+    errors: tuple[list[float], list[float]] = ([], [])
     for _ in range(draws):
         for p, q in zip(model.parameters(), stock.parameters(), strict=True):
             if p.dim() > 1:
@@ -230,8 +232,8 @@ def assert_no_further_from_the_truth(
         norm = sum(grad.square().sum().item() for grad in true.values())
         for i, m in enumerate((model, stock)):
             differences = (p.grad.double() - true[n] for n, p in m.named_parameters() if n in true)
-            errors[i] += (sum(d.square().sum().item() for d in differences) / norm) ** 0.5
-    assert 0 < errors[0] <= 1.25 * errors[1]
+            errors[i].append((sum(d.square().sum().item() for d in differences) / norm) ** 0.5)
+    assert 0 < median(errors[0]) <= 1.25 * median(errors[1])
 
 
 def expect_calls(report: PatchReport, fused: int, built: int = 0) -> None:
